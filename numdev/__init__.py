@@ -1,0 +1,3 @@
+"""numdev: numeric-deviation audits for attention. Importing it imports nothing heavy."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,53 @@
+"""What can go wrong, said once.
+
+Every error a user can cause or must know of is a `NumdevError`: one sentence that names the file,
+the key or the tensor and what is wrong, and a hint that says what to do. `cli.main` is the only
+place that catches one; it prints a single line and exits with the class's code.
+
+Exit codes: 0 done or passed, 1 a gate's threshold was exceeded, 2 usage or configuration,
+3 could not measure, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NumdevError(Exception):
+    """An error with a message for the user, an optional hint, and an exit code."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+class UsageError(NumdevError):
+    """The request itself is wrong: a path, a name, a key, a combination of options."""
+
+    exit_code = 2
+
+
+class MeasurementError(NumdevError):
+    """The request is sound, and yet it could not be measured."""
+
+    exit_code = 3
+
+
+class Refused(NumdevError):
+    """A kernel declines a case, with its reason; its rows become `skipped`, not `failed`."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """A hint that names the known word nearest to `name`, else all of them."""
+    words = sorted(known)
+    if not words:
+        return "there is none to choose from"
+    near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words)}"

@@ -1,0 +1,161 @@
+"""The machine, as data.
+
+`System.here` is the only place that probes the machine. Everything that depends on hardware or on
+installed software asks the snapshot, so "which kernels are available" is a pure function that a
+test can evaluate for any GPU on any laptop. A `Requirement` answers "what is missing?" with a
+sentence, or with nothing.
+
+Imports torch only inside `System.here`; optional packages are looked up, never imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numdev.errors import UsageError
+
+OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers")
+RECORDED_PACKAGES = ("numdev", "torch", "transformers", "safetensors", "numpy", *OPTIONAL_PACKAGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """What this machine is. Plain data: comparable, printable, storable in a report."""
+
+    device: str
+    """`cpu` or `cuda`: where kernels run."""
+    gpu: str | None = None
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, for example (9, 0)."""
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    cpu: str = ""
+    cpu_capability: str = ""
+    """The instruction set PyTorch's CPU kernels use, for example `AVX512`; results depend on it."""
+    threads: int = 1
+    python: str = ""
+    platform: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Installed distributions, name (in lower case, with hyphens) to version."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Global switches of torch that change numbers (TF32, reduced precision, determinism)."""
+
+    @classmethod
+    def here(cls, device: str = "auto") -> System:
+        """Probe this machine. `device` is `auto`, `cpu` or `cuda`; raises UsageError if absent."""
+        import torch
+
+        has_cuda = torch.cuda.is_available()
+        if device not in ("auto", "cpu", "cuda"):
+            raise UsageError(f"unknown device {device!r}", hint="use auto, cpu or cuda")
+        if device == "cuda" and not has_cuda:
+            raise UsageError("no CUDA device is available here", hint="use --device cpu")
+        device = ("cuda" if has_cuda else "cpu") if device == "auto" else device
+        on_gpu = device == "cuda"
+        cudnn = torch.backends.cudnn.version() if on_gpu else None
+        return cls(
+            device=device,
+            gpu=torch.cuda.get_device_name() if on_gpu else None,
+            capability=torch.cuda.get_device_capability() if on_gpu else None,
+            driver=_driver_version() if on_gpu else None,
+            cuda=torch.version.cuda if on_gpu else None,
+            cudnn=str(cudnn) if cudnn else None,
+            cpu=_cpu_name(),
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            threads=torch.get_num_threads(),
+            python=platform.python_version(),
+            platform=f"{platform.system()} {platform.machine()}",
+            packages=_packages(),
+            settings=_torch_settings(),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a report records it: of the packages, those that matter to every audit."""
+        kept = {n: v for n, v in self.packages.items() if n in RECORDED_PACKAGES}
+        return {**asdict(self), "packages": kept}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """What a kernel needs of a system. Unset fields ask for nothing."""
+
+    device: str | None = None
+    capability: tuple[int, int] | None = None
+    package: str | None = None
+
+    def missing(self, system: System) -> str | None:
+        """The first thing `system` lacks, as a sentence; None when nothing is missing."""
+        if self.device and system.device != self.device:
+            return f"needs {self.device.upper()}, and this audit runs on {system.device.upper()}"
+        if self.capability and (system.capability or (0, 0)) < self.capability:
+            need = f"needs compute capability {_dotted(self.capability)} or newer"
+            if system.capability is None:
+                return f"{need}, and this audit runs on {system.device.upper()}"
+            return f"{need}; {system.gpu} has {_dotted(system.capability)}"
+        if self.package and _normalised(self.package) not in system.packages:
+            return f"needs the package {self.package}, which is not installed"
+        return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:  # a half-removed distribution has none
+            found.setdefault(_normalised(name), distribution.version)
+    return dict(sorted(found.items()))
+
+
+def _normalised(name: str) -> str:
+    """PEP 503."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _torch_settings() -> dict[str, Any]:
+    """The switches of torch that change what a kernel computes, as they stand now."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cuda_matmul_allow_tf32": matmul.allow_tf32,
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+        "sdpa_math_reduced_precision": (torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cpu_capability_override": os.environ.get("ATEN_CPU_CAPABILITY"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = answer.stdout.split()
+    return lines[0] if lines else None
