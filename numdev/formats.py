@@ -1,0 +1,369 @@
+"""Floating-point formats, and rounding to them correctly.
+
+What is here. A `Format` is a record of four facts: how many significant bits, the smallest and
+the largest exponent of a normal number, and whether there are infinities. Everything else (unit
+roundoff, largest, smallest normal and subnormal) follows from these. `FORMATS` is the catalogue,
+`format_named` finds a format by the name a person writes, `format_of` and `dtype_of` go between
+formats and torch's dtypes. Two functions do arithmetic: `round_to` rounds the values of a tensor
+to a format, `ulp` gives the format's spacing at each value.
+
+Why not `x.to(torch.bfloat16)`. torch converts float64 to its 16-bit and 8-bit dtypes by way of
+float32, so the value is rounded twice: 1 + 2^-8 + 2^-40 first loses its 2^-40, then looks like a
+tie, and becomes 1.0 instead of 1.0078125. An audit that must tell rounding from error cannot
+stand on that, and it needs formats for which torch has no dtype at all.
+
+How `round_to` works. Write |x| = s * 2^(e - p + 1), where p is the precision and 2^e the binade
+|x| lies in, but never below the format's smallest one: below it the spacing stays as it is, and
+that is all there is to subnormals. Then round s to an integer. Scaling by powers of two is exact,
+so the one inexact step is the rounding of s, and the three modes differ in that step alone. The
+scaling is done in two steps, |x| / 2^e (between 0 and 2) and then times 2^(p - 1), because
+2^(p - 1 - e) as a single factor would overflow for the formats with the widest exponents. After
+that, what exceeds the largest value overflows, and the sign of x goes back on.
+
+What is left to others. Values are rounded, never encoded: the result is a float32 or float64
+tensor whose values the format contains. Scaling tensors to make them fit (fp8 recipes), block
+formats, and where an algorithm rounds (`kernels.emulated`) are not this module's business.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from numdev.errors import UsageError, closest
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "RoundingMode",
+    "dtype_of",
+    "format_named",
+    "format_of",
+    "round_to",
+    "ulp",
+]
+
+RoundingMode = Literal["nearest", "toward_zero", "stochastic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A binary floating-point format with subnormals, signed zeros and NaN.
+
+    `precision` counts the significant bits including the implicit one; `emin` and `emax` are the
+    exponents of the smallest and the largest normal binade, as in IEEE 754 (a normal number is
+    m * 2^e with 1 <= m < 2). A format without infinity gives up its topmost value for NaN, as OCP
+    E4M3 does. Raises `UsageError` for a format whose values float64 cannot all hold, since every
+    computation here takes place in float64 or less.
+    """
+
+    name: str
+    precision: int
+    emin: int
+    emax: int
+    has_infinity: bool = True
+
+    def __post_init__(self) -> None:
+        if not (2 <= self.precision <= 53 and -1022 <= self.emin <= self.emax <= 1023):
+            raise UsageError(
+                f"format {self.name!r} does not fit in float64",
+                hint="2 to 53 significant bits and exponents from -1022 to 1023 do",
+            )
+
+    @property
+    def unit_roundoff(self) -> float:
+        """u = 2^-precision: the largest relative error of rounding a normal value to nearest."""
+        return math.ldexp(1.0, -self.precision)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite value: all significand bits set, less one step without infinity."""
+        top_steps = 1 if self.has_infinity else 2
+        return math.ldexp(2.0 - math.ldexp(top_steps, 1 - self.precision), self.emax)
+
+    @property
+    def smallest_normal(self) -> float:
+        """2^emin, the smallest value with full precision."""
+        return math.ldexp(1.0, self.emin)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """2^(emin - precision + 1), the smallest value above zero and the spacing next to it."""
+        return math.ldexp(1.0, self.emin - self.precision + 1)
+
+    def contains(self, other: Format) -> bool:
+        """Whether every value of `other`, infinities included, is a value of this format."""
+        return (
+            self.precision >= other.precision
+            and self.largest >= other.largest
+            and self.smallest_subnormal <= other.smallest_subnormal
+            and self.has_infinity >= other.has_infinity
+        )
+
+
+# float8_e4m3fn: bias 7 as an IEEE format of that shape would have, but the top exponent is used
+# for numbers, all but its last code (OCP OFP8, section 5): hence emax 8, no infinity, largest 448.
+_CATALOGUE = (
+    Format(name="float64", precision=53, emin=-1022, emax=1023),
+    Format(name="float32", precision=24, emin=-126, emax=127),
+    Format(name="tf32", precision=11, emin=-126, emax=127),
+    Format(name="bfloat16", precision=8, emin=-126, emax=127),
+    Format(name="float16", precision=11, emin=-14, emax=15),
+    Format(name="float8_e4m3fn", precision=4, emin=-6, emax=8, has_infinity=False),
+    Format(name="float8_e5m2", precision=3, emin=-14, emax=15),
+)
+FORMATS: Mapping[str, Format] = {format.name: format for format in _CATALOGUE}
+
+# Bare "fp8", "fp8_e4m3" and "float8_e4m3" are left out on purpose: they mean different formats to
+# different people (in ml_dtypes the last one is the IEEE-style format with largest value 240).
+_ALIASES: Mapping[str, str] = {
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "f32": "float32",
+    "single": "float32",
+    "float": "float32",
+    "tensorfloat32": "tf32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "e4m3fn": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+def format_named(name: str) -> Format:
+    """The format a person means by `name`.
+
+    That is a name of the catalogue, a usual alias (`bf16`, `fp32`, `half`, `torch.float16`), or
+    `eXmY`: X exponent and Y fraction bits in the style of IEEE 754, so bias 2^(X-1) - 1, with
+    infinities and subnormals. `e8m7` has the values of bfloat16 and `e5m10` those of float16, but
+    `e4m3` is the IEEE-style format with largest value 240, not OCP's `float8_e4m3fn`. Case does
+    not matter. Raises `UsageError` for an unknown name, naming the closest known one, and for an
+    `eXmY` that float64 cannot hold (X from 2 to 11, Y from 1 to 52).
+    """
+    key = name.strip().lower().removeprefix("torch.")
+    key = _ALIASES.get(key, key)
+    if key in FORMATS:
+        return FORMATS[key]
+    if match := re.fullmatch(r"e(\d{1,4})m(\d{1,4})", key):
+        return _ieee_style(int(match[1]), int(match[2]))
+    raise UsageError(
+        f"unknown format {name!r}",
+        hint=f"{closest(key, [*FORMATS, *_ALIASES])} ({', '.join(FORMATS)}, and eXmY for others)",
+    )
+
+
+def _ieee_style(exponent_bits: int, fraction_bits: int) -> Format:
+    """The format eXmY: IEEE 754's rules at another width (section 3.4, bias = emax)."""
+    name = f"e{exponent_bits}m{fraction_bits}"
+    if not (2 <= exponent_bits <= 11 and 1 <= fraction_bits <= 52):
+        raise UsageError(
+            f"format {name!r} does not fit in float64",
+            hint="eXmY takes X from 2 to 11 exponent bits and Y from 1 to 52 fraction bits",
+        )
+    bias = 2 ** (exponent_bits - 1) - 1
+    return Format(name=name, precision=fraction_bits + 1, emin=1 - bias, emax=bias)
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The format of a torch dtype's values; `UsageError` where the catalogue has none."""
+    for name, known in _DTYPES.items():
+        if known == dtype:
+            return FORMATS[name]
+    raise UsageError(
+        f"{dtype} is not a floating-point format numdev knows",
+        hint=f"known dtypes: {', '.join(str(known) for known in _DTYPES.values())}",
+    )
+
+
+def dtype_of(format: Format) -> torch.dtype:
+    """The torch dtype that stores exactly the values of `format`, whatever the format's name.
+
+    So `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such dtype (tf32 is
+    how a GPU multiplies float32 values, not how it stores them).
+    """
+    for name, dtype in _DTYPES.items():
+        if FORMATS[name].contains(format) and format.contains(FORMATS[name]):
+            return dtype
+    raise UsageError(
+        f"torch has no dtype that stores {format.name}",
+        hint="round_to keeps its values in float32 or float64",
+    )
+
+
+def round_to(
+    x: torch.Tensor,
+    format: Format,
+    mode: RoundingMode = "nearest",
+    *,
+    saturate: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """The values of `x`, of any shape, correctly rounded to `format`, once.
+
+    float64 stays float64; float32 stays float32, and narrower dtypes are widened to it (exactly).
+    The result is a new tensor on the same device, without gradient. Rounding to a format that
+    contains the dtype of `x` changes nothing, and neither does rounding a result again.
+
+    Modes, following IEEE 754, section 4.3:
+
+    - `nearest`: to the nearest value, ties to the one with an even significand.
+    - `toward_zero`: to the nearest value no larger in magnitude.
+    - `stochastic`: to one of the two neighbours, the further up the likelier, so that the mean is
+      `x` (to within 2^-53 of the spacing); values of the format stay. `generator` supplies one
+      uniform number per element, the same for float32 as for float64. Other modes ignore it.
+
+    Overflow. A magnitude that rounds beyond the largest value, on the grid continued upwards,
+    becomes infinity, or NaN in a format without infinity (OCP's non-saturating mode). In
+    `nearest` that is from largest + half a spacing onwards; in float8_e4m3fn that very tie (464)
+    still goes to 448, which is even. `toward_zero` gives the largest value instead, and so does
+    `saturate`, in every mode.
+
+    Zeros and values that round to zero keep the sign of `x`. NaN stays NaN. Infinity stays, also
+    under `saturate`; in a format without infinity it becomes NaN. Empty gives empty. On a CPU set
+    to flush subnormals (`torch.set_flush_denormal`), subnormals of the dtype of `x` are zero.
+
+    Raises `UsageError` for a tensor that is not real floating-point, an unknown mode, stochastic
+    rounding without a generator on the device of `x`, and a float32 `x` with a result that only
+    float64 can hold (3.4e38 to e9m7 is 2^128).
+    """
+    wide = _widened(x)
+    _check_mode(mode, generator, wide.device)
+    here = format_of(wide.dtype)
+    if format.contains(here):
+        return wide.clone()
+    uniform = _uniform(wide, generator) if mode == "stochastic" else None
+    if here.contains(format) and here.emin <= format.emin:
+        return _rounded(wide, format, mode, saturate, uniform)
+    # A float32 x and a format with more bits or exponents, on either side, than float32 has.
+    return _narrowed(_rounded(wide.double(), format, mode, saturate, uniform), wide.dtype, format)
+
+
+def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """The spacing of `format` at |x|, as float64 in the shape of `x`.
+
+    That is 2^(e - precision + 1) for 2^e <= |x| < 2^(e+1) (Goldberg's ulp, taken upwards at a
+    power of two), whether or not `x` is a value of the format. At zero and among subnormals it is
+    the smallest subnormal, above the largest value the spacing at emax; NaN and infinity give
+    NaN. Raises `UsageError` for a tensor that is not real floating-point.
+    """
+    # Always float64: a spacing can be far below the range of the dtype of x.
+    magnitude = _widened(x).double().abs()
+    spacing = _binade(magnitude, format).mul_(math.ldexp(1.0, 1 - format.precision))
+    return spacing.masked_fill_(~magnitude.isfinite(), math.nan)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """x as float64 or float32, exactly, and cut off from autograd."""
+    if not x.is_floating_point():
+        raise UsageError(f"only real floating-point tensors have a format, not {x.dtype}")
+    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _check_mode(
+    mode: RoundingMode, generator: torch.Generator | None, device: torch.device
+) -> None:
+    if mode not in get_args(RoundingMode):
+        raise UsageError(
+            f"unknown rounding mode {mode!r}", hint=closest(str(mode), get_args(RoundingMode))
+        )
+    if mode == "stochastic" and (generator is None or generator.device.type != device.type):
+        raise UsageError(
+            f"stochastic rounding needs a random generator on {device.type}, as the tensor is",
+            hint=f"pass generator=torch.Generator({device.type!r}).manual_seed(seed)",
+        )
+
+
+def _uniform(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Numbers in [0, 1) with 53 random bits, whatever the dtype of x, so that it changes none."""
+    return torch.rand(x.shape, generator=generator, dtype=torch.float64, device=x.device)
+
+
+def _rounded(
+    x: torch.Tensor,
+    format: Format,
+    mode: RoundingMode,
+    saturate: bool,
+    uniform: torch.Tensor | None,
+) -> torch.Tensor:
+    """x rounded, in its own dtype, which must hold the format: grid, then overflow, then sign."""
+    magnitude = x.abs()
+    on_grid = _on_grid(magnitude, format, mode, uniform)
+    beyond = math.inf if format.has_infinity else math.nan
+    overflow = format.largest if saturate or mode == "toward_zero" else beyond
+    on_grid.masked_fill_(on_grid > format.largest, overflow)
+    if overflow != beyond:  # what was infinite before rounding has not overflowed
+        on_grid.masked_fill_(magnitude == math.inf, beyond)
+    return on_grid.copysign_(x)
+
+
+def _on_grid(
+    magnitude: torch.Tensor, format: Format, mode: RoundingMode, uniform: torch.Tensor | None
+) -> torch.Tensor:
+    """|x| rounded to the format's spacing, as if the top binade went on for ever.
+
+    NaN and infinity pass through. Every step but the rounding is exact, as the module says.
+    """
+    binade = _binade(magnitude, format)
+    unit = math.ldexp(1.0, format.precision - 1)
+    significand = magnitude.div(binade).mul_(unit)
+    rounded = _to_integer(significand, mode, uniform)
+    return rounded.mul_(1.0 / unit).mul_(binade)
+
+
+def _to_integer(
+    significand: torch.Tensor, mode: RoundingMode, uniform: torch.Tensor | None
+) -> torch.Tensor:
+    """The one inexact step. `significand` is not negative and may be overwritten."""
+    if mode == "nearest":
+        return significand.round_()  # torch rounds halves to even
+    below = significand.floor()
+    if uniform is None:
+        return below
+    # Up with probability `fraction`. Not floor(significand + uniform): that sum is rounded, and
+    # would now and then move a value that needs no rounding. 1 - fraction is exact but for bits
+    # of the fraction below 2^-53, which is the resolution of `uniform`.
+    fraction = significand.sub_(below).double()
+    return below.add_(uniform >= 1.0 - fraction)
+
+
+def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
+    """2^e with 2^e <= magnitude < 2^(e+1), kept within the format's emin and emax.
+
+    Reads the exponent field, so it is exact; log2 is not. Zero, and subnormals of the dtype, have
+    an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and NaN are lowered.
+    """
+    if magnitude.dtype == torch.float64:
+        field = (magnitude.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)
+    else:
+        field = (magnitude.view(torch.int32) & 0x7F80_0000).view(torch.float32)
+    return field.clamp_(math.ldexp(1.0, format.emin), math.ldexp(1.0, format.emax))
+
+
+def _narrowed(rounded: torch.Tensor, dtype: torch.dtype, format: Format) -> torch.Tensor:
+    """float64 results as `dtype`; refuses where that would round them a second time."""
+    narrow = rounded.to(dtype)
+    if not bool(((narrow == rounded) | rounded.isnan()).all()):
+        raise UsageError(
+            f"rounded to {format.name}, some values do not fit in {dtype}",
+            hint="pass the tensor as float64",
+        )
+    return narrow
