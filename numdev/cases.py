@@ -1,0 +1,290 @@
+"""What is computed: one attention call, with everything that defines its result.
+
+An `AttentionCase` holds tensors and says nothing of how they are to be processed; every kernel, the
+reference included, is a function of a case. A `CaseRef` names a case in plain data, so that tasks
+and report rows can speak of it without holding a tensor.
+
+Where cases come from is not decided here: `numdev.inputs` draws them from a configuration,
+`numdev.capture` takes them out of a running model.
+
+Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is
+[batch, kv_heads, kv_len, head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query
+attention query head h reads kv head h // (heads // kv_heads).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from numdev.errors import UsageError
+from numdev.formats import Format, dtype_of, format_of, round_to
+
+Window = tuple[int | None, int | None]
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRef:
+    """The name of a case: enough to find it again, and nothing that needs torch."""
+
+    case: str
+    """Unique within one audit."""
+    source: str = ""
+    """The checkpoint, configuration or file it came from."""
+    module: str = ""
+    """The module that made the call, for example `model.layers.3.self_attn`."""
+    layer: int | None = None
+    call: int = 0
+    """Counts the calls of one module within one run of the model."""
+    seed: int | None = None
+    phase: Phase | None = None
+    """Of a generation: its first pass, or one of those that follow, a token each."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCase:
+    """One attention call. Raises UsageError when its parts do not fit together."""
+
+    ref: CaseRef
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    mask: Tensor | None = None
+    """bool (True: may attend) or additive in q's format; broadcasts to [B, H, q_len, kv_len]."""
+    is_causal: bool = False
+    causal_offset: int = 0
+    """Query i sees keys j <= i + causal_offset. 0 aligns top-left as PyTorch does,
+    kv_len - q_len aligns bottom-right as flash-attention does."""
+    window: Window | None = None
+    """(left, right): query i sees keys i + causal_offset - left <= j <= i + causal_offset + right;
+    None on a side means no limit there."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap), after scaling and before masking."""
+    sinks: Tensor | None = None
+    """[heads]: one extra logit per head that takes probability and contributes no value. Its lse
+    includes the sink."""
+    grad_out: Tensor | None = None
+    working: Format | None = None
+    """The format of the tensors' values where torch has no dtype for it: they are then stored in a
+    wider dtype. None: the format is that of the dtype."""
+
+    def __post_init__(self) -> None:
+        problem = _problem(self)
+        if problem:
+            raise UsageError(f"attention case {self.ref.case!r}: {problem}")
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head; 1 without grouped-query attention."""
+        return self.heads // self.kv_heads
+
+    @property
+    def q_len(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def kv_len(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def format(self) -> Format:
+        """The working format: what q, k and v hold values of."""
+        return self.working or format_of(self.q.dtype)
+
+    @property
+    def restricts_positions(self) -> bool:
+        """Whether causality or a window hides keys, apart from the mask."""
+        return self.is_causal or self.window is not None
+
+    def rounded_to(self, fmt: Format) -> AttentionCase:
+        """The same call with q, k, v (and an additive mask, sinks, grad_out) rounded once to `fmt`.
+
+        Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite number is how
+        models write "hidden", and it must not become -inf, which would change fully masked rows.
+        A format that torch has no dtype for is kept in float32, or float64 where float32 cannot
+        hold it, with `working` saying what it is.
+        """
+        dtype, working = _storage(fmt)
+
+        def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
+            if x.dtype == torch.bool:
+                return x
+            wide = x.double() if dtype == torch.float64 else x
+            return round_to(wide, fmt, saturate=saturate).to(dtype)
+
+        return dataclasses.replace(
+            self,
+            q=cast(self.q),
+            k=cast(self.k),
+            v=cast(self.v),
+            mask=None if self.mask is None else self._hidden_again(cast(self.mask, saturate=True)),
+            sinks=None if self.sinks is None else cast(self.sinks),
+            grad_out=None if self.grad_out is None else cast(self.grad_out),
+            working=working,
+        )
+
+    def _hidden_again(self, mask: Tensor) -> Tensor:
+        """A cast mask, in which what was hidden (`visible`) is the lowest number of its new dtype:
+        that of a wider dtype, or of one that stores a narrower format, is another."""
+        if self.mask is None or mask.dtype == torch.bool:
+            return mask
+        hidden = self.mask == torch.finfo(self.mask.dtype).min
+        return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+    def select_heads(self, heads: list[int]) -> AttentionCase:
+        """The same call restricted to some query heads, each with the kv head it reads."""
+        kv = [h // self.group for h in heads]
+        mask = self.mask
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+            mask = mask[..., heads, :, :]
+        return dataclasses.replace(
+            self,
+            q=self.q[:, heads],
+            k=self.k[:, kv],
+            v=self.v[:, kv],
+            mask=mask,
+            sinks=None if self.sinks is None else self.sinks[heads],
+            grad_out=None if self.grad_out is None else self.grad_out[:, heads],
+        )
+
+
+def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
+    """The dtype for values of `fmt`, and the format itself where the dtype does not say it."""
+    try:
+        return dtype_of(fmt), None
+    except UsageError:
+        narrow = format_of(torch.float32).contains(fmt)
+        return torch.float32 if narrow else torch.float64, fmt
+
+
+def key_range(case: AttentionCase, rows: slice) -> slice:
+    """The keys that query rows [start, stop) can see at all by causality and window."""
+    first, last = 0, case.kv_len
+    if case.is_causal:
+        last = min(last, rows.stop + case.causal_offset)
+    if case.window is not None:
+        left, right = case.window
+        if right is not None:
+            last = min(last, rows.stop + case.causal_offset + right)
+        if left is not None:
+            first = max(first, rows.start + case.causal_offset - left)
+    first = min(first, case.kv_len)
+    return slice(first, max(first, last))
+
+
+def visible(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+    """Which keys each row may attend to, from causality, window and mask together.
+
+    Returns a bool tensor that broadcasts to [batch, heads, rows, keys], or None when all may. In an
+    additive mask the lowest number of its dtype means hidden: that is how models write it, and a
+    row of nothing else is a fully masked row, whose value is a convention. (-inf needs no word
+    here: added to a score it hides by itself.)
+    """
+    shown = _by_position(case, rows, keys)
+    if case.mask is None:
+        return shown
+    mask = _block(case.mask, rows, keys)
+    open_ = mask if mask.dtype == torch.bool else mask != torch.finfo(mask.dtype).min
+    return open_ if shown is None else shown & open_
+
+
+def additive(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+    """The additive mask's block for these rows and keys; None when the case has none."""
+    if case.mask is None or case.mask.dtype == torch.bool:
+        return None
+    return _block(case.mask, rows, keys)
+
+
+def explicit_mask(case: AttentionCase) -> Tensor | None:
+    """Causality, window and mask as one mask, for kernels that take no more than that.
+
+    bool when nothing is additive, else the additive mask as it came, with -inf where position
+    hides a key.
+    """
+    rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
+    added = additive(case, rows, keys)
+    if added is None:
+        return visible(case, rows, keys)
+    shown = _by_position(case, rows, keys)
+    return added if shown is None else added.masked_fill(~shown, -math.inf)
+
+
+def _by_position(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+    if not case.restricts_positions:
+        return None
+    device = case.q.device
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None] + case.causal_offset
+    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    shown = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
+    if case.is_causal:
+        shown &= j <= i
+    if case.window is not None:
+        left, right = case.window
+        if left is not None:
+            shown &= j >= i - left
+        if right is not None:
+            shown &= j <= i + right
+    return shown
+
+
+def _block(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    """A broadcasting mask's block: an axis of length 1 stays as it is."""
+    if mask.ndim >= 2 and mask.shape[-2] > 1:
+        mask = mask[..., rows, :]
+    return mask[..., keys] if mask.shape[-1] > 1 else mask
+
+
+def _problem(case: AttentionCase) -> str | None:
+    """What is wrong with a case's parts, as a sentence; None when they fit."""
+    q, k, v = case.q, case.k, case.v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            return f"{name} has shape {list(x.shape)}; expected [batch, heads, length, head_dim]"
+        if 0 in x.shape:
+            return f"{name} has shape {list(x.shape)}: an axis is empty"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v differ in format: {q.dtype}, {k.dtype}, {v.dtype}"
+    if not q.dtype.is_floating_point:
+        return f"q, k and v are {q.dtype}; expected a floating-point format"
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+        return f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+    if q.shape[3] != k.shape[3]:
+        return f"q and k differ in head_dim: {q.shape[3]} and {k.shape[3]}"
+    if q.shape[1] % k.shape[1]:
+        return f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
+    if not math.isfinite(case.scale):
+        return f"scale is {case.scale}"
+    if case.softcap is not None and not (math.isfinite(case.softcap) and case.softcap > 0):
+        return f"softcap is {case.softcap}; expected a positive number"
+    if case.sinks is not None and case.sinks.shape != (q.shape[1],):
+        return f"sinks have shape {list(case.sinks.shape)}; expected [{q.shape[1]}], one per head"
+    if case.grad_out is not None and case.grad_out.shape != (*q.shape[:3], v.shape[3]):
+        return f"grad_out has shape {list(case.grad_out.shape)}, unlike the output"
+    return _mask_problem(case)
+
+
+def _mask_problem(case: AttentionCase) -> str | None:
+    if case.mask is None:
+        return None
+    shape, full = tuple(case.mask.shape), (*case.q.shape[:3], case.kv_len)
+    padded = (1,) * (4 - len(shape)) + shape
+    if not 1 <= len(shape) <= 4 or any(m not in (1, f) for m, f in zip(padded, full, strict=True)):
+        return f"mask has shape {list(shape)}, which does not broadcast to {list(full)}"
+    if case.mask.dtype != torch.bool and not case.mask.dtype.is_floating_point:
+        return f"mask is {case.mask.dtype}; expected bool or an additive floating-point mask"
+    return None

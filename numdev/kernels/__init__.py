@@ -1,0 +1,298 @@
+"""How attention is computed: the kernels, what each needs, and how they are found.
+
+A kernel is a function from an `AttentionCase` to an `Output`, registered with its name, what it
+requires of the system and what it supports. Built-in and third-party kernels use the same
+decorator:
+
+    @kernel("my-flash", requires=Requirement(device="cuda"))
+    def my_flash(case: AttentionCase, *, block_q: int = 64) -> Output: ...
+
+Keyword-only parameters are the kernel's options. They may be set in YAML and stand in every row.
+
+Built-in modules are a literal list, so `python -m numdev` works from a bare tree. Others come from
+the entry-point group `numdev.kernels` (an entry point names a module whose import registers
+kernels), or as `package.module:function` on the command line; a plain function of q, k, v is then
+adapted by the names of its parameters (`numdev.kernels.plain`).
+
+This module knows nothing of metrics. There is no fallback anywhere: a kernel that cannot run a
+case says why (`Refused`), and the row is `skipped`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
+from numdev.system import Requirement, System
+
+__all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
+
+BUILT_IN = ("reference", "baseline", "emulated", "sdpa")
+ENTRY_POINTS = "numdev.kernels"
+NOTHING = Requirement()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Output:
+    """What a kernel returns."""
+
+    out: Tensor
+    """[batch, heads, q_len, v_dim]."""
+    lse: Tensor | None = None
+    """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
+    ran: str | None = None
+    """Evidence of what really ran, for example the operator the dispatcher chose."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """A registered kernel."""
+
+    name: str
+    function: Callable[..., Any]
+    """Of a case and options; returns what `as_output` takes."""
+    requires: Requirement = NOTHING
+    supports: Callable[[AttentionCase], str | None] = lambda case: None
+    """Why it cannot run a case, as a sentence; None when it can."""
+    summary: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Its options and their defaults."""
+    broken: str | None = None
+    """Why its plugin could not be loaded; such an entry has a name and nothing else."""
+    validate: Callable[[Mapping[str, Any]], object] | None = None
+    """Raises UsageError for options that make no sense together, before anything is run."""
+    any_format: bool = False
+    """Whether it reads `case.format`, and so takes formats that torch has no dtype for."""
+    made_from: str = ""
+    """Fingerprint of the source it comes from, so that an edited kernel is another kernel."""
+
+    def missing(self, system: System) -> str | None:
+        """Why it cannot run on `system`, as a sentence; None when it can."""
+        return self.broken or self.requires.missing(system)
+
+    def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All options with `given` in force; raises UsageError for one it does not have."""
+        for name in given:
+            if name not in self.options:
+                hint = closest(name, self.options) if self.options else "it has no options"
+                raise UsageError(f"kernel {self.name} has no option {name!r}", hint=hint)
+        options = {**self.options, **given}
+        if self.validate is not None:
+            self.validate(options)
+        return options
+
+    def attend(self, case: AttentionCase, **options: Any) -> Output:
+        """Run the case. Raises Refused where the kernel declines it, MeasurementError where what
+        it returned is no output of this case."""
+        if case.working is not None and not self.any_format:
+            raise Refused(f"no torch dtype stores {case.working.name}")
+        reason = self.supports(case)
+        if reason:
+            raise Refused(reason)
+        return as_output(self.function(case, **options), case)
+
+
+_registry: dict[str, Kernel] = {}
+
+
+def kernel(
+    name: str,
+    *,
+    requires: Requirement = NOTHING,
+    supports: Callable[[AttentionCase], str | None] = lambda case: None,
+    validate: Callable[[Mapping[str, Any]], object] | None = None,
+    any_format: bool = False,
+) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
+    """Register a function of a case as the kernel `name`; refuses a name that is taken."""
+
+    def register(function: Callable[..., Output]) -> Callable[..., Output]:
+        taken = _registry.get(name)
+        if taken is not None and _identity(taken.function) != _identity(function):
+            raise UsageError(
+                f"two kernels are called {name!r}: {_identity(taken.function)} and "
+                f"{_identity(function)}",
+                hint="rename one, or uninstall its package",
+            )
+        _registry[name] = Kernel(
+            name=name,
+            function=function,
+            requires=requires,
+            supports=supports,
+            validate=validate,
+            summary=summary_of(function),
+            options=options_of(function),
+            any_format=any_format,
+            made_from=fingerprint(function),
+        )
+        return function
+
+    return register
+
+
+def all_kernels() -> dict[str, Kernel]:
+    """Every registered kernel by name: the built-in ones first, then those of entry points.
+
+    A plugin that cannot be loaded stops nothing: it is listed, as `broken`, under its entry
+    point's name. `find` raises when that is asked for.
+    """
+    for module in BUILT_IN:
+        importlib.import_module(f"numdev.kernels.{module}")
+    broken = [b for e in importlib.metadata.entry_points(group=ENTRY_POINTS) if (b := _load(e))]
+    # Whatever happened to be imported first: the order is shown to people.
+    place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
+    last = len(place)
+    by_place = sorted(_registry.values(), key=lambda k: place.get(k.function.__module__, last))
+    return {k.name: k for k in (*by_place, *broken)}
+
+
+def find(name: str) -> Kernel:
+    """The kernel `name`, or the function `package.module:function`, as a Kernel.
+
+    Raises UsageError for an unknown name (with the closest one) and for a function that cannot be
+    imported or adapted.
+    """
+    if ":" in name:
+        return _from_path(name)
+    known = all_kernels()
+    found = known.get(name)
+    if found is None:
+        broken = [k.broken for k in known.values() if k.broken]
+        raise UsageError(
+            f"unknown kernel {name!r}", hint="; ".join([closest(name, known), *broken])
+        )
+    if found.broken:
+        raise UsageError(found.broken, hint="fix or uninstall it")
+    return found
+
+
+def as_output(result: Any, case: AttentionCase) -> Output:
+    """What a kernel function returned, as an Output.
+
+    It may return an Output, a tensor, or a tuple that begins with the output; the tuple's second
+    element counts as the log-sum-exp if its shape is [batch, heads, q_len]. Raises
+    MeasurementError when that is no output of `case`.
+    """
+    rows = tuple(case.q.shape[:3])
+    if isinstance(result, Output):
+        given = result
+    else:
+        out, *others = result if isinstance(result, tuple) and result else (result,)
+        second = others[0] if others else None
+        is_lse = isinstance(second, Tensor) and tuple(second.shape) == rows
+        given = Output(out=out, lse=second if is_lse else None)
+    _check("out", given.out, (*rows, case.v.shape[-1]), case)
+    if given.lse is not None:
+        _check("lse", given.lse, rows, case)
+    return given
+
+
+def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> None:
+    if not isinstance(x, Tensor):
+        problem = type(x).__name__
+    elif tuple(x.shape) != shape:
+        problem = f"shape {list(x.shape)}"
+    elif x.layout is not torch.strided:
+        problem = f"a {x.layout} tensor"
+    elif not x.is_floating_point() or x.device != case.q.device:
+        problem = f"{x.dtype} on {x.device}"
+    else:
+        return
+    raise MeasurementError(
+        f"it returned {problem} as {what}; expected a floating-point tensor of shape "
+        f"{list(shape)} on {case.q.device}"
+    )
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """A kernel function's options: its keyword-only parameters and their defaults.
+
+    Raises UsageError for one without a default: what is not asked for must still be recorded.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name, default in options.items():
+        if default is inspect.Parameter.empty:
+            raise UsageError(
+                f"the kernel {_identity(function)} has no default for its option {name!r}",
+                hint="give it one",
+            )
+    return options
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """A hash of the file that defines the function; of its name where there is no such file."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    try:
+        source = Path(code.co_filename).read_bytes() if code else b""
+    except OSError:
+        source = b""
+    return hashlib.sha256(source or _identity(function).encode()).hexdigest()[:16]
+
+
+def summary_of(function: Callable[..., Any]) -> str:
+    """The first line of its docstring."""
+    return (inspect.getdoc(function) or "").split("\n")[0]
+
+
+def _identity(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{getattr(function, '__qualname__', '?')}"
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> Kernel | None:
+    """Import one plugin. What goes wrong in it becomes a broken kernel of the plugin's name."""
+    try:
+        entry.load()
+    except Exception as error:  # an import runs foreign code: anything may come out of it
+        package = entry.dist.name if entry.dist else entry.value
+        why = error.message if isinstance(error, NumdevError) else repr(error)
+        reason = f"the kernel plugin {package} ({entry.value}) cannot be loaded: {why}"
+        name = f"{entry.name} ({package})" if entry.name in _registry else entry.name
+        return Kernel(name=name, function=_nothing, broken=reason)
+    return None
+
+
+def _nothing(case: AttentionCase) -> Output:
+    raise MeasurementError("its plugin could not be loaded")
+
+
+def _from_path(path: str) -> Kernel:
+    from numdev.kernels.plain import adapt
+
+    function = imported(path, "kernel")
+    for known in _registry.values():
+        if known.function is function:
+            return known
+    return adapt(path, function)
+
+
+def imported(path: str, role: str) -> Callable[..., Any]:
+    """The callable `package.module:name`, asked for in a role ("kernel") that messages name.
+
+    Raises UsageError where it cannot be imported, or is none.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # an import runs foreign code: anything may come out of it
+        raise UsageError(
+            f"cannot import {module_name!r} for the {role} {path!r}: {error!r}",
+            hint="is its folder on PYTHONPATH?",
+        ) from error
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(function):
+        names = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
+        raise UsageError(
+            f"{module_name} has no function {attribute!r}", hint=closest(attribute, names)
+        )
+    return function

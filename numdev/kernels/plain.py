@@ -1,0 +1,164 @@
+"""A plain attention function as a kernel: `--kernel package.module:function`.
+
+A kernel's author has a function of q, k and v, not of a case. What such a function can do is read
+off its parameters' names: one that takes `is_causal` or `causal` supports causal attention, one
+that takes no mask cannot run a case with a mask, and is skipped there with that reason. Further
+parameters with a default are the kernel's options. Tensors are [batch, heads, length, head_dim]; a
+function with another layout transposes at its own border.
+
+The function returns the output, or a tuple whose first element is the output and whose second, if
+it has shape [batch, heads, q_len], is the log-sum-exp (`kernels.as_output`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, explicit_mask
+from numdev.errors import UsageError
+from numdev.kernels import Kernel, fingerprint, options_of, summary_of
+
+NAMES = {
+    "causal": ("is_causal", "causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "mask": ("attn_mask", "mask", "attention_mask", "bias", "attn_bias"),
+    "window": ("window_size", "window"),
+    "softcap": ("softcap", "soft_cap", "logits_soft_cap"),
+    "sinks": ("sinks", "s_aux", "learnable_sink"),
+    "gqa": ("enable_gqa",),
+}
+OFF: Mapping[str, Any] = {
+    "mask": None,
+    "window": (-1, -1),
+    "softcap": 0.0,
+    "sinks": None,
+    "gqa": False,
+}
+"""How to say "none" for a parameter without a default, in flash-attention's words."""
+Roles = Mapping[str, str | None]
+"""What numdev calls an argument, to what the function calls it (None: it takes no such thing)."""
+
+
+def adapt(name: str, function: Callable[..., Any]) -> Kernel:
+    """`function(case, ...)` or `function(q, k, v, ...)` as a Kernel called `name`.
+
+    Raises UsageError when the parameters cannot be read or a required one has an unknown meaning.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"kernel {name!r}: cannot read the function's parameters") from error
+    if parameters and parameters[0].name == "case":
+        return Kernel(
+            name=name,
+            function=function,
+            summary=summary_of(function),
+            options=options_of(function),
+            made_from=fingerprint(function),
+        )
+    rest = {p.name: p for p in parameters[3:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    roles = {role: next((n for n in names if n in rest), None) for role, names in NAMES.items()}
+    others = [p for p in rest.values() if p.name not in roles.values()]
+    wrong = _unusable(parameters[:3], others)
+    if wrong:
+        raise UsageError(
+            f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}",
+            hint="a kernel is a function of q, k, v and arguments with known names or defaults, "
+            "or of a numdev AttentionCase named 'case'",
+        )
+
+    required = {p.name for p in rest.values() if p.default is p.empty}
+
+    def run(case: AttentionCase, **options: Any) -> Any:
+        return function(*_tensors(case, roles), **_arguments(case, roles, required), **options)
+
+    return Kernel(
+        name=name,
+        function=run,
+        supports=lambda case: _unsupported(roles, case),
+        summary=summary_of(function),
+        options={p.name: p.default for p in others},
+        made_from=fingerprint(function),
+    )
+
+
+def _unusable(first: list[inspect.Parameter], others: list[inspect.Parameter]) -> str | None:
+    """Why a function with these first three and these unrecognised parameters cannot be called."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(first) < 3 or any(p.kind not in positional for p in first):
+        return "q, k and v must be its first three arguments"
+    for p in first:
+        if any(p.name in names for names in NAMES.values()):
+            return f"{p.name} stands where q, k and v belong"
+    unknown = [p.name for p in others if p.default is p.empty]
+    return f"the meaning of {', '.join(unknown)} is unknown" if unknown else None
+
+
+def _masks_positions_itself(case: AttentionCase, roles: Roles) -> bool:
+    """Whether the function can be asked for causality and window by name, without a mask."""
+    return (
+        case.mask is None
+        and case.causal_offset == 0
+        and not (case.is_causal and roles["causal"] is None)
+        and not (case.window is not None and roles["window"] is None)
+    )
+
+
+def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
+    """What the case needs and the function has no parameter for."""
+    masked = case.mask is not None or case.restricts_positions
+    needs = {
+        "mask": masked and not _masks_positions_itself(case, roles),
+        "softcap": case.softcap is not None,
+        "sinks": case.sinks is not None,
+        # d ** -0.5 and 1 / sqrt(d) may differ in the last bit.
+        "scale": not math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-15),
+    }
+    for role, needed in needs.items():
+        if needed and roles[role] is None:
+            return f"the function takes no {role}: no parameter is named {' or '.join(NAMES[role])}"
+    return None
+
+
+def _tensors(case: AttentionCase, roles: Roles) -> tuple[Tensor, Tensor, Tensor]:
+    if case.group == 1 or roles["gqa"]:
+        return case.q, case.k, case.v
+    return (
+        case.q,
+        case.k.repeat_interleave(case.group, dim=1),
+        case.v.repeat_interleave(case.group, dim=1),
+    )
+
+
+def _arguments(case: AttentionCase, roles: Roles, required: Collection[str]) -> dict[str, Any]:
+    """The case's values under the function's names.
+
+    What the case has no use for is left to the function's default, and is OFF where there is none;
+    causality is always said, since some functions are causal by default.
+    """
+    values: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap, "sinks": case.sinks}
+    if _masks_positions_itself(case, roles):
+        values["causal"] = case.is_causal
+        values["window"] = case.window and tuple(-1 if w is None else w for w in case.window)
+    else:
+        values["causal"] = False
+        values["mask"] = _mask_for(case, roles["mask"])
+    values["gqa"] = True if case.group > 1 else None
+    asked = {role: x for role, x in values.items() if x is not None}
+    off = {role: x for role, x in OFF.items() if roles[role] in required}
+    return {str(roles[r]): x for r, x in {**off, **asked}.items() if roles[r]}
+
+
+def _mask_for(case: AttentionCase, parameter: str | None) -> Tensor | None:
+    """The case's mask; a parameter that is called a bias gets an additive one."""
+    mask = explicit_mask(case)
+    if mask is None or mask.dtype != torch.bool or "bias" not in (parameter or ""):
+        return mask
+    nothing = torch.zeros(mask.shape, dtype=case.q.dtype, device=mask.device)
+    return nothing.masked_fill(~mask, -math.inf)

@@ -1,0 +1,155 @@
+"""PyTorch's `scaled_dot_product_attention`, each backend forced alone, and its default choice.
+
+Forcing alone means that PyTorch may not fall back: a backend that cannot run a case refuses, and
+its own words become the reason. Which operator really ran is observed in the dispatcher during the
+measured call itself, and a forced backend whose operator did not run is an error, not a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from numdev.cases import AttentionCase, explicit_mask
+from numdev.errors import MeasurementError
+from numdev.kernels import Output, Refused, Requirement, kernel
+
+FUSED = {
+    "_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
+    "_scaled_dot_product_flash_attention_for_cpu": SDPBackend.FLASH_ATTENTION,
+    "_scaled_dot_product_efficient_attention": SDPBackend.EFFICIENT_ATTENTION,
+    "_scaled_dot_product_cudnn_attention": SDPBackend.CUDNN_ATTENTION,
+    "_scaled_dot_product_fused_attention_overrideable": SDPBackend.OVERRIDEABLE,
+}
+"""The operators of fused backends; when none of them runs, it was the math path."""
+REFUSALS = ("no available kernel", "no viable backend")
+
+
+class OperatorLog(TorchDispatchMode):
+    """Records the operators below it, and keeps what a fused attention operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran: list[str] = []
+        self.returned: Any = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.ran.append(name)
+        if name in FUSED:
+            self.returned = result
+        return result
+
+    @property
+    def fused(self) -> str | None:
+        return next((name for name in self.ran if name in FUSED), None)
+
+
+def _unsupported(case: AttentionCase) -> str | None:
+    if case.softcap is not None:
+        return "PyTorch's SDPA has no soft cap"
+    if case.sinks is not None:
+        return "PyTorch's SDPA has no attention sinks"
+    return None
+
+
+def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
+    """One SDPA call on `backend` alone (None: PyTorch's own choice). Raises Refused."""
+    by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
+    mask = None if by_flag else explicit_mask(case)
+    with (
+        warnings.catch_warnings(record=True) as said,
+        contextlib.nullcontext() if backend is None else sdpa_kernel([backend]),
+        OperatorLog() as log,
+    ):
+        warnings.simplefilter("always")
+        try:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                case.q,
+                case.k,
+                case.v,
+                attn_mask=mask,
+                is_causal=by_flag,
+                scale=case.scale,
+                enable_gqa=case.group > 1,
+            )
+        except RuntimeError as error:
+            if any(words in str(error).lower() for words in REFUSALS):
+                raise Refused(_reasons(said)) from error
+            raise
+    ran = log.fused or "math"
+    chosen = FUSED.get(ran, SDPBackend.MATH)
+    if backend is not None and chosen != backend:
+        raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
+    return Output(out=out, lse=_lse(log.returned, out), ran=ran)
+
+
+def _lse(returned: Any, out: Tensor) -> Tensor | None:
+    """The log-sum-exp a fused operator computed beside its output, where it did."""
+    if not isinstance(returned, tuple) or len(returned) < 2:
+        return None
+    lse = returned[1]
+    if not isinstance(lse, Tensor) or lse.numel() == 0:
+        return None
+    if lse.ndim == 4 and lse.shape[-1] == 1:
+        lse = lse.squeeze(-1)
+    # The efficient backend pads the length to a multiple of 32.
+    if lse.ndim == 3 and lse.shape[-1] >= out.shape[2]:
+        lse = lse[..., : out.shape[2]]
+    return lse if lse.shape == out.shape[:3] else None
+
+
+def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
+    """PyTorch's own reasons, which it gives as warnings, without source locations and without
+    the backends that are off only because another one is forced."""
+    sentences = []
+    for warning in said:
+        text = str(warning.message).split(" (Triggered internally")[0].strip()
+        if text.endswith(("because:", "runtime disabled.")) or text in sentences:
+            continue
+        sentences.append(text)
+    return " ".join(sentences) or "PyTorch refuses this case and gives no reason"
+
+
+@kernel("sdpa-math", supports=_unsupported)
+def sdpa_math(case: AttentionCase) -> Output:
+    """PyTorch's unfused path; for 16-bit inputs it computes in fp32 and casts once."""
+    return _attend(case, SDPBackend.MATH)
+
+
+@kernel("sdpa-flash", supports=_unsupported)
+def sdpa_flash(case: AttentionCase) -> Output:
+    """PyTorch's flash attention: FlashAttention-2 on CUDA, its own tiled kernel on CPU."""
+    return _attend(case, SDPBackend.FLASH_ATTENTION)
+
+
+@kernel("sdpa-efficient", requires=Requirement(device="cuda"), supports=_unsupported)
+def sdpa_efficient(case: AttentionCase) -> Output:
+    """PyTorch's memory-efficient attention (from xFormers)."""
+    return _attend(case, SDPBackend.EFFICIENT_ATTENTION)
+
+
+@kernel("sdpa-cudnn", requires=Requirement(device="cuda", capability=(8, 0)), supports=_unsupported)
+def sdpa_cudnn(case: AttentionCase) -> Output:
+    """cuDNN's fused attention through PyTorch."""
+    return _attend(case, SDPBackend.CUDNN_ATTENTION)
+
+
+@kernel("sdpa-default", supports=_unsupported)
+def sdpa_default(case: AttentionCase) -> Output:
+    """Whatever PyTorch picks for this call: what a user's own call would hit."""
+    return _attend(case, None)

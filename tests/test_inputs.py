@@ -1,0 +1,231 @@
+"""Drawn inputs: each regime's defining property, and that a seed means the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev.errors import UsageError
+from numdev.inputs import REGIMES, Shapes, draw
+
+ROOT = Path(__file__).parent.parent
+SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64, v_dim=32)
+LARGE = Shapes(batch=4, heads=8, kv_heads=8, q_len=256, kv_len=256, head_dim=64, v_dim=64)
+
+
+def drawn(name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **options: Any):  # type: ignore[no-untyped-def]
+    return draw(name, shapes, seed=seed, options=options, label=label)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled scores [B, H, q_len, kv_len] in fp64; each key's is summed alone and in the same
+    order, so identical keys have identical scores."""
+    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    pairs = q.double()[:, :, :, None] * k[:, :, None]
+    return pairs.sum(dim=-1) * q.shape[-1] ** -0.5
+
+
+# --- every regime --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_shapes_and_format(name: str) -> None:
+    """q, k and v have their own heads, lengths and widths, in fp32 on the CPU, all finite."""
+    q, k, v = drawn(name)
+    assert (tuple(q.shape), tuple(k.shape), tuple(v.shape)) == (
+        (2, 4, 48, 64),
+        (2, 2, 256, 64),
+        (2, 2, 256, 32),
+    )
+    for x in (q, k, v):
+        assert (x.dtype, x.device.type) == (torch.float32, "cpu")
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_smallest_sizes(name: str, length: int) -> None:
+    """One query, one key, one feature: nothing breaks at the edge."""
+    tiny = Shapes(batch=1, heads=1, kv_heads=1, q_len=1, kv_len=length, head_dim=1, v_dim=1)
+    assert [x.numel() for x in drawn(name, tiny)] == [1, length, length]
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_seed_means_the_same_numbers(name: str) -> None:
+    """The same seed and label draw the same, another seed or label something else."""
+    first = drawn(name, seed=7, label="a")
+    assert all(
+        torch.equal(x, y) for x, y in zip(first, drawn(name, seed=7, label="a"), strict=True)
+    )
+    for other in (drawn(name, seed=8, label="a"), drawn(name, seed=7, label="b")):
+        assert not torch.equal(first[0], other[0])
+        assert not torch.equal(first[2], other[2])
+
+
+def test_global_state_does_not_matter() -> None:
+    """Neither torch's global generator nor its default format is used, or moved on."""
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = drawn("sink")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = drawn("sink")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def fingerprint() -> str:
+    """A hash of every regime's draw."""
+    digest = hashlib.sha256()
+    for name in REGIMES:
+        for x in drawn(name, seed=3, label="fingerprint"):
+            digest.update(x.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs a vector instruction set"
+)
+def test_the_instruction_set_does_not_matter() -> None:
+    """A machine without vector instructions draws the same bits (torch.randn in fp32 does not)."""
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); import test_inputs as t; print(t.fingerprint())"
+    )
+    plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=plain,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout.strip() == fingerprint()
+
+
+# --- what each regime stands for -----------------------------------------------------------------
+
+
+def assert_moments(x: Tensor, variance: float, fourth: float) -> None:
+    """Mean 0 and this variance, within 5 standard errors; `fourth` is the fourth moment."""
+    n = x.numel()
+    assert abs(float(x.double().mean())) <= 5 * math.sqrt(variance / n)
+    error = math.sqrt((fourth - variance**2) / n)
+    assert abs(float((x.double() ** 2).mean()) - variance) <= 5 * error
+
+
+@pytest.mark.parametrize("logits", [0.25, 1.0, 16.0])
+def test_normal(logits: float) -> None:
+    """Independent N(0, 1); `logits` multiplies q, and with it the spread of the scores."""
+    q, k, v = drawn("normal", LARGE, logits=logits)
+    assert_moments(q / logits, 1.0, 3.0)
+    assert_moments(k, 1.0, 3.0)
+    assert_moments(v, 1.0, 3.0)
+    spread = float(scores(q[:1, :1], k[:1, :1]).std())
+    assert spread == pytest.approx(logits, rel=0.1)
+
+
+def test_tensors_are_independent() -> None:
+    """q, k and v are three draws: their correlations are within 5 standard errors of none."""
+    q, k, v = (x.flatten().double() for x in drawn("normal", LARGE))
+    for a, b in ((q, k), (k, v), (q, v)):
+        assert abs(float((a * b).mean())) <= 5 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize(("rate", "variance"), [(0.001, 100.0), (0.01, 400.0)])
+def test_outliers(rate: float, variance: float) -> None:
+    """The fraction beyond 5 is what the mixture says, within 5 standard errors of a count: an
+    N(0, 1 + variance) entry is beyond with probability erfc(5 / sqrt(2 (1 + variance))), others
+    hardly ever."""
+    for x in drawn("outliers", LARGE, rate=rate, variance=variance):
+        p = (1 - rate) * math.erfc(5 / math.sqrt(2))
+        p += rate * math.erfc(5 / math.sqrt(2 * (1 + variance)))
+        n = x.numel()
+        count = int((x.abs() > 5).sum())
+        assert abs(count - n * p) <= 5 * math.sqrt(n * p * (1 - p))
+        fourth = 3 * ((1 - rate) + rate * (1 + variance) ** 2)
+        assert_moments(x, 1 + rate * variance, fourth)
+
+
+def test_no_outliers_at_rate_0() -> None:
+    """Without them the draw is N(0, 1)."""
+    for x in drawn("outliers", LARGE, rate=0.0):
+        assert_moments(x, 1.0, 3.0)
+
+
+@pytest.mark.parametrize("strength", [8.0, 16.0])
+def test_sink(strength: float) -> None:
+    """Key 0 has the highest score of every row, by about `strength` over the others' mean: its
+    score is N(strength, 1), and the mean of n = 256 others N(0, 1 / n * (1 + strength^2 / d)),
+    which together average out to `strength` over 384 rows within 5 / sqrt(384) and the second."""
+    q, k, v = drawn("sink", strength=strength)
+    s = scores(q, k)
+    assert (s.argmax(dim=-1) == 0).all()
+    margin = float((s[..., 0] - s[..., 1:].mean(dim=-1)).mean())
+    noise = 5 / math.sqrt(384) + 5 * math.sqrt((1 + strength**2 / 64) / 256)
+    assert abs(margin - strength) <= noise
+    # 128 values of N(0, 0.01): their rms is within 5 standard errors, 5 / sqrt(2 * 128).
+    assert float(v[:, :, 0].square().mean().sqrt()) == pytest.approx(0.1, rel=5 / math.sqrt(256))
+    assert float(v[:, :, 1:].square().mean().sqrt()) == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_ties(count: int) -> None:
+    """Exactly `count` keys attain the row maximum, the first ones, bit for bit the same."""
+    q, k, v = drawn("ties", count=count)
+    s = scores(q, k)
+    tied = s == s.amax(dim=-1, keepdim=True)
+    assert (tied.sum(dim=-1) == count).all()
+    assert tied[..., :count].all()
+    assert (v[:, :, :count] <= -1).all()
+    assert (v[:, :, count:] > 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ties_survive_rounding(dtype: torch.dtype) -> None:
+    """In 16 bits the same keys still tie."""
+    q, k, _ = (x.to(dtype) for x in drawn("ties", count=3))
+    s = scores(q, k)
+    assert ((s == s.amax(dim=-1, keepdim=True)).sum(dim=-1) == 3).all()
+
+
+def test_more_ties_than_keys() -> None:
+    """Then all keys tie."""
+    q, k, _ = drawn("ties", count=1000)
+    assert (scores(q, k).std(dim=-1) == 0).all()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
+        ("", {}, "unknown input regime ''; known: normal, outliers, sink, ties"),
+        ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
+        ("normal", {"shapes": 1}, "input regime normal has no parameter 'shapes'; known: logits"),
+        ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),
+        ("normal", {"logits": None}, "normal cannot be drawn with logits=None"),
+        ("ties", {"count": 2.5}, "ties cannot be drawn with count=2.5"),
+        ("ties", {"count": 0}, "ties cannot be drawn with count=0: count must be at least 1"),
+        ("ties", {"count": -1}, "count must be at least 1"),
+        ("outliers", {"variance": -1.0}, r"outliers cannot be drawn with variance=-1\.0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(name: str, options: dict[str, Any], says: str) -> None:
+    """An unknown regime or parameter gets the closest; a value that makes no sense is named."""
+    with pytest.raises(UsageError, match=says):
+        draw(name, SHAPES, seed=0, options=options)

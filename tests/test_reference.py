@@ -1,0 +1,604 @@
+"""The reference against 90-digit arithmetic, known answers, conventions, and planted faults.
+
+Bounds come from `oracles.error_bounds`, where they are derived. The oracle and the comparison are
+tested first: the one by hand, the other by what it must reject.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gfloat
+import mpmath
+import numpy as np
+import pytest
+import torch
+from gfloat import formats as gformats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import FEATURES, U64, assert_within, attention, error_bounds, make_case
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.formats import FORMATS
+from numdev.kernels import find
+from numdev.kernels import reference as reference_module
+from numdev.kernels.reference import BLOCK_BYTES, Reference, attend, floor_of
+from numdev.system import System
+
+GFLOAT = {
+    "float32": gformats.format_info_binary32,
+    "bfloat16": gformats.format_info_bfloat16,
+    "float16": gformats.format_info_binary16,
+}
+nan, inf = math.nan, math.inf
+
+
+def filled(case: AttentionCase, **tensors: Any) -> AttentionCase:
+    """The case with some of its tensors filled with a number, or replaced."""
+    new = {
+        k: torch.full_like(getattr(case, k), x) if isinstance(x, float) else x
+        for k, x in tensors.items()
+    }
+    return dataclasses.replace(case, **new)
+
+
+def assert_is_exact(case: AttentionCase, answer: Reference | None = None) -> None:
+    """Every part of the reference's answer is within its bound of the oracle's."""
+    answer, exact = answer or attend(case), attention(case)
+    out_bound, lse_bound = error_bounds(case, exact)
+    assert_within(answer.out, exact.out, out_bound)
+    assert_within(answer.term_scale, exact.term_scale, out_bound)
+    assert_within(answer.lse, exact.lse, lse_bound)
+    assert answer.empty.tolist() == exact.empty.tolist()
+    assert all(x.dtype == torch.float64 for x in (answer.out, answer.term_scale, answer.lse))
+
+
+# --- the oracle, and the proof that the comparison rejects ---------------------------------------
+
+
+def test_oracle_by_hand() -> None:
+    """Two keys with scores log 3 and 0 get weights 3/4 and 1/4; a sink of log 4 halves them."""
+    case = make_case(heads=1, q_len=1, kv_len=2, head_dim=1, scale=1.0)
+    log3 = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64).view(1, 1, 2, 1)
+    v = torch.tensor([8.0, -16.0], dtype=torch.float64).view(1, 1, 2, 1)
+    case = filled(case, q=1.0, k=log3, v=v)
+    exact = attention(case)
+    assert float(exact.out[0, 0, 0, 0]) == pytest.approx(2.0, rel=1e-15)
+    assert float(exact.term_scale[0, 0, 0, 0]) == pytest.approx(10.0, rel=1e-15)
+    assert float(exact.lse[0, 0, 0]) == pytest.approx(math.log(4.0), rel=1e-15)
+    sink = torch.tensor([math.log(4.0)], dtype=torch.float64)
+    halved = attention(dataclasses.replace(case, sinks=sink))
+    assert float(halved.out[0, 0, 0, 0]) == pytest.approx(1.0, rel=1e-15)
+    assert float(halved.lse[0, 0, 0]) == pytest.approx(math.log(8.0), rel=1e-15)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_oracle_heeds_every_feature(name: str) -> None:
+    """Taking a feature away changes the oracle's answer, so that agreeing with it means something
+    (causality under a window that ends at the query aside)."""
+    neutral = {"is_causal": False, "window": None, "mask": None, "softcap": None, "sinks": None}
+    case = make_case(**FEATURES[name])
+    before = attention(case).out
+    for field in neutral.keys() & FEATURES[name].keys():
+        idle = case.window == (None, None) or (field == "is_causal" and case.window == (2, 0))
+        changed = dataclasses.replace(case, **{field: neutral[field]})
+        assert idle or (attention(changed).out != before).any(), field
+
+
+@pytest.mark.parametrize(
+    ("actual", "accepted"),
+    [
+        ([1.0, -2.0], True),
+        ([1.0 + 2.0**-50, -2.0], True),
+        ([1.0 + 2.0**-49, -2.0], False),
+        ([1.0, 2.0], False),
+        ([nan, -2.0], False),
+        ([inf, -2.0], False),
+        ([1.0], False),
+        ([[1.0, -2.0]], False),
+    ],
+)
+def test_comparing_rejects(actual: Any, accepted: bool) -> None:
+    """`assert_within` lets pass what is within the bound, and nothing else."""
+    expected = np.array([mpmath.mpf(1), mpmath.mpf(-2)], dtype=object)
+    found = torch.tensor(actual, dtype=torch.float64)
+    if accepted:
+        assert_within(found, expected, 2.0**-50)
+    else:
+        with pytest.raises(AssertionError):
+            assert_within(found, expected, 2.0**-50)
+
+
+@pytest.mark.parametrize(
+    ("actual", "accepted"), [(-inf, True), (inf, False), (nan, False), (-1e308, False)]
+)
+def test_comparing_infinities(actual: float, accepted: bool) -> None:
+    """Where -inf is expected only -inf will do, however wide the bound."""
+    found = torch.tensor([actual], dtype=torch.float64)
+    expected = np.array([mpmath.ninf], dtype=object)
+    if accepted:
+        assert_within(found, expected, inf)
+    else:
+        with pytest.raises(AssertionError):
+            assert_within(found, expected, inf)
+
+
+def test_bounds_are_tight_enough_to_reject_single_precision() -> None:
+    """A softmax in float32 is outside the bounds that are held against float64."""
+    case = make_case()
+    answer = attend(case)
+    coarse = dataclasses.replace(answer, out=attend(case).out.float().double())
+    with pytest.raises(AssertionError, match="are off"):
+        assert_is_exact(case, coarse)
+
+
+# --- exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_equals_the_oracle(name: str) -> None:
+    """Every feature, alone and together with others."""
+    assert_is_exact(make_case(**FEATURES[name]))
+
+
+masks = st.sampled_from([None, "bool", "float", "holes"])
+axes = st.sampled_from(["k", "qk", "1qk", "hqk", "11k", "b11k", "b1qk", "1h1k", "bhq1", "bhqk"])
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.fixed_dictionaries(
+        {
+            "batch": st.integers(1, 2),
+            "kv_heads": st.integers(1, 2),
+            "q_len": st.integers(1, 5),
+            "kv_len": st.integers(1, 6),
+            "head_dim": st.integers(1, 4),
+            "v_dim": st.integers(1, 3),
+            "seed": st.integers(0, 99),
+            "logits": st.sampled_from([0.25, 1.0, 8.0, 100.0]),
+        }
+    ),
+    group=st.integers(1, 3),
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "is_causal": st.booleans(),
+            "causal_offset": st.integers(-4, 5),
+            "window": st.tuples(st.none() | st.integers(0, 4), st.none() | st.integers(0, 4)),
+            "softcap": st.sampled_from([0.5, 5.0, 50.0]),
+            "sinks": st.booleans(),
+            "scale": st.sampled_from([0.1, 1.0, -2.0]),
+        },
+    ),
+    mask=st.tuples(masks, axes),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_equals_the_oracle_in_any_combination(
+    sizes: dict[str, Any], group: int, fields: dict[str, Any], mask: Any, dtype: torch.dtype
+) -> None:
+    """Features in combinations nobody thought of, in every input format."""
+    kind = mask if mask[0] else None
+    heads = sizes["kv_heads"] * group
+    assert_is_exact(make_case(**sizes, **fields, heads=heads, mask=kind, dtype=dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", FEATURES)
+def test_blocks_do_not_matter(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time, or blocks that do not divide the length: within the same bound."""
+    case = make_case(**FEATURES[name])
+    whole = attend(case)
+    per_row = 8 * case.q.shape[0] * case.heads * case.kv_len
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", rows * per_row + per_row // 2)
+    assert len(reference_module._row_blocks(case)) == math.ceil(case.q_len / rows)
+    assert_is_exact(case)
+    assert torch.equal(attend(case).empty, whole.empty)
+
+
+def test_a_block_is_at_least_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a row that is larger than the budget is computed."""
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", 1)
+    assert_is_exact(make_case(is_causal=True))
+
+
+def as_views(case: AttentionCase, kind: str) -> AttentionCase:
+    """The same numbers, laid out otherwise in memory."""
+
+    def laid_out(x: Tensor) -> Tensor:
+        if kind == "transposed":  # stored [batch, length, heads, head_dim], as models do
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if kind == "strided":  # every second element of something larger
+            return x.repeat_interleave(2, dim=-1)[..., ::2]
+        assert kind == "column-major"
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+    q, k, v = (laid_out(x) for x in (case.q, case.k, case.v))
+    return dataclasses.replace(case, q=q, k=k, v=v)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "strided", "column-major"])
+@pytest.mark.parametrize("name", ["batch", "grouped", "everything"])
+def test_memory_layout_does_not_matter(name: str, kind: str) -> None:
+    """Views that are not contiguous are read right."""
+    case = make_case(**FEATURES[name])
+    views = as_views(case, kind)
+    assert not views.q.is_contiguous()
+    assert_is_exact(case, attend(views))
+
+
+def test_expanded_tensors() -> None:
+    """A batch of one that was expanded without copying is a batch of equals."""
+    case = make_case(mask=("float", "qk"))
+    wide = {n: getattr(case, n).expand(3, -1, -1, -1) for n in ("q", "k", "v")}
+    answer = attend(dataclasses.replace(case, **wide))
+    assert_is_exact(
+        case, Reference(**{f.name: getattr(answer, f.name)[2:] for f in dataclasses.fields(answer)})
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "everything", "additive mask with -inf"])
+def test_inputs_are_left_alone(name: str) -> None:
+    """float64 inputs are not copied, and must not be computed in."""
+    case = make_case(**FEATURES[name])
+    names = [n for n in ("q", "k", "v", "mask", "sinks") if getattr(case, n) is not None]
+    before = {n: getattr(case, n).clone() for n in names}
+    attend(case)
+    assert all(torch.equal(getattr(case, n), before[n]) for n in names)
+
+
+@pytest.mark.parametrize("lse", [-120.0, -490.0, -5e4, 5e4, 1e8])
+def test_logits_far_from_zero(lse: float) -> None:
+    """With all logits near -5e4 (or any other number) nothing under- or overflows."""
+    case = make_case(head_dim=4, scale=1.0)
+    k = case.k / 4 + torch.ones(4, dtype=torch.float64)
+    case = filled(case, q=lse / 4, k=k)
+    case = dataclasses.replace(case, k=k.to(torch.float32).double())
+    assert attend(case).lse.sub(lse).abs().max() < abs(lse)
+    assert_is_exact(case)
+
+
+def test_huge_logit_range() -> None:
+    """Scores from -1e300 to 1e300 give the row of the largest one."""
+    case = make_case(heads=1, q_len=1, kv_len=3, head_dim=1, scale=1.0)
+    k = torch.tensor([-1e300, 1e300, 0.0], dtype=torch.float64).view(1, 1, 3, 1)
+    answer = attend(filled(case, q=1.0, k=k))
+    assert torch.equal(answer.out[0, 0, 0], case.v[0, 0, 1])
+    assert answer.lse.item() == 1e300
+
+
+def test_term_scale_is_never_below_the_output() -> None:
+    """|sum P V| <= sum P |V|, also as computed: the same products, added without cancelling."""
+    answer = attend(make_case(heads=4, q_len=32, kv_len=64, logits=3.0))
+    assert (answer.out.abs() <= answer.term_scale * (1 + 64 * U64)).all()
+
+
+# --- known answers -------------------------------------------------------------------------------
+
+
+def test_equal_scores_give_the_mean() -> None:
+    """Where all scores are equal, the output is the mean of V, and lse is log n: n terms are added
+    and divided by n, which is (n + 1) u of the mean |V|."""
+    case = filled(make_case(kv_len=7), q=0.0)
+    answer = attend(case)
+    mean, scale = case.v.mean(dim=2, keepdim=True), case.v.abs().mean(dim=2, keepdim=True)
+    error = (answer.out - mean).abs()
+    assert (error <= 2 * 8 * U64 * scale).all()
+    assert answer.lse.unique().item() == pytest.approx(math.log(7), rel=2 * U64)
+
+
+def test_one_dominating_score_gives_its_row() -> None:
+    """A score that is 1000 above all others returns that row of V, to the last bit."""
+    case = make_case(head_dim=5, kv_len=5, scale=1.0)
+    case = filled(case, q=1000.0 * torch.eye(5).double()[[3, 0, 4, 1]].expand(1, 2, 4, 5))
+    case = filled(case, k=torch.eye(5).double().expand(1, 2, 5, 5))
+    case = filled(case, v=torch.randn(1, 2, 5, 3, dtype=torch.float64))
+    answer = attend(case)
+    assert torch.equal(answer.out, case.v[:, :, [3, 0, 4, 1]])
+    assert (answer.lse == 1000.0).all()
+
+
+@pytest.mark.parametrize("constant", [1.0, -300.0, 1e6])
+def test_adding_a_constant_to_all_scores_changes_nothing(constant: float) -> None:
+    """Softmax is invariant under a shift, and lse moves by it: within the bounds of the shifted
+    case, whose scores are larger and so rounded more coarsely."""
+    case = make_case(kv_len=6)
+    shifted = dataclasses.replace(case, mask=torch.full((4, 6), constant, dtype=torch.float64))
+    exact = attention(case)
+    out_bound, lse_bound = error_bounds(shifted, attention(shifted))
+    assert_within(attend(shifted).out, exact.out, out_bound)
+    assert_within(attend(shifted).lse, exact.lse + constant, lse_bound)
+
+
+def test_permuting_keys_changes_nothing() -> None:
+    """The order of keys (with their values and mask) is nothing to attention."""
+    case = make_case(kv_len=9, mask=("holes", "bhqk"))
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    moved = dataclasses.replace(
+        case, k=case.k[:, :, order], v=case.v[:, :, order], mask=case.mask[..., order]
+    )
+    assert_is_exact(case, attend(moved))
+
+
+def test_values_of_one_give_one() -> None:
+    """V = 1 gives 1: P is summed twice, by two routines, n u each, and divided."""
+    case = filled(make_case(q_len=16, kv_len=33, logits=4.0), v=1.0)
+    answer = attend(case)
+    assert ((answer.out - 1).abs() <= 2 * 34 * U64).all()
+    assert torch.equal(answer.out, answer.term_scale)
+
+
+@pytest.mark.parametrize("fields", [{}, {"softcap": 2.0}, {"mask": ("float", "qk")}])
+def test_one_key_gives_its_value(fields: dict[str, Any]) -> None:
+    """A single key has probability 1, whatever its score: its V comes out to the last bit."""
+    case = make_case(kv_len=1, logits=50.0, **fields)
+    assert torch.equal(attend(case).out, case.v.expand(1, 2, 4, 4))
+
+
+@pytest.mark.parametrize("sink", [2000.0, -2000.0, 1e30])
+def test_sinks_far_from_the_scores(sink: float) -> None:
+    """A sink that dominates takes all probability, one far below none; lse includes it."""
+    case = make_case(sinks=torch.full((2,), sink, dtype=torch.float64))
+    answer = attend(case)
+    plain = attend(dataclasses.replace(case, sinks=None))
+    assert torch.equal(answer.out, plain.out if sink < 0 else torch.zeros_like(plain.out))
+    assert torch.equal(answer.lse, plain.lse if sink < 0 else torch.full_like(plain.lse, sink))
+    assert not answer.empty.any()
+    assert_is_exact(case, answer)
+
+
+def test_grouped_heads_read_their_own_kv_head() -> None:
+    """Query head h reads kv head h // group: heads 0 to 2 the first, 3 to 5 the second."""
+    case = make_case(heads=6, kv_heads=2)
+    v = torch.tensor([1.0, 2.0]).double().view(1, 2, 1, 1).expand(1, 2, 5, 4)
+    out = attend(filled(case, v=v)).out
+    assert out.mean(dim=(0, 2, 3)).tolist() == pytest.approx([1, 1, 1, 2, 2, 2], abs=1e-14)
+
+
+@pytest.mark.parametrize(("offset", "seen"), [(0, [1, 2, 3]), (2, [3, 4, 5]), (-1, [0, 1, 2])])
+def test_causal_alignment(offset: int, seen: list[int]) -> None:
+    """Query i sees i + 1 + offset keys: top-left at 0, bottom-right at kv_len - q_len. With equal
+    scores lse is the logarithm of their number."""
+    case = make_case(q_len=3, kv_len=5, is_causal=True, causal_offset=offset)
+    lse = attend(filled(case, q=0.0)).lse[0, 0]
+    assert lse.exp().tolist() == pytest.approx(seen, rel=1e-15)
+
+
+# --- rows that see nothing -----------------------------------------------------------------------
+
+HIDDEN = {
+    "bool mask": {"mask": torch.tensor([[True] * 5, [False] * 5, [True] * 5, [False] * 5])},
+    "additive mask": {"mask": torch.tensor([[0.0] * 5, [-inf] * 5] * 2).double()},
+    "window": {"window": (None, -1), "mask": torch.tensor([[True] * 5, [False] * 5] * 2)},
+    "two halves": {
+        "is_causal": True,
+        "mask": torch.tensor([[True] * 5, [False, False, True, True, True]] * 2),
+    },
+}
+
+
+@pytest.mark.parametrize("rows", [None, 1, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_rows_that_see_nothing(
+    name: str, sinks: bool, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 0 with lse -inf (or their sink), marked empty, and leave the others alone."""
+    if rows is not None:
+        monkeypatch.setitem(BLOCK_BYTES, "cpu", rows * 8 * 2 * 5)
+    case = make_case(sinks=sinks, **HIDDEN[name])
+    answer = attend(case)
+    assert answer.empty.any()
+    assert (answer.out[answer.empty] == 0).all()
+    assert (answer.term_scale[answer.empty] == 0).all()
+    sink = -inf if case.sinks is None else case.sinks[None, :, None].expand(1, 2, 4)[answer.empty]
+    assert (answer.lse[answer.empty] == sink).all()
+    assert answer.out.isfinite().all()
+    assert_is_exact(case, answer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_lowest_number_hides_like_infinity(dtype: torch.dtype) -> None:
+    """An additive mask of finfo.min beside zeros gives the keys no weight at all: -inf's answer."""
+    shown = torch.tensor([[True, False, True, True, False]]).expand(4, 5)
+    lowest = torch.zeros(4, 5, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+    answer = attend(make_case(dtype=dtype, mask=lowest))
+    same = attend(make_case(dtype=dtype, mask=shown))
+    assert torch.equal(answer.out, same.out)
+    assert torch.equal(answer.lse, same.lse)
+    assert not answer.empty.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_lowest_number_means_hidden(dtype: torch.dtype) -> None:
+    """In an additive mask finfo.min hides a key as -inf does, and a row of nothing else is empty:
+    in float16 -65504 would swallow no score, and the row's value would depend on the format."""
+    lowest = torch.zeros(4, 5, dtype=dtype)
+    lowest[:, 3:] = torch.finfo(dtype).min
+    lowest[2] = torch.finfo(dtype).min
+    answer = attend(make_case(dtype=dtype, mask=lowest, is_causal=True))
+    hidden = lowest.masked_fill(lowest < 0, -torch.inf)
+    same = attend(make_case(dtype=dtype, mask=hidden, is_causal=True))
+    assert torch.equal(answer.out, same.out)
+    assert answer.empty[:, :, 2].all()
+    assert not answer.empty[:, :, [0, 1, 3]].any()
+
+
+# --- NaN and infinity ----------------------------------------------------------------------------
+
+
+def poisoned(case: AttentionCase, name: str, place: tuple[int, ...], value: float) -> AttentionCase:
+    x = getattr(case, name).clone()
+    x[place] = value
+    return dataclasses.replace(case, **{name: x})
+
+
+def rows_of_nan(case: AttentionCase) -> list[tuple[int, ...]]:
+    """The rows [head, query] with a NaN, of a case with batch 1."""
+    return [tuple(at) for at in attend(case).out[0].isnan().any(dim=-1).nonzero().tolist()]
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 26])
+@pytest.mark.parametrize("kind", ["causal", "bool mask", "additive mask"])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_nan_reaches_those_who_see_it_and_no_others(
+    name: str, kind: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN in one key (or value) spoils the rows that see the key; hidden, it does nothing. Which
+    block a row was in does not show."""
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", budget)
+    lower = torch.ones(4, 5, dtype=torch.bool).tril()
+    fields: dict[str, Any] = {
+        "causal": {"is_causal": True},
+        "bool mask": {"mask": lower},
+        "additive mask": {"mask": torch.zeros(4, 5).masked_fill(~lower, -inf).double()},
+    }[kind]
+    case = poisoned(make_case(**fields), name, (0, 1, 2, 0), nan)
+    # An additive mask adds: NaN - inf is NaN in k. That is how the arithmetic has it.
+    first = 0 if (name, kind) == ("k", "additive mask") else 2
+    assert rows_of_nan(case) == [(1, i) for i in range(first, 4)]
+
+
+def test_nan_in_a_query_stays_in_its_row() -> None:
+    """One bad query is one bad row."""
+    case = poisoned(make_case(), "q", (0, 0, 3, 1), nan)
+    assert rows_of_nan(case) == [(0, 3)]
+    assert attend(case).lse.isnan().sum() == 1
+
+
+def test_nan_in_a_value_stays_in_its_feature() -> None:
+    """A NaN in V spoils one feature of the rows that see it, and no lse."""
+    answer = attend(poisoned(make_case(), "v", (0, 1, 2, 3), nan))
+    assert answer.out.isnan().nonzero()[:, [1, 3]].unique(dim=0).tolist() == [[1, 3]]
+    assert torch.equal(answer.term_scale.isnan(), answer.out.isnan())
+    assert not answer.lse.isnan().any()
+
+
+@pytest.mark.parametrize("name", ["mask", "sinks"])
+def test_nan_in_mask_or_sink_is_not_hidden(name: str) -> None:
+    """NaN that enters by the additive mask or a sink comes out."""
+    place = (0, 0) if name == "mask" else (1,)
+    case = make_case(mask=("float", "qk"), sinks=True)
+    assert rows_of_nan(poisoned(case, name, place, nan))
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 26])
+def test_infinite_values(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity in V is infinity for those who see it, NaN where both signs meet, nothing hidden."""
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", budget)
+    case = make_case(heads=1, v_dim=1, is_causal=True)
+    case = poisoned(poisoned(case, "v", (0, 0, 1, 0), inf), "v", (0, 0, 3, 0), -inf)
+    answer = attend(case)
+    assert answer.out[0, 0, 0, 0].isfinite()
+    assert answer.out[0, 0, 1:3, 0].tolist() == [inf, inf]
+    assert answer.out[0, 0, 3, 0].isnan()
+    assert answer.term_scale[0, 0, 1:, 0].tolist() == [inf] * 3
+
+
+def test_an_infinite_score_is_nan() -> None:
+    """exp(inf - inf) is NaN, as the arithmetic has it; no number is made up."""
+    assert rows_of_nan(poisoned(make_case(), "q", (0, 0, 0, 0), inf)) == [(0, 0)]
+
+
+# --- the floor -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GFLOAT)
+def test_floor_is_the_reference_rounded_once(name: str) -> None:
+    """The floor's values are the reference's, rounded by an independent implementation."""
+    case = make_case(heads=2, q_len=32, kv_len=32, dtype=torch.float32, logits=2.0)
+    case = case.rounded_to(FORMATS[name])
+    out = find("floor").attend(case).out
+    expected = gfloat.round_ndarray(GFLOAT[name], attend(case).out.numpy())
+    assert np.array_equal(out.double().numpy(), expected)
+    assert out.dtype == torch.float64
+
+
+def test_floor_does_not_round_twice() -> None:
+    """1 + 2^-8 + 2^-40 goes up to 1 + 2^-7; by way of float32 it would look like a tie."""
+    case = filled(make_case(kv_len=1), v=1 + 2.0**-8 + 2.0**-40)
+    assert (floor_of(attend(case), FORMATS["bfloat16"]).out == 1.0078125).all()
+
+
+def test_floor_in_float64_is_the_reference() -> None:
+    """Nothing is rounded to the format everything was computed in."""
+    case = make_case()
+    assert torch.equal(find("floor").attend(case).out, attend(case).out)
+
+
+def test_the_registered_reference_is_this_one() -> None:
+    """`reference` and `floor` are kernels like any other, and run everywhere."""
+    case = make_case(sinks=True)
+    output = find("reference").attend(case)
+    assert torch.equal(output.out, attend(case).out)
+    assert torch.equal(output.lse, attend(case).lse)
+    assert all(
+        find(n).missing(System(device=d)) is None
+        for n in ("reference", "floor")
+        for d in ("cpu", "cuda")
+    )
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+def kv_heads_shifted(case: AttentionCase) -> AttentionCase:
+    return dataclasses.replace(case, k=case.k.roll(1, dims=1), v=case.v.roll(1, dims=1))
+
+
+def last_keys_dropped(case: AttentionCase) -> AttentionCase:
+    """The window ends before the last four keys."""
+    shown = torch.arange(case.kv_len) < case.kv_len - 4
+    return dataclasses.replace(case, mask=shown)
+
+
+FAULTS: dict[str, Callable[[AttentionCase], AttentionCase]] = {
+    "scale off by 1 %": lambda case: dataclasses.replace(case, scale=case.scale * 1.01),
+    "causal off by one": lambda case: dataclasses.replace(case, causal_offset=1),
+    "causal ignored": lambda case: dataclasses.replace(case, is_causal=False),
+    "kv heads shifted": kv_heads_shifted,
+    "last keys dropped": last_keys_dropped,
+    "zeros": lambda case: dataclasses.replace(case, v=torch.zeros_like(case.v)),
+    "v of the wrong head": lambda case: dataclasses.replace(case, v=case.v.flip(1)),
+}
+
+
+def over_the_floor(case: AttentionCase, faulty: AttentionCase) -> float:
+    """rms of the fault, rounded as a kernel's output would be, over the floor's, worst head."""
+    truth = attend(case)
+    floor = floor_of(truth, case.format).out
+    output = floor_of(attend(faulty), case.format).out
+
+    def rms(x: Tensor) -> Tensor:
+        return (x**2).mean(dim=(0, 2, 3)).sqrt()
+
+    return float((rms(output - truth.out) / rms(floor - truth.out)).max())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("seed", range(3))
+def test_planted_faults_stand_out(name: str, fmt: str, seed: int) -> None:
+    """A wrong function is far above the floor, and the right one at it. A fault's size does not
+    depend on the format and the floor's does, so each further bit doubles the factor. The smallest
+    fault, 1 % of the scale, moves an output by about 1 % of the spread of the scores (1 here); the
+    floor of bfloat16 is about 2^-9 of the output, so 4 is asked for. Dropped keys show in the last
+    four rows of 64 only; the others make another function of the whole."""
+    case = make_case(
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        q_len=64,
+        kv_len=64,
+        head_dim=32,
+        dtype=torch.float32,
+        is_causal=True,
+        seed=seed,
+    ).rounded_to(FORMATS[fmt])
+    factor = {"scale off by 1 %": 4, "last keys dropped": 15}.get(name, 100)
+    assert over_the_floor(case, case) == 1.0
+    assert over_the_floor(case, FAULTS[name](case)) > factor * 2.0 ** (case.format.precision - 8)
