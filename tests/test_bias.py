@@ -1,0 +1,332 @@
+"""The bias statistic: its arithmetic by hand, and whom it accuses.
+
+The second half is the quick version of benchmarks/bias_calibration.py, whose kernels it uses: over
+a hundred heads, each with eight sequences, go through the report's own verdict
+(`numdev.summary`: Holm at 1 %, at least 0.05 ulp, at least 8 sequences).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.deviation import MIN_BIAS_ULP, Metrics, Yardstick, measure
+from numdev.formats import FORMATS
+from numdev.kernels import Kernel, Output
+from numdev.kernels.reference import attend
+from numdev.summary import BIAS_SEQUENCES, BIAS_ULP, holm
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bias_calibration.py"
+BF16 = FORMATS["bfloat16"]
+PARTS = ("reference", "term_scale", "empty")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bias_calibration", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- the arithmetic ------------------------------------------------------------------------------
+
+
+def judged(ulps: torch.Tensor) -> Metrics:
+    """The metrics of one head whose output misses the floor by `ulps` [sequences, rows, features].
+
+    The truth rounds to 1.5 everywhere, so an ulp is 2^-7 and every multiple of it is a bf16 number.
+    """
+    n, rows, features = ulps.shape
+    y = around(torch.full((n, 1, rows, features), 1.5, dtype=torch.float64))
+    output = y.floor + ulps.view(y.floor.shape) * 2.0**-7
+    (head,) = measure(output, y)
+    return head
+
+
+def around(values: torch.Tensor) -> Yardstick:
+    """Exact results that round to `values`, every row a little different from all others, as rows
+    of different sequences are."""
+    each = torch.arange(1, 1 + math.prod(values.shape[:3]), dtype=torch.float64)
+    reference = values * (1 + each.view(*values.shape[:3], 1) * 2.0**-40)
+    return Yardstick(
+        reference=reference,
+        term_scale=reference.abs(),
+        empty=torch.zeros(values.shape[:3], dtype=torch.bool),
+        format=BF16,
+    )
+
+
+def coins(n: int, rows: int, features: int, *, rate: float, seed: int = 0) -> torch.Tensor:
+    """-1, 0 or 1 ulp off, without bias: not 0 in a share `rate` of the elements."""
+    g = torch.Generator().manual_seed(seed)
+    u = torch.rand(n, rows, features, generator=g, dtype=torch.float64)
+    return (u < rate / 2).double() - (u > 1 - rate / 2).double()
+
+
+def test_t_and_p_are_students_over_sequences() -> None:
+    """With one overall shift, bias_t is scipy's one-sample t of the sequences' means, and bias_p
+    its p times 4, the price of the plain mean."""
+    ulps = coins(9, 32, 8, rate=0.5) + (torch.arange(9).view(9, 1, 1) % 3).double()
+    head = judged(ulps)
+    expected = stats.ttest_1samp(ulps.mean(dim=(1, 2)).numpy(), 0.0)
+    # here every value is positive, so the mean and the mean along the sign are the same number
+    assert head["bias_of"] in ("mean", "sign")
+    assert head["bias"] == head["bias_sign"] == pytest.approx(float(ulps.mean()))
+    assert head["bias_t"] == pytest.approx(expected.statistic)
+    assert head["bias_p"] == pytest.approx(min(1.0, 4 * expected.pvalue))
+    assert head["sequences"] == 9
+
+
+def test_a_single_feature_is_found_and_named() -> None:
+    """A shift in one of 16 features is found there, at the price of 2 x 16."""
+    ulps = coins(8, 64, 16, rate=0.2)
+    ulps[:, :, 5] += 1
+    head = judged(ulps)
+    expected = stats.ttest_1samp(ulps[:, :, 5].mean(dim=1).numpy(), 0.0)
+    assert head["bias_of"] == "feature 5"
+    assert head["bias_feature"] == pytest.approx(float(ulps[:, :, 5].mean()))
+    assert head["bias_p"] == pytest.approx(32 * expected.pvalue)
+
+
+def test_the_price_of_looking_at_a_family_is_paid() -> None:
+    """The reciprocal prices of all members sum to 1, for any number of features: the error rate of
+    the family stays what it was for one test."""
+    from numdev.deviation import _corrections
+
+    for features in (1, 2, 64, 128):
+        assert sum(1 / _corrections(2 + features)) == pytest.approx(1.0)
+
+
+def test_shrinkage_is_seen_though_the_mean_is_not_moved() -> None:
+    """Values of both signs pulled towards 0 have bias 0 and a clear bias along the sign."""
+    values = torch.full((8, 1, 32, 8), 1.5, dtype=torch.float64)
+    values[..., ::2] *= -1
+    y = around(values)
+    off = (coins(8, 32, 8, rate=0.3) - 1).view(8, 1, 32, 8) * values.sign()
+    (head,) = measure(y.floor + off * 2.0**-7, y)
+    assert abs(head["bias"]) < 0.1
+    assert head["bias_of"] == "sign"
+    assert head["bias_size"] < -0.5
+    assert head["bias_p"] < 1e-6
+
+
+def test_the_sign_is_that_of_the_truth() -> None:
+    """An error that carries a small value across 0 counts as shrinkage, not as growth."""
+    y = around(torch.full((2, 1, 4, 2), 2.0**-20, dtype=torch.float64))
+    y = Yardstick(
+        reference=y.reference,
+        term_scale=torch.full_like(y.reference, 1.5),
+        empty=y.empty,
+        format=BF16,
+    )
+    (head,) = measure(y.floor - 2.0**-7, y)
+    assert head["bias"] == head["bias_sign"] == -1.0
+
+
+def test_large_biases_come_before_certain_ones() -> None:
+    """A certain bias of 0.01 ulp does not hide a less certain one above the least size."""
+    ulps = torch.zeros(8, 200, 2, dtype=torch.float64)
+    ulps[:, 0, 0] = 1.0  # 0.005 ulp in every sequence, feature 0, without spread
+    ulps[:6, :, 1] = 1.0  # 1 ulp in six of eight sequences, feature 1
+    head = judged(ulps)
+    assert head["bias_of"] == "feature 1" or abs(head["bias_size"]) > 0.3
+    assert abs(head["bias_size"]) >= MIN_BIAS_ULP
+
+
+def test_no_difference_is_no_evidence() -> None:
+    """The floor itself: bias 0, t 0, p 1."""
+    head = judged(torch.zeros(8, 4, 4, dtype=torch.float64))
+    assert (head["bias"], head["bias_t"], head["bias_p"]) == (0.0, 0.0, 1.0)
+
+
+def test_agreement_of_a_few_coarse_values_is_no_certainty() -> None:
+    """Eight sequences of one row that all round one feature up: by chance once in 128 tries, and
+    not to be called certain, though their spread is 0."""
+    ulps = torch.zeros(8, 1, 1, dtype=torch.float64)
+    ulps[:] = 1.0
+    head = judged(ulps)
+    assert math.isfinite(head["bias_t"])
+    assert head["bias_p"] > 2.0**-10
+    # the same in every one of 4096 elements is as certain as it gets
+    assert judged(torch.ones(8, 64, 64, dtype=torch.float64))["bias_p"] < 1e-12
+
+
+def test_a_lost_sequence_is_no_observation() -> None:
+    """A sequence whose output is all NaN neither counts nor pulls the mean to 0."""
+    ulps = coins(9, 16, 4, rate=0.3) + 1
+    lost = torch.cat([ulps, torch.full((1, 16, 4), math.nan, dtype=torch.float64)])
+    with_it, without = judged(lost), judged(ulps)
+    for metric in ("sequences", "bias", "bias_t", "bias_p", "bias_size"):
+        assert with_it[metric] == without[metric], metric
+
+
+def test_the_same_text_twice_is_one_observation() -> None:
+    """Eight copies of one sequence are one; with only one left there is no verdict."""
+    one = around(torch.full((1, 1, 16, 4), 1.5, dtype=torch.float64))
+    copies = {n: getattr(one, n).repeat(8, *[1] * (getattr(one, n).ndim - 1)) for n in PARTS}
+    y = Yardstick(**copies, format=BF16)
+    (head,) = measure(y.floor + 2.0**-7, y)
+    assert (head["sequences"], head["bias_p"]) == (1, None)
+    assert head["elements"] == 8 * 16 * 4
+
+
+def test_v_of_ones_is_no_repetition() -> None:
+    """Where all results are 1 for different scores, sequences still count: V = 1 shows a row sum
+    that does not fit its probabilities."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(8, 1, 8, 16, generator=g) for _ in range(2))
+    v = torch.ones(8, 1, 8, 4)
+    case = AttentionCase(ref=CaseRef(case="ones"), q=q, k=k, v=v, scale=0.25).rounded_to(BF16)
+    exact = attend(case)
+    y = Yardstick(
+        reference=exact.out,
+        term_scale=exact.term_scale,
+        empty=exact.empty,
+        format=BF16,
+        lse=exact.lse,
+    )
+    (head,) = measure(y.floor + 2.0**-7, y)
+    assert (head["sequences"], head["bias_of"]) == (8, "mean")
+    assert head["bias_p"] < 1e-4
+
+
+def test_sequences_weigh_alike() -> None:
+    """The mean is that of the sequences' means: one with fewer usable rows counts as one."""
+    ulps = torch.zeros(2, 10, 1, dtype=torch.float64)
+    ulps[0, :, 0] = 1.0
+    ulps[1, 2:, 0] = math.nan
+    assert judged(ulps)["bias"] == 0.5
+
+
+def test_rows_are_no_independent_observations() -> None:
+    """Repeating every row a hundred times, as rows that share their keys do, proves nothing new."""
+    few = coins(8, 4, 4, rate=0.9, seed=3)
+    many = few.repeat(1, 100, 1)
+    a, b = judged(few), judged(many)
+    assert a["bias"] == pytest.approx(b["bias"])
+    # only the guard for coarse means may differ, in favour of more elements
+    assert abs(b["bias_t"]) == pytest.approx(abs(a["bias_t"]), rel=0.35)
+
+
+def test_false_alarms_of_one_head_stay_below_their_rate() -> None:
+    """Unbiased noise, 400 heads: p below 0.1 in no more than a tenth of them (binomial, 99.9 %),
+    whether rows are many or a single coarse one."""
+    for rows, features, rate in ((32, 4, 0.4), (1, 8, 0.6), (2, 1, 0.9), (64, 2, 0.01)):
+        found = [judged(coins(8, rows, features, rate=rate, seed=s))["bias_p"] for s in range(400)]
+        alarms = sum(p < 0.1 for p in found)
+        assert alarms <= stats.binom.ppf(0.999, 400, 0.1), (rows, features, rate, alarms)
+
+
+def test_holm_by_hand() -> None:
+    """Step-down at 0.05: 0.01 <= 0.05/4, 0.013 <= 0.05/3, 0.03 > 0.05/2, and so the last one."""
+    assert holm([0.04, 0.01, 0.03, 0.013], 0.05) == [False, True, False, True]
+    assert holm([0.05], 0.05) == [True]
+    assert holm([0.050001], 0.05) == [False]
+    assert holm([0.02, 0.02, 0.02], 0.05) == [False] * 3
+    assert holm([0.0, 0.024, 0.024], 0.05) == [True] * 3
+    assert holm([], 0.05) == []
+
+
+def test_thresholds_agree() -> None:
+    """What `deviation` prefers is what `summary` accuses."""
+    assert MIN_BIAS_ULP == BIAS_ULP
+    assert BIAS_SEQUENCES == 8
+
+
+# --- whom it accuses -----------------------------------------------------------------------------
+
+QUICK = {"reports": 2, "heads": 52, "sequences": 8, "length": 32, "head_dim": 32}
+HEADS = QUICK["reports"] * QUICK["heads"]
+
+
+def accused(benchmark: ModuleType, regime: str, name: str, kernels: list[Kernel]) -> dict[str, int]:
+    found = benchmark.calibrate(benchmark.REGIMES[regime], name, kernels, **QUICK)
+    assert all(tally.heads == HEADS for tally in found.values())
+    return {kernel: tally.accused for kernel, tally in found.items()}
+
+
+@pytest.mark.parametrize("regime", ["normal", "sink", "ties", "ties, strength 16"])
+def test_the_sound_go_free_and_the_guilty_do_not(benchmark: ModuleType, regime: str) -> None:
+    """bf16, 104 heads for each regime: sdpa-math and fp32 with one rounding are accused in none,
+    truncation and a drift of a tenth of an ulp in all."""
+    kernels = {k.name: k for k in (*benchmark.SOUND, *benchmark.GUILTY)}
+    found = accused(benchmark, regime, "bfloat16", list(kernels.values()))
+    assert (found["sdpa-math"], found["fp32"]) == (0, 0)
+    assert (found["truncated"], found["drift"]) == (HEADS, HEADS)
+    # The un-normalised product errs to one side only where few terms are added: on sharp ties.
+    assert found["unnormalised"] == (HEADS if regime == "ties, strength 16" else 0)
+
+
+def test_float16_is_judged_alike(benchmark: ModuleType) -> None:
+    """The same on ties in float16 (whose narrow exponent loses the tail of P, and with it most of
+    what makes the un-normalised product err to one side)."""
+    kernels = [*benchmark.SOUND, *benchmark.GUILTY[1:]]
+    found = accused(benchmark, "ties, strength 16", "float16", kernels)
+    assert found == {"sdpa-math": 0, "fp32": 0, "truncated": HEADS, "drift": HEADS}
+
+
+def test_fp32_is_not_judged(benchmark: ModuleType) -> None:
+    """In fp32 the arithmetic, not the last rounding, makes the error: no verdict is given."""
+    with pytest.raises(AssertionError):  # the benchmark insists on a verdict
+        accused(benchmark, "normal", "float32", [benchmark.SOUND[0]])
+
+
+def test_against_the_truth_even_the_floor_looks_biased() -> None:
+    """Why the floor is subtracted: on sharp ties correct rounding itself errs to one side."""
+    case = sharp_ties()
+    exact = attend(case)
+    y = Yardstick(
+        reference=exact.out,
+        term_scale=exact.term_scale,
+        empty=exact.empty,
+        format=case.format,
+    )
+    per_sequence = ((y.floor - y.reference) / y.spacing).mean(dim=(1, 2, 3)).numpy()
+    assert stats.ttest_1samp(per_sequence, 0.0).pvalue < 1e-6
+    assert np.abs(per_sequence).mean() > BIAS_ULP
+    assert all(head["bias"] == 0 for head in measure(y.floor, y))
+
+
+def sharp_ties() -> AttentionCase:
+    from numdev.inputs import Shapes, draw
+
+    shapes = Shapes(batch=8, heads=4, kv_heads=4, q_len=32, kv_len=32, head_dim=32, v_dim=32)
+    q, k, v = draw("ties", shapes, seed=0, options={"strength": 16.0})
+    case = AttentionCase(ref=CaseRef(case="ties"), q=q, k=k, v=v, scale=32**-0.5)
+    return case.rounded_to(BF16)
+
+
+def test_the_planted_kernels_are_what_they_say(benchmark: ModuleType) -> None:
+    """drift is a tenth of an ulp high on average, truncated never exceeds the truth, fp32 is the
+    floor nearly everywhere."""
+    case = sharp_ties()
+    exact = attend(case)
+    y = Yardstick(
+        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=case.format
+    )
+
+    def out(function: object) -> torch.Tensor:
+        assert callable(function)
+        result = function(case)
+        assert isinstance(result, Output)
+        assert result.out.dtype == torch.bfloat16
+        return result.out.double()
+
+    off = (out(benchmark.drift) - y.floor) / y.spacing
+    assert float(off.mean()) == pytest.approx(0.1, abs=0.01)
+    assert bool((out(benchmark.truncated).abs() <= exact.out.abs()).all())
+    assert float((out(benchmark.fp32) == y.floor).double().mean()) > 0.98
+    assert not torch.equal(out(benchmark.unnormalised), y.floor)
