@@ -1,0 +1,225 @@
+"""Run a model and hand over every attention call it makes, while it makes it.
+
+Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met:
+a `TorchFunctionMode` turns its arguments into an `AttentionCase` as they came (whether keys and
+values are repeated for grouped heads, and whether causality is a flag or a mask, decides which
+backends can run), hands the case over, and lets the model go on with the right answer.
+
+transformers models are led there by a function of numdev's in its attention interface, which
+delegates to transformers' own SDPA function. It exists because SDPA has no word for a soft cap, for
+sinks and for a window: it takes these out of what the model passes, and they join the case when
+the SDPA call arrives. An argument it does not know is an error. One call is thus seen in one place,
+whichever way it came. The mask function of SDPA is registered under the same name: without one,
+transformers would pass no mask at all.
+
+Nothing is kept. A model whose attention went elsewhere is found out: `numdev.watch` knows which
+modules must have made a call. What is done with a case is the caller's business, and so are the
+model and what it reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from numdev.calls import Passed, Sdpa, as_case
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import MeasurementError, NumdevError
+from numdev.generation import generate as write
+from numdev.kernels import find
+from numdev.mha import answer as multi_head_answer
+from numdev.mha import without_fast_path
+from numdev.watch import Watch
+
+NAME = "numdev"
+"""Under which numdev's function is registered with transformers."""
+
+# What models pass to their attention function and no SDPA call depends on.
+WITHOUT_EFFECT = frozenset(
+    {"use_cache", "cache_position", "position_ids", "num_items_in_batch", "deterministic"}
+    | {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+# What transformers' SDPA function itself acts on.
+PASSED_ON = frozenset({"is_causal", "position_bias"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureCount:
+    """What one capture saw."""
+
+    calls: int
+    modules: Mapping[str, int]
+    """Calls by module, in the order of their first call."""
+
+
+def capture(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    on_call: Callable[[AttentionCase], None],
+    *,
+    source: str,
+    prompt: int = 0,
+    generate: int | None = None,
+) -> CaptureCount:
+    """Run `model(**inputs)` once without gradients, calling `on_call` at every attention call.
+
+    With `generate`, the model writes instead: a prefill and that many decode passes, and every
+    call's `phase` says which it belongs to. `on_call` runs in the middle of the forward pass, with
+    the tensors of the call; what it raises comes out of here unchanged. Inputs are moved to the
+    model's device, floating-point ones to its format too. Cases are named `MODULE#CALL`, with
+    `/PHASE` after it in a generation and `@PROMPT` when `prompt` is not 0. Raises MeasurementError
+    for a call that is no function of its inputs (dropout) or has an argument numdev does not know,
+    for inputs that the model fails on, and when attention that ran was not seen, or there was none.
+    """
+    watch = Watch(model, source=source, prompt=prompt, generates=generate is not None)
+    interceptor = _Interceptor(watch.next_call, on_call)
+    token = _active.set(interceptor)
+    try:
+        with torch.no_grad(), without_fast_path(), watch, interceptor:
+            if generate is None:
+                model(**_at_home(model, inputs))
+            else:
+                write(model, _at_home(model, inputs), generate)
+    except Exception as error:
+        if error is interceptor.raised or isinstance(error, NumdevError):
+            raise
+        what = " ".join(str(error).split())[:200].rstrip(".") or "no message"
+        raise MeasurementError(
+            f"{type(model).__name__} failed on its inputs: {type(error).__name__}: {what}",
+            hint="do they fit the model, and each other?",
+        ) from error
+    finally:
+        _active.reset(token)
+    watch.check_complete()
+    return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
+
+
+def _at_home(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs where the model is, and as it computes."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return dict(inputs)
+    return {
+        name: x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+        for name, x in inputs.items()
+    }
+
+
+def attention_implementation(model_class: Any) -> str:
+    """The `attn_implementation` under which this transformers class can be captured.
+
+    Registers numdev's function on the way (a new name; no existing one is replaced). A class that
+    does not use the attention interface ignores that, and gets what makes it call SDPA, if it can.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    FUNCTIONS.register(NAME, _attention)
+    MASKS.register(NAME, MASKS["sdpa"])
+    if model_class._can_set_attn_implementation():
+        return NAME
+    return "sdpa" if model_class._supports_sdpa else "eager"
+
+
+# --- meeting the call --------------------------------------------------------------------------
+
+
+class _Interceptor(TorchFunctionMode):
+    """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
+
+    def __init__(
+        self, next_call: Callable[[], CaseRef], on_call: Callable[[AttentionCase], None]
+    ) -> None:
+        super().__init__()
+        self.next_call, self.on_call = next_call, on_call
+        self.passed: Passed | None = None
+        self.raised: BaseException | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._meet(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return multi_head_answer(self._meet, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _meet(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call over as a case; the right answer to it."""
+        sdpa = Sdpa(*args, **kwargs)
+        case = as_case(self.next_call(), sdpa, self.passed)
+        # A model that on_call may run is not this one, and this mode is off for it.
+        token = _active.set(None)
+        try:
+            self.on_call(case)
+        except BaseException as error:
+            self.raised = error
+            raise
+        finally:
+            _active.reset(token)
+        if case.softcap is None and case.sinks is None:
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        out = find("baseline").attend(case).out
+        return out.reshape(*sdpa.query.shape[:-1], out.shape[-1])
+
+    def answer(self, passed: Passed, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own SDPA function, whose call is met with `passed` at hand."""
+        self.passed = passed
+        try:
+            return _sdpa_of_transformers()(*args, **kwargs)
+        finally:
+            self.passed = None
+
+
+_active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What numdev registers with transformers. Outside a capture it answers all the same."""
+    given = {name: x for name, x in kwargs.items() if x is not None}
+    passed = Passed(
+        query=query,
+        softcap=given.pop("softcap", None),
+        sinks=given.pop("s_aux", None),
+        sliding_window=given.pop("sliding_window", None),
+    )
+    takes = inspect.signature(_sdpa_of_transformers()).parameters
+    on = {name: given.pop(name) for name in PASSED_ON & given.keys() & takes.keys()}
+    unknown = given.keys() - WITHOUT_EFFECT
+    if unknown:
+        raise MeasurementError(
+            f"{type(module).__name__} passes its attention an argument numdev does not know: "
+            f"{', '.join(sorted(unknown))}",
+            hint="the captured call would not be the model's; please report the model",
+        )
+    call = (module, query, key, value, attention_mask)
+    active = _active.get()
+    if active is not None:
+        return active.answer(passed, *call, dropout=dropout, scaling=scaling, **on)
+    with _Interceptor(lambda: CaseRef(case=type(module).__name__), lambda case: None) as silent:
+        return silent.answer(passed, *call, dropout=dropout, scaling=scaling, **on)
+
+
+def _sdpa_of_transformers() -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return function

@@ -1,0 +1,288 @@
+"""Open a checkpoint lazily and safely, build its model, and say which one it was.
+
+A checkpoint is a Hugging Face directory: `config.json` beside its weights, which are safetensors
+files or `pytorch_model.bin`, whole or sharded with an index. Opening one reads `config.json`, the
+index and the headers of safetensors files; weights are read when they are asked for, through
+memory maps where the file allows it.
+
+A checkpoint is foreign data and is not trusted: its files are read by `numdev.storage`, and a
+config that asks for code of its own (`auto_map`) is refused. transformers builds the model, but
+never touches the files: it is handed the config and the tensors read here, so neither its search
+for weight files nor its adapters, nor the network, are in play.
+
+Where the model's attention goes is `numdev.capture`'s business, what it reads `numdev.prompts`'.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev import storage
+from numdev.capture import attention_implementation
+from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.storage import one_line, open_safetensors, read, read_json, shards, some
+
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+ACCEPTED = "a Hugging Face directory: config.json with model.safetensors or pytorch_model.bin"
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
+# Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
+POSITIONS_AFTER_PADDING = re.compile(
+    "roberta|camembert|longformer|mpnet|xmod|luke|data2vec-text|layoutlmv3|lilt"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint: its config is read, its weight files are found and can be opened."""
+
+    path: Path
+    name: str
+    config: Mapping[str, Any]
+    weights: tuple[Path, ...]
+    """The weight files, in the order of their names."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it beside its name and identity."""
+        return {}
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many token ids the model knows; None where the config does not say."""
+        return size(self.config, "vocab_size")
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence the model has positions for; None where the config sets none."""
+        limit = size(self.config, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+        if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
+            return limit - int(self.config.get("pad_token_id") or 0) - 1
+        return limit
+
+    def identity(self) -> str:
+        """SHA-256 over the names and contents of config.json and the weight files."""
+        return storage.identity((self.path / "config.json", *self.weights))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every stored tensor with its name, one at a time in file order, in its stored format.
+
+        Tensors that share their storage in a pickle (tied weights) come once, under the first
+        name. Raises MeasurementError, naming the file, where one cannot be read.
+        """
+        for path in self.weights:
+            yield from storage.distinct(path, read(path))
+
+    def load_model(self, *, dtype: torch.dtype, device: str) -> torch.nn.Module:
+        """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
+
+        The class is the config's first architecture. Raises MeasurementError for an architecture
+        that transformers does not have, and, naming them, for weights that are missing, of the
+        wrong shape, or of no use to the model; heads it does not have are passed over.
+        """
+        with _quiet_transformers():
+            config = self._model_config()
+            cls = self._model_class()
+            state = {name: tensor for path in self.weights for name, tensor in read(path)}
+            with _blaming_transformers(self.path, "build the model"):
+                model, loaded = cls.from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=state,
+                    dtype=dtype,
+                    attn_implementation=attention_implementation(cls),
+                    # The grouped product of experts, transformers' default, has no fp64.
+                    experts_implementation="eager" if dtype == torch.float64 else None,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    ignore_mismatched_sizes=True,  # so as to name them, below
+                    output_loading_info=True,
+                )
+        self._check_loaded(model, loaded)
+        # A cache would keep every layer's keys and values, and a capture needs memory for one.
+        model.config.get_text_config().use_cache = False
+        built: torch.nn.Module = model.to(device).eval()
+        return built
+
+    def tokenizer(self) -> Any | None:
+        """The directory's tokenizer (a transformers one), or None when it has none."""
+        return load_tokenizer(self.path)
+
+    def _model_config(self) -> Any:
+        from transformers import CONFIG_MAPPING, __version__
+
+        kind = str(self.config.get("model_type"))
+        if kind not in CONFIG_MAPPING:
+            raise MeasurementError(
+                f"{self.path / 'config.json'}: transformers {__version__} knows no model type "
+                f"{kind!r}",
+                hint="a newer transformers may",
+            )
+        with _blaming_transformers(self.path, "read config.json"):
+            return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(self.config)))
+
+    def _model_class(self) -> Any:
+        import transformers
+
+        names = self.config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+        raise MeasurementError(
+            f"{self.path / 'config.json'}: "
+            + (f"transformers has no architecture {name!r}" if name else "names no architecture"),
+            hint='set "architectures" to the class that the weights belong to',
+        )
+
+    def _check_loaded(self, model: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
+        unused = [k for k in loaded["unexpected_keys"] if not _may_be_left_over(k, model)]
+        misshapen = [
+            f"{name} {list(stored)} instead of {list(expected)}"
+            for name, stored, expected in loaded["mismatched_keys"]
+        ]
+        for problem, names in (
+            ("needs weights that are not there", loaded["missing_keys"]),
+            ("has no place for the weights", unused),
+            ("needs other shapes than the stored", misshapen),
+        ):
+            if names:
+                raise MeasurementError(
+                    f"{self.path}: {type(model).__name__} {problem}: {some(sorted(names))}",
+                    hint='is "architectures" in config.json the class they were saved from?',
+                )
+
+
+@contextmanager
+def _blaming_transformers(path: Path, what: str) -> Iterator[None]:
+    """Whatever transformers raises on foreign data, as one line that names the checkpoint."""
+    try:
+        yield
+    except NumdevError:
+        raise
+    except Exception as error:
+        raise MeasurementError(
+            f"{path}: transformers cannot {what}: {one_line(error)}",
+            hint="is the checkpoint complete, and made for this transformers?",
+        ) from error
+
+
+def load_tokenizer(directory: Path) -> Any | None:
+    """The tokenizer in a directory (a transformers one), or None when there is none."""
+    if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    stored = directory / "tokenizer_config.json"
+    if stored.is_file():
+        _refuse_code(read_json(stored), stored)
+    with _quiet_transformers(), _blaming_transformers(directory, "load the tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the checkpoint at `path` without loading its weights.
+
+    Raises UsageError where there is none or it asks for code of its own, MeasurementError where it
+    is damaged; the message names the file.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: does not exist", hint=f"give {ACCEPTED}")
+    if not path.is_dir():
+        raise UsageError(f"{path}: is a file, not a checkpoint", hint=f"give {ACCEPTED}")
+    stored = path / "config.json"
+    if not stored.is_file():
+        raise UsageError(f"{path}: has no config.json", hint=f"give {ACCEPTED}")
+    config = read_json(stored)
+    _refuse_code(config, stored)
+    weights = _weight_files(path)
+    for file in weights:
+        if file.suffix == ".safetensors":
+            open_safetensors(file).__exit__(None, None, None)
+    return Checkpoint(path=path, name=path.resolve().name, config=config, weights=weights)
+
+
+def _weight_files(directory: Path) -> tuple[Path, ...]:
+    for name in WHOLE:
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            return (directory / name,)
+        if index.is_file():
+            return shards(index)
+    others = sorted(p.name for p in directory.glob("*.safetensors"))
+    raise UsageError(
+        f"{directory}: has no weights that numdev reads"
+        + (f" (it has {some(others)})" if others else ""),
+        hint=f"expected {' or '.join(WHOLE)}, whole or sharded with an index",
+    )
+
+
+def _refuse_code(config: Mapping[str, Any], path: Path) -> None:
+    if config.get("auto_map"):
+        raise UsageError(
+            f"{path}: asks for Python code of its own (auto_map), and numdev runs no code that "
+            "comes with a checkpoint",
+            hint="if transformers has this architecture too, delete auto_map from a copy of it",
+        )
+
+
+def _may_be_left_over(key: str, model: torch.nn.Module) -> bool:
+    """Whether a stored tensor without a place in the model changes nothing.
+
+    Either the model computes it (older files store causal masks), or it belongs to a part that the
+    model was built without: BertForMaskedLM's weights hold a pooler and a next-sentence head.
+    Inside a numbered layer no weight may be left over. There it means a missing layer, or a part of
+    the attention that would silently not be applied.
+    """
+    if key.endswith(".masked_bias") or key in dict(model.named_buffers()):
+        return True
+    parts = key.split(".")[:-1]
+    if any(part.isdigit() for part in parts):
+        return False
+    known = dict(model.named_modules())
+    return ".".join(parts) not in known
+
+
+def size(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these keys that holds a number, here or in the config of the text model."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for name in names:
+            if isinstance(place.get(name), int):
+                return int(place[name])
+    return None
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars, log lines or warnings from transformers, and all as before afterwards."""
+    import transformers.utils.logging
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+
+    chatter: Any = transformers.utils.logging
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, chatter.is_progress_bar_enabled()
+    hub_bars_off = are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    chatter.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            chatter.enable_progress_bar()  # which switches those of huggingface_hub on as well
+        if hub_bars_off:
+            disable_progress_bars()
