@@ -1,0 +1,109 @@
+"""What tests of capturing hold a captured call against.
+
+The oracle is the model itself, run with its eager attention in fp64, and an attention of a few
+lines written here (`attend`). Both answers to a captured call must agree to 1e-12: the outputs are
+of order 1 and come from sums of at most 16 terms, so fp64 rounding stays below 1e-14.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from numdev.capture import CaptureCount, capture
+from numdev.cases import AttentionCase
+from numdev.generation import generate
+
+TOLERANCE = 1e-12
+
+
+class Run:
+    """One run of a model: its cases, the input of every attention's output layer, its logits.
+
+    With `generate` the model writes that many tokens after the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        out: str | tuple[str, ...],
+        generate: int | None = None,
+    ) -> None:
+        self.generate = generate
+        self.cases: list[AttentionCase] = []
+        self.outputs: list[Tensor] = []
+        self.logits = torch.empty(0)
+        self.count: CaptureCount | None = None
+        hooks = [
+            m.register_forward_pre_hook(lambda _, args: self.outputs.append(args[0].clone()))
+            for name, m in model.named_modules()
+            if name.endswith(out)
+        ]
+        hooks.append(model.register_forward_hook(lambda *call: setattr(self, "logits", call[2][0])))
+        self.go(model, inputs)
+        for hook in hooks:
+            hook.remove()
+
+    def go(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+        self.count = capture(
+            model, inputs, self.cases.append, source="test", generate=self.generate
+        )
+
+
+class EagerRun(Run):
+    """The same with the model's own eager attention, its softmax kept in fp64."""
+
+    def go(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+        with torch.no_grad(), DoubleSoftmax():
+            if self.generate is None:
+                model(**inputs)
+            else:
+                generate(model, inputs, self.generate)
+
+
+class DoubleSoftmax(TorchFunctionMode):
+    """Eager attention upcasts its softmax to float32, which from fp64 is a downcast: undo that."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is F.softmax and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def attend(case: AttentionCase) -> Tensor:
+    """softmax(scores) V in fp64, position by position as the case's fields say."""
+    q, k, v = (x.double() for x in (case.q, case.k, case.v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * case.scale
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    for i in range(q.shape[2]):
+        for j in range(k.shape[2]):
+            back = i + case.causal_offset - j
+            left, right = case.window or (None, None)
+            if (
+                (case.is_causal and back < 0)
+                or (left is not None and back > left)
+                or (right is not None and -back > right)
+            ):
+                scores[:, :, i, j] = -math.inf
+    if case.mask is not None:
+        hidden = torch.where(case.mask, 0.0, -math.inf) if case.mask.dtype == torch.bool else 0
+        scores = scores + (hidden if case.mask.dtype == torch.bool else case.mask)
+    if case.sinks is not None:
+        sink = case.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., : k.shape[2]] @ v
+
+
+def worst(a: Tensor, b: Tensor, real: Tensor | None = None) -> float:
+    """The largest difference over the rows [batch, position] that are `real`; NaN counts as inf."""
+    assert a.shape == b.shape
+    difference = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
+    return (difference if real is None else difference[real]).max().item()

@@ -1,0 +1,284 @@
+"""PyTorch's own attention modules: their inner call is captured as they make it.
+
+The oracle is the module itself without capturing: its output is the output projection of what the
+captured case computes, answered by the few lines of `capturing.attend` in fp64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capturing import TOLERANCE, attend, worst
+from torch import Tensor, nn
+
+from numdev.capture import capture
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError
+from numdev.kernels import find
+
+B, N, S, E, HEADS = 2, 5, 7, 16, 4
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
+PADDED = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class One(nn.Module):
+    """A multi-head attention, called as a test says."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mha = nn.MultiheadAttention(E, HEADS, **{"batch_first": True, **options}).double()
+        for p in self.mha.parameters():  # biases start at zero, which hides a lost one
+            nn.init.normal_(p, std=0.5)
+        self.eval()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Any]:
+        self.answer = self.mha(q, k, v, **call)
+        return self.answer
+
+
+def one_call(model: One, inputs: list[Tensor], **call: Any) -> tuple[AttentionCase, Tensor, Any]:
+    """The case of the module's one call, its output in a run of its own, and while captured."""
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = model
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return self.one(q, k, v, **call)
+
+    q, k, v = inputs
+    with torch.no_grad():
+        own = model(q, k, v, **call)
+    cases: list[AttentionCase] = []
+    count = capture(Bound(), {"q": q, "k": k, "v": v}, cases.append, source="")
+    assert count.modules == {"one.mha": 1}
+    return cases[0], own, model.answer
+
+
+def projected(model: One, case: AttentionCase, answer: Tensor) -> Tensor:
+    """What the module makes of an attention's output: [batch, length, width]."""
+    return model.mha.out_proj(answer.transpose(1, 2).flatten(2)).detach()
+
+
+def mask_of(kind: str) -> Tensor:
+    """True hides, as these modules have it; each row sees something."""
+    hidden = torch.zeros(N, N, dtype=torch.bool)
+    hidden[0, 1:] = hidden[3, :2] = hidden[4, 4] = True
+    if kind == "float":
+        return torch.where(hidden, -math.inf, normal(N, N, seed=9))
+    if kind == "3d":
+        return hidden.repeat(B * HEADS, 1, 1) & (normal(B * HEADS, N, 1, seed=4) > 0)
+    return hidden
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("bool mask", {"attn_mask": mask_of("bool")}),
+    ("float mask", {"attn_mask": mask_of("float")}),
+    ("mask of every head", {"attn_mask": mask_of("3d")}),
+    ("padding", {"key_padding_mask": PADDED}),
+    ("padding and mask", {"key_padding_mask": PADDED, "attn_mask": mask_of("bool")}),
+    ("causal", {"attn_mask": CAUSAL, "is_causal": True}),
+    ("causal and padding", {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask":
+        torch.where(PADDED, -math.inf, 0.0).double()}),
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"batch_first": False},
+    {"add_bias_kv": True},
+    {"add_zero_attn": True},
+    {"bias": False},
+]
+
+
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
+@pytest.mark.parametrize("call", [c for _, c in CALLS], ids=[name for name, _ in CALLS])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_case_is_the_modules_own_attention(
+    options: dict[str, Any], call: dict[str, Any], need_weights: bool
+) -> None:
+    """Every kind of mask, with every option, with and without the weights asked for."""
+    model = One(**options)
+    x = normal(B, N, E) if model.mha.batch_first else normal(N, B, E)
+    case, own, captured = one_call(model, [x, x, x], need_weights=need_weights, **call)
+    batch_first = own[0] if model.mha.batch_first else own[0].transpose(0, 1)
+    for answer in (attend(case), find("reference").attend(case).out):
+        assert worst(projected(model, case, answer), batch_first.detach()) < TOLERANCE
+    assert worst(captured[0], own[0]) < TOLERANCE
+    assert (captured[1] is None) == (own[1] is None) == (not need_weights)
+    if need_weights:
+        assert worst(captured[1], own[1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_cross_attention_with_widths_of_its_own(need_weights: bool) -> None:
+    """Keys and values of other widths than the queries', and of another length."""
+    model = One(kdim=6, vdim=10)
+    inputs = [normal(B, N, E), normal(B, S, 6, seed=1), normal(B, S, 10, seed=2)]
+    case, own, _ = one_call(model, inputs, need_weights=need_weights)
+    assert (case.q_len, case.kv_len) == (N, S)
+    assert worst(projected(model, case, attend(case)), own[0].detach()) < TOLERANCE
+
+
+def test_inputs_without_a_batch() -> None:
+    """A single sequence is a batch of one."""
+    model, x = One(), normal(N, E)
+    case, own, _ = one_call(model, [x, x, x], need_weights=False)
+    assert case.q.shape == (1, HEADS, N, E // HEADS)
+    assert worst(projected(model, case, attend(case))[0], own[0].detach()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mask": None}, {"scale": 0.51}, {"is_causal": True}, "inverted"],
+    ids=["no mask", "scale", "causal", "inverted mask"],
+)
+def test_the_comparison_rejects_a_wrong_case(wrong: Any) -> None:
+    """A lost or inverted mask, a wrong scale and causality are far off."""
+    model, x = One(), normal(B, N, E)
+    hidden = torch.eye(N, dtype=torch.bool)
+    case, own, _ = one_call(model, [x, x, x], need_weights=False, attn_mask=hidden)
+    if wrong == "inverted":
+        wrong = {"mask": torch.where(hidden, 0.0, -math.inf).double()}
+    elif "is_causal" in wrong:  # would leave the first row without a key
+        wrong = {"is_causal": True, "mask": None}
+    bad = dataclasses.replace(case, **wrong)
+    assert worst(projected(model, bad, attend(bad)), own[0].detach()) > 1e-3
+
+
+def test_a_causal_hint_reaches_the_kernels_as_a_flag() -> None:
+    """As SDPA would have had it; with weights asked for, the module applies the mask, and so does
+    the case."""
+    model, x = One(), normal(B, N, E)
+    call = {"attn_mask": CAUSAL, "is_causal": True}
+    flag, _, _ = one_call(model, [x, x, x], need_weights=False, **call)
+    mask, _, _ = one_call(model, [x, x, x], need_weights=True, **call)
+    assert (flag.is_causal, flag.mask) == (True, None)
+    assert not mask.is_causal
+    assert mask.mask is not None
+
+
+def test_a_hint_that_belies_its_mask_is_taken_as_the_module_takes_it() -> None:
+    """The module with weights applies the mask, whatever the hint says, and so does the case."""
+    model, x = One(), normal(B, N, E)
+    call = {"attn_mask": mask_of("bool"), "is_causal": True, "need_weights": True}
+    case, own, _ = one_call(model, [x, x, x], **call)
+    assert worst(projected(model, case, attend(case)), own[0].detach()) < TOLERANCE
+
+
+class Layers(nn.Module):
+    """A stack of encoder layers, as a model of one's own has it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(E, HEADS, 32, **{"batch_first": True, **options})
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.double().eval()
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def without_capture(model: nn.Module, **inputs: Tensor) -> Tensor:
+    """The model's output on its ordinary way."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            return model(**inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("options", [{}, {"batch_first": False}, {"norm_first": True}], ids=str)
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], padding: bool) -> None:
+    """In eval mode, where it would take its fast path and make none."""
+    model, x = Layers(**options), normal(B, N, E)
+    given = {"x": x if options.get("batch_first", True) else x.transpose(0, 1)}
+    if padding:
+        given["padding"] = PADDED
+    cases: list[AttentionCase] = []
+    outputs: list[Tensor] = []
+    model.register_forward_hook(lambda *call: outputs.append(call[2]))
+    count = capture(model, given, cases.append, source="")
+    assert count.modules == {f"encoder.layers.{i}.self_attn": 1 for i in (0, 1)}
+    assert [c.ref.layer for c in cases] == [0, 1]
+    assert all((c.mask is not None) == padding for c in cases)
+    assert torch.equal(outputs[0], without_capture(model, **given))
+    # What the layer adds to its input is the projection of the case's answer.
+    answer = attend(cases[0]).transpose(1, 2).flatten(2)
+    layer = model.encoder.layers[0]
+    read = given["x"] if options.get("batch_first", True) else x
+    read = layer.norm1(read) if options.get("norm_first") else read
+    call = read.transpose(0, 1) if not layer.self_attn.batch_first else read
+    own = layer.self_attn(call, call, call, key_padding_mask=given.get("padding"))[0]
+    own = own if layer.self_attn.batch_first else own.transpose(0, 1)
+    assert worst(layer.self_attn.out_proj(answer).detach(), own.detach()) < TOLERANCE
+
+
+def test_a_transformer_has_three_attentions_a_layer_pair() -> None:
+    """Encoder self, decoder self and decoder cross attention, each in its own module."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.t = nn.Transformer(E, HEADS, 1, 1, 32, batch_first=True)
+            self.double().eval()
+
+        def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+            return self.t(src, tgt, tgt_mask=CAUSAL, tgt_is_causal=True)
+
+    cases: list[AttentionCase] = []
+    given = {"src": normal(B, S, E), "tgt": normal(B, N, E, seed=1)}
+    capture(Pair(), given, cases.append, source="")
+    assert [(c.ref.module, c.q_len, c.kv_len, c.is_causal) for c in cases] == [
+        ("t.encoder.layers.0.self_attn", S, S, False),
+        ("t.decoder.layers.0.self_attn", N, N, True),
+        ("t.decoder.layers.0.multihead_attn", N, S, False),
+    ]
+
+
+def test_nothing_of_torch_is_changed() -> None:
+    """Neither the function nor the fast path, also after an error in the middle."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(case: AttentionCase) -> None:
+        raise Stop
+
+    sdpa, whole = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    for enabled in (True, False):
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            with pytest.raises(Stop):
+                capture(Layers(), {"x": normal(B, N, E)}, stop, source="")
+            assert torch.backends.mha.get_fastpath_enabled() == enabled
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert F.scaled_dot_product_attention is sdpa
+    assert F.multi_head_attention_forward is whole
+    assert whole.__globals__["scaled_dot_product_attention"] is sdpa
+
+
+def test_dropout_in_training_is_an_error() -> None:
+    """With the weights asked for, too, where the module computes by hand."""
+    for need_weights in (True, False):
+        model = One(dropout=0.1).train()
+        x = normal(B, N, E)
+        with pytest.raises(MeasurementError, match=r"one\.mha: attention with dropout 0\.1"):
+            one_call(model, [x, x, x], need_weights=need_weights)
