@@ -1,0 +1,115 @@
+"""Models and factories that tests name as `factories:NAME`, as a user would their own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 96
+    block_size: int = 24
+    n_layer: int = 2
+    n_head: int = 2
+    n_embd: int = 16
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for y in self.c_attn(x).chunk(3, dim=-1)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.c_proj(out.transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    """The shape of nanoGPT: `idx`, a block size it insists on, a head tied to its embedding."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.register_buffer("steps", torch.arange(config.block_size), persistent=False)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        assert idx.shape[1] <= self.config.block_size
+        x = self.wte(idx) * math.sqrt(2.0) + self.wpe(self.steps[: idx.shape[1]])
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def nanogpt(model_args: dict[str, Any]) -> nn.Module:
+    return GPT(GPTConfig(**model_args))
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig())
+
+
+def half_gpt() -> nn.Module:
+    return gpt().to(torch.bfloat16)
+
+
+def bert(config: dict[str, Any]) -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**config))
+
+
+def gemma2(config: dict[str, Any]) -> nn.Module:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**config))
+
+
+def saved_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return gpt()
+
+
+class Pixels(nn.Module):
+    """Reads an image, so that no token ids can be drawn for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = models.Attending.Layer("sdpa", 16, 2)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.attn(pixels)
+
+
+def raises() -> nn.Module:
+    raise KeyError("no such\nthing")
+
+
+def exits() -> nn.Module:
+    raise SystemExit(0)
+
+
+def returns_nothing() -> None:
+    return None
+
+
+def returns_a_class() -> type:
+    return GPT
+
+
+def needs_two(a: int, b: int) -> nn.Module:
+    return gpt()
