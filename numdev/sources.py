@@ -1,0 +1,275 @@
+"""Where cases come from: a configuration's shapes, a model's forward pass, or tensors on disk.
+
+A source hands its cases over one at a time and keeps none of them, so memory does not grow with
+their number. It knows nothing of kernels, formats or metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
+from numdev.errors import UsageError
+from numdev.formats import dtype_of, format_named
+from numdev.inputs import Shapes, check, draw
+from numdev.system import System
+from numdev.tensorfile import holds_cases, open_cases
+
+if TYPE_CHECKING:
+    from numdev.checkpoint import Checkpoint
+    from numdev.statedict import StateDict
+
+
+FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate")
+"""Options that say what a model is and reads, and mean nothing where there is no model."""
+
+
+class Located(Protocol):
+    """A case that can be had: its name is known, its tensors are made or taken when loaded."""
+
+    @property
+    def ref(self) -> CaseRef: ...
+    @property
+    def axes(self) -> dict[str, Any]: ...
+    def load(self) -> AttentionCase: ...
+
+
+class Source(Protocol):
+    """Where cases come from. `visit` hands them over one at a time and keeps none."""
+
+    def describe(self) -> dict[str, Any]: ...
+    def count(self) -> int: ...
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should be told of it at once."""
+
+    def visit(self, handle: Callable[[Located], None]) -> None: ...
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+def open_source(request: AuditRequest, system: System) -> Source:
+    """The request's source, opened and checked but with nothing computed."""
+    if request.cases:
+        _refuse(request, ("layers", *FOR_MODELS), f"{request.target} draws its cases")
+        return ConfigSource(request.target, request.cases, (request.seed,), system)
+    if request.checkpoint != "demo" and holds_cases(Path(request.checkpoint or "")):
+        return TensorFileSource(request, system)
+    return CheckpointSource(request, system)
+
+
+def _refuse(request: AuditRequest, options: tuple[str, ...], why: str) -> None:
+    """Raise UsageError for an option that has no meaning for this source."""
+    for name in options:
+        if getattr(request, name):
+            raise UsageError(f"{why}, and {name!r} is for models", hint=f"leave --{name} out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A case a configuration describes. Plain data until it is loaded, so any worker can."""
+
+    config: CaseConfig
+    seed: int
+    source: str
+    device: str
+
+    @property
+    def ref(self) -> CaseRef:
+        name = self.config.name
+        return CaseRef(case=name, source=self.source, module=name, seed=self.seed)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return dict(self.config.axes)
+
+    def load(self) -> AttentionCase:
+        """Draw q, k and v in fp32 from the seed and the name of the grid's entry.
+
+        So cells that differ only in how attention is computed share their inputs.
+        """
+        config = self.config
+        shapes = Shapes(
+            batch=config.batch,
+            heads=config.heads,
+            kv_heads=config.kv_heads or config.heads,
+            q_len=config.seq_len,
+            kv_len=config.kv_len or config.seq_len,
+            head_dim=config.head_dim,
+            v_dim=config.v_dim or config.head_dim,
+        )
+        options = config.inputs.options
+        q, k, v = draw(
+            config.inputs.name, shapes, seed=self.seed, options=options, label=config.entry
+        )
+        side = None if config.window is None else config.window - 1
+        return AttentionCase(
+            ref=self.ref,
+            q=q.to(self.device),
+            k=k.to(self.device),
+            v=v.to(self.device),
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            is_causal=config.causal,
+            causal_offset=config.causal_offset,
+            window=None if side is None else (side, 0 if config.causal else side),
+            softcap=config.softcap,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Captured:
+    """A case out of a running model: here now, and gone when the model goes on."""
+
+    case: AttentionCase
+
+    @property
+    def ref(self) -> CaseRef:
+        return self.case.ref
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return {}
+
+    def load(self) -> AttentionCase:
+        return self.case
+
+
+class ConfigSource:
+    """Cases drawn from a configuration's shapes, each with every seed."""
+
+    def __init__(
+        self, target: str, configs: Sequence[CaseConfig], seeds: Sequence[int], system: System
+    ) -> None:
+        for config in configs:
+            check(config.inputs.name, config.inputs.options)
+        self.target = target
+        self.cases = [
+            Drawn(config=config, seed=seed, source=target, device=system.device)
+            for config in configs
+            for seed in seeds
+        ]
+        self.notes: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        return {"config": self.target, "cases": len(self.cases)}
+
+    def count(self) -> int:
+        return len(self.cases)
+
+    def visit(self, handle: Callable[[Located], None]) -> None:
+        for case in self.cases:
+            handle(case)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+
+class TensorFileSource:
+    """Cases that are on disk: a captured-tensor file, or a directory of them."""
+
+    def __init__(self, request: AuditRequest, system: System) -> None:
+        _refuse(request, FOR_MODELS, f"{request.checkpoint} holds captured tensors")
+        self.stored = open_cases(Path(request.checkpoint or ""), device=system.device)
+        self.chosen = [
+            case
+            for case in self.stored.cases
+            if request.layers is None or case.ref.layer in request.layers
+        ]
+        self.notes: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        captured = dict.fromkeys(case.ref.source for case in self.stored.cases)
+        return {
+            "tensors": self.stored.path.name,
+            "sha256": self.stored.identity(),
+            "cases": len(self.stored.cases),
+            "captured_from": ", ".join(captured),
+            "captured_with": dict(self.stored.versions),
+        }
+
+    def count(self) -> int:
+        return len(self.chosen)
+
+    def visit(self, handle: Callable[[Located], None]) -> None:
+        for case in self.chosen:
+            handle(case)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+
+class CheckpointSource:
+    """The attention calls of a checkpoint's model: of one forward pass, or of a generation."""
+
+    def __init__(self, request: AuditRequest, system: System) -> None:
+        from numdev.generation import check as check_generates
+        from numdev.reading import model_inputs
+        from numdev.watch import attention_modules
+
+        self.request = request
+        self.checkpoint = _open_weights(request)
+        dtype = dtype_of(format_named(request.model_dtype))
+        self.model = self.checkpoint.load_model(dtype=dtype, device=system.device)
+        if request.generate:
+            check_generates(self.model)
+        self.prompt = model_inputs(request, self.checkpoint, self.model)
+        self.modules = attention_modules(self.model)
+        prefix = self.checkpoint.describe().get("prefix_removed")
+        removed = f"All names of weights began with {prefix!r}; it was taken off."
+        self.notes = (removed,) if prefix else ()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.checkpoint.name,
+            "sha256": self.checkpoint.identity(),
+            **self.checkpoint.describe(),
+            "architecture": type(self.model).__name__,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "prompt": self.prompt.description,
+            "prompt_sha256": self.prompt.digest,
+        }
+
+    def count(self) -> int:
+        chosen = self.request.layers
+        calls = len(self.modules) if chosen is None else min(len(chosen), len(self.modules))
+        return calls * (1 + (self.request.generate or 0))
+
+    def visit(self, handle: Callable[[Located], None]) -> None:
+        from numdev.capture import capture
+
+        def chosen(case: AttentionCase) -> None:
+            if self.request.layers is None or case.ref.layer in self.request.layers:
+                handle(Captured(case=case))
+
+        capture(
+            self.model,
+            self.prompt.inputs,
+            chosen,
+            source=self.checkpoint.name,
+            generate=self.request.generate,
+        )
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.checkpoint.tensors()
+
+
+def _open_weights(request: AuditRequest) -> Checkpoint | StateDict:
+    """A directory or the demo is a checkpoint, a file a state dict with a factory."""
+    from numdev.checkpoint import open_checkpoint
+    from numdev.statedict import open_state_dict
+
+    demo = request.checkpoint == "demo"
+    path = demo_checkpoint() if demo else Path(request.checkpoint or "")
+    if path.is_file():
+        return open_state_dict(path, request.model)
+    if request.model:
+        raise UsageError(
+            f"{request.checkpoint}: says itself which model it is, so --model has no place",
+            hint="leave it out, or give the weight file instead of the directory",
+        )
+    return open_checkpoint(path)

@@ -1,0 +1,285 @@
+"""From rows to what a reader wants first: the kernels ranked, the map of the worst one.
+
+Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
+one head with large values would rule a pooled one. The sentences are made in `numdev.answer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from numdev.answer import answer
+from numdev.report import (
+    Accusation,
+    AuditSummary,
+    DeviationRow,
+    HeadMap,
+    KernelSummary,
+    WeightRow,
+    WeightSummary,
+)
+
+BIAS_ALPHA = 0.01
+"""Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
+BIAS_SEQUENCES = 8
+"""Fewer independent sequences than this say nothing about a kernel in general."""
+BIAS_ULP = 0.05
+BIAS_FORMATS = ("bfloat16", "float16")
+"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
+division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
+fp32 is 3e-9 of the value, and no accusation."""
+KEY = ["kernel", "options", "role", "format"]
+
+
+def summarise(rows: Sequence[DeviationRow], weights: Sequence[WeightRow] = ()) -> AuditSummary:
+    """The summary of an audit's rows; raises nothing on rows that are all skipped."""
+    table = pd.DataFrame([row.model_dump() for row in rows])
+    table["options"] = [repr(sorted(o.items())) for o in table["options"]]
+    table["place"] = _places(table)
+    groups = table.groupby(KEY, sort=False)
+    kernels = [_kernel(rows[int(group.index.to_numpy()[0])], group) for _, group in groups]
+    ranked = [
+        kernel
+        for name in dict.fromkeys(row.format for row in rows)
+        for kernel in sorted((k for k in kernels if k.format == name), key=_rank)
+    ]
+    sequences = table["sequences"].dropna()
+    return AuditSummary(
+        answer=answer(ranked),
+        kernels=tuple(ranked),
+        accusations=tuple(_accusations(rows, table)),
+        map=_map(table, ranked),
+        weights=tuple(_weights(weights)),
+        sequences=int(sequences.min()) if len(sequences) else None,
+    )
+
+
+def _accusations(rows: Sequence[DeviationRow], table: pd.DataFrame) -> Iterator[Accusation]:
+    """Kernels that compute a different function, each cause once, the most frequent one first."""
+    ok = table[(table["status"] == "ok") & (table["tensor"] == "out")]
+    accused = ok[ok["suspicion"].notna()]
+    sizes = accused.groupby(["kernel", "options", "suspicion"], sort=False).size()
+    for kernel, options, cause in sizes.sort_values(ascending=False, kind="stable").index:
+        same = ok[(ok["kernel"] == kernel) & (ok["options"] == options)]
+        here = same[same["suspicion"] == cause]
+        cut, formats = float(here["suspicion_cut"].astype(float).median()), here["format"].unique()
+        # Of the formats it was seen in: in a coarser one a mistake may drown in rounding.
+        measured = int(same["format"].isin(formats).sum())
+        yield Accusation(
+            kernel=kernel,
+            options=rows[int(here.index.to_numpy()[0])].options,
+            cause=cause,
+            cut=cut,
+            heads=len(here),
+            measured=measured,
+            formats=tuple(formats),
+            where=_where(here.iloc[0]),
+            sentence=(
+                f"{kernel} computes a different function: {cause} (residual {cut:.3g} x smaller "
+                f"against that; {len(here)} of {measured} heads, {', '.join(formats)})."
+            ),
+        )
+
+
+def _places(table: pd.DataFrame) -> pd.Series[str]:
+    """What to call where a row is: its layer, or the case where there is none.
+
+    Encoder, decoder and cross attention of one model share their layers' numbers, so that there
+    the words that tell their modules apart join it; the module's name where that is not enough. In
+    a generation the phase is part of the place.
+    """
+    modules = table.groupby("layer")["module"].transform("nunique")
+    numbers = [f"layer {int(n)}" if pd.notna(n) else "" for n in table["layer"]]
+    roles = _roles(table["module"].unique().tolist())
+    layer = pd.Series(numbers, index=table.index)
+    role = pd.Series(
+        [n + roles[m] for n, m in zip(numbers, table["module"], strict=True)], index=table.index
+    )
+    one_each = table.groupby([table["layer"], role])["module"].transform("nunique").eq(1).all()
+    shared = role if one_each else table["module"]
+    place = layer.where(modules.eq(1), shared).where(table["layer"].notna(), table["case"])
+    return place.astype(str) + [f" {phase}" if phase else "" for phase in table["phase"]]
+
+
+def _roles(modules: Sequence[str]) -> dict[str, str]:
+    """What tells modules apart beside their numbers: ` decoder EncDecAttention` for
+    `decoder.block.0.layer.1.EncDecAttention`, where some are not in a decoder."""
+    parts = {module: module.split(".") for module in modules}
+    common = set.intersection(*map(set, parts.values()))
+    return {
+        module: "".join(f" {part}" for part in own if part not in common and not part.isdigit())
+        for module, own in parts.items()
+    }
+
+
+def _where(row: Any) -> str:
+    return f"{row['place']} head {int(row['head'])}"
+
+
+def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
+    """The floor first, then by distance from the truth; what is not finite last.
+
+    Distances are compared through the baseline's, which is the same for kernels that return
+    another format than the others.
+    """
+    order = 0 if kernel.role == "floor" else 2 if kernel.role == "precision" else 1
+    ratios = (kernel.baseline_ratio, kernel.floor_ratio)
+    return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
+
+
+def _kernel(first: DeviationRow, group: pd.DataFrame) -> KernelSummary:
+    status = group["status"].value_counts()
+    reasons = group.loc[group["status"] != "ok", "reason"].dropna().unique()
+    ok = group[(group["status"] == "ok") & (group["tensor"] == "out")]
+    base: dict[str, Any] = {
+        "kernel": first.kernel,
+        "options": first.options,
+        "role": first.role,
+        "format": first.format,
+        "ok": len(ok),
+        "skipped": int(status.get("skipped", 0)),
+        "failed": int(status.get("failed", 0)),
+        "reasons": tuple(str(r) for r in reasons),
+        "ran": tuple(str(r) for r in group["ran"].dropna().unique()),
+        "out_formats": tuple(str(r) for r in ok["out_format"].dropna().unique()),
+    }
+    if ok.empty:
+        return KernelSummary(**base)
+    return KernelSummary(
+        **base,
+        mean_abs=_pooled(ok, "mean_abs"),
+        max_abs=_number(ok["max_abs"].astype(float).max()),
+        rms=_pooled(ok, "rms", power=2),
+        row_rel=_number(ok["row_rel"].astype(float).median()),
+        w1=_number(ok["w1"].astype(float).median()),
+        nonfinite=int(ok["nonfinite"].sum()),
+        **_spread(ok, "floor_ratio", worst=True, where=True),
+        **_spread(ok, "baseline_ratio", worst=True),
+        **_spread(ok, "flash_vs_precision", worst=True, where=True),
+        **_spread(ok, "flash_vs_precision_w1"),
+        fa_rule_heads=None if ok["fa_rule"].isna().all() else int(ok["fa_rule"].eq(True).sum()),
+        **_bias(ok),
+    )
+
+
+def _pooled(ok: pd.DataFrame, metric: str, *, power: int = 1) -> float | None:
+    """The power mean of a metric over all elements; None when no head has a number."""
+    ok = ok[ok[metric].notna()]
+    if ok.empty:
+        return None
+    weight = ok["elements"].astype(float)
+    mean = (ok[metric].astype(float) ** power * weight).sum() / weight.sum()
+    return _number(mean ** (1 / power))
+
+
+def _spread(
+    ok: pd.DataFrame, metric: str, *, worst: bool = False, where: bool = False
+) -> dict[str, Any]:
+    """The median of a metric over heads, and on request its largest value and where that is."""
+    ok = ok[ok[metric].notna()]
+    values = ok[metric].astype(float)
+    if values.empty:
+        return {}
+    found: dict[str, Any] = {metric: _number(values.median())}
+    if worst:
+        found[f"{metric}_worst"] = _number(values.max())
+    if where:
+        found[f"{metric}_where"] = _where(ok.iloc[int(values.to_numpy().argmax())])
+    return found
+
+
+def _bias(ok: pd.DataFrame) -> dict[str, Any]:
+    """How many heads are biased, Holm-corrected over the heads of this kernel and format."""
+    enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
+    tested = ok[enough & ok["out_format"].isin(BIAS_FORMATS)]
+    if tested.empty:
+        return {}
+    accused = tested[holm(tested["bias_p"].astype(float).tolist(), BIAS_ALPHA)]
+    accused = accused[accused["bias_size"].abs() >= BIAS_ULP]
+    found: dict[str, Any] = {"bias_testable": True, "biased_heads": len(accused)}
+    if len(accused):
+        worst = accused.iloc[int(accused["bias_size"].astype(float).abs().to_numpy().argmax())]
+        found["biased_worst"] = float(worst["bias_size"])
+        found["biased_where"] = f"{_where(worst)}, {worst['bias_of']}"
+    return found
+
+
+def holm(p: Sequence[float], alpha: float) -> list[bool]:
+    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
+
+    S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
+    """
+    rejected = [False] * len(p)
+    for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        if p[index] > alpha / (len(p) - step):
+            break
+        rejected[index] = True
+    return rejected
+
+
+def _map(table: pd.DataFrame, ranked: Sequence[KernelSummary]) -> HeadMap | None:
+    """Floor ratios, layer by head, of the kernel under audit that is farthest from the truth, in
+    the first format audited (a wider format's floor is so low that it would always win)."""
+    first = table["format"].iloc[0]
+    measured = [
+        k for k in ranked if k.role == "kernel" and k.format == first and k.floor_ratio is not None
+    ]
+    if not measured:
+        return None
+    worst = max(measured, key=lambda k: k.floor_ratio or 0.0)
+    chosen = table[
+        (table["kernel"] == worst.kernel)
+        & (table["options"] == repr(sorted(worst.options.items())))
+        & (table["format"] == worst.format)
+        & (table["tensor"] == "out")
+        & (table["status"] == "ok")
+    ]
+    chosen = chosen.assign(
+        place=chosen["place"].str.removeprefix("layer "),
+        floor_ratio=chosen["floor_ratio"].astype(float),
+    )
+    grid = chosen.pivot_table(
+        index="place", columns="head", values="floor_ratio", aggfunc="max", sort=False
+    )
+    grid = grid[sorted(grid.columns)]
+    return HeadMap(
+        kernel=worst.kernel,
+        format=worst.format,
+        metric="floor_ratio",
+        layers=tuple(grid.index),
+        heads=tuple(int(h) for h in grid.columns),
+        values=tuple(tuple(_number(v) for v in row) for row in grid.to_numpy().tolist()),
+    )
+
+
+def _weights(rows: Sequence[WeightRow]) -> list[WeightSummary]:
+    summaries = []
+    for name in dict.fromkeys(row.format for row in rows):
+        here = [row for row in rows if row.format == name]
+        elements = sum(row.elements for row in here)
+        sized = [row for row in here if row.max_abs is not None]
+        worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
+        held = sum(row.elements - row.nonfinite for row in sized)
+        mean = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
+        summaries.append(
+            WeightSummary(
+                format=name,
+                tensors=len(here),
+                elements=elements,
+                nonfinite=sum(row.nonfinite for row in here),
+                max_abs=worst.max_abs if worst else None,
+                max_tensor=worst.tensor if worst else None,
+                mean_abs=mean / held if held else None,
+                w1=mean / held if held else None,
+            )
+        )
+    return summaries
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON, None for NaN and infinity."""
+    return None if value is None or not math.isfinite(value) else float(value)

@@ -1,0 +1,320 @@
+"""The journal: what is finished is kept, whatever happens, and never mixed with anything else."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from numdev.cases import CaseRef
+from numdev.errors import UsageError
+from numdev.execute import JOURNAL, Journal, Task, digest
+
+HEADER: dict[str, Any] = {
+    "request": {"target": "demo", "seed": 0, "formats": ["bfloat16"]},
+    "environment": {"torch": "2.13", "cpu_capability": "AVX512"},
+}
+TASKS = [f"task{i}" for i in range(4)]
+
+
+def rows_of(key: str) -> list[dict[str, Any]]:
+    return [{"key": key, "head": h, "rms": 0.1 + 0.2, "note": "µ\n\u2028"} for h in range(2)]
+
+
+def run(directory: Path, header: dict[str, Any] | None = None, *, stop_after: int = 99) -> Any:
+    """A study in small: visits all tasks in order and computes what is not there yet.
+
+    Returns all rows, and how many tasks had to be computed.
+    """
+    computed = 0
+    with Journal.open(directory, header or HEADER, overwrite=False) as journal:
+        for key in TASKS:
+            if not journal.visit(key):
+                if computed == stop_after:
+                    break
+                journal.add(key, rows_of(key))
+                computed += 1
+        return list(journal.rows()), computed
+
+
+ALL = [row for key in TASKS for row in rows_of(key)]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> bytes:
+    """The bytes of a whole journal."""
+    run(tmp_path / "whole")
+    return (tmp_path / "whole" / JOURNAL).read_bytes()
+
+
+# --- continuing ----------------------------------------------------------------------------------
+
+
+def test_a_finished_run_computes_nothing_again(tmp_path: Path) -> None:
+    """The second time every row is there, and the file is the same byte for byte."""
+    assert run(tmp_path) == (ALL, 4)
+    before = (tmp_path / JOURNAL).read_bytes()
+    assert run(tmp_path) == (ALL, 0)
+    assert (tmp_path / JOURNAL).read_bytes() == before
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_an_interrupted_run_continues(tmp_path: Path, done: int) -> None:
+    """Stopped after any number of tasks, the same run computes the others and no more."""
+    run(tmp_path, stop_after=done)
+    assert run(tmp_path) == (ALL, 4 - done)
+
+
+def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finished: bytes) -> None:
+    """Killed at every single byte of the journal, header included: the rows are the same, only the
+    task being written is computed again, and the file ends up the same."""
+    ends = [i + 1 for i, byte in enumerate(finished) if byte == ord("\n")]
+    for length in range(len(finished) + 1):
+        directory = tmp_path / str(length)
+        directory.mkdir()
+        (directory / JOURNAL).write_bytes(finished[:length])
+        kept = sum(end <= length for end in ends[1:])
+        assert run(directory) == (ALL, 4 - kept), length
+        assert (directory / JOURNAL).read_bytes() == finished, length
+
+
+def test_cut_off_twice(tmp_path: Path, finished: bytes) -> None:
+    """A torn line is cut away before anything is appended: a second interruption does no harm."""
+    (tmp_path / JOURNAL).write_bytes(finished[: len(finished) // 2])
+    run(tmp_path, stop_after=1)
+    content = (tmp_path / JOURNAL).read_bytes()
+    (tmp_path / JOURNAL).write_bytes(content[:-7])
+    assert run(tmp_path)[0] == ALL
+
+
+def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes) -> None:
+    """Zero bytes after a crash of the machine, or a damaged line with good ones behind it: what
+    stands before counts, and the file is as good as new."""
+    middle = finished.index(b"task1") - len('{"task":"')
+    good, rest = finished[:middle], finished[middle:]
+    for garbage in (
+        b"\0" * 4096,
+        b"{}\n",
+        b"null\n",
+        b'{"task":"x"}\n',
+        b"\xff\xfe\n",
+        b"\n" + rest,
+    ):
+        for behind in (b"", rest):
+            (tmp_path / JOURNAL).write_bytes(good + garbage + behind)
+            assert run(tmp_path) == (ALL, 3), garbage
+            assert (tmp_path / JOURNAL).read_bytes() == finished
+
+
+def test_rows_come_in_the_order_of_the_first_visit(tmp_path: Path) -> None:
+    """However tasks finish, rows stand in the order in which the run visits them."""
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        for key in TASKS:
+            journal.visit(key)
+        for key in (TASKS[2], TASKS[0], TASKS[3], TASKS[1]):
+            journal.add(key, rows_of(key))
+        assert list(journal.rows()) == ALL
+    assert run(tmp_path) == (ALL, 0)
+
+
+def test_rows_of_tasks_that_were_not_visited_are_not_given(tmp_path: Path) -> None:
+    """A task that is no longer part of the run does not slip into its report."""
+    run(tmp_path)
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        assert journal.finished == 4
+        assert journal.visit(TASKS[1])
+        assert list(journal.rows()) == rows_of(TASKS[1])
+
+
+def test_kinds_are_kept_apart(tmp_path: Path) -> None:
+    """Cases and rows share the journal and are given separately, before and after a restart."""
+    for _ in range(2):
+        with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+            for key, kind in (("case 1", "case"), ("task 1", "row")):
+                if not journal.visit(key, kind):
+                    journal.add(key, [{"kind": kind}], kind)
+            assert list(journal.rows()) == [{"kind": "row"}]
+            assert list(journal.rows("case")) == [{"kind": "case"}]
+
+
+def test_a_task_without_rows_is_finished_too(tmp_path: Path) -> None:
+    """No rows is a result, and is not computed again."""
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        journal.add("empty", [])
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        assert journal.visit("empty")
+        assert list(journal.rows()) == []
+
+
+def test_every_line_is_strict_json(tmp_path: Path) -> None:
+    """A number that JSON cannot hold is an error at once, not a file nobody can read."""
+    with (
+        Journal.open(tmp_path, HEADER, overwrite=False) as journal,
+        pytest.raises(ValueError, match="JSON"),
+    ):
+        journal.add("bad", [{"rms": float("nan")}])
+
+
+def test_what_is_finished_is_on_disk_at_once(tmp_path: Path) -> None:
+    """A line is whole in the file as soon as its task is added, not when the run ends."""
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        journal.add("first", rows_of("first"))
+        lines = (tmp_path / JOURNAL).read_text().splitlines()
+        assert json.loads(lines[1]) == {"task": "first", "rows": rows_of("first")}
+
+
+# --- refusing ------------------------------------------------------------------------------------
+
+
+def refused(directory: Path, header: dict[str, Any] | None = None, **kwargs: Any) -> str:
+    """The message with which opening is refused; nothing in the directory may change."""
+    before = contents(directory)
+    with pytest.raises(UsageError) as caught:
+        Journal.open(directory, header or HEADER, **{"overwrite": False, **kwargs})
+    assert contents(directory) == before
+    assert caught.value.hint
+    return str(caught.value)
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    paths = directory.rglob("*") if directory.is_dir() else []
+    return {str(p): None if p.is_dir() else p.read_bytes() for p in paths}
+
+
+def changed(part: str, **values: Any) -> dict[str, Any]:
+    return {**HEADER, part: {**HEADER[part], **values}}
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (changed("request", seed=1), "different request: seed was 0, now 1"),
+        (changed("request", formats=[]), "different request: formats was ['bfloat16'], now []"),
+        (changed("request", rows=9), "different request: rows was None, now 9"),
+        (changed("environment", torch="2.14"), "different environment: torch was '2.13', now"),
+        (changed("request", a={"b": {"c": 1}}), "different request: a was None, now {'b':"),
+    ],
+)
+def test_another_run_is_refused_and_the_first_difference_named(
+    tmp_path: Path, header: dict[str, Any], named: str
+) -> None:
+    """Another request or environment in the same directory: exit code 2, and what differs."""
+    run(tmp_path)
+    message = refused(tmp_path, header)
+    assert named in message
+    assert "--overwrite" in message
+
+
+def test_a_difference_deep_down_is_named_by_its_path(tmp_path: Path) -> None:
+    """Nested settings are named by their path, and the rest is not printed."""
+    nested = changed("request", kernel={"options": {"block": 64, "other": "x" * 1000}})
+    run(tmp_path, nested)
+    other = changed("request", kernel={"options": {"block": 128, "other": "x" * 1000}})
+    message = refused(tmp_path, other)
+    assert "different request: kernel.options.block was 64, now 128" in message
+    assert "xxx" not in message
+
+
+def test_a_setting_that_is_gone_is_a_difference_too(tmp_path: Path) -> None:
+    """A key that only the old run had."""
+    run(tmp_path, changed("request", extra=1))
+    assert "extra was 1, now None" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_with_something_else_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    """Foreign files are named and left alone, with --overwrite too."""
+    (tmp_path / "thesis.tex").write_text("ten years of work")
+    (tmp_path / "data").mkdir()
+    assert "holds something else (data)" in refused(tmp_path, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("text", ["1,2,3\n", "\n", '{"head', '{"header', "[]\n", '{"rows":[]}\n'])
+def test_a_rows_file_of_somebody_elses_is_refused(
+    tmp_path: Path, text: str, overwrite: bool
+) -> None:
+    """A file that happens to have the journal's name but is none is left alone. (The beginning of a
+    header is taken for one: there is nothing in it to lose.)"""
+    (tmp_path / JOURNAL).write_text(text)
+    if text.startswith('{"head'):
+        assert run(tmp_path) == (ALL, 4)
+    else:
+        assert "holds something else" in refused(tmp_path, overwrite=overwrite)
+
+
+def test_overwrite_removes_ours_and_nothing_else(tmp_path: Path) -> None:
+    """The journal starts anew, what was built from the old one goes, other files stay."""
+    run(tmp_path)
+    for name in ("report.json", "rows.csv", "weights.csv", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    header = changed("request", seed=1)
+    with Journal.open(tmp_path, header, overwrite=True) as journal:
+        assert journal.finished == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", JOURNAL]
+    assert run(tmp_path, header) == (ALL, 4)
+
+
+def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
+    """A file where the directory should be, and a directory where the journal should be."""
+    (tmp_path / "file").write_text("")
+    assert "cannot write results there" in refused(tmp_path / "file")
+    assert "cannot write results there" in refused(tmp_path / "file" / "below")
+    (tmp_path / "dir" / JOURNAL).mkdir(parents=True)
+    assert "cannot write results there" in refused(tmp_path / "dir")
+
+
+def test_a_directory_is_made_with_its_parents(tmp_path: Path) -> None:
+    """A new --output may be several levels deep."""
+    assert run(tmp_path / "a" / "b" / "c") == (ALL, 4)
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+TASK: dict[str, Any] = {
+    "case": CaseRef(case="layers.0#0", source="demo", module="layers.0", layer=0, call=0, seed=1),
+    "role": "kernel",
+    "kernel": "mine",
+    "options": {"block": 64, "exact": True},
+    "format": "bfloat16",
+}
+OTHERS: dict[str, Any] = {
+    "case": TASK["case"].__class__(case="layers.0#1", source="demo", layer=0),
+    "role": "baseline",
+    "kernel": "other",
+    "options": {"block": 128, "exact": True},
+    "format": "float16",
+    "heads": (0,),
+}
+
+
+def test_the_same_task_has_the_same_key() -> None:
+    """Also with options in another order, after pickling, and in another process (no hash seed)."""
+    task = Task(**TASK)
+    again = Task(**{**TASK, "options": {"exact": True, "block": 64}})
+    assert task.key == again.key == pickle.loads(pickle.dumps(task)).key
+    assert digest({"a": 1}) == "015abd7f5cc57a2d"
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_every_field_is_in_the_key(field: str) -> None:
+    """Two tasks that differ in any field are two tasks."""
+    assert Task(**TASK).key != Task(**{**TASK, field: OTHERS[field]}).key
+
+
+@pytest.mark.parametrize("field", ["case", "source", "module", "layer", "call", "seed"])
+def test_every_field_of_the_case_is_in_the_key(field: str) -> None:
+    """Two cases that differ in any field are two cases."""
+    import dataclasses
+
+    other = dataclasses.replace(TASK["case"], **{field: 7 if field != "case" else "x"})
+    assert Task(**TASK).key != Task(**{**TASK, "case": other}).key
+
+
+def test_options_keep_their_types_in_the_key() -> None:
+    """1, 1.0, True and "1" are different options."""
+    keys = {Task(**{**TASK, "options": {"x": x}}).key for x in (1, 1.0, True, "1", None)}
+    assert len(keys) == 5

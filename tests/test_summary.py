@@ -1,0 +1,412 @@
+"""The summary: numbers a person can recompute from a handful of rows, and sentences that say no
+more than those numbers do.
+
+Rows are made by hand here; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from numdev.report import AuditSummary, DeviationRow, KernelSummary, WeightRow
+from numdev.summary import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP, summarise
+
+NUMBERS: dict[str, Any] = {
+    "elements": 100,
+    "sequences": 8,
+    "empty_rows": 0,
+    "nonfinite": 0,
+    "max_abs": 0.02,
+    "mean_abs": 0.01,
+    "rms": 0.012,
+    "row_rel": 0.002,
+    "w1": 0.005,
+    "floor_ratio": 1.5,
+    "baseline_ratio": 0.5,
+    "fa_rule": True,
+    "flash_vs_precision": 2.0,
+    "flash_vs_precision_w1": 1.0,
+    "bias_p": 1.0,
+    "bias_size": 0.0,
+    "bias_of": "mean",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """0/0 in pandas warns aloud; a summary must not get that far."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def row(head: int | None = 0, layer: int | None = 0, **changes: Any) -> DeviationRow:
+    identity: dict[str, Any] = {
+        "case": f"layer{layer}",
+        "source": "test",
+        "module": "m",
+        "layer": layer,
+        "call": 0,
+        "seed": 0,
+        "head": head,
+        "role": "kernel",
+        "kernel": "sdpa-flash",
+        "format": "bfloat16",
+        "tensor": "out",
+        "status": "ok",
+    }
+    numbers = NUMBERS if changes.get("status", "ok") == "ok" else {}
+    fields = {**identity, **numbers, **changes}
+    return DeviationRow(**{"out_format": fields["format"], **fields})
+
+
+def precision(**changes: Any) -> DeviationRow:
+    fields = {"kernel": "reference", "role": "precision", "rms": 0.001, "mean_abs": 0.0008}
+    without = dict.fromkeys(("floor_ratio", "baseline_ratio", "flash_vs_precision", "bias_p"))
+    return row(**{**without, **fields, **changes})
+
+
+def baseline(**changes: Any) -> DeviationRow:
+    return row(**{"kernel": "baseline", "role": "baseline", "floor_ratio": 3.0, **changes})
+
+
+def of(summary: AuditSummary, kernel: str) -> KernelSummary:
+    (found,) = (k for k in summary.kernels if k.kernel == kernel)
+    return found
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def test_ratios_are_medians_and_the_worst_head_is_named() -> None:
+    """The median over heads, the largest value, and the layer and head it is at."""
+    ratios = {(0, 0): 1.0, (0, 1): 1.1, (1, 0): 9.0, (1, 1): 1.2, (2, 0): 1.3}
+    rows = [row(h, l, floor_ratio=x, flash_vs_precision=x) for (l, h), x in ratios.items()]
+    k = of(summarise(rows), "sdpa-flash")
+    assert (k.floor_ratio, k.floor_ratio_worst, k.floor_ratio_where) == (1.2, 9.0, "layer 1 head 0")
+    assert k.flash_vs_precision == 1.2
+    assert (k.flash_vs_precision_worst, k.flash_vs_precision_where) == (9.0, "layer 1 head 0")
+
+
+def test_errors_are_pooled_over_elements() -> None:
+    """mean_abs is weighted by elements, rms pools squares, max_abs is the largest."""
+    rows = [
+        row(0, elements=300, mean_abs=1.0, rms=2.0, max_abs=5.0),
+        row(1, elements=100, mean_abs=5.0, rms=6.0, max_abs=7.0),
+    ]
+    k = of(summarise(rows), "sdpa-flash")
+    assert k.mean_abs == 2.0
+    assert k.rms == pytest.approx(math.sqrt((300 * 4 + 100 * 36) / 400))
+    assert k.max_abs == 7.0
+
+
+def test_a_head_without_numbers_is_left_out_of_them() -> None:
+    """A head that is all NaN adds to nonfinite and to nothing else."""
+    empty = dict.fromkeys(k for k in NUMBERS if k not in ("nonfinite", "sequences", "empty_rows"))
+    rows = [row(0), row(1, **{**empty, "elements": 0, "nonfinite": 100})]
+    k = of(summarise(rows), "sdpa-flash")
+    assert (k.mean_abs, k.rms, k.floor_ratio, k.nonfinite) == (0.01, pytest.approx(0.012), 1.5, 100)
+    assert (k.ok, k.fa_rule_heads) == (2, 1)
+
+
+def test_a_kernel_that_is_all_nan_is_no_error_and_has_no_numbers() -> None:
+    """Nothing but NaN from the one kernel under audit: counted, not measured, and said so."""
+    empty = dict.fromkeys(k for k in NUMBERS if k not in ("nonfinite", "sequences", "empty_rows"))
+    rows = [precision(), row(0, **{**empty, "elements": 0, "nonfinite": 100})]
+    summary = summarise(rows)
+    k = of(summary, "sdpa-flash")
+    assert (k.mean_abs, k.max_abs, k.floor_ratio, k.nonfinite) == (None, None, None, 100)
+    assert summary.answer == (
+        "bfloat16: sdpa-flash has 100 elements that are not finite and should be. No kernel under "
+        "audit could be measured.",
+    )
+    assert summary.map is None
+
+
+def test_log_sum_exp_rows_count_for_nothing() -> None:
+    """`ok` counts heads, and errors of the log-sum-exp do not mix with those of the output."""
+    lse = {
+        "tensor": "lse",
+        "floor_ratio": None,
+        "mean_abs": 99.0,
+        "max_abs": 99.0,
+        "out_format": None,
+    }
+    k = of(summarise([row(0), row(1), row(0, **lse), row(1, **lse)]), "sdpa-flash")
+    assert (k.ok, k.mean_abs, k.max_abs) == (2, 0.01, 0.02)
+
+
+def test_statuses_are_counted_with_their_reasons() -> None:
+    """Skipped and failed rows are counted, each different reason is kept once."""
+    rows = [
+        row(0),
+        row(None, status="skipped", reason="needs CUDA"),
+        row(None, 1, status="skipped", reason="needs CUDA"),
+        row(None, 2, status="failed", reason="RuntimeError: no"),
+    ]
+    k = of(summarise(rows), "sdpa-flash")
+    assert (k.ok, k.skipped, k.failed) == (1, 2, 1)
+    assert k.reasons == ("needs CUDA", "RuntimeError: no")
+
+
+def test_everything_skipped_is_a_summary_too() -> None:
+    """No number anywhere, and no exception."""
+    summary = summarise([row(None, status="skipped", reason="needs CUDA")])
+    assert summary.answer == ("bfloat16: No kernel under audit could be measured.",)
+    assert (summary.map, summary.sequences) == (None, None)
+    assert summary.kernels[0].ok == 0
+
+
+def test_options_make_a_kernel_of_its_own() -> None:
+    """The same name with other options is another line."""
+    rows = [row(options={"block": 64}), row(options={"block": 128}, baseline_ratio=0.7), row()]
+    found = [(k.options, k.baseline_ratio) for k in summarise(rows).kernels]
+    assert found == [({"block": 64}, 0.5), ({}, 0.5), ({"block": 128}, 0.7)]
+
+
+def test_ranking_is_by_format_then_by_distance() -> None:
+    """Formats as they were asked for; the floor first, then the closest to the truth, then what was
+    not measured, then what is not finite. A kernel that returns fp32 is not last because its own
+    floor is so low."""
+    rows = [
+        row(kernel="far", floor_ratio=4.0, baseline_ratio=2.0),
+        row(kernel="other", format="float16"),
+        row(None, kernel="missing", status="skipped", reason="x"),
+        row(kernel="overflown", floor_ratio=1.0, baseline_ratio=0.5, nonfinite=1),
+        row(kernel="wide", floor_ratio=999.0, baseline_ratio=0.1, out_format="float32"),
+        row(kernel="near", floor_ratio=1.0, baseline_ratio=0.5),
+        baseline(floor_ratio=2.0, baseline_ratio=1.0),
+        row(kernel="floor", role="floor", floor_ratio=1.0, baseline_ratio=0.5),
+        precision(),
+    ]
+    ranked = [(k.format, k.kernel) for k in summarise(rows).kernels]
+    order = ["floor", "wide", "near", "baseline", "far", "missing", "overflown", "reference"]
+    assert ranked == [*(("bfloat16", k) for k in order), ("float16", "other")]
+
+
+def test_the_map_shows_the_worst_kernel_of_the_first_format() -> None:
+    """Layer by head, with a gap where a head was not measured."""
+    rows = [
+        row(0, 0, floor_ratio=1.0),
+        row(1, 0, floor_ratio=2.0),
+        row(0, 3, floor_ratio=3.0),
+        *(row(0, l, kernel="better", floor_ratio=0.5) for l in (0, 3)),
+        row(0, 0, format="float32", floor_ratio=99.0),
+    ]
+    found = summarise(rows).map
+    assert found is not None
+    assert (found.kernel, found.format) == ("sdpa-flash", "bfloat16")
+    assert (found.layers, found.heads) == (("0", "3"), (0, 1))
+    assert found.values == ((1.0, 2.0), (3.0, None))
+
+
+def test_cases_without_a_layer_are_named() -> None:
+    """Drawn cases have no layer: the map and the places say the case."""
+    rows = [row(0, None, case="causal/64"), row(1, None, case="causal/64", floor_ratio=7.0)]
+    summary = summarise(rows)
+    assert summary.map is not None
+    assert summary.map.layers == ("causal/64",)
+    assert summary.kernels[0].floor_ratio_where == "causal/64 head 1"
+
+
+def test_modules_that_share_a_layers_number_are_told_apart() -> None:
+    """Encoder and decoder both have a layer 0: the map and the places then say the module."""
+    rows = [
+        row(0, 0, module="encoder.0", case="encoder.0#0", floor_ratio=2.0),
+        row(0, 0, module="decoder.0", case="decoder.0#0"),
+        row(0, 1, module="decoder.1", case="decoder.1#0"),
+    ]
+    summary = summarise(rows)
+    assert summary.map is not None
+    assert summary.map.layers == ("0 encoder", "0 decoder", "1")
+    assert summary.kernels[0].floor_ratio_where == "layer 0 encoder head 0"
+
+
+# --- bias ----------------------------------------------------------------------------------------
+
+
+def biased(p: float, size: float, head: int = 0, **changes: Any) -> DeviationRow:
+    return row(head, bias_p=p, bias_size=size, bias_of="feature 3", **changes)
+
+
+@pytest.mark.parametrize(
+    ("p", "size", "expected"),
+    [
+        (BIAS_ALPHA / 4, BIAS_ULP, 1),
+        (BIAS_ALPHA / 4 * 1.001, BIAS_ULP, 0),
+        (BIAS_ALPHA / 4, -BIAS_ULP, 1),
+        (BIAS_ALPHA / 4, BIAS_ULP * 0.999, 0),
+        (0.0, 0.0, 0),
+        (None, None, 0),
+    ],
+)
+def test_an_accusation_takes_significance_and_size(
+    p: float | None, size: float | None, expected: int
+) -> None:
+    """Both at their limits accuse, either short of it does not; four heads share the error rate."""
+    rows = [biased(1.0, 0.0, head) for head in range(3)]
+    found = of(summarise([*rows, row(3, bias_p=p, bias_size=size)]), "sdpa-flash")
+    assert (found.bias_testable, found.biased_heads) == (True, expected)
+
+
+def test_seven_sequences_say_nothing() -> None:
+    """Fewer than eight sequences: no verdict, whatever the p."""
+    rows = [biased(0.0, 1.0, sequences=BIAS_SEQUENCES - 1)]
+    found = summarise(rows)
+    assert (found.kernels[0].bias_testable, found.kernels[0].biased_heads) == (False, 0)
+    assert found.sequences == 7
+
+
+@pytest.mark.parametrize(("out_format", "judged"), [("bfloat16", True), ("float32", False)])
+def test_bias_is_judged_in_16_bit_outputs_only(out_format: str, judged: bool) -> None:
+    """What counts is what the kernel returned, not what it was given."""
+    found = summarise([biased(0.0, 1.0, out_format=out_format)]).kernels[0]
+    assert (found.bias_testable, found.biased_heads) == (judged, int(judged))
+
+
+def test_the_worst_bias_is_named() -> None:
+    """The largest of the accused, with its sign, place and what was tested."""
+    rows = [biased(0.0, 0.3, 0), biased(0.0, -0.4, 1), biased(1.0, 5.0, 2)]
+    k = summarise(rows).kernels[0]
+    assert (k.biased_heads, k.biased_worst) == (2, -0.4)
+    assert k.biased_where == "layer 0 head 1, feature 3"
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def said(*rows: DeviationRow) -> str:
+    """The one paragraph of an audit in one format."""
+    (paragraph,) = summarise(rows).answer
+    return paragraph
+
+
+def test_the_answer_in_words() -> None:
+    """Distance from fp64 beside the baseline's, then the distance from the baseline beside the cost
+    of the format, with the numbers of the table."""
+    assert said(precision(), baseline(), row(baseline_ratio=0.6)) == (
+        "bfloat16: sdpa-flash errs 1.50 x the floor, the least error possible (worst 1.50, layer 0 "
+        "head 0), the plain baseline 3.00 x. It differs from the baseline by 2.00 x what rounding "
+        "q, k, v to bfloat16 costs."
+    )
+
+
+def test_whose_error_it_is() -> None:
+    """Where the kernel errs half as much as the baseline, the difference is mostly the latter's."""
+    whose = "costs, mostly the baseline's own error."
+    assert said(precision(), baseline(), row(baseline_ratio=0.4)).endswith(whose)
+    assert not said(precision(), baseline(), row(baseline_ratio=0.6)).endswith(whose)
+
+
+def test_every_format_has_its_paragraph() -> None:
+    """In the order of the ranking, each with its own numbers."""
+    rows = [row(), row(format="float16", floor_ratio=2.5), baseline(format="float16")]
+    first, second = summarise(rows).answer
+    assert first.startswith("bfloat16: sdpa-flash errs 1.50 x")
+    assert second.startswith("float16: sdpa-flash errs 2.50 x")
+
+
+def test_what_is_not_finite_comes_first() -> None:
+    """An overflow of the format and of a kernel are said before any average."""
+    text = said(precision(nonfinite=5), baseline(), row(nonfinite=7))
+    assert text.startswith(
+        "bfloat16: Rounding q, k, v to bfloat16 overflows: 5 elements of the exact result are no "
+        "longer finite. sdpa-flash has 7 elements that"
+    )
+
+
+def test_in_fp64_nobody_is_closer() -> None:
+    """The reference is no more exact than the kernel there, and no ratio is quoted."""
+    text = said(
+        *(r.model_copy(update={"format": "float64"}) for r in (precision(), baseline(), row()))
+    )
+    assert "no more exact than a kernel" in text
+    assert "floor" not in text
+
+
+def test_a_format_that_changes_nothing_has_no_cost() -> None:
+    """Precision 0: no ratio, and the reason."""
+    text = said(precision(rms=0.0, mean_abs=0.0), baseline(), row(flash_vs_precision=None))
+    assert text.endswith("The inputs are bfloat16 already, so the format itself costs nothing.")
+
+
+def test_a_missing_baseline_is_not_taken_for_a_cheap_format() -> None:
+    """Without plain attention there is no ratio either, and the sentence says which it was."""
+    failed = row(None, kernel="baseline", role="baseline", status="failed", reason="no memory")
+    text = said(precision(), failed, row(flash_vs_precision=None))
+    assert "(worst 1.50, layer 0 head 0)." in text
+    assert text.endswith(
+        "The baseline failed, so sdpa-flash cannot be set beside the format's cost."
+    )
+
+
+def test_a_truth_of_zeros_has_no_units() -> None:
+    """No floor to divide by: the absolute number is given."""
+    text = said(precision(), baseline(floor_ratio=None), row(floor_ratio=None, max_abs=0.25))
+    assert "The exact result is 0 everywhere; sdpa-flash is off by 2.5e-01." in text
+
+
+def test_the_headline_is_about_the_kernel_asked_for_or_the_usual_flash_kernel() -> None:
+    """One that is not PyTorch's was asked for by name; else flash, cuDNN, efficient, default, math
+    in this order, whatever the ranking."""
+    names = ["sdpa-math", "sdpa-default", "sdpa-efficient", "sdpa-cudnn", "sdpa-flash", "mine"]
+    while names:
+        rows = [row(kernel=name, floor_ratio=i + 1.0) for i, name in enumerate(names)]
+        assert said(*rows).startswith(f"bfloat16: {names.pop()} errs")
+
+
+def test_a_perfect_kernel_was_measured_all_the_same() -> None:
+    """floor_ratio 0 is a distance, not a missing one."""
+    text = said(precision(), baseline(floor_ratio=0.0), row(kernel="mine", floor_ratio=0.0))
+    assert "mine errs 0.00 x the floor" in text
+    assert "the plain baseline 0.00 x" in text
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_by_format() -> None:
+    """Means weigh elements, the largest change is named with its tensor, counts add."""
+
+    def weight(name: str, fmt: str, elements: int, size: float | None, lost: int = 0) -> WeightRow:
+        return WeightRow(
+            tensor=name,
+            shape=(elements,),
+            stored="float32",
+            format=fmt,
+            elements=elements,
+            nonfinite=lost,
+            max_abs=size and 2 * size,
+            mean_abs=size,
+            rel=None,
+            w1=size,
+        )
+
+    rows = [
+        weight("a", "bfloat16", 30, 1.0),
+        weight("b", "bfloat16", 20, 2.0, lost=10),
+        weight("c", "bfloat16", 5, None, lost=5),
+        weight("a", "float16", 30, 0.0),
+    ]
+    bf16, fp16 = summarise([row()], rows).weights
+    assert (bf16.format, bf16.tensors, bf16.elements, bf16.nonfinite) == ("bfloat16", 3, 55, 15)
+    assert bf16.mean_abs == bf16.w1 == pytest.approx((30 * 1.0 + 10 * 2.0) / 40)
+    assert (bf16.max_abs, bf16.max_tensor) == (4.0, "b")
+    assert (fp16.mean_abs, fp16.max_abs, fp16.max_tensor) == (0.0, 0.0, "a")
+
+
+def test_the_order_of_rows_changes_nothing() -> None:
+    """Rows may come from several workers; the numbers of a kernel do not depend on their order."""
+    rows = [row(h, l, floor_ratio=1.0 + h + 10 * l) for l in range(2) for h in range(2)]
+    found = {
+        (k.floor_ratio, k.floor_ratio_worst, k.floor_ratio_where, k.rms)
+        for order in itertools.permutations(rows)
+        for k in summarise(order).kernels
+    }
+    assert len(found) == 1
