@@ -1,0 +1,299 @@
+"""Rounding sites and presets, as data: where `emulated` rounds, to what, and in which algorithm.
+
+A *site* is a step of attention at which a real kernel rounds. A *recipe* gives every site a value
+and fixes what else decides the numbers: the algorithm, the tiles, the order in which they come, the
+probabilities that are summed. A *preset* is a recipe with a name, and stands for a piece of code or
+for an assumption somebody published numbers under.
+
+The value of a site is `working` (the format of the case), `exact` (not rounded beyond the
+arithmetic itself), or the name of a format, any that `formats.format_named` knows.
+
+Nothing here computes attention; that is `emulated`, which reads as the algorithm with these names
+at each step. docs/sites.md is written from this file. The backward sites of the same presets join
+the same tables.
+
+References: FlashAttention, arXiv 2205.14135 (`fa1`, Algorithm 1); FlashAttention-2, arXiv
+2307.08691 (`fa2`, Algorithm 1); P1 = Golden et al., arXiv 2405.02803; P2 = Qiu & Yao, arXiv
+2510.04212, with their published code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from numdev.errors import UsageError, closest
+from numdev.formats import FORMATS, Format, RoundingMode, format_named
+
+Algorithm = Literal["fa2", "fa1", "plain"]
+LFrom = Literal["unrounded", "rounded"]
+ScaleIn = Literal["scores", "q"]
+LoopOrder = Literal["q", "kv"]
+KvOrder = Literal["ascending", "descending"]
+Exponential = Literal["exact", "fexp_u20"]
+Compute = Literal["float64", "float32"]
+
+WORKING, WIDE, EXACT = "working", "wide", "exact"
+# wide: float32, or the working format where that is wider (a kernel for fp64 inputs does not round
+# its sums down to fp32).
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A step at which a kernel rounds."""
+
+    name: str
+    rounds: str
+    """What is rounded there, in the papers' letters."""
+    may_hide: bool = False
+    """Whether it must be able to hold -inf: a hidden score, or the maximum of a row without keys.
+    A format without infinity cannot stand there."""
+
+
+# In the order of the pass. A row of steps that round alike in all code we know is one site.
+_FORWARD = (
+    Site(name="q_scaled", rounds="scale · Q, where the scale is folded into Q"),
+    Site(name="scores", rounds="S = Q Kᵀ, the finished sum"),
+    Site(name="scaled", rounds="scale · S"),
+    Site(name="softcap", rounds="S / cap, its tanh, and cap times that: each of the three"),
+    Site(name="bias", rounds="S + additive mask", may_hide=True),
+    Site(name="max", rounds="row maximum of a tile, and so the running m", may_hide=True),
+    Site(name="exponent", rounds="S − m, and m_old − m", may_hide=True),
+    Site(name="exp", rounds="exp(S − m)"),
+    Site(name="p", rounds="P as it is multiplied with V"),
+    Site(name="tile_sum", rounds="sum of a row of P within a tile"),
+    Site(name="rescale", rounds="exp(m_old − m), and its product with l"),
+    Site(name="row_sum", rounds="running l, after a tile is added"),
+    Site(name="pv", rounds="P V of one tile, the finished sum"),
+    Site(name="accumulator", rounds="running O, after it is rescaled and after P V is added"),
+    Site(name="normalised", rounds="O / l (in `plain`, P / l)"),
+    Site(name="state", rounds="O as stored after a tile, where kv is the outer loop"),
+    Site(name="lse", rounds="m + log l, as returned", may_hide=True),
+    Site(name="out", rounds="O as returned"),
+)
+SITES: Mapping[str, Site] = {site.name: site for site in _FORWARD}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """A rule for the tile's size: (head_dim, memory) to (block_q, block_kv), None for all keys."""
+
+    text: str
+    rule: Callable[[int, int], tuple[int, int | None]]
+
+
+def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
+    """Algorithm 1, line 1: q, k, v and o of a tile share the on-chip memory."""
+    columns = -(-memory // (4 * head_dim))
+    return min(columns, head_dim), columns
+
+
+TILINGS: Mapping[str, Tiling] = {
+    "fa1": Tiling(text="min(⌈M/4d⌉, d) × ⌈M/4d⌉", rule=_fa1_tile),
+    "fa2": Tiling(
+        text="128 × 128 for d ≤ 64, else 128 × 64",
+        rule=lambda head_dim, memory: (128, 128 if head_dim <= 64 else 64),
+    ),
+    "qiu2025": Tiling(text="512 × 512", rule=lambda head_dim, memory: (512, 512)),
+    "whole": Tiling(text="all keys at once", rule=lambda head_dim, memory: (1, None)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the numbers of an emulation. Build one with `recipe`."""
+
+    preset: str
+    sites: Mapping[str, str]
+    """Every site and its value."""
+    algorithm: Algorithm = "fa2"
+    """`fa2` normalises at the end. `fa1` takes each tile's own maximum, and its output is
+    normalised after every tile. `plain` normalises P before it meets V; it has a single tile."""
+    l_from: LFrom = "unrounded"
+    """Whether l sums P as exp gave it, or as it is multiplied with V."""
+    scale_in: ScaleIn = "scores"
+    """Whether the scores are multiplied by the scale, or Q is beforehand."""
+    loop_order: LoopOrder = "q"
+    """The outer loop. With `kv` O is stored after every tile (site `state`); m and l are two
+    numbers a row and are kept as `max` and `row_sum` left them."""
+    kv_order: KvOrder = "ascending"
+    """The order in which a row meets its tiles. FlashAttention-2's CUDA code begins with the last
+    one, PyTorch's CPU kernel with the first."""
+    exponential: Exponential = "exact"
+    """How exp(S − m) is computed. `fexp_u20` is what PyTorch's CPU kernel uses with AVX2 and
+    AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
+    tiling: str = "fa2"
+    memory: int = 4096
+    """M, on-chip memory in elements, for the tiling `fa1`. P1 does not say what it used; with 4096
+    (16 keys a tile at head_dim 64) its tenfold max error appears at length 4096."""
+    block_q: int | None = None
+    """None, here and below: as the tiling says."""
+    block_kv: int | None = None
+    rounding: RoundingMode = "nearest"
+    seed: int = 0
+    """Of stochastic rounding."""
+    compute: Compute = "float64"
+
+    def tile(self, head_dim: int, kv_len: int) -> tuple[int, int]:
+        """block_q and block_kv for a case."""
+        rows, columns = TILINGS[self.tiling].rule(head_dim, self.memory)
+        columns = self.block_kv or columns or kv_len
+        return self.block_q or rows, min(columns, kv_len)
+
+    def format_at(self, site: str, working: Format) -> Format | None:
+        """The format of a site where the case's is `working`; None where nothing is rounded."""
+        value = self.sites[site]
+        if value == EXACT:
+            return None
+        if value == WIDE:
+            return working if working.contains(FORMATS["float32"]) else FORMATS["float32"]
+        return working if value == WORKING else format_named(value)
+
+
+def _everywhere(value: str, **others: str) -> dict[str, str]:
+    """Every site with one value, but for `others`."""
+    return {**dict.fromkeys(SITES, value), **others}
+
+
+# q_scaled and state are used only if scale_in or loop_order ask for them: then what is written is
+# a tensor like q, or like the output.
+_FA2_SITES = _everywhere(WIDE, p=WORKING, out=WORKING, q_scaled=WORKING, state=WORKING)
+
+PRESETS: Mapping[str, Recipe] = {
+    made.preset: made
+    for made in (
+        Recipe(preset="fa2", sites=_FA2_SITES),
+        Recipe(preset="fa2-consistent", sites=_FA2_SITES, l_from="rounded"),
+        Recipe(
+            preset="eager",
+            sites=_everywhere(
+                WIDE,
+                q_scaled=WORKING,
+                scores=WORKING,
+                scaled=WORKING,
+                softcap=WORKING,
+                bias=WORKING,
+                p=WORKING,
+                state=WORKING,
+                out=WORKING,
+            ),
+            algorithm="plain",
+            tiling="whole",
+        ),
+        Recipe(
+            preset="golden2024",
+            sites=_everywhere(WORKING),
+            algorithm="fa1",
+            loop_order="kv",
+            tiling="fa1",
+        ),
+        Recipe(
+            preset="qiu2025",
+            sites=_everywhere(WORKING, exp=WIDE, tile_sum=WIDE, rescale=WIDE, lse=WIDE),
+            tiling="qiu2025",
+        ),
+        Recipe(preset="exact", sites=_everywhere(EXACT)),
+    )
+}
+
+ABOUT: Mapping[str, str] = {
+    "fa2": "A production kernel: everything in fp32, but P in the working format and one cast at "
+    "the end.",
+    "fa2-consistent": "The same with l from the rounded P, so that the weights sum to 1.",
+    "eager": "Model code without tiles: S rounded, scaled and rounded again, softmax in fp32, P "
+    "rounded, P V summed in fp32 and cast.",
+    "golden2024": "Golden et al.: FlashAttention-1 with every step in the working format.",
+    "qiu2025": "Qiu & Yao's PyTorch code under autocast: products in the working format, exp and "
+    "sums in fp32, and m, l, O kept in the working format between tiles.",
+    "exact": "No rounding at any site: attention in fp64, in tiles.",
+}
+"""What each preset stands for."""
+
+
+def recipe(
+    preset: str = "fa2", *, sites: Mapping[str, str | None] | None = None, **overrides: Any
+) -> Recipe:
+    """The preset with some of its parts replaced; a value of None leaves the preset's.
+
+    `sites` gives sites other values, `overrides` are fields of `Recipe`. With `memory` the tiles
+    follow FlashAttention-1's rule in every preset. Raises UsageError, naming the closest, for an
+    unknown preset, site, format, field or choice, and for parts that contradict one another.
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
+    start = PRESETS[preset]
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    given = {name: value for name, value in (sites or {}).items() if value is not None}
+    _check_fields(changes)
+    _check_sites(given)
+    if changes.get("algorithm") == "plain":
+        changes["tiling"] = "whole"
+    if "memory" in changes:
+        changes["tiling"] = "fa1"
+    made = dataclasses.replace(start, **changes, sites={**start.sites, **given})
+    _check_together(made, changes)
+    return made
+
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "algorithm": get_args(Algorithm),
+    "l_from": get_args(LFrom),
+    "scale_in": get_args(ScaleIn),
+    "loop_order": get_args(LoopOrder),
+    "kv_order": get_args(KvOrder),
+    "exponential": get_args(Exponential),
+    "rounding": get_args(RoundingMode),
+    "compute": get_args(Compute),
+}
+_POSITIVE = ("block_q", "block_kv", "memory")
+_FIELDS = (*_CHOICES, *_POSITIVE, "seed")
+
+
+def _check_fields(changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        if name not in _FIELDS:
+            raise UsageError(f"a recipe has no {name!r}", hint=closest(name, _FIELDS))
+        if name in _CHOICES:
+            if value not in _CHOICES[name]:
+                raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
+        elif not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{name} is {value!r}", hint="expected a whole number")
+        elif name in _POSITIVE and value < 1:
+            raise UsageError(f"{name} is {value}", hint="expected a positive number")
+
+
+def _check_sites(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in SITES:
+            raise UsageError(f"unknown rounding site {name!r}", hint=closest(name, SITES))
+        if value in (WORKING, WIDE, EXACT):
+            continue
+        try:
+            fmt = format_named(str(value))
+        except UsageError as error:
+            hint = closest(str(value), [WORKING, WIDE, EXACT, *FORMATS])
+            raise UsageError(f"rounding site {name}: {error.message}", hint=hint) from error
+        if SITES[name].may_hide and not fmt.has_infinity:
+            raise UsageError(
+                f"rounding site {name} must hold -inf, which {fmt.name} does not have",
+                hint="give it a format with infinity",
+            )
+
+
+def _check_together(made: Recipe, changes: Iterable[str]) -> None:
+    """Refuse what would otherwise be ignored."""
+    if made.algorithm == "plain":
+        if made.block_kv is not None or made.tiling != "whole":
+            raise UsageError(
+                f"preset {made.preset} with algorithm plain has a single tile of all keys",
+                hint="leave out block_kv and memory, or take another algorithm",
+            )
+        if made.l_from == "rounded":
+            raise UsageError(
+                "algorithm plain divides P by l before P is rounded, so l_from is unrounded",
+                hint="leave out l_from, or take another algorithm",
+            )
+    if "memory" in changes and made.block_kv is not None:
+        raise UsageError("memory and block_kv both set the tile", hint="give one of them")

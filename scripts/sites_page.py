@@ -1,0 +1,128 @@
+"""Write docs/sites.md from numdev.kernels.sites. `make test` fails when the page is stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from numdev.kernels.sites import ABOUT, PRESETS, SITES, TILINGS, Recipe
+
+PAGE = Path(__file__).parent.parent / "docs" / "sites.md"
+
+HEAD = """\
+# Rounding sites and presets
+
+Written by `python scripts/sites_page.py` from `numdev/kernels/sites.py`.
+
+The kernel `emulated` computes tiled attention in fp64 and rounds each step, once and correctly, to
+the format its **site** has. A **preset** gives every site a value: `working` (the case's format),
+`wide` (float32, or the working format where that is wider), `exact` (not rounded), or a format's
+name. Every site is an option of the kernel, and so is what
+else decides the numbers; what is not given is as the preset says:
+
+```yaml
+kernels:
+  - {name: emulated, preset: fa2}
+  - {name: emulated, preset: fa2, p: e8m3, block_kv: 32}
+  - {name: emulated, preset: golden2024, memory: 16384}
+```
+
+## What a preset stands for
+"""
+
+MIDDLE = """\
+
+## What is rounded to what
+
+S scores, P probabilities, m row maximum, l row sum, O output.
+"""
+
+STRUCTURE = """\
+
+Two sites have a value that holds once another option brings them into play: `q_scaled` with
+`scale_in: q`, `state` with `loop_order: kv`. A format without infinity cannot stand where -inf must
+be held: `bias`, `max`, `exponent`, `lse`.
+
+## What else decides the numbers
+
+Tiles are block_q × block_kv, d the head_dim, M the option `memory` in elements ({memory} unless
+given). `memory` applies FlashAttention-1's rule in any preset; `block_q` and `block_kv` replace
+the rule.
+"""
+
+TAIL = """\
+
+- `algorithm`: `fa2` normalises O after the last tile. `fa1` gives each tile a maximum of its own
+  and normalises after every tile. `plain` divides P by l before it meets V, with all keys at once.
+- `block_kv` and `kv_order` change the numbers: P is rounded relative to the maximum so far, and the
+  accumulators once per tile. `block_q` changes none, since rows are independent, but with `fa1` and
+  `rounding: toward_zero` under a causal mask or a window: there O shrinks a little at every tile
+  that a row's block sees and the row does not.
+- `loop_order` changes the numbers only through `state`. With `golden2024` it changes none, since O
+  is in the working format all along; with `fa2` the outer loop `kv` rounds O after every tile.
+- `exponential: fexp_u20` is the fast exp of PyTorch's fused CPU kernel under AVX2 and AVX-512. That
+  kernel is `fa2` with `block_kv: 512, exponential: fexp_u20`; its plain build has the exact one.
+- `rounding` (`nearest`, `toward_zero`, `stochastic` with `seed`) holds for every site.
+- `compute: float32` does the arithmetic in fp32 and rounds at the same sites; float32 sites then
+  cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulated.py`.
+
+## Limits
+
+The sum inside one product or row sum is exact up to its one rounding: kernels accumulate it in at
+least fp32. So an emulation predicts the size of a 16-bit kernel's error, but not its bias, and says
+nothing of a kernel that returns fp32.
+"""
+
+
+def render() -> str:
+    """The page."""
+    names = list(PRESETS)
+    return "".join(
+        [
+            HEAD,
+            "\n",
+            _table(["preset", ""], ([f"`{name}`", ABOUT[name]] for name in names)),
+            MIDDLE,
+            "\n",
+            _table(
+                ["site", "what is rounded", *(f"`{name}`" for name in names)],
+                (
+                    [f"`{site.name}`", site.rounds, *(PRESETS[n].sites[site.name] for n in names)]
+                    for site in SITES.values()
+                ),
+            ),
+            STRUCTURE.format(memory=PRESETS["golden2024"].memory),
+            "\n",
+            _table(
+                ["", *(f"`{name}`" for name in names)],
+                ([row, *(_shown(PRESETS[n], row) for n in names)] for row in STRUCTURES),
+            ),
+            TAIL,
+        ]
+    )
+
+
+STRUCTURES = (
+    "algorithm",
+    "tiles",
+    "kv_order",
+    "loop_order",
+    "l_from",
+    "scale_in",
+    "exponential",
+    "rounding",
+    "compute",
+)
+
+
+def _shown(preset: Recipe, row: str) -> str:
+    return TILINGS[preset.tiling].text if row == "tiles" else str(getattr(preset, row))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
