@@ -1,0 +1,1 @@
+"""What a person sees. Renderers read a report and compute no measurement."""

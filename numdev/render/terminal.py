@@ -1,0 +1,368 @@
+"""The terminal: the answer first, then the kernels ranked, then the map of the worst one.
+
+Result on stdout, progress on stderr. Colour carries nothing that the text does not say. Names and
+messages are foreign text: they go through `_text`, never through rich's markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from numdev.report import (
+    AnyReport,
+    AuditReport,
+    Axis,
+    ConformanceReport,
+    Curve,
+    Figure,
+    HeadMap,
+    KernelSummary,
+    Report,
+    SweepReport,
+    WeightSummary,
+)
+
+SHADES = ((1.25, "green"), (2.0, "yellow"), (4.0, "dark_orange"), (float("inf"), "bold red"))
+"""Up to this multiple of the floor, this colour."""
+
+
+@contextmanager
+def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, as the callback the studies take."""
+    console = Console(stderr=True)
+    if not show or not console.is_terminal:
+        yield lambda what, done, total: None
+        return
+    with Progress(
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("opening", total=None)
+        yield lambda what, done, total: bar.update(
+            task, description=escape(_plain(what)), completed=done, total=total
+        )
+
+
+def show(report: AnyReport, console: Console | None = None) -> None:
+    """Print a report of any kind."""
+    if isinstance(report, SweepReport):
+        show_sweep(report, console)
+    else:
+        show_audit(report, console)
+
+
+def show_sweep(report: SweepReport, console: Console | None = None) -> None:
+    """Print a sweep's report: its sentences, then each figure as a table."""
+    out = console or Console()
+    _answer(report.summary.answer, out)
+    for figure in report.figures:
+        out.print(_figure(figure, report.summary.axis, out.width))
+    lines = [f"Means over {len(report.summary.seeds)} seeds; intervals are in report.html."]
+    for line in (*lines, *report.summary.notes, _source_line(report)):
+        out.print(_text(line, "dim"))
+
+
+def _figure(figure: Figure, axis: Axis, width: int) -> Group:
+    """A row for each curve, a column for each of as many places on the axis as fit."""
+    label = min(max(len(curve.label) for curve in figure.curves), max(16, width // 3))
+    fitting = max(2, (width - label - 2) // 9)
+    ticks = axis.ticks
+    if len(ticks) > fitting:
+        chosen = sorted({round(i * (len(ticks) - 1) / (fitting - 1)) for i in range(fitting)})
+        ticks = tuple(ticks[i] for i in chosen)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("", width=label, overflow="fold")
+    for tick in ticks:
+        table.add_column(_text(tick.below or tick.label), justify="right", overflow="fold")
+    for curve in figure.curves:
+        style = "bold" if curve.role == "kernel" else "dim"
+        table.add_row(
+            _text(curve.label, style), *(_at(curve, tick.x, figure.relative) for tick in ticks)
+        )
+    return Group(_text(figure.title, "bold"), table, "")
+
+
+def _at(curve: Curve, x: float, relative: bool) -> Text:
+    """A curve's mean at a place; one that the axis does not move has the same everywhere."""
+    for point in curve.points:
+        if curve.constant or point.x == x:
+            return Text(_ratio(point.mean) if relative else _si(point.mean))
+    return Text("-", "dim")
+
+
+def _answer(sentences: Sequence[str], out: Console) -> None:
+    out.print()
+    for sentence in sentences:
+        head, _, rest = sentence.partition(": ")
+        start = Text(overflow="fold").append_text(_text(head, "bold cyan"))
+        out.print(start.append("  ").append_text(_text(rest)))
+    out.print()
+
+
+def show_audit(report: AuditReport, console: Console | None = None) -> None:
+    """Print an audit's report."""
+    out = console or Console()
+    summary = report.summary
+    if summary.accusations:
+        out.print()
+    for accusation in summary.accusations:
+        out.print(_text(accusation.sentence, "bold red"))
+    _answer(summary.answer, out)
+    for name in dict.fromkeys(k.format for k in summary.kernels):
+        out.print(_ranking(name, [k for k in summary.kernels if k.format == name]))
+    out.print(*_notes(report), sep="\n")
+    if summary.map is not None:
+        out.print(_head_map(summary.map, out.width))
+    out.print()
+    for line in _weights(summary.weights):
+        out.print(line)
+    out.print(_text(_source_line(report), "dim"))
+
+
+def show_kernels(table: Sequence[Mapping[str, Any]], system: Any) -> None:
+    """Print the table of `numdev kernels`."""
+    out = Console()
+    title = _text(f"Kernels on {system.gpu or system.cpu}", "italic")
+    grid = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for column in ("kernel", "here", "what it is"):
+        grid.add_column(column, overflow="fold")
+    for row in table:
+        missing = row["missing"]
+        here = _text(f"no: {missing}", "yellow") if missing else Text("available", "green")
+        options = f" Options: {', '.join(row['options'])}." if row["options"] else ""
+        grid.add_row(_text(row["name"], "bold"), here, _text(row["summary"] + options))
+    out.print(grid)
+
+
+VERDICTS = {
+    "right": ("right", "green"),
+    "partly": ("right where it runs", "green"),
+    "refuses": ("refuses", "yellow"),
+    "raises": ("raises", "bold red"),
+    "wrong": ("WRONG", "bold red"),
+}
+
+
+def show_conformance(report: ConformanceReport, console: Console | None = None) -> None:
+    """Print what `numdev kernels --check` found: the verdict first, then feature by feature."""
+    out = console or Console()
+    out.print()
+    out.print(_text(report.sentence, "green" if report.conforms else "bold red"))
+    grid = Table(box=box.SIMPLE_HEAD)
+    for column in ("feature", "", "checks", "why"):
+        grid.add_column(column, overflow="fold")
+    for f in report.features:
+        word, style = VERDICTS[f.verdict]
+        share = f"{f.right}/{f.checks}"
+        grid.add_row(_text(f.feature), Text(word, style), Text(share, "dim"), _text(f.words))
+    out.print(grid)
+
+
+def _ranking(name: str, kernels: Sequence[KernelSummary]) -> Group:
+    """Kernels of one format, closest to the truth first; the ones not measured in words below."""
+    nonfinite = any(k.nonfinite for k in kernels)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=_text(f"{name}: distance from fp64 on the same rounded inputs", "bold"),
+        title_justify="left",
+        padding=(0, 0 if nonfinite else 1, 0, 0),  # one column more must still fit in 80
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("kernel", overflow="fold")
+    shown = [c for c in COLUMNS if nonfinite or c.title != "NaN/inf"]
+    for column in shown:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    measured = [k for k in kernels if k.ok and k.role != "precision"]
+    for k in measured:
+        if _repeats(k, measured):
+            continue
+        label = _text(k.kernel + _options(k.options), "bold" if k.role == "kernel" else "dim")
+        table.add_row(label, *(column.cell(k) for column in shown))
+    return Group(table, *_remarks(name, kernels), "")
+
+
+def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Text]:
+    """What one format's table needs said: its unit, what ran by default, who is missing and why."""
+    for k in kernels:
+        if k.role == "precision" and k.mean_abs:
+            yield _text(
+                f"  Rounding q, k, v to {name} alone moved the answer by {_si(k.mean_abs)} on "
+                f"average, {_si(k.max_abs)} at most.",
+                "dim",
+            )
+        others = [f for f in k.out_formats if f != name]
+        if others:
+            yield _text(
+                f"  {k.kernel} returned {', '.join(others)}: its floor is that format's.", "dim"
+            )
+        if k.kernel == "sdpa-default" and k.ran:
+            ran = ", ".join(r.removeprefix("_scaled_dot_product_") for r in k.ran)
+            same = ", with the numbers above" if _repeats(k, kernels) else ""
+            yield _text(f"  sdpa-default ran {ran}{same}.", "dim")
+    for reasons in dict.fromkeys(k.reasons for k in kernels if k.skipped or k.failed):
+        these = [k for k in kernels if k.reasons == reasons]
+        word, style = ("failed", "bold red") if these[0].failed else ("skipped", "yellow")
+        names = ", ".join(k.kernel for k in these)
+        more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+        why = _text(f": {'; '.join(reasons[:3])}{more}")
+        yield _text(f"  {names} ").append(word, style).append_text(why)
+
+
+def _repeats(k: KernelSummary, kernels: Sequence[KernelSummary]) -> bool:
+    """Whether this is PyTorch's default choice, and another row has its every number."""
+
+    def numbers(of: KernelSummary) -> dict[str, Any]:
+        return of.model_dump(exclude={"kernel", "ran"})
+
+    others = (o for o in kernels if o.kernel != k.kernel)
+    return k.kernel == "sdpa-default" and any(numbers(o) == numbers(k) for o in others)
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    cell: Callable[[KernelSummary], Text]
+
+
+COLUMNS = (
+    Column("×floor", lambda k: _shaded(k.floor_ratio)),
+    Column("worst", lambda k: _shaded(k.floor_ratio_worst)),
+    Column("×base", lambda k: Text(_ratio(k.baseline_ratio))),
+    Column("mean err", lambda k: Text(_si(k.mean_abs))),
+    Column("max err", lambda k: Text(_si(k.max_abs))),
+    Column("×format", lambda k: Text(_ratio(_of_kernel(k)))),
+    Column("biased", lambda k: _biased(k)),
+    Column("NaN/inf", lambda k: Text(str(k.nonfinite), "bold red" if k.nonfinite else "dim")),
+)
+
+
+def _of_kernel(k: KernelSummary) -> float | None:
+    return k.flash_vs_precision if k.role == "kernel" else None
+
+
+def _biased(k: KernelSummary) -> Text:
+    if not k.bias_testable or k.role == "floor":
+        return Text("-", "dim")
+    share = f"{k.biased_heads}/{k.ok}"
+    return Text(share, "yellow" if k.biased_heads else "dim")
+
+
+def _notes(report: AuditReport) -> list[Text]:
+    lines = [
+        "×floor: rms error over that of the exact result rounded once (the floor), median head "
+        "and worst head. ×base: over the baseline's, which is plain attention as model code "
+        "writes it. ×format: how far the kernel is from the baseline, over how far rounding the "
+        "inputs moved the answer. biased: heads with a systematic error, of those judged."
+    ]
+    n = report.summary.sequences
+    if n is not None and n < 8:
+        lines.append(f"Bias is not judged: {n} independent sequences, and it takes at least 8.")
+    lines += [
+        f"{k.kernel} in {k.format} is biased against the floor in {k.biased_heads} heads; most at "
+        f"{k.biased_where}: {k.biased_worst:+.3f} ulp."
+        for k in report.summary.kernels
+        if k.biased_where and k.biased_worst is not None
+    ]
+    return [_text(line, "dim") for line in lines]
+
+
+def _head_map(found: HeadMap, width: int) -> Group:
+    """The map in as many blocks of heads as the terminal's width asks for."""
+    room = max(24, width - 5 * len(found.heads))  # long names may take what the heads leave
+    margin = max(5, *(min(len(layer), room) for layer in found.layers))
+    fitting = max(1, (width - margin) // 5)
+    blocks = [
+        _head_block(found, range(start, min(start + fitting, len(found.heads))), margin)
+        for start in range(0, len(found.heads), fitting)
+    ]
+    title = f"{found.kernel} in {found.format}: ×floor by layer (down) and head (across)"
+    return Group(_text(title, "bold"), *blocks)
+
+
+def _head_block(found: HeadMap, columns: Sequence[int], margin: int) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("layer", header_style="dim", style="dim", width=margin, overflow="fold")
+    for column in columns:
+        table.add_column(str(found.heads[column]), justify="right", header_style="dim", width=4)
+    for layer, values in zip(found.layers, found.values, strict=True):
+        table.add_row(_text(layer), *(_shaded(values[c], short=True) for c in columns))
+    return table
+
+
+def _weights(weights: Sequence[WeightSummary]) -> Iterator[Text]:
+    """What casting the stored weights costs, a line for each format that changes any."""
+    for w in weights:
+        if w.mean_abs or w.nonfinite:
+            lost = f"; {w.nonfinite} not finite" if w.nonfinite else ""
+            yield _text(
+                f"Stored weights cast to {w.format}: mean change {_si(w.mean_abs)} (= W1), max "
+                f"{_si(w.max_abs)} in {w.max_tensor}{lost}"
+            )
+
+
+def _source_line(report: Report) -> str:
+    source, system = report.provenance.source, report.provenance.system
+    what = source.get("checkpoint") or source.get("tensors") or source.get("config")
+    read = f", {source['prompt']}" if "prompt" in source else ""
+    if "captured_from" in source:
+        read = f", captured from {source['captured_from']}"
+    where = system.get("gpu") or f"{system.get('cpu')} ({system.get('cpu_capability')})"
+    torch = system.get("packages", {}).get("torch", "?")
+    return f"{what}{read}. torch {torch} on {where}. numdev {report.provenance.numdev}."
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    shown = ",".join(f"{k}={v}" for k, v in options.items() if v is not None)
+    return f"[{shown}]" if shown else ""
+
+
+def _shaded(value: float | None, *, short: bool = False) -> Text:
+    if value is None:
+        return Text("-", "dim")
+    style = next(colour for limit, colour in SHADES if value <= limit)
+    return Text(_short(value) if short else _ratio(value), style)
+
+
+def _short(value: float) -> str:
+    """A ratio in four characters."""
+    for limit, digits in ((9.995, 2), (99.95, 1), (999.5, 0)):
+        if value < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 100 else f"{value:.3g}"
+
+
+def _si(value: float | None) -> str:
+    if not value:
+        return "-" if value is None else "0"
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def _text(content: str, style: str = "") -> Text:
+    """Foreign text, as it is: no markup, no control characters, cut nowhere."""
+    return Text(_plain(content), style, overflow="fold")
+
+
+def _plain(text: str) -> str:
+    """With control characters, ANSI escapes among them, spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,120 @@
+"""`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the audit's loop.
+
+The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
+is computed in `numdev.curves`, the sentences in `numdev.trends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from numdev.bench import recorded
+from numdev.config import Choice, SweepRequest
+from numdev.cost import Cost, estimate
+from numdev.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
+from numdev.execute import Journal
+from numdev.formats import Format
+from numdev.kernels import find
+from numdev.loop import Planned, Progress, Run, header, plan_formats, plan_kernels, provenance
+from numdev.report import SweepReport, SweepSummary
+from numdev.sources import ConfigSource
+from numdev.system import System
+from numdev.trends import notes, sentences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A sweep that has been checked, and nothing of it measured."""
+
+    request: SweepRequest
+    system: System
+    source: ConfigSource
+    kernels: list[Planned]
+    formats: list[Format]
+    baseline: Planned
+    grid: Grid
+
+    def cost(self, *, calibrate: bool = True) -> Cost:
+        return estimate(
+            self.request.cases,
+            len(self.request.seeds),
+            self.formats,
+            self.kernels,
+            self.system if calibrate else None,
+        )
+
+
+def plan(request: SweepRequest) -> Plan:
+    """Check a request against this machine and what is registered; raises UsageError."""
+    system = System.here(request.device)
+    kernels = plan_kernels((*request.kernels, request.baseline))
+    formats = plan_formats(request.formats, kernels)
+    request = request.model_copy(update={"formats": tuple(fmt.name for fmt in formats)})
+    check_metrics(request.y, request.target)
+    grid = Grid(request, [(p.kernel.name, p.options) for p in kernels])
+    _ = grid.axis  # refuse a grid without one now
+    return Plan(
+        request=request,
+        system=system,
+        source=ConfigSource(request.target, request.cases, request.seeds, system),
+        kernels=kernels,
+        formats=formats,
+        baseline=_planned(request.baseline, kernels),
+        grid=grid,
+    )
+
+
+def sweep(
+    planned: Plan,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> SweepReport:
+    """Run the plan, journalling into `directory`; returns the report, which the caller writes."""
+    request, system = planned.request, planned.system
+    described = planned.source.describe()
+    head = header(request.measured(), system, planned.kernels, described)
+    with Journal.open(directory, head, overwrite=overwrite) as journal:
+        run = Run(
+            journal=journal,
+            system=system,
+            formats=planned.formats,
+            plan=planned.kernels,
+            heads=None,
+            progress=progress,
+            total=planned.source.count() * len(planned.formats) * len(planned.kernels),
+        )
+        run.over(planned.source, say)
+        rows, cases = run.rows, run.cases
+    baseline, grid = planned.baseline, planned.grid
+    metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
+    found = estimates(rows, metrics, (baseline.kernel.name, baseline.options))
+    curves, called = lines(found, grid), grid.label(baseline.kernel.name, baseline.options)
+    return SweepReport(
+        provenance=provenance(system, described, command),
+        request=request.model_dump(mode="json"),
+        summary=SweepSummary(
+            answer=sentences(curves, grid, called),
+            notes=notes(rows),
+            axis=grid.axis,
+            cells=planned.cost(calibrate=False).cells,
+            seeds=request.seeds,
+            baseline=called,
+        ),
+        figures=figures(curves, grid, called),
+        cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in found),
+        cases=cases,
+        rows=rows if request.rows == "head" else (),
+    )
+
+
+def _planned(choice: Choice, kernels: list[Planned]) -> Planned:
+    """The planned kernel a choice became."""
+    kernel = find(choice.name)
+    options = recorded(kernel.with_options(choice.options))
+    return next(p for p in kernels if p.kernel.name == kernel.name and p.options in ({}, options))

@@ -1,0 +1,539 @@
+"""Sweeps: grids, seeds, pooling, curves, formats without a dtype, and being killed half-way."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from numdev import kernels, report
+from numdev.cases import AttentionCase, CaseRef, visible
+from numdev.cli import cli
+from numdev.config import (
+    AuditConfig,
+    AuditRequest,
+    CaseConfig,
+    Choice,
+    SweepConfig,
+    SweepRequest,
+    bundled,
+    expand_options,
+    read_yaml,
+)
+from numdev.cost import operations
+from numdev.curves import estimates, factor, interval
+from numdev.errors import Refused, UsageError
+from numdev.formats import FORMATS, format_named, round_to
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels.reference import attend
+from numdev.report import DeviationRow, SweepReport
+from numdev.studies.audit import audit
+from numdev.studies.sweep import plan, sweep
+
+ROOT = Path(__file__).parent.parent
+SIZES: dict[str, Any] = {"name": "a", "heads": 2, "head_dim": 8}
+GRID = {**SIZES, "seq_len": [8, 16]}
+
+
+def off(case: AttentionCase, *, by: float = 0.0, tile: int | None = None) -> Output:
+    """The reference rounded to the working format, then scaled: its error is known."""
+    out = round_to(attend(case).out, case.format) * (1.0 + by)
+    return Output(out=out.to(case.q.dtype))
+
+
+@pytest.fixture(autouse=True)
+def kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`off`, registered for the length of a test; it takes any format."""
+    made = Kernel(
+        name="off", function=off, options={"by": 0.0, "tile": None}, any_format=True, made_from="x"
+    )
+    monkeypatch.setitem(kernels._registry, "off", made)
+
+
+def config(tmp_path: Path, **changes: Any) -> SweepConfig:
+    """A configuration by way of YAML, as a user's comes."""
+    path = tmp_path / "sweep.yaml"
+    content: dict[str, Any] = {"cases": [GRID], "kernels": ["off"], "seeds": 2, **changes}
+    path.write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not None}))
+    return read_yaml(path, SweepConfig)
+
+
+def request(tmp_path: Path, **changes: Any) -> SweepRequest:
+    given = {k: v for k, v in config(tmp_path, **changes) if v is not None}
+    return SweepRequest(target="sweep.yaml", **{"device": "cpu", **given})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., SweepReport]:
+    """Sweep a configuration given as its differences from a small one."""
+    return lambda **changes: sweep(plan(request(tmp_path, **changes)), tmp_path / "out")
+
+
+def curve(found: SweepReport, label: str, *, relative: bool = False) -> report.Curve:
+    """The curve of that name in the first figure that has it."""
+    drawn = [c for f in found.figures if f.relative == relative for c in f.curves]
+    return next(c for c in drawn if c.label == label)
+
+
+# --- the grid ------------------------------------------------------------------------------------
+
+
+def test_options_of_kernels_are_axes() -> None:
+    """Lists among a kernel's options multiply, as a case's do."""
+    found = list(expand_options({"name": "k", "a": [1, 2], "b": [3, None], "c": 5}, "f"))
+    assert [(e["a"], e["b"], e["c"]) for e in found] == [
+        (1, 3, 5), (1, None, 5), (2, 3, 5), (2, None, 5)
+    ]  # fmt: skip
+    written_out = expand_options({"name": "k", "options": {"a": [1, 2]}}, "f")
+    assert [e["options"]["a"] for e in written_out] == [1, 2]
+
+
+def test_an_audit_expands_its_kernels_too(tmp_path: Path) -> None:
+    """The same file format, the same grid."""
+    path = tmp_path / "audit.yaml"
+    case = {**SIZES, "seq_len": 8}
+    path.write_text(yaml.safe_dump({"cases": [case], "kernels": [{"name": "off", "by": [0, 1]}]}))
+    found = read_yaml(path, AuditConfig).kernels
+    assert found == tuple(Choice(name="off", options={"by": by}) for by in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sead": 3}, "unknown key 'sead'; did you mean 'seeds'"),
+        ({"cases": [{**GRID, "seqlen": 3}]}, "did you mean 'seq_len'"),
+        ({"cases": []}, "empty grid"),
+        ({"cases": [{**GRID, "heads": []}]}, "heads is an empty list"),
+        ({"formats": []}, "formats: is an empty list"),
+        ({"formats": ["bf16", "bf16"]}, "names bf16 twice"),
+        ({"kernels": []}, "kernels: is an empty list"),
+        ({"kernels": [{"name": "off", "by": []}]}, "by is an empty list"),
+        ({"seeds": []}, "seeds: is an empty list"),
+        ({"seeds": 0}, "0 seeds are none"),
+        ({"seeds": [1, 1]}, "names 1 twice"),
+        ({"seeds": [-1]}, "greater than or equal to 0"),
+        ({"rows": "heads"}, "'head' or 'cell'"),
+    ],
+)
+def test_a_wrong_grid_is_refused(tmp_path: Path, changes: Any, message: str) -> None:
+    """Empty or misspelt, it says which key and what to do."""
+    with pytest.raises(UsageError) as caught:
+        config(tmp_path, **changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cases": [{**SIZES, "seq_len": 8}]}, "a single cell"),
+        ({"x": "seqlen"}, "did you mean 'seq_len'"),
+        ({"x": "head_dim"}, "no axis of this grid"),
+        ({"y": "max_ab"}, "did you mean 'max_abs'"),
+        ({"kernels": [{"name": "off", "bye": 1}]}, "no option 'bye'; did you mean 'by'"),
+        ({"baseline": "basline"}, "did you mean 'baseline'"),
+        ({"formats": ["bf17"]}, "unknown format 'bf17'"),
+        ({"cases": [{**GRID, "inputs": "normel"}]}, "did you mean 'normal'"),
+    ],
+)
+def test_a_sweep_that_cannot_run_touches_nothing(
+    run: Callable[..., SweepReport], tmp_path: Path, changes: Any, message: str
+) -> None:
+    """What only the machine and the registry know is refused before anything is measured."""
+    with pytest.raises(UsageError) as caught:
+        run(**changes)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_seeds_are_counted_from_zero(tmp_path: Path) -> None:
+    """A number means that many."""
+    assert config(tmp_path, seeds=3).seeds == (0, 1, 2)
+    assert config(tmp_path, seeds=[7, 4]).seeds == (7, 4)
+
+
+def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
+    """Unless the file says otherwise."""
+    cases = [{**GRID, "causal": [True, False], "head_dim": [8, 16, 24]}]
+    assert plan(request(tmp_path, cases=cases)).grid.x == "head_dim"
+    assert plan(request(tmp_path, cases=cases, x="causal")).grid.x == "causal"
+    assert plan(request(tmp_path, formats=["bf16", "fp16", "fp32"])).grid.x == "format"
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport]) -> None:
+    """Two lengths, two formats, two seeds, two heads, four kernels: nothing missing or twice."""
+    found = run(formats=["bf16", "fp32"])
+    keys = [(r.case, r.seed, r.head, r.kernel, r.format) for r in found.rows if r.tensor == "out"]
+    assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * 4
+    assert {c.case for c in found.cases} == {"a/seq_len=8", "a/seq_len=16"}
+    assert len(found.cases) == 2, "a case is described once, whatever its seeds"
+
+
+def test_seeds_draw_anew(run: Callable[..., SweepReport]) -> None:
+    """No two seeds give the same numbers."""
+    rms = [r.rms for r in run(seeds=3).rows if r.role == "floor" and r.head == 0]
+    assert len(set(rms)) == len(rms)
+
+
+def test_rows_of_cells_alone(tmp_path: Path) -> None:
+    """`rows: cell` leaves the heads out, and changes nothing else."""
+    whole = sweep(plan(request(tmp_path)), tmp_path / "head")
+    short = sweep(plan(request(tmp_path, rows="cell")), tmp_path / "cell")
+    assert whole.rows
+    assert not short.rows
+    assert (short.cells, short.figures) == (whole.cells, whole.figures)
+
+
+def test_what_is_only_shown_otherwise_is_not_measured_again(tmp_path: Path) -> None:
+    """Another x, y or title continues the same run."""
+    said: list[str] = []
+    sweep(plan(request(tmp_path)), tmp_path / "out")
+    changed = request(tmp_path, x="seq_len", y=["rel"], title="T", rows="cell")
+    sweep(plan(changed), tmp_path / "out", say=said.append)
+    assert said == ["Every task was finished before; --overwrite measures them again."]
+    with pytest.raises(UsageError, match="different request"):
+        sweep(plan(request(tmp_path, seeds=3)), tmp_path / "out")
+
+
+def test_a_kernel_given_twice_runs_once(tmp_path: Path) -> None:
+    """The baseline of the ratios is often among the kernels."""
+    asked = request(tmp_path, kernels=["off"], baseline={"name": "off", "by": 0.0})
+    assert [p.kernel.name for p in plan(asked).kernels].count("off") == 1
+
+
+# --- from rows to curves -------------------------------------------------------------------------
+
+
+def row(head: int, seed: int, kernel: str = "k", **metrics: Any) -> DeviationRow:
+    return DeviationRow(
+        case="a", source="", module="a", layer=None, call=0, seed=seed, head=head, role="kernel",
+        kernel=kernel, format="bfloat16", tensor="out", status="ok", **metrics,
+    )  # fmt: skip
+
+
+def test_heads_are_pooled_before_seeds() -> None:
+    """The largest max, the root mean square by elements, the median ratio: one value per seed."""
+    rows = [
+        row(0, 0, elements=1, max_abs=3.0, rms=1.0, mean_abs=2.0, floor_ratio=1.0),
+        row(1, 0, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
+    ]
+    metrics = ("max_abs", "rms", "mean_abs", "floor_ratio")
+    found = {e.metric: e.by_seed[0] for e in estimates(rows, metrics, ("k", {}))}
+    assert found == pytest.approx(
+        {"max_abs": 5.0, "rms": math.sqrt((1 + 3 * 9) / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
+    )
+
+
+def test_ratios_are_taken_seed_by_seed() -> None:
+    """2/1 and 3/6, not the ratio of the means."""
+    rows = [row(0, s, k, elements=1, max_abs=v) for s, k, v in
+            ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))]  # fmt: skip
+    found = next(e for e in estimates(rows, ("max_abs",), ("base", {})) if e.row.kernel == "k")
+    assert found.ratios == {0: 2.0, 1: 0.5}
+    assert found.cell({}).ratio == pytest.approx(1.0), "their geometric mean"
+
+
+def test_heads_without_a_number_are_left_out() -> None:
+    """A null in one head is no zero."""
+    rows = [row(0, 0, elements=5, rms=2.0), row(1, 0, elements=5, rms=None)]
+    assert estimates(rows, ("rms",), ("k", {}))[0].by_seed == {0: 2.0}
+
+
+def test_the_interval_is_students() -> None:
+    """1 to 5: mean 3, standard error sqrt(2.5 / 5), and t(0.975, 4) = 2.776445."""
+    mean, low, high = interval([1, 2, 3, 4, 5])
+    assert mean == 3
+    assert (3 - low, high - 3) == pytest.approx((2.776445 * math.sqrt(0.5),) * 2, rel=1e-6)
+    assert interval([4.0]) == (4.0, None, None), "one seed has no spread"
+
+
+def test_a_ratio_and_its_inverse_say_the_same() -> None:
+    """The geometric mean, and an interval of logarithms."""
+    up, down = factor([1.0, 2.0, 4.0]), factor([1.0, 0.5, 0.25])
+    assert up[0] == pytest.approx(2.0)
+    assert up == pytest.approx((1 / down[0], 1 / down[2], 1 / down[1]))
+
+
+def test_a_curve_goes_through_the_cells(run: Callable[..., SweepReport]) -> None:
+    """In order along the axis, with the cells' means, and the ratio beside."""
+    found = run(cases=[{**GRID, "seq_len": [16, 8]}], kernels=[{"name": "off", "by": [0.1, 0.5]}])
+    drawn = curve(found, "off by=0.5")
+    assert [p.x for p in drawn.points] == [8.0, 16.0]
+    cells = {
+        c.case: c for c in found.cells if c.options == {"by": 0.5, "tile": None} and
+        c.metric == "max_abs" and c.kernel == "off"
+    }  # fmt: skip
+    assert [p.mean for p in drawn.points] == [
+        cells["a/seq_len=8"].mean, cells["a/seq_len=16"].mean
+    ]  # fmt: skip
+    ratio = curve(found, "off by=0.5", relative=True)
+    assert [p.mean for p in ratio.points] == [
+        cells["a/seq_len=8"].ratio, cells["a/seq_len=16"].ratio
+    ]  # fmt: skip
+
+
+def test_a_kernel_without_the_axis_is_constant(run: Callable[..., SweepReport]) -> None:
+    """Along a kernel's option the others do not move, and are one point that holds everywhere."""
+    case = {**SIZES, "seq_len": 8}
+    found = run(cases=[case], kernels=[{"name": "off", "tile": [4, 8]}, "sdpa-math"])
+    assert found.summary.axis.name == "tile"
+    assert [p.x for p in curve(found, "off").points] == [4.0, 8.0]
+    assert curve(found, "sdpa-math").constant
+    assert curve(found, "floor").constant
+
+
+def test_other_axes_get_figures_of_their_own(run: Callable[..., SweepReport]) -> None:
+    """One for each place on them, each for itself and relative to the baseline."""
+    found = run(cases=[{**GRID, "causal": [True, False]}], formats=["bf16", "fp16"], y="rms",
+                x="seq_len")  # fmt: skip
+    places = [tuple(f.place.items()) for f in found.figures if not f.relative]
+    assert len(places) == len(set(places)) == 4
+    assert len(found.figures) == 8
+
+
+def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
+    """Five times the fault: the ratio stands in the sentence."""
+    found = run(cases=[{**SIZES, "seq_len": 8}], kernels=[{"name": "off", "by": [0.5, 2.5]}],
+                formats=["fp32"], y="rms", x="by")  # fmt: skip
+    said = next(s for s in found.summary.answer if s.startswith("off: "))
+    assert "rms error grows 5.00 x [5.00 to 5.00] from by 0.5" in said
+
+
+def test_nothing_is_said_to_change_that_does_not() -> None:
+    """An interval around 1 is no trend."""
+    from numdev.trends import _change
+
+    rows = [row(0, s, elements=1, rms=v) for s, v in enumerate((1.0, 2.0, 3.0))]
+    other = [row(0, s, elements=1, rms=v) for s, v in enumerate((2.0, 1.0, 3.0))]
+    one, two = (estimates(r, ("rms",), ("k", {}))[0] for r in (rows, other))
+    assert _change(one, two).startswith("shows no clear change")
+    assert _change(one, one) == "is the same in every seed"
+
+
+# --- formats without a dtype ---------------------------------------------------------------------
+
+
+def case(**changes: Any) -> AttentionCase:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 8, 8, generator=generator) for _ in range(3))
+    return AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=0.35, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("e8m10", torch.float32),
+        ("e8m16", torch.float32),
+        ("tf32", torch.float32),
+        ("e11m30", torch.float64),
+        ("e11m7", torch.float64),
+        ("bfloat16", torch.bfloat16),
+        ("e8m7", torch.bfloat16),
+        ("float64", torch.float64),
+    ],
+)
+def test_a_case_can_be_in_any_format(name: str, dtype: torch.dtype) -> None:
+    """Its values are the format's, in a dtype that holds them; `format` says which it is."""
+    fmt = format_named(name)
+    rounded = case().rounded_to(fmt)
+    assert rounded.q.dtype == dtype
+    assert torch.equal(rounded.k.double(), round_to(case().k.double(), fmt))
+    assert rounded.format.contains(fmt)
+    assert fmt.contains(rounded.format)
+    assert rounded.rounded_to(FORMATS["bfloat16"]).working is None, "and back to one with a dtype"
+
+
+@pytest.mark.parametrize("name", ["e8m10", "float64", "bfloat16", "e11m30"])
+def test_hidden_keys_stay_hidden(name: str) -> None:
+    """The lowest number of the mask's dtype means hidden, whatever the mask is rounded to."""
+    mask = torch.zeros(8, 8)
+    mask[:, 3:] = torch.finfo(torch.float32).min
+    rounded = case(mask=mask).rounded_to(format_named(name))
+    shown = visible(rounded, slice(0, 8), slice(0, 8))
+    assert shown is not None
+    assert torch.equal(shown, mask == 0)
+
+
+def test_kernels_of_a_dtype_refuse() -> None:
+    """With a reason, and never by computing in another format."""
+    rounded = case().rounded_to(format_named("e8m10"))
+    for name in ("baseline", "sdpa-math", "sdpa-flash"):
+        with pytest.raises(Refused, match="no torch dtype stores e8m10"):
+            find(name).attend(rounded)
+    assert find("reference").attend(rounded).out.dtype == torch.float64
+    floor = find("floor").attend(rounded).out
+    assert torch.equal(floor, round_to(floor, format_named("e8m10")))
+
+
+def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
+    """The floor falls by 2 for every bit; the kernel that rounds once lies on it, judged against
+    the floor of its own format; those without a dtype are named with their reason."""
+    found = run(formats=["e8m10", "e8m11", "e8m12"], cases=[{**SIZES, "seq_len": 64}],
+                kernels=["off", "sdpa-math"], y="rms", x="format", baseline="off")  # fmt: skip
+    floor = [p.mean for p in curve(found, "floor").points]
+    assert floor[0] / floor[1] == pytest.approx(2, rel=0.1)
+    assert floor[1] / floor[2] == pytest.approx(2, rel=0.1)
+    mine = [r for r in found.rows if r.kernel == "off"]
+    assert {r.out_format for r in mine} == {"e8m10", "e8m11", "e8m12"}
+    assert all(r.floor_ratio == pytest.approx(1) for r in mine)
+    assert [t.label for t in found.summary.axis.ticks] == ["11", "12", "13"]
+    reason = "sdpa-math skipped in e8m10, e8m11, e8m12: no torch dtype stores it"
+    assert reason in found.summary.notes
+
+
+def test_an_audit_takes_any_format_where_a_kernel_does(tmp_path: Path) -> None:
+    """And refuses it, before it begins, where none does."""
+    cases = (CaseConfig(**{**SIZES, "seq_len": 8}),)
+
+    def asked(*names: str) -> AuditRequest:
+        chosen = tuple(Choice(name=n) for n in names)
+        return AuditRequest(
+            target="t", cases=cases, kernels=chosen, formats=("e8m10",), device="cpu"
+        )
+
+    found = audit(asked("off", "sdpa-math"), tmp_path / "out")
+    status = {r.kernel: r.status for r in found.rows}
+    assert status == {
+        "reference": "ok", "floor": "ok", "baseline": "skipped", "off": "ok", "sdpa-math": "skipped"
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="format e8m10: no tensor is stored in it"):
+        audit(asked("sdpa-math"), tmp_path / "none")
+
+
+def test_formats_of_one_width_are_categories(tmp_path: Path) -> None:
+    """tf32 and float16 both have 11 bits, and must not stand on one another."""
+    axis = plan(request(tmp_path, formats=["tf32", "fp16", "bf16"], x="format")).grid.axis
+    assert axis.scale == "category"
+    assert [t.label for t in axis.ticks] == ["tf32", "fp16", "bf16"]
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({}, 64),
+        ({"causal": True}, 36),
+        ({"causal": True, "seq_len": 1, "kv_len": 8, "causal_offset": 7}, 8),
+        ({"kv_len": 3}, 24),
+        ({"causal": True, "window": 2}, 16),
+    ],
+)
+def test_operations(changes: dict[str, Any], pairs: int) -> None:
+    """2 for each multiply-add: pairs of query and key, times head_dim for Q Kᵀ and v_dim for PV."""
+    config = CaseConfig(**{"name": "a", "heads": 3, "seq_len": 8, "head_dim": 16, **changes})
+    assert operations(config) == 2 * 3 * pairs * (16 + 16)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def invoke(tmp_path: Path, *arguments: str, **changes: Any) -> Any:
+    config(tmp_path, **changes)
+    path = str(tmp_path / "sweep.yaml")
+    return CliRunner().invoke(cli, ["sweep", path, "--device", "cpu", *arguments])
+
+
+def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
+    """It says how much there would be to do, in tasks and in time, and leaves no trace."""
+    result = invoke(tmp_path, "--dry-run", "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "8 cells x 2 seeds: 16 tasks" in result.output
+    assert "Roughly" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_writes_every_file(tmp_path: Path) -> None:
+    """A report that reads back as a sweep, its lists as CSV, and a page; on stdout the answer."""
+    out = tmp_path / "out"
+    result = invoke(tmp_path, "-o", str(out), y=["rms"])
+    assert result.exit_code == 0, result.output
+    names = {"rows.jsonl", "report.json", "report.html", "rows.csv", "cells.csv"}
+    assert {p.name for p in out.iterdir()} == names
+    found = report.read(out)
+    assert isinstance(found, SweepReport)
+    assert f"{len(found.cells)}" == str(len((out / "cells.csv").read_text().splitlines()) - 1)
+    assert "rms error" in result.stdout
+    shown = CliRunner().invoke(cli, ["report", str(out)])
+    assert shown.stdout == result.stdout, "and `numdev report` shows the same"
+    assert invoke(tmp_path, "-o", str(out), "--overwrite", "-q", y=["rms"]).exit_code == 0
+
+
+def test_flags_beat_the_file(tmp_path: Path) -> None:
+    """--kernel and --format replace the file's, --seed says where its seeds begin."""
+    flags = ("--kernel", "sdpa-math", "--format", "fp16", "--seed", "5")
+    result = invoke(tmp_path, *flags, "--json", "-q", "-o", str(tmp_path / "out"))
+    found = SweepReport.model_validate_json(result.stdout)
+    assert {r.kernel for r in found.rows if r.role == "kernel"} == {"sdpa-math"}
+    assert found.request["formats"] == ["float16"]
+    assert found.summary.seeds == (5, 6)
+
+
+# --- being killed --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    path = ROOT / "scripts" / "kill_and_resume.py"
+    spec = importlib.util.spec_from_file_location("kill_and_resume", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_killed_sweep_ends_with_the_same_report(script: ModuleType, tmp_path: Path) -> None:
+    """SIGKILL in the middle, twice; scripts/kill_and_resume.py does it ten times."""
+    whole = config(tmp_path, kernels=["sdpa-math", "sdpa-flash"], seeds=8)
+    given = {k: v for k, v in whole if v is not None}
+    path, chance = tmp_path / "sweep.yaml", random.Random(1)
+    left = [script.killed(path, tmp_path / "killed", chance, 30) for _ in range(2)]
+    assert any(left), "at least one of them was hit while it worked"
+    said: list[str] = []
+    asked = SweepRequest(target="sweep.yaml", device="cpu", **given)
+    resumed, undisturbed = (
+        sweep(plan(asked), tmp_path / name, say=said.append) for name in ("killed", "whole")
+    )
+    assert said == ["Continued an earlier run; its finished tasks were kept."]
+    assert script.comparable(resumed) == script.comparable(undisturbed)
+
+
+# --- what ships ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweep").glob("*.yaml")), ids=str)
+def test_every_bundled_sweep_is_valid(path: Path) -> None:
+    """At least five seeds, as a confidence interval needs, and comments that say what it is."""
+    found = read_yaml(path, SweepConfig)
+    assert found.seeds is not None
+    assert len(found.seeds) >= 5
+    assert found.title
+    assert path.read_text().startswith("# ")
+
+
+def test_the_small_sweep_runs(tmp_path: Path) -> None:
+    """configs/sweep/ci.yaml: FlashAttention as the first paper rounds it is the worst, a
+    production kernel's rounding the best, and the baseline lies between."""
+    if "emulated" not in kernels.all_kernels():
+        pytest.skip("the kernel `emulated` is not merged yet")
+    given = {k: v for k, v in read_yaml(bundled("sweep/ci.yaml"), SweepConfig) if v is not None}
+    asked = SweepRequest(target="ci.yaml", **{**given, "device": "cpu"})
+    found = sweep(plan(asked), tmp_path)
+    rms = {
+        c.label: c.points[-1].mean
+        for f in found.figures if f.metric == "rms" and not f.relative for c in f.curves
+    }  # fmt: skip
+    assert rms["emulated fa2"] < rms["emulated eager"] < rms["emulated golden2024"]

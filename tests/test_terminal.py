@@ -1,0 +1,360 @@
+"""What the terminal shows: no wider than it, nothing cut off, and foreign text as mere text."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from numdev.render import terminal
+from numdev.report import (
+    AuditReport,
+    AuditSummary,
+    HeadMap,
+    KernelSummary,
+    Provenance,
+    WeightSummary,
+)
+from numdev.system import System
+
+WIDTHS = (80, 120)
+ESCAPE = "\x1b"
+HOSTILE = [
+    "[red]kernel[/red]",
+    "[/]",
+    "[link=file:///etc/passwd]x[/link]",
+    f"{ESCAPE}[2J{ESCAPE}[31mred",
+    f"{ESCAPE}]0;title\x07",
+    "carriage\rreturn",
+    "new\nline",
+    "back\b\b\bspace",
+    "\u202eright to left",
+    ":boom:",
+    "back\\slash[bold]",
+    "x" * 300,
+    "長" * 100,
+]
+IDS = [ascii(name)[:20] for name in HOSTILE]
+DEFAULT = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-default")
+
+
+def kernel(name: str = "sdpa-flash", **changes: Any) -> KernelSummary:
+    fields: dict[str, Any] = {
+        "kernel": name,
+        "options": {},
+        "role": "kernel",
+        "format": "bfloat16",
+        "ok": 16,
+        "skipped": 0,
+        "failed": 0,
+        "reasons": (),
+        "ran": (),
+        "mean_abs": 4.7e-4,
+        "max_abs": 1.6e-2,
+        "rms": 6e-4,
+        "floor_ratio": 1.04,
+        "floor_ratio_worst": 1.18,
+        "floor_ratio_where": "layer 0 head 1",
+        "baseline_ratio": 0.32,
+        "flash_vs_precision": 2.24,
+        "flash_vs_precision_worst": 2.6,
+        "flash_vs_precision_where": "layer 2 head 2",
+        "bias_testable": True,
+    }
+    return KernelSummary(**{**fields, **changes})
+
+
+def report(
+    kernels: tuple[KernelSummary, ...] = (),
+    *,
+    source: dict[str, Any] | None = None,
+    system: dict[str, Any] | None = None,
+    **summary: Any,
+) -> AuditReport:
+    standard = (
+        kernel("reference", role="precision"),
+        kernel("floor", role="floor"),
+        kernel("baseline", role="baseline"),
+    )
+    parts: dict[str, Any] = {
+        "answer": ("bfloat16: sdpa-flash differs by 2.2 times what the format costs.",),
+        "kernels": (*standard, *(kernels or (kernel(),))),
+    }
+    return AuditReport(
+        provenance=Provenance(
+            numdev="0.1.0",
+            command="numdev audit demo",
+            created="2026-01-01T00:00:00",
+            system=system or {"gpu": None, "cpu": "CPU", "cpu_capability": "AVX2", "packages": {}},
+            source=source or {"checkpoint": "demo", "prompt": "8 x 256 tokens of prompt.txt"},
+        ),
+        request={},
+        summary=AuditSummary(**{**parts, **summary}),
+        rows=(),
+    )
+
+
+def shown(found: AuditReport, width: int = 80, *, colour: bool = False) -> str:
+    """What `show_audit` prints on a terminal of that width."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, force_terminal=colour, color_system="truecolor" if colour else None
+    )
+    terminal.show_audit(found, console)
+    return file.getvalue()
+
+
+def head_map(n_layers: int, n_heads: int, **changes: Any) -> HeadMap:
+    fields: dict[str, Any] = {
+        "kernel": "sdpa-flash",
+        "format": "bfloat16",
+        "metric": "floor_ratio",
+        "layers": tuple(str(i) for i in range(n_layers)),
+        "heads": tuple(range(n_heads)),
+        "values": tuple(tuple(1 + i + j / 100 for j in range(n_heads)) for i in range(n_layers)),
+    }
+    return HeadMap(**{**fields, **changes})
+
+
+def assert_fits(text: str, width: int) -> None:
+    from rich.cells import cell_len
+
+    lines = text.splitlines()
+    assert lines
+    assert [line for line in lines if cell_len(line) > width] == []
+    assert "…" not in text
+
+
+# --- the width -----------------------------------------------------------------------------------
+
+
+def test_the_check_of_widths_rejects() -> None:
+    """A line one cell too long, wide characters, and an ellipsis are noticed."""
+    for text in ("x" * 81, "長" * 41, "kern…"):
+        with pytest.raises(AssertionError):
+            assert_fits(text, 80)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("nonfinite", [0, 123456])
+def test_the_default_audit_fits(width: int, nonfinite: int) -> None:
+    """All default kernels, their table whole in 80 columns, with the NaN column and without; every
+    name stands on one line."""
+    kernels = tuple(
+        kernel(name, nonfinite=nonfinite, mean_abs=i * 1e-3, ok=144, biased_heads=144)
+        for i, name in enumerate(DEFAULT)
+    )
+    text = shown(report(kernels, map=head_map(4, 4)), width)
+    assert_fits(text, width)
+    for name in (*DEFAULT, "floor", "baseline"):
+        assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
+    assert ("NaN/inf" in text) == bool(nonfinite)
+    header = next(line for line in text.splitlines() if line.startswith("kernel "))
+    for column in ("×floor", "worst", "×base", "mean err", "max err", "×format", "biased"):
+        assert column in header
+
+
+@pytest.mark.parametrize("width", [40, *WIDTHS])
+@pytest.mark.parametrize("heads", [1, 12, 16, 64, 128])
+def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> None:
+    """Every head of every layer is shown, none cut off, at any width."""
+    text = shown(report(map=head_map(3, heads)), width)
+    after = text[text.index("sdpa-flash in bfloat16: ×floor") :]
+    assert_fits(after, width)
+    values = [f"{1 + i + j / 100:.2f}" for i in range(3) for j in range(heads)]
+    numbers = after.split()
+    assert all(numbers.count(v) >= values.count(v) for v in set(values))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_long_names_are_folded_not_cut(width: int) -> None:
+    """A kernel's name longer than the terminal is there whole, over several lines."""
+    name = "package.subpackage.module:" + "".join(chr(97 + i % 26) for i in range(120))
+    long = kernel(name, options={"block_q": 128, "loop_order": "kv_outer"})
+    text = shown(report((long,), map=head_map(2, 2, kernel=name)), width)
+    assert_fits(text, width)
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(name[:6]))
+    pieces = []
+    for line in lines[start:]:
+        if not line.strip() or line.startswith("  "):
+            break
+        pieces.append(line.split()[0])
+    assert "".join(pieces) == f"{name}[block_q=128,loop_order=kv_outer]"
+
+
+def test_numbers_of_any_size_fit() -> None:
+    """Ratios from 0 to 1e300 neither break the table nor lose a digit that matters."""
+    for value in (0.0, 1e-300, 0.5, 99.9, 100.0, 12345.678, 1e7, 1e300):
+        text = shown(report((kernel(floor_ratio=value, baseline_ratio=value),)))
+        assert_fits(text, 80)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "0.00"),
+        (1.0, "1.00"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (999.6, "1e3"),
+        (1234.0, "1e3"),
+        (45678.0, "5e4"),
+        (1e12, "1e12"),
+    ],
+)
+def test_the_maps_numbers_are_rounded_not_cut(value: float, expected: str) -> None:
+    """Four characters for a ratio: 1234 is 1e3 there, and not 1.23."""
+    text = shown(report(map=head_map(1, 1, values=((value,),))))
+    after = text[text.index("by layer") :].splitlines()
+    assert after[2].split() == ["0", expected]
+
+
+# --- foreign text --------------------------------------------------------------------------------
+
+
+def everything(name: str) -> AuditReport:
+    """A report with `name` wherever a name or message can stand."""
+    kernels = (
+        kernel(name, options={name: name}, ran=(name,)),
+        kernel("sdpa-default", ran=(name,)),
+        kernel("gone", ok=0, failed=1, reasons=(name,), floor_ratio=None),
+        kernel("none", ok=0, skipped=1, reasons=(name, name + "2"), floor_ratio=None),
+        kernel("bad", biased_heads=1, biased_worst=0.3, biased_where=name),
+    )
+    weights = WeightSummary(
+        format=name,
+        tensors=1,
+        elements=1,
+        nonfinite=1,
+        max_abs=1.0,
+        max_tensor=name,
+        mean_abs=1.0,
+        w1=1.0,
+    )
+    return report(
+        kernels,
+        answer=(f"{name}: {name}", name),
+        map=head_map(2, 2, kernel=name, format=name, layers=(name, "1")),
+        weights=(weights,),
+        source={"checkpoint": name, "prompt": name},
+        system={"gpu": name, "cpu": name, "packages": {"torch": name}},
+    )
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=IDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_hostile_text_is_printed_and_does_nothing(name: str, width: int) -> None:
+    """Markup, escape sequences and control characters in any name or message come out as text: the
+    terminal gets no control character but the line's end, and no line is too long."""
+    text = shown(everything(name), width)
+    assert_fits(text, width)
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=IDS)
+def test_markup_is_shown_as_it_is(name: str) -> None:
+    """What stands in square brackets is neither swallowed nor obeyed."""
+    text = "".join(line.strip() for line in shown(everything(name), 2000).splitlines())
+    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    # answers (3), kernel and its option (3), what ran, reasons, bias, map (3), weights (2), source
+    assert text.count(visible) >= 13
+
+
+def test_colours_come_from_the_shade_alone() -> None:
+    """On a colour terminal the only escape sequences are rich's own: the same text in plain has
+    none, and a name with [red] is not red."""
+    import re
+
+    found = report((kernel("[red]mine[/red]"),), map=head_map(2, 2))
+    coloured = shown(found, colour=True)
+    assert ESCAPE in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(found)
+    assert f"{ESCAPE}[1;36mbfloat16{ESCAPE}[0m  sdpa-flash differs" in coloured
+
+
+def test_nothing_depends_on_colour() -> None:
+    """Skipped, failed and biased are said in words."""
+    kernels = (
+        kernel("gone", ok=0, failed=1, reasons=("RuntimeError: no",), floor_ratio=None),
+        kernel("none", ok=0, skipped=1, reasons=("needs CUDA",), floor_ratio=None),
+        kernel("bad", biased_heads=2, biased_worst=-0.25, biased_where="layer 1 head 0, mean"),
+    )
+    text = " ".join(shown(report(kernels), 120).split())
+    assert "gone failed: RuntimeError: no" in text
+    assert "none skipped: needs CUDA" in text
+    assert "bad in bfloat16 is biased against the floor in 2 heads" in text
+    assert "layer 1 head 0, mean: -0.250 ulp" in text
+
+
+def test_a_hundred_reasons_are_not_all_shown() -> None:
+    """Three reasons and how many more."""
+    reasons = tuple(f"RuntimeError: case {i}" for i in range(100))
+    text = " ".join(shown(report((kernel("gone", ok=0, failed=100, reasons=reasons),))).split())
+    assert "case 2; and 97 other reasons" in text
+    assert "case 3" not in text
+
+
+def test_too_few_sequences_are_said_to_be_too_few() -> None:
+    """Bias columns are dashes, and a line says why."""
+    text = shown(report((kernel(bias_testable=False),), sequences=2))
+    assert "2 independent sequences, and it takes at least 8" in " ".join(text.split())
+
+
+def test_a_report_without_numbers_can_be_shown() -> None:
+    """Nothing measured, no map, no weights, a system that says nothing of itself."""
+    none = kernel(
+        ok=0,
+        failed=1,
+        reasons=("x",),
+        **dict.fromkeys(("mean_abs", "max_abs", "floor_ratio", "floor_ratio_worst")),
+    )
+    text = shown(report((none,), system={"cpu": "?"}, source={"config": "a.yaml"}))
+    assert "a.yaml" in text
+
+
+# --- the table of kernels, and progress ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_table_of_kernels_fits(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel with its reason in words; hostile names are text."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = [
+        {"name": name, "missing": name, "summary": name, "options": {name: 1}} for name in HOSTILE
+    ]
+    terminal.show_kernels(table, System(device="cpu", cpu="[red]CPU"))
+    text = capsys.readouterr().out
+    assert_fits(text, width)
+    assert "[red]CPU" in text
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []
+
+
+def test_no_progress_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Into a pipe or a file nothing is drawn, on neither stream."""
+    for show in (True, False):
+        with terminal.progress(show=show) as progress:
+            progress("[red]case", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_shows_foreign_text_as_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal the bar is on stderr, and a name cannot break out of it."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with terminal.progress(show=True) as progress:
+        for name in HOSTILE:
+            progress(name, 1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err
+    assert f"{ESCAPE}]0;title" not in err
+    assert f"{ESCAPE}[2J" not in err
