@@ -1,0 +1,459 @@
+"""The command line: parse, call one study, write, render.
+
+Each command is options, one call, and what to show of it; everything heavy is imported inside the
+command, so that `--help` and shell completion answer at once. stdout carries the result, stderr the
+rest. This is the only place that catches a NumdevError and the only one that prints an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from numdev import __version__
+from numdev.errors import NumdevError, UsageError
+
+if TYPE_CHECKING:
+    from numdev.config import AuditConfig, AuditRequest, SweepRequest
+    from numdev.report import AnyReport
+
+F = TypeVar("F", bound=Callable[..., Any])
+DEFAULT_KERNELS = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-default")
+
+
+class _ReaderLeft(Exception):
+    """The reader of a pipe we write to is gone, as in `numdev report ... | head`."""
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """click and rich make a closed pipe exit code 1, which here would read as "exceeded"."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise _ReaderLeft from error
+        except SystemExit as stop:
+            if isinstance(stop.__context__, BrokenPipeError):
+                raise _ReaderLeft from stop
+            raise
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+    epilog="Example:  numdev audit demo",
+)
+@click.version_option(__version__, prog_name="numdev")
+@click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
+    """Are my numbers right? Numeric-deviation audits for attention kernels.
+
+    numdev measures flash attention, the plain baseline and your own kernels against an fp64
+    reference on the same inputs, and sets what it finds beside the cost of low precision.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def output_options(function: F) -> F:
+    """Options every measuring command shares."""
+    for option in (
+        click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors."),
+        click.option("--json", "as_json", is_flag=True, help="The report on stdout, nothing else."),
+        click.option("--overwrite", is_flag=True, help="Start anew in a directory that is in use."),
+        click.option(
+            "--output",
+            "-o",
+            type=click.Path(path_type=Path),
+            help="Directory for the results.  [default: numdev-reports/NAME-HASH]",
+        ),
+        click.option("--seed", type=click.IntRange(min=0), help="Seed of all drawn numbers.  [0]"),
+        click.option(
+            "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to run.  [auto]"
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@cli.command(epilog="Example:  numdev audit demo --format bfloat16 --format float32")
+@click.argument("target", required=False)
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="Kernel to audit: a name of `numdev kernels`, or package.module:function. "
+    "Repeatable; replaces the default, all SDPA backends.",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    metavar="NAME",
+    help="Format to audit, for example bfloat16, float16, float32. Repeatable.  [bfloat16]",
+)
+@click.option(
+    "--model",
+    metavar="FACTORY",
+    help="For a state dict: package.module:factory, which builds its model. It is called with the "
+    "configuration stored in the file if it takes an argument.",
+)
+@click.option("--model-dtype", metavar="NAME", help="Format the model itself runs in.  [float32]")
+@click.option(
+    "--text",
+    multiple=True,
+    type=click.Path(),
+    help="Text file the model reads. Repeatable. Without it token ids are drawn.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(),
+    metavar="DIR",
+    help="Directory of the tokenizer for --text.  [the checkpoint's]",
+)
+@click.option(
+    "--inputs",
+    metavar="FILE",
+    help="Safetensors file of further inputs, named as the model's forward names them, for example "
+    "pixel_values. What a model needs and nobody gives is drawn.",
+)
+@click.option(
+    "--generate",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let the model write: audit the prefill and N decode steps, with a cache, in place of one "
+    "forward pass.",
+)
+@click.option("--length", type=click.IntRange(min=1), help="Tokens in a sequence.  [256]")
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    help="Independent sequences; a bias needs at least 8.  [8]",
+)
+@click.option("--layers", metavar="LIST", help="Only these layers, for example 0,3-5.")
+@click.option("--heads", metavar="LIST", help="Only these query heads.")
+@click.option(
+    "--save-cases",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write every attention call, unrounded, to this new directory, which is a TARGET itself.",
+)
+@output_options
+def audit(
+    target: str | None,
+    output: Path | None,
+    save_cases: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    **flags: Any,
+) -> None:
+    """Audit the attention of a model, of captured tensors, or of the shapes in a YAML file.
+
+    TARGET is a Hugging Face checkpoint directory, a state dict (.safetensors, its sharded index,
+    .pt, .pth, .bin; with --model), a .safetensors file of captured tensors or a directory of them,
+    a YAML configuration, or `demo` (the checkpoint that ships with numdev). Without it,
+    configs/audit/default.yaml. The same request into the same
+    directory continues where it stopped.
+    """
+    from numdev.execute import digest
+    from numdev.studies.audit import audit as run
+
+    request = _audit_request(target, flags)
+    name = Path(request.target).stem or "audit"
+    directory = output or Path("numdev-reports") / f"{name}-{digest(request.model_dump())[:8]}"
+    show = not (quiet or as_json)
+    with _measuring(show=show) as progress:
+        found = run(
+            request,
+            directory,
+            overwrite=overwrite,
+            save_cases=save_cases,
+            command=_command(),
+            progress=progress,
+            say=lambda text: None if quiet else click.echo(text, err=True),
+        )
+    _hand_over(found, directory, as_json=as_json, quiet=quiet)
+
+
+@cli.command(epilog="Example:  numdev sweep configs/sweep/ci.yaml --dry-run")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="Kernel to sweep: a name of `numdev kernels`, or package.module:function. "
+    "Repeatable; replaces the file's.",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    metavar="NAME",
+    help="Format, for example bfloat16, or e8m10 for kernels that take any. Repeatable; "
+    "replaces the file's.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
+@output_options
+def sweep(
+    config: Path,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    dry_run: bool,
+    **flags: Any,
+) -> None:
+    """Measure how deviation depends on length, format, tile size, inputs or kernel.
+
+    CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
+    measured with every seed, and the report gives means with confidence intervals. With --seed N
+    the seeds are counted from N. The same request into the same directory continues where it
+    stopped.
+    """
+    from numdev.execute import digest
+    from numdev.studies.sweep import plan
+    from numdev.studies.sweep import sweep as run
+
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    request = _sweep_request(config, flags)
+    planned = plan(request)
+    if dry_run or not quiet:
+        click.echo(planned.cost(), err=not dry_run)
+    if dry_run:
+        return
+    directory = output or Path("numdev-reports") / f"{config.stem}-{digest(request.measured())[:8]}"
+    with _measuring(show=not (quiet or as_json)) as progress:
+        found = run(
+            planned, directory, overwrite=overwrite, command=_command(), progress=progress, say=say
+        )
+    _hand_over(found, directory, as_json=as_json, quiet=quiet)
+
+
+@contextlib.contextmanager
+def _measuring(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """The progress callback of a study, while a foreign kernel's prints are kept off stdout and no
+    Ctrl-C is lost."""
+    from numdev.interrupt import watching
+    from numdev.render import terminal
+
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        terminal.progress(show=show) as tell,
+        watching() as check,
+    ):
+
+        def progress(what: str, done: int, total: int) -> None:
+            check()
+            tell(what, done, total)
+
+        yield progress
+
+
+def _hand_over(found: AnyReport, directory: Path, *, as_json: bool, quiet: bool) -> None:
+    """Write a finished report, and show it as asked."""
+    from numdev import report as reports
+    from numdev.render import html, terminal
+
+    reports.write(found, directory)
+    html.write(found, directory)
+    if as_json:
+        click.echo(found.model_dump_json())
+    elif not quiet:
+        terminal.show(found)
+        click.echo(f"Report: {directory / 'report.html'}", err=True)
+
+
+@cli.command(epilog="Example:  numdev report numdev-reports/demo-1234abcd")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def report(path: Path, as_json: bool) -> None:
+    """Show a finished report again. PATH is a report.json or a directory with one."""
+    from numdev import report as reports
+    from numdev.render import terminal
+
+    found = reports.read(path)
+    if as_json:
+        click.echo(found.model_dump_json())
+    else:
+        terminal.show(found)
+
+
+@cli.command(epilog="Example:  numdev kernels --check sdpa-flash")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Judge availability on this device.",
+)
+@click.option(
+    "--check",
+    "checked",
+    metavar="NAME",
+    help="Put one kernel, a name or package.module:function, through small cases with known "
+    "answers. Exit code 1 if it is wrong somewhere, 3 if it cannot run here.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The table, or the check, as JSON.")
+def kernels(device: str, checked: str | None, as_json: bool) -> None:
+    """List the kernels: which can run here, and why the others cannot."""
+    if checked is not None:
+        _check_kernel(checked, device, as_json)
+        return
+    import json
+
+    from numdev.kernels import all_kernels
+    from numdev.render import terminal
+    from numdev.system import System
+
+    system = System.here(device)
+    table = [
+        {"name": k.name, "missing": k.missing(system), "summary": k.summary, "options": k.options}
+        for k in all_kernels().values()
+    ]
+    if as_json:
+        click.echo(json.dumps(table, default=str))
+    else:
+        terminal.show_kernels(table, system)
+
+
+def _check_kernel(name: str, device: str, as_json: bool) -> None:
+    """Check one kernel's conformance, show it, and exit with 1 if it does not conform."""
+    from numdev.conformance import check
+    from numdev.kernels import find
+    from numdev.render import terminal
+    from numdev.system import System
+
+    with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
+        found = check(find(name), System.here(device))
+    if as_json:
+        click.echo(found.model_dump_json())
+    else:
+        terminal.show_conformance(found)
+    if not found.conforms:
+        sys.exit(1)
+
+
+def _audit_request(target: str | None, flags: dict[str, Any]) -> AuditRequest:
+    """Target, YAML and flags resolved: a flag beats the YAML, the YAML beats the default."""
+    from numdev.config import AuditRequest, Choice
+
+    config, name = _target(target)
+    given: dict[str, Any] = {
+        "kernels": tuple(Choice(name=k) for k in flags.pop("kernels")) or None,
+        "formats": flags.pop("formats") or None,
+        "text": flags.pop("text") or None,
+        "layers": _numbers(flags.pop("layers"), "--layers"),
+        "heads": _numbers(flags.pop("heads"), "--heads"),
+        **flags,
+    }
+    merged = {k: v for k, v in config.items() if v is not None}
+    merged |= {k: v for k, v in given.items() if v is not None}
+    merged.setdefault("kernels", tuple(Choice(name=k) for k in DEFAULT_KERNELS))
+    return AuditRequest(target=name, **merged)
+
+
+def _sweep_request(path: Path, flags: dict[str, Any]) -> SweepRequest:
+    """A sweep's YAML and flags resolved, as for an audit."""
+    from numdev.config import Choice, SweepConfig, SweepRequest, read_yaml
+
+    given: dict[str, Any] = {k: v for k, v in read_yaml(path, SweepConfig) if v is not None}
+    given.setdefault("kernels", tuple(Choice(name=k) for k in DEFAULT_KERNELS))
+    if flags["kernels"]:
+        given["kernels"] = tuple(Choice(name=k) for k in flags["kernels"])
+    if flags["formats"]:
+        given["formats"] = flags["formats"]
+    if flags["device"]:
+        given["device"] = flags["device"]
+    request = SweepRequest(target=path.name, **given)
+    if flags["seed"] is None:
+        return request
+    seeds = range(flags["seed"], flags["seed"] + len(request.seeds))
+    return request.model_copy(update={"seeds": tuple(seeds)})
+
+
+def _target(target: str | None) -> tuple[dict[str, Any], str]:
+    """What the argument names, as configuration values, and what to call it."""
+    from numdev.config import AuditConfig, bundled, read_yaml
+
+    path = bundled("audit/default.yaml") if target is None else Path(target)
+    if target == "demo":
+        return {"checkpoint": "demo"}, "demo"
+    if path.suffix in (".yaml", ".yml"):
+        config: AuditConfig = read_yaml(path, AuditConfig)
+        return dict(config), path.name
+    if not path.exists():
+        raise UsageError(
+            f"{target}: no such file or directory",
+            hint="give a checkpoint, a file of captured tensors, a YAML file, or `demo`",
+        )
+    return {"checkpoint": str(path)}, path.resolve().name
+
+
+def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
+    """`0,3-5` as (0, 3, 4, 5)."""
+    if text is None:
+        return None
+    chosen: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
+        numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else ()
+        if not numbers:
+            raise UsageError(f"{option} {text!r}: cannot read {part!r}", hint="write 0,3-5")
+        chosen += numbers
+    return tuple(dict.fromkeys(chosen))
+
+
+def _command() -> str:
+    return " ".join(["numdev", *sys.argv[1:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 usage, 3 could not measure, 130 interrupted."""
+    try:
+        cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
+    except NumdevError as error:
+        _fail(str(error), error.exit_code)
+    except click.exceptions.Abort:
+        _fail("interrupted; finished rows are kept, run the same command to continue", 130)
+    except KeyboardInterrupt:
+        _fail("interrupted; finished rows are kept, run the same command to continue", 130)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"; see `{context.command_path} --help`" if context else ""
+        _fail(error.format_message().rstrip(".") + hint, 2)
+    except _ReaderLeft:
+        # Say nothing more, and keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except SystemExit as stop:
+        _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}; is there room, and may you write there?", 3)
+    except Exception as error:
+        if "--debug" in (sys.argv[1:] if arguments is None else arguments):
+            raise
+        hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
+        _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
+
+
+def _fail(message: str, code: int) -> None:
+    """One line on stderr, whatever is in the message: control characters become spaces."""
+    line = "".join(c if c.isprintable() else " " for c in f"numdev: error: {message}")
+    click.echo(line, err=True)
+    sys.exit(code)

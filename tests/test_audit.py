@@ -1,0 +1,527 @@
+"""An audit from end to end on tiny drawn cases, and on the demo checkpoint.
+
+The kernels here live in this file and are named `test_audit:FUNCTION`, as a user's would be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev import report
+from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.errors import MeasurementError, UsageError
+from numdev.execute import JOURNAL
+from numdev.kernels import Output, Refused
+from numdev.report import AuditReport, DeviationRow
+from numdev.studies.audit import audit
+
+SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
+calls: list[str] = []
+
+
+# --- kernels as users bring them -----------------------------------------------------------------
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Attention in fp32."""
+    calls.append("plain")
+    S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    if is_causal:
+        S = S.masked_fill(~torch.ones_like(S, dtype=torch.bool).tril(), -math.inf)
+    return (torch.softmax(S, dim=-1) @ v.float()).to(q.dtype)
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, by: float = 1.01) -> Tensor:
+    """Wrong by a factor."""
+    return plain(q, k, v, is_causal=is_causal) * by
+
+
+def raises(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    raise RuntimeError("illegal memory access\nsecond line")
+
+
+def refuses(case: Any) -> Output:
+    raise Refused("head_dim 8 is not supported")
+
+
+def quits(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    raise SystemExit(0)
+
+
+def mutates(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """Right, and leaves its inputs in ruins."""
+    out = plain(q, k, v, is_causal=is_causal)
+    for x in (q, k, v):
+        x.fill_(math.nan)
+    return out
+
+
+def returns_nan(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return torch.full_like(q, math.nan)
+
+
+def wrong_shape(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return q[:, :, :-1]
+
+
+def wrong_type(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:
+    return q.tolist()
+
+
+def integers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return q.to(torch.int32)
+
+
+def differentiates(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """Builds a graph though nobody asked for it."""
+    with torch.enable_grad():
+        return plain(q.requires_grad_(), k, v, is_causal=is_causal)
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    S = S.masked_fill(~torch.ones_like(S, dtype=torch.bool).tril(), -math.inf)
+    return plain(q, k, v, is_causal=is_causal), S.logsumexp(dim=-1)
+
+
+def in_fp32(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """Returns fp32 whatever it is given."""
+    return plain(q.float(), k.float(), v.float(), is_causal=is_causal)
+
+
+def strange_options(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    dtype: torch.dtype = torch.float32,
+    threshold: float = math.inf,
+    hook: Callable[..., Tensor] = torch.nn.functional.relu,
+) -> Tensor:
+    """Defaults that JSON cannot hold."""
+    assert dtype is torch.float32
+    assert threshold == math.inf
+    assert hook is torch.nn.functional.relu
+    return plain(q, k, v, is_causal=is_causal)
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def case(name: str = "tiny", **changes: Any) -> CaseConfig:
+    fields: dict[str, Any] = {"batch": 2, "heads": 2, "seq_len": 12, "head_dim": 8, "causal": True}
+    return CaseConfig(name=name, **{**fields, **changes})
+
+
+def request(*kernels: str | Choice, **changes: Any) -> AuditRequest:
+    names = kernels or SDPA
+    fields: dict[str, Any] = {
+        "target": "tiny.yaml",
+        "cases": (case(),),
+        "kernels": tuple(k if isinstance(k, Choice) else Choice(name=own(k)) for k in names),
+        "device": "cpu",
+    }
+    return AuditRequest(**{**fields, **changes})
+
+
+def own(name: str) -> str:
+    return f"{__name__}:{name}" if name in globals() else name
+
+
+def rows_of(found: AuditReport, kernel: str, **where: Any) -> list[DeviationRow]:
+    rows = [row for row in found.rows if row.kernel == own(kernel)]
+    return [row for row in rows if all(getattr(row, k) == v for k, v in where.items())]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., AuditReport]:
+    """Run a request in a directory of its own."""
+    counter = iter(range(1000))
+
+    def audited(*kernels: str | Choice, **changes: Any) -> AuditReport:
+        return audit(request(*kernels, **changes), tmp_path / str(next(counter)))
+
+    return audited
+
+
+Run = Callable[..., AuditReport]
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_every_role_has_its_rows(run: Run) -> None:
+    """Precision, floor, baseline and every kernel: a row for each head, and the log-sum-exp of
+    kernels that return it."""
+    found = run()
+    by_role = {
+        (row.role, row.kernel, row.tensor): [
+            r.head for r in found.rows if (r.kernel, r.tensor) == (row.kernel, row.tensor)
+        ]
+        for row in found.rows
+    }
+    standard = {("precision", "reference"), ("floor", "floor"), ("baseline", "baseline")}
+    expected = {(role, kernel, "out") for role, kernel in standard}
+    expected |= {("kernel", kernel, "out") for kernel in SDPA}
+    assert expected <= by_role.keys()
+    assert {k for k in by_role if k[2] == "lse"} == {
+        ("kernel", k, "lse") for k in ("sdpa-flash", "sdpa-default")
+    }
+    assert set(map(tuple, by_role.values())) == {(0, 1)}
+    assert {row.status for row in found.rows} == {"ok"}
+
+
+def test_sound_kernels_are_close_to_the_floor_and_a_wrong_one_is_not(run: Run) -> None:
+    """1 % off is far from the floor in bf16's units, and every sound kernel is near 1."""
+    found = run("plain", "scaled", *SDPA)
+    for kernel in ("plain", *SDPA):
+        assert all(row.floor_ratio < 1.5 for row in rows_of(found, kernel, tensor="out"))
+    assert all(row.floor_ratio > 2.5 for row in rows_of(found, "scaled"))
+    (floor,) = {row.floor_ratio for row in rows_of(found, "floor")}
+    assert floor == 1.0
+
+
+def test_the_same_request_gives_the_same_rows(run: Run, tmp_path: Path) -> None:
+    """Twice in two directories: the journals agree byte for byte, and so do rows and summary."""
+    first, second = run(formats=("bfloat16", "float32")), run(formats=("bfloat16", "float32"))
+    assert first.rows == second.rows
+    assert first.summary == second.summary
+    assert (tmp_path / "0" / JOURNAL).read_bytes() == (tmp_path / "1" / JOURNAL).read_bytes()
+
+
+def test_rows_do_not_depend_on_what_else_was_asked(run: Run) -> None:
+    """A kernel's rows are the same alone as beside others, and in any order of kernels and
+    formats."""
+    alone = rows_of(run("sdpa-math"), "sdpa-math")
+    among = run("plain", "sdpa-flash", "sdpa-math", formats=("float32", "bfloat16"))
+    assert rows_of(among, "sdpa-math", format="bfloat16") == alone
+
+
+def test_rows_hold_no_time_and_no_host(run: Run) -> None:
+    """Nothing in a row changes from one run to the next or from one machine's name to another."""
+    fields = {name for row in run().rows for name in row.model_dump()}
+    assert not {f for f in fields if any(w in f for w in ("time", "host", "date", "path"))}
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32", "float64"])
+def test_every_format(run: Run, fmt: str) -> None:
+    """Each format is audited in its own dtype; in float64 every row says reference-limited."""
+    found = run("plain", "sdpa-math", formats=(fmt,))
+    assert {row.format for row in found.rows} == {fmt}
+    rows = rows_of(found, "sdpa-math")
+    assert {row.out_format for row in rows} == {fmt}
+    assert {row.reason for row in rows} == ({"reference-limited"} if fmt == "float64" else {None})
+    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}[fmt]
+    assert all(0 < row.rms < 8 * unit for row in rows)
+    (costs,) = {row.precision_rms == 0 for row in rows}
+    assert costs == (fmt in ("float32", "float64"))  # inputs are drawn in fp32
+
+
+def test_formats_by_other_names_are_the_same_format(run: Run) -> None:
+    """bf16, bfloat16 and e8m7 are audited once."""
+    found = run("sdpa-math", formats=("bf16", "bfloat16", "e8m7"))
+    assert len(rows_of(found, "sdpa-math")) == 2
+    assert {row.format for row in found.rows} == {"bfloat16"}
+
+
+def test_options_are_in_every_row_and_reach_the_kernel(run: Run) -> None:
+    """Given options and defaults alike; an option that changes the answer changes the numbers."""
+    large = Choice(name=own("scaled"), options={"by": 1.5})
+    found = run("scaled", large)
+    errors = {row.options["by"]: row.rel for row in rows_of(found, "scaled", head=0)}
+    assert errors.keys() == {1.01, 1.5}
+    assert errors[1.5] == pytest.approx(0.5, rel=0.02)
+
+
+def test_options_that_json_cannot_hold_are_recorded_by_name(run: Run, tmp_path: Path) -> None:
+    """A dtype, infinity and a function as defaults: the kernel gets them, the report names them."""
+    found = run("strange_options")
+    (row, _) = rows_of(found, "strange_options")
+    assert (row.status, row.reason) == ("ok", None)
+    assert row.options == {"dtype": "torch.float32", "threshold": "inf", "hook": "relu"}
+    report.write(found, tmp_path)
+    assert report.read(tmp_path) == found
+
+
+def test_a_kernel_may_return_another_format(run: Run) -> None:
+    """fp32 for bf16 inputs is held to fp32's floor, and the row says so."""
+    found = run("in_fp32", "plain")
+    wide, narrow = rows_of(found, "in_fp32"), rows_of(found, "plain")
+    assert {row.out_format for row in wide} == {"float32"}
+    assert all(row.floor_ratio > 0.5 for row in wide)
+    assert all(a.rms < b.rms / 100 for a, b in zip(wide, narrow, strict=True))
+
+
+def test_a_kernel_may_return_its_log_sum_exp(run: Run) -> None:
+    """A tuple's second element of the right shape is measured as lse."""
+    rows = rows_of(run("with_lse"), "with_lse", tensor="lse")
+    assert [row.head for row in rows] == [0, 1]
+    assert all(row.max_abs < 1e-5 for row in rows)
+    assert all(row.floor_ratio is None for row in rows)
+
+
+# --- kernels that misbehave ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "RuntimeError: illegal memory access"),
+        ("quits", "it ended the program (exit code 0)"),
+        ("wrong_shape", "MeasurementError: it returned shape [2, 2, 11, 8] as out"),
+        ("wrong_type", "MeasurementError: it returned list as out"),
+        ("integers", "MeasurementError: it returned torch.int32 on cpu as out"),
+    ],
+)
+def test_a_kernel_that_fails_costs_its_own_rows(run: Run, name: str, reason: str) -> None:
+    """One failed row with the first line of the reason, and all other rows as without it."""
+    found = run(name, "sdpa-math")
+    (row,) = rows_of(found, name)
+    assert (row.status, row.head, row.rms) == ("failed", None, None)
+    assert row.reason is not None
+    assert row.reason.startswith(reason)
+    assert "\n" not in row.reason
+    without = run("sdpa-math")
+    assert [r for r in found.rows if r.kernel != own(name)] == list(without.rows)
+
+
+def test_a_kernel_that_declines_is_skipped_with_its_reason(run: Run) -> None:
+    """Declining is not failing."""
+    (row,) = rows_of(run("refuses"), "refuses")
+    assert (row.status, row.reason) == ("skipped", "head_dim 8 is not supported")
+
+
+def test_a_kernel_without_the_parameter_is_skipped(run: Run) -> None:
+    """A function that takes no window cannot run a case with one, and says which is missing."""
+    (row,) = rows_of(run("plain", cases=(case(window=3),)), "plain")
+    assert row.status == "skipped"
+    assert "mask" in (row.reason or "")
+
+
+def test_a_kernel_that_is_missing_here_is_skipped(run: Run) -> None:
+    """A CUDA kernel on a CPU: skipped, with the reason in words."""
+    (row,) = rows_of(run("sdpa-cudnn"), "sdpa-cudnn")
+    assert (row.status, row.reason) == ("skipped", "needs CUDA, and this audit runs on CPU")
+
+
+def test_a_kernel_cannot_spoil_the_inputs_of_others(run: Run) -> None:
+    """One that overwrites q, k and v leaves the rows of those after it as they are without it."""
+    found = run("mutates", *SDPA)
+    assert {row.status for row in rows_of(found, "mutates")} == {"ok"}
+    untouched = run(*SDPA)
+    assert [r for r in found.rows if r.kernel != own("mutates")] == list(untouched.rows)
+
+
+def test_a_kernel_that_builds_a_graph_is_measured_all_the_same(run: Run) -> None:
+    """Its output requires grad; that is its own affair."""
+    rows = rows_of(run("differentiates"), "differentiates")
+    assert [(row.status, row.reason) for row in rows] == [("ok", None)] * 2
+
+
+def test_a_kernel_that_returns_nan_is_measured(run: Run) -> None:
+    """Every element is counted, none averaged, and the report can be written and shown."""
+    found = run("returns_nan")
+    rows = rows_of(found, "returns_nan")
+    assert [(row.status, row.nonfinite, row.rms) for row in rows] == [("ok", 2 * 12 * 8, None)] * 2
+    assert "returns_nan has 384 elements that are not finite" in found.summary.answer[0]
+
+
+# --- what is selected ----------------------------------------------------------------------------
+
+
+def test_heads_are_selected_by_number(run: Run) -> None:
+    """Chosen heads keep their numbers and have the rows they have among all, also when they are
+    named in another order, twice, or do not exist."""
+    whole = run("sdpa-math", cases=(case(heads=4, kv_heads=2),))
+    for chosen in ((1, 2), (2, 1), (2, 1, 1, 99)):
+        part = run("sdpa-math", cases=(case(heads=4, kv_heads=2),), heads=chosen)
+        assert part.rows == tuple(row for row in whole.rows if row.head in (1, 2))
+    swapped = run("sdpa-math", heads=(1, 0))
+    assert swapped.rows == run("sdpa-math").rows
+
+
+def test_a_selection_of_nothing_is_an_error(run: Run) -> None:
+    """No head left: could not measure, exit code 3, instead of an empty report."""
+    with pytest.raises(MeasurementError, match="no attention call was selected"):
+        run(heads=(99,))
+
+
+def test_what_is_for_checkpoints_is_refused_for_drawn_cases(run: Run) -> None:
+    """`layers` and `text` mean nothing for drawn cases, and are not silently ignored."""
+    for ignored in ({"layers": (0,)}, {"text": ("a.txt",)}):
+        with pytest.raises(UsageError, match="draws its cases"):
+            run(**ignored)
+
+
+def test_cases_are_described(run: Run) -> None:
+    """One record for each case, with its shapes, once for all formats and kernels."""
+    found = run(
+        cases=(case("a"), case("b", seq_len=5, kv_len=7, window=3)), formats=("bf16", "fp32")
+    )
+    a, b = found.cases
+    assert (a.case, a.batch, a.heads, a.q_len, a.kv_len, a.is_causal) == ("a", 2, 2, 12, 12, True)
+    assert (b.case, b.q_len, b.kv_len, b.window, b.source_format) == ("b", 5, 7, (2, 0), "float32")
+    assert {row.case for row in found.rows} == {"a", "b"}
+
+
+def test_a_seed_changes_the_numbers(run: Run) -> None:
+    """Another seed, other inputs; the same seed, the same."""
+    one, other, again = (run("sdpa-math", seed=s).rows for s in (1, 2, 1))
+    assert one == again
+    assert [r.rms for r in one] != [r.rms for r in other]
+
+
+# --- the request and its continuation ------------------------------------------------------------
+
+
+def test_the_request_is_in_the_report(run: Run, tmp_path: Path) -> None:
+    """Enough to run it again: the report's request, read back, is the request and gives the same
+    rows."""
+    asked = request("scaled", "sdpa-math", formats=("bf16", "fp32"), heads=(1,), seed=7)
+    found = audit(asked, tmp_path / "first", command="numdev audit tiny.yaml")
+    report.write(found, tmp_path / "first")
+    stored = report.read(tmp_path / "first")
+    again = AuditRequest.model_validate(json.loads(json.dumps(stored.request)))
+    assert again == asked
+    assert audit(again, tmp_path / "second").rows == stored.rows
+    assert stored.provenance.command == "numdev audit tiny.yaml"
+    assert stored.provenance.system["cpu_capability"]
+    assert stored.provenance.source == {"config": "tiny.yaml", "cases": 1}
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    """The same request into the same directory computes nothing: no kernel is called, and the
+    report is the same but for its time."""
+    first = audit(request("plain"), tmp_path)
+    calls.clear()
+    said: list[str] = []
+    second = audit(request("plain"), tmp_path, say=said.append)
+    assert calls == []
+    assert said == ["Every task was finished before; --overwrite measures them again."]
+    assert (second.rows, second.summary, second.cases) == (first.rows, first.summary, first.cases)
+    audit(request("plain"), tmp_path, overwrite=True)
+    assert calls == ["plain"]
+
+
+def test_an_interrupted_run_continues_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the second case: the first is kept, and the rows end up as undisturbed."""
+    cases = (case("a"), case("b"))
+    whole = audit(request("plain", cases=cases), tmp_path / "whole")
+
+    def interrupted(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return right(q, k, v, is_causal=is_causal)
+
+    right = plain
+    calls.clear()
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "plain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            audit(request(Choice(name=f"{__name__}:plain"), cases=cases), tmp_path / "part")
+    calls.clear()
+    said: list[str] = []
+    found = audit(request("plain", cases=cases), tmp_path / "part", say=said.append)
+    assert said == ["Continued an earlier run; its finished tasks were kept."]
+    assert calls == ["plain"]  # the second case's only
+    assert found.rows == whole.rows
+    assert found.cases == whole.cases
+
+
+def test_another_request_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    """It would mix two runs; the first difference is named."""
+    audit(request("sdpa-math"), tmp_path)
+    with pytest.raises(UsageError, match="different request: seed was 0, now 1"):
+        audit(request("sdpa-math", seed=1), tmp_path)
+    assert audit(request("sdpa-math", seed=1), tmp_path, overwrite=True).request["seed"] == 1
+
+
+def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the old code must not be taken for the new code's."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "edited_kernel.py"
+    module.write_text("def attend(q, k, v, is_causal=False):\n    return v * 1.0\n")
+    audit(request(Choice(name="edited_kernel:attend")), tmp_path / "out")
+    module.write_text("def attend(q, k, v, is_causal=False):\n    return v * 2.0\n")
+    with pytest.raises(UsageError, match="different kernels: edited_kernel:attend was"):
+        audit(request(Choice(name="edited_kernel:attend")), tmp_path / "out")
+
+
+def test_a_request_that_cannot_be_run_touches_nothing(tmp_path: Path) -> None:
+    """Unknown kernels, options and formats are refused before a directory is made."""
+    wrong = [
+        (request("sdpa-flsh"), "did you mean 'sdpa-flash'"),
+        (request(Choice(name="sdpa-math", options={"blok": 1})), "has no option 'blok'"),
+        (request(formats=("bf17",)), "unknown format 'bf17'"),
+        (request(formats=("tf32",)), "format tf32: no tensor is stored in it; use float64"),
+        (request(formats=("float8_e4m3fn",)), "takes plain 8-bit q, k and v"),
+        (request(device="tpu"), "unknown device 'tpu'"),
+    ]
+    for asked, message in wrong:
+        with pytest.raises(UsageError) as caught:
+            audit(asked, tmp_path / "new")
+        assert message in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+# --- a checkpoint --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
+    """Two layers of the demo checkpoint, with eight short sequences."""
+    asked = AuditRequest(
+        target="demo",
+        checkpoint="demo",
+        kernels=tuple(Choice(name=name) for name in SDPA),
+        formats=("bfloat16", "e8m7", "float64"),
+        layers=(1, 2),
+        length=24,
+        device="cpu",
+    )
+    return audit(asked, tmp_path_factory.mktemp("demo"))
+
+
+def test_a_checkpoint_is_audited_by_layer_and_head(demo: AuditReport) -> None:
+    """The chosen layers, all their heads, eight sequences; sound kernels are near the floor."""
+    assert {row.layer for row in demo.rows} == {1, 2}
+    assert len({row.head for row in demo.rows}) == demo.cases[0].heads
+    assert demo.summary.sequences == 8
+    rows = [
+        r for r in demo.rows if (r.kernel, r.format, r.tensor) == ("sdpa-math", "bfloat16", "out")
+    ]
+    assert all(0.9 < row.floor_ratio < 1.5 for row in rows)
+    assert all(row.flash_vs_precision > 0 for row in rows)
+    assert demo.summary.map is not None
+    assert demo.summary.map.layers == ("1", "2")
+
+
+def test_a_checkpoints_weights_are_cast_to_every_format(demo: AuditReport) -> None:
+    """One row a tensor and format (bfloat16 by two names is one); rounding to more bits than are
+    stored changes nothing."""
+    names = {w.tensor for w in demo.weights}
+    assert len(demo.weights) == 2 * len(names)
+    for w in demo.weights:
+        assert w.nonfinite == 0
+        assert w.w1 == w.mean_abs
+        assert w.rel is None or w.rel <= 2**-8
+        assert w.format == "bfloat16" or w.max_abs == 0
+
+
+def test_a_checkpoint_is_identified(demo: AuditReport) -> None:
+    """Its hash, its class and what it read are in the report."""
+    source = demo.provenance.source
+    assert source["checkpoint"] == "demo"
+    assert len(source["sha256"]) == 64
+    assert source["prompt"].startswith("8 x 24 tokens of prompt.txt")
+    assert source["parameters"] > 0

@@ -1,0 +1,529 @@
+"""The command line as a user meets it: exit codes, one-line errors, and what goes to which stream.
+
+Most commands run in this process through `cli.main`; what only a process of its own can show
+(signals, pipes, the time until help appears) runs in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import numdev
+from numdev import report
+from numdev.cli import cli, main
+from numdev.execute import JOURNAL
+from numdev.interrupt import watching
+
+ROOT = Path(numdev.__file__).parent.parent
+TINY = """\
+cases:
+  - name: tiny
+    batch: 2
+    heads: 2
+    seq_len: 8
+    head_dim: 8
+    causal: true
+kernels: [sdpa-math]
+"""
+MANY = """\
+cases:
+  - name: many
+    heads: 2
+    seq_len: [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    head_dim: 4
+kernels: ["slow_kernel:attend"]
+"""
+# A kernel that takes its time. TEST_SIGNAL="NUMBER DELAY" sends its own process a signal that many
+# seconds after its first call, in the middle of whatever is going on then.
+SLOW = """\
+import os
+import threading
+import time
+
+wanted = os.environ.pop("TEST_SIGNAL", "")
+
+def attend(q, k, v):
+    global wanted
+    if wanted:
+        number, delay = wanted.split()
+        wanted = ""
+        threading.Timer(float(delay), os.kill, (os.getpid(), int(number))).start()
+    time.sleep(0.03)
+    return (q.float() @ k.float().mT * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype) @ v
+"""
+LEAST = 14 * 0.03
+"""Seconds that a run of many.yaml spends asleep after the kernel's first call."""
+# One line, two clauses: what is wrong; what to do.
+ERROR = "numdev: error: "
+
+
+class Ran:
+    """What a command did."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command in an empty directory with `tiny.yaml` and `many.yaml`."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "many.yaml").write_text(MANY)
+    (tmp_path / "slow_kernel.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def command(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["numdev", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return Ran(code, out, err)
+
+    yield command
+    sys.modules.pop("slow_kernel", None)
+
+
+def spawn(
+    *arguments: str, cwd: Path, kill: tuple[int, float] | None = None
+) -> subprocess.Popen[bytes]:
+    """`numdev ARGUMENTS` as a process of its own, with one thread as the tests have."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)]),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",
+        "TEST_SIGNAL": f"{int(kill[0])} {kill[1]}" if kill else "",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "numdev", *arguments],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def assert_one_line(ran: Ran, code: int, *parts: str) -> None:
+    """One line on stderr that names all `parts`, nothing on stdout, no traceback."""
+    assert ran.code == code, ran.err
+    assert ran.out == ""
+    assert ran.err.startswith(ERROR)
+    assert ran.err.count("\n") == 1
+    assert "Traceback" not in ran.err
+    for part in parts:
+        assert part in ran.err
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+YAMLS = {
+    "unknown key": (
+        "cases: []\nkernel: [x]\ncheckpoint: demo\n",
+        "unknown key 'kernel'",
+        "did you",
+    ),
+    "unknown key in a case": (TINY.replace("heads", "hedas"), "cases.0", "hedas"),
+    "bad number": (TINY.replace("batch: 2", "batch: two"), "cases.0.batch", "integer"),
+    "not a number": (TINY.replace("causal: true", "scale: .nan"), "cases.0.scale", "finite"),
+    "no source": ("formats: [bf16]\n", "give either `checkpoint` or `cases`", ""),
+    "two sources": (TINY + "checkpoint: demo\n", "give either `checkpoint` or `cases`", ""),
+    "broken": ("cases: [\n", "not valid YAML", "line"),
+    "empty": ("", "holds no mapping", "configs/"),
+    "a list": ("- a\n- b\n", "holds no mapping", ""),
+    "empty axis": (TINY.replace("seq_len: 8", "seq_len: []"), "seq_len is an empty list", ""),
+    "one name twice": (
+        "cases:\n" + TINY.split("\n", 1)[1].replace("kernels: [sdpa-math]\n", "") * 2,
+        "2 cases are called 'tiny'",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_a_wrong_yaml_is_named_with_its_place(run: Any, name: str) -> None:
+    """Exit code 2: the file, the key and what is wrong with it."""
+    text, *parts = YAMLS[name]
+    Path("wrong.yaml").write_text(text)
+    assert_one_line(run("audit", "wrong.yaml"), 2, "wrong.yaml", *parts)
+    assert not Path("numdev-reports").exists()
+
+
+USAGE = {
+    "a missing path": (["audit", "no/where"], "no/where: no such file", "give a checkpoint"),
+    "a missing yaml": (["audit", "none.yaml"], "none.yaml: cannot be read", "give a YAML file"),
+    "a file that is no checkpoint": (["audit", "slow_kernel.py"], "slow_kernel.py", "checkpoint"),
+    "a directory that is no checkpoint": (["audit", "."], "has no config.json", "give"),
+    "an unknown kernel": (
+        ["audit", "tiny.yaml", "--kernel", "sdpa-flsh"],
+        "unknown kernel 'sdpa-flsh'",
+        "did you mean 'sdpa-flash'?",
+    ),
+    "a kernel of no module": (
+        ["audit", "tiny.yaml", "--kernel", "nowhere:attend"],
+        "cannot import 'nowhere'",
+        "PYTHONPATH",
+    ),
+    "a kernel of no name": (
+        ["audit", "tiny.yaml", "--kernel", "slow_kernel:atend"],
+        "no function 'atend'",
+        "did you mean 'attend'?",
+    ),
+    "a kernel that is none": (
+        ["audit", "tiny.yaml", "--kernel", "os:getcwd"],
+        "os:getcwd",
+        "a kernel is a function of q, k, v",
+    ),
+    "an unknown format": (
+        ["audit", "tiny.yaml", "--format", "bf17"],
+        "unknown format 'bf17'",
+        "did you mean 'bf16'?",
+    ),
+    "an 8-bit format": (
+        ["audit", "tiny.yaml", "--format", "float8_e4m3fn"],
+        "format float8_e4m3fn: no attention kernel takes plain 8-bit",
+        "use float64, float32, bfloat16 or float16",
+    ),
+    "tf32": (["audit", "tiny.yaml", "--format", "tf32"], "format tf32: no tensor", "use float64"),
+    "a bad list of layers": (
+        ["audit", "demo", "--layers", "0,x"],
+        "--layers '0,x': cannot read 'x'",
+        "write 0,3-5",
+    ),
+    "layers backwards": (["audit", "demo", "--layers", "5-3"], "cannot read '5-3'", "0,3-5"),
+    "an open range": (["audit", "demo", "--heads", "3-"], "--heads '3-': cannot read '3-'", ""),
+    "a number that is none": (["audit", "demo", "--heads", "²"], "cannot read '²'", "0,3-5"),
+    "an empty list": (["audit", "demo", "--heads", ""], "--heads ''", "0,3-5"),
+    "layers of drawn cases": (["audit", "tiny.yaml", "--layers", "0"], "draws its cases", "leave"),
+    "a bad number": (["audit", "demo", "--length", "0"], "--length", "numdev audit --help"),
+    "an unknown option": (["audit", "--fast"], "--fast", "see `numdev audit --help`"),
+    "an unknown command": (["aduit"], "aduit", "see `numdev --help`"),
+    "too many targets": (["audit", "a", "b"], "unexpected extra argument", "numdev audit --help"),
+    "no gpu": (["kernels", "--device", "cuda"], "no CUDA device", "--device cpu"),
+    "a report that is not there": (["report", "none"], "none: cannot read a report", "give"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_a_wrong_request_is_one_line_and_exit_code_2(run: Any, name: str) -> None:
+    """What is wrong and what to do, before anything is measured or any directory made."""
+    if name == "no gpu" and _has_gpu():
+        pytest.skip("there is one")
+    arguments, *parts = USAGE[name]
+    assert_one_line(run(*arguments), 2, *parts)
+    assert not Path("numdev-reports").exists()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def test_a_selection_of_nothing_is_exit_code_3(run: Any) -> None:
+    """The request is sound, and nothing could be measured."""
+    ran = run("audit", "tiny.yaml", "--heads", "7")
+    assert_one_line(ran, 3, "no attention call was selected", "--heads")
+
+
+def test_a_directory_with_something_else_is_refused(run: Any) -> None:
+    """Another's files are never written beside."""
+    Path("thesis").mkdir()
+    Path("thesis/chapter1.tex").write_text("ten years")
+    ran = run("audit", "tiny.yaml", "--output", "thesis")
+    assert_one_line(ran, 2, "thesis: holds something else (chapter1.tex)", "--output")
+    assert [p.name for p in Path("thesis").iterdir()] == ["chapter1.tex"]
+
+
+def test_a_different_request_into_the_same_directory_is_refused(run: Any) -> None:
+    """Exit code 2 with the first difference; --overwrite starts anew."""
+    assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0
+    ran = run("audit", "tiny.yaml", "-o", "out", "--seed", "5")
+    assert_one_line(ran, 2, "different request: seed was 0, now 5", "--overwrite")
+    assert run("audit", "tiny.yaml", "-o", "out", "--seed", "5", "--overwrite", "-q").code == 0
+
+
+def test_a_damaged_report_is_exit_code_3(run: Any) -> None:
+    """A report that is not understood is not shown by halves."""
+    Path("report.json").write_text('{"kind": "audit", "schema_version": 99}')
+    assert_one_line(run("report", "report.json"), 3, "report.json: not a report", "schema 1")
+
+
+def test_an_unexpected_error_is_one_line_and_exit_code_3(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never Python's own 1, which would read as a failed gate; --debug shows the traceback."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("by\nzero \x1b[31m")
+
+    monkeypatch.setattr("numdev.report.read", fail)
+    ran = run("report", "x")
+    assert_one_line(ran, 3, "unexpected ZeroDivisionError: by zero", "--debug")
+    assert "\x1b" not in ran.err
+    with pytest.raises(ZeroDivisionError):
+        run("--debug", "report", "x")
+
+
+def test_a_full_disk_is_no_bug(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the operating system is said as such, with its file, exit code 3."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "out/report.json")
+
+    monkeypatch.setattr("numdev.report.write", fail)
+    ran = run("audit", "tiny.yaml", "-q")
+    assert_one_line(ran, 3, "out/report.json: No space left on device")
+    assert "bug" not in ran.err
+
+
+def test_a_kernel_cannot_end_the_program(run: Any) -> None:
+    """Code that exits while it is imported does not pass for a success."""
+    Path("exits.py").write_text("raise SystemExit(0)\n")
+    ran = run("audit", "tiny.yaml", "--kernel", "exits:attend")
+    assert_one_line(ran, 3, "the code of a kernel ended the program (exit code 0)")
+
+
+def test_hostile_names_do_not_reach_the_terminal(run: Any) -> None:
+    """An escape sequence in a path is not sent on."""
+    ran = run("audit", "\x1b[2Jevil\nname")
+    assert_one_line(ran, 2, "evil name: no such file")
+    assert "\x1b" not in ran.err
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
+    """The table on stdout; where the report is, on stderr; three files in the directory."""
+    ran = run("audit", "tiny.yaml", "-o", "out")
+    assert ran.code == 0
+    assert "sdpa-math" in ran.out
+    assert ran.err == "Report: out/report.html\n"
+    assert sorted(p.name for p in Path("out").iterdir()) == [
+        "report.html",
+        "report.json",
+        "rows.csv",
+        JOURNAL,
+    ]
+
+
+def test_quiet_prints_nothing(run: Any) -> None:
+    """Neither on stdout nor on stderr, the first time and when continuing; the report is there."""
+    for _ in range(2):
+        ran = run("audit", "tiny.yaml", "-o", "out", "--quiet")
+        assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert report.read(Path("out")).rows
+
+
+def test_json_is_the_report_and_nothing_else(run: Any) -> None:
+    """stdout parses as the report that was written, although a kernel prints."""
+    Path("chatty_kernel.py").write_text(
+        "print('imported')\n\ndef attend(q, k, v, is_causal=False):\n"
+        "    print('hello')\n    return v * 1.0\n"
+    )
+    ran = run("audit", "tiny.yaml", "-o", "out", "--json", "--kernel", "chatty_kernel:attend")
+    assert ran.code == 0
+    assert report.AuditReport.model_validate_json(ran.out) == report.read(Path("out"))
+    assert json.loads(ran.out)["request"]["target"] == "tiny.yaml"
+    assert "hello" in ran.err
+
+
+def test_a_report_is_shown_again_as_it_was(run: Any) -> None:
+    """`numdev report` prints what the audit printed, from the directory or the file, also as
+    JSON."""
+    shown = run("audit", "tiny.yaml", "-o", "out").out
+    assert run("report", "out").out == shown
+    assert run("report", "out/report.json").out == shown
+    assert json.loads(run("report", "out", "--json").out) == json.loads(
+        Path("out/report.json").read_text()
+    )
+
+
+def test_kernels_are_listed_with_reasons(run: Any) -> None:
+    """Every built-in kernel: available, or why not; the same as JSON."""
+    ran = run("kernels", "--device", "cpu")
+    assert (ran.code, ran.err) == (0, "")
+    assert "sdpa-cudnn" in ran.out
+    table = {k["name"]: k["missing"] for k in json.loads(run("kernels", "--json").out)}
+    assert table["sdpa-math"] is None
+    assert table["baseline"] is None
+
+
+# --- the request ---------------------------------------------------------------------------------
+
+
+def requested(run: Any, *arguments: str) -> dict[str, Any]:
+    ran = run("audit", *arguments, "--json", "-o", f"out{random.random()}")
+    assert ran.code == 0, ran.err
+    request: dict[str, Any] = json.loads(ran.out)["request"]
+    return request
+
+
+def test_a_flag_beats_the_yaml_and_the_yaml_beats_the_default(run: Any) -> None:
+    """Format, seed and kernels: from the flag, else from the file, else the default."""
+    assert requested(run, "tiny.yaml")["formats"] == ["bfloat16"]
+    Path("both.yaml").write_text(TINY + "formats: [float16]\nseed: 3\n")
+    from_yaml = requested(run, "both.yaml")
+    assert (from_yaml["formats"], from_yaml["seed"]) == (["float16"], 3)
+    flags = ("--format", "fp32", "--seed", "0", "--kernel", "sdpa-default", "--heads", "0-1")
+    from_flag = requested(run, "both.yaml", *flags)
+    assert (from_flag["formats"], from_flag["seed"]) == (["fp32"], 0)
+    assert from_flag["kernels"] == [{"name": "sdpa-default", "options": {}}]
+    assert from_flag["heads"] == [0, 1]
+
+
+def test_the_default_directory_is_named_after_the_request(run: Any) -> None:
+    """The same request goes where it went, another goes elsewhere."""
+    for arguments in ((), ("--seed", "1"), ()):
+        assert run("audit", "tiny.yaml", *arguments, "-q").code == 0
+    names = sorted(p.name for p in Path("numdev-reports").iterdir())
+    assert len(names) == 2
+    assert all(name.startswith("tiny-") for name in names)
+
+
+def test_the_command_is_in_the_report(run: Any) -> None:
+    """As it was typed."""
+    run("audit", "tiny.yaml", "-o", "out", "-q")
+    assert report.read(Path("out")).provenance.command == "numdev audit tiny.yaml -o out -q"
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in sorted(cli.commands))])
+def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str]) -> None:
+    """The last line is an example; its command exists and accepts its options."""
+    ran = run(*command, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    last = ran.out.rstrip().splitlines()[-1].strip()
+    assert last.startswith("Example:  numdev ")
+    assert all(len(line) <= 100 for line in ran.out.splitlines())
+    name, *arguments = last.removeprefix("Example:  numdev ").split()
+    assert not command or name == command[0]
+    cli.commands[name].make_context(name, list(arguments))
+
+
+def test_no_command_shows_the_help(run: Any) -> None:
+    """`numdev` alone is a question, and is answered."""
+    ran = run()
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out == run("--help").out
+    assert run("--version").out == f"numdev, version {numdev.__version__}\n"
+
+
+def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
+    """`numdev --help` imports nothing heavy. It takes 0.1 s; 1.5 s allow for a busy machine, on
+    which importing torch alone takes longer."""
+    best = min(_time_of_help(tmp_path) for _ in range(3))
+    assert best < 1.5
+    listing = "import sys, numdev.cli; print(*sys.modules)"
+    modules = subprocess.check_output([sys.executable, "-c", listing], cwd=ROOT, text=True).split()
+    assert not {"torch", "scipy", "pandas", "numpy", "rich", "pydantic", "yaml"} & set(modules)
+
+
+def _time_of_help(cwd: Path) -> float:
+    start = time.perf_counter()
+    process = spawn("--help", cwd=cwd)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"Example" in out
+    return time.perf_counter() - start
+
+
+# --- a process of its own ------------------------------------------------------------------------
+
+
+def finished_tasks(journal: Path) -> int:
+    return sum(line.endswith("\n") for line in journal.read_text().splitlines(True)) - 1
+
+
+@pytest.fixture
+def undisturbed(run: Any, tmp_path: Path) -> bytes:
+    """The journal of the whole run of many.yaml."""
+    assert run("audit", "many.yaml", "-o", "whole", "-q").code == 0
+    return (tmp_path / "whole" / JOURNAL).read_bytes()
+
+
+def test_ctrl_c_keeps_what_is_finished(run: Any, tmp_path: Path, undisturbed: bytes) -> None:
+    """SIGINT in the middle: exit code 130 and one line; finished rows stay, and the same command
+    finishes the rest, with the same rows as undisturbed."""
+    process = spawn("audit", "many.yaml", "-o", "out", cwd=tmp_path, kill=(signal.SIGINT, 0.2))
+    journal = tmp_path / "out" / JOURNAL
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert out == b""
+    lines = err.decode().split("\n")
+    assert [line for line in lines if line] == [
+        "numdev: error: interrupted; finished rows are kept, run the same command to continue"
+    ]
+    kept = finished_tasks(journal)
+    assert 0 < kept < finished_tasks(tmp_path / "whole" / JOURNAL)
+    assert undisturbed.startswith(journal.read_bytes())
+    ran = run("audit", "many.yaml", "-o", "out")
+    assert ran.code == 0
+    assert "Continued an earlier run" in ran.err
+    assert journal.read_bytes() == undisturbed
+
+
+def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
+    """Where something eats the KeyboardInterrupt, the next look finds it, and the handler is as
+    before afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    with watching() as check:
+        check()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_killed_at_any_moment_it_continues(run: Any, tmp_path: Path, undisturbed: bytes) -> None:
+    """SIGKILL at three random moments of three runs: each continues, and its report's rows and
+    summary are those of the undisturbed run."""
+    chance = random.Random(0)
+    kills = [(signal.SIGKILL, chance.uniform(0, LEAST * 0.95)) for _ in range(3)]
+    for i, process in enumerate(
+        [
+            spawn("audit", "many.yaml", "-o", f"out{i}", "-q", cwd=tmp_path, kill=kill)
+            for i, kill in enumerate(kills)
+        ]
+    ):
+        process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, i
+    expected = report.read(tmp_path / "whole")
+    for i in range(len(kills)):
+        assert not (tmp_path / f"out{i}" / "report.json").exists()
+        assert run("audit", "many.yaml", "-o", f"out{i}", "-q").code == 0
+        found = report.read(tmp_path / f"out{i}")
+        assert found.rows == expected.rows
+        assert found.summary == expected.summary
+        assert (tmp_path / f"out{i}" / JOURNAL).read_bytes() == undisturbed
+
+
+def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
+    """`numdev report ... | head -1`: exit code 0 and nothing on stderr, as text and as JSON."""
+    assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0
+    for option in ([], ["--json"]):
+        process = spawn("report", "out", *option, cwd=tmp_path)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0

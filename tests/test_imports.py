@@ -1,0 +1,433 @@
+"""Who may import whom, and what must work without the heavy packages.
+
+The table below is the architecture: dependency goes one way. A file it does not know, an import it
+does not allow, and an edge nobody uses any more all fail, so that it cannot go stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import numdev
+from numdev import report
+from numdev.system import System
+
+ROOT = Path(numdev.__file__).parent.parent
+PACKAGE = ROOT / "numdev"
+
+# Module to the modules of numdev it imports, wherever in the file the import stands. "numdev" is
+# the package itself, for its version.
+ALLOWED: dict[str, set[str]] = {
+    "numdev": set(),
+    "__main__": {"cli"},
+    # The edge: parses, calls one study, writes, renders. All but errors inside the commands.
+    "interrupt": set(),
+    "cli": {
+        "numdev",
+        "config",
+        "conformance",
+        "errors",
+        "execute",
+        "kernels",
+        "render.html",
+        "render.terminal",
+        "report",
+        "studies.audit",
+        "studies.sweep",
+        "system",
+        "interrupt",
+    },
+    # Leaves.
+    "errors": set(),
+    "system": {"errors"},
+    "config": {"errors"},
+    "inputs": {"errors"},
+    "prompts": {"errors"},
+    "storage": {"errors"},
+    "wasserstein": {"errors"},
+    "formats": {"errors"},
+    # What is computed, and how: a case knows nothing of kernels, a kernel nothing of metrics.
+    "cases": {"errors", "formats"},
+    "kernels": {"cases", "errors", "kernels.plain", "system"},
+    "kernels.plain": {"cases", "errors", "kernels"},
+    "kernels.sites": {"errors", "formats"},
+    "kernels.emulated": {"cases", "formats", "kernels", "kernels.sites"},
+    "kernels.reference": {"cases", "formats", "kernels"},
+    "kernels.baseline": {"cases", "kernels"},
+    "kernels.sdpa": {"cases", "errors", "kernels"},
+    # How far from the truth: a metric knows nothing of kernels.
+    "deviation": {"formats", "wasserstein"},
+    # What else a kernel may have computed, judged by references alone.
+    "mistakes": {"cases"},
+    "probe": {"cases", "deviation", "formats", "kernels.reference"},
+    "alternatives": {"cases", "kernels.reference", "mistakes", "probe"},
+    "factors": {"deviation", "kernels.reference", "probe"},
+    "suspicion": {
+        "alternatives",
+        "cases",
+        "deviation",
+        "factors",
+        "kernels.reference",
+        "mistakes",
+        "probe",
+    },
+    # A kernel by itself, feature by feature.
+    "conformance_cases": {"cases", "formats", "inputs", "kernels.reference"},
+    "conformance_backward": {"cases", "formats", "kernels"},
+    "conformance": {
+        "conformance_backward",
+        "cases",
+        "conformance_cases",
+        "deviation",
+        "errors",
+        "kernels",
+        "kernels.reference",
+        "report",
+        "suspicion",
+        "system",
+    },
+    # Where cases come from.
+    "watch": {"cases", "errors"},
+    "calls": {"cases", "errors"},
+    "mha": set(),
+    "generation": {"errors"},
+    "capture": {"calls", "cases", "errors", "generation", "kernels", "mha", "watch"},
+    "arguments": {"errors", "prompts", "storage"},
+    "checkpoint": {"capture", "errors", "storage"},
+    "statedict": {"capture", "checkpoint", "errors", "kernels", "storage"},
+    "tensorheader": {"errors", "storage"},
+    "tensorfile": {"cases", "errors", "storage", "tensorheader"},
+    "tensorwriter": {"numdev", "cases", "errors", "storage", "tensorfile", "tensorheader"},
+    "reading": {"arguments", "checkpoint", "config", "errors", "prompts", "statedict"},
+    "sources": {
+        "capture",
+        "cases",
+        "checkpoint",
+        "config",
+        "errors",
+        "formats",
+        "generation",
+        "inputs",
+        "statedict",
+        "system",
+        "tensorfile",
+        "watch",
+        "reading",
+    },
+    # What was found, and how a person sees it: no torch, no kernels, no metrics.
+    "report": {"errors"},
+    "summary": {"answer", "report"},
+    "answer": {"report"},
+    "render": set(),
+    "render.terminal": {"report"},
+    "render.chart": {"report"},
+    "render.html": {"render.chart", "report"},
+    # The loop.
+    "execute": {"cases", "errors"},
+    "bench": {
+        "cases",
+        "deviation",
+        "errors",
+        "execute",
+        "formats",
+        "kernels",
+        "kernels.reference",
+        "report",
+        "suspicion",
+        "system",
+    },
+    "loop": {
+        "tensorwriter",
+        "numdev",
+        "bench",
+        "config",
+        "errors",
+        "execute",
+        "formats",
+        "kernels",
+        "report",
+        "sources",
+        "system",
+    },
+    "cost": {"bench", "config", "formats", "loop", "sources", "system"},
+    # From a sweep's rows to its curves and sentences.
+    "curves": {"config", "errors", "formats", "report"},
+    "trends": {"curves", "report"},
+    "studies": set(),
+    "studies.audit": {
+        "config",
+        "errors",
+        "execute",
+        "loop",
+        "report",
+        "sources",
+        "summary",
+        "system",
+        "tensorwriter",
+    },
+    "studies.sweep": {
+        "bench",
+        "config",
+        "cost",
+        "curves",
+        "execute",
+        "formats",
+        "kernels",
+        "loop",
+        "report",
+        "sources",
+        "system",
+        "trends",
+    },
+}
+LIGHT = ("cli", "config", "errors", "render.html", "render.terminal", "report", "system")
+"""Modules whose import needs none of HEAVY."""
+HEAVY = ("torch", "scipy", "pandas", "transformers", "numpy")
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name in the table."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        found[name or "numdev"] = path
+    return found
+
+
+def imported(source: str, known: dict[str, Path], *, at_import: bool = False) -> set[str]:
+    """The modules of numdev a source imports; with `at_import`, only those its import runs."""
+    tree = ast.parse(source)
+    nodes = _run_at_import(tree) if at_import else ast.walk(tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            # `from numdev import report` means the module, `from numdev.report import read` too.
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_module = full.removeprefix("numdev.") in known
+                names.add(full if is_module else str(node.module))
+    ours = {name for name in names if name.split(".")[0] == "numdev"}
+    return {name.removeprefix("numdev.") for name in ours}
+
+
+def _run_at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes outside functions and outside `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from _run_at_import(node)
+
+
+def test_the_table_knows_every_module() -> None:
+    """A new file must be given its place, and one that is gone loses it."""
+    assert set(modules()) == set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_module_imports_what_it_may(name: str) -> None:
+    """No import outside the table, and no edge in it that is not there."""
+    known = modules()
+    found = imported(known[name].read_text(encoding="utf-8"), known)
+    assert found - ALLOWED[name] == set(), "imports it may not have"
+    assert ALLOWED[name] - found == set(), "edges of the table that nobody needs"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import numdev.report", {"report"}),
+        ("from numdev.report import read", {"report"}),
+        ("from numdev import report, errors", {"report", "errors"}),
+        ("from numdev import __version__", {"numdev"}),
+        ("import numdev", {"numdev"}),
+        ("def f():\n    from numdev.kernels.plain import adapt", {"kernels.plain"}),
+        ("def f():\n    from numdev.kernels import plain, find", {"kernels.plain", "kernels"}),
+        ("if TYPE_CHECKING:\n    from numdev.config import AuditConfig", {"config"}),
+        ("import torch\nfrom numdevelop import x", set()),
+    ],
+)
+def test_imports_are_seen(source: str, expected: set[str]) -> None:
+    """Every way to write an import is noticed, also inside functions."""
+    assert imported(source, modules()) == expected
+
+
+def test_no_cycles_at_import() -> None:
+    """Modules can be imported in one order; only imports inside functions may look back."""
+    known = modules()
+    graph = {
+        name: imported(path.read_text(encoding="utf-8"), known, at_import=True) - {"numdev"}
+        for name, path in known.items()
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert order.index("errors") < order.index("formats") < order.index("cases")
+    assert order.index("cases") < order.index("kernels") < order.index("studies.audit")
+
+
+def test_only_the_edge_imports_studies() -> None:
+    """Studies import everything; nothing but the edges imports a study."""
+    users = {name for name, edges in ALLOWED.items() if any("studies" in edge for edge in edges)}
+    assert users <= {"cli", "testing", "numdev"}
+
+
+def test_what_renders_or_decides_touches_no_tensor() -> None:
+    """Whatever the report, the renderers and the gate import, near or far, is not torch's side."""
+    tensors = {"arguments", "bench", "calls", "capture", "cases", "checkpoint", "deviation"}
+    tensors |= {"execute", "formats", "inputs", "kernels", "prompts", "sources", "watch"}
+    tensors |= {"wasserstein"}
+    light = {"report", "answer", "gate", "findings", "render.chart", "render.html"}
+    for name in ALLOWED.keys() & {*light, "render.terminal"}:
+        reached, todo = set[str](), {name}
+        while todo:
+            reached |= todo
+            todo = {edge for module in todo for edge in ALLOWED[module]} - reached
+        assert not reached & tensors, name
+
+
+# --- without the heavy packages ------------------------------------------------------------------
+
+
+def run_without(blocked: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, in which importing any of `blocked` fails."""
+    head = f"""
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in {blocked!r}:
+                    raise ImportError(f"{{name}} is blocked in this test")
+
+        sys.meta_path.insert(0, Blocked())
+    """
+    source = textwrap.dedent(head) + textwrap.dedent(code)
+    return subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def run_numdev(blocked: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m numdev ARGUMENTS` without the blocked packages."""
+    return run_without(
+        blocked,
+        f"""
+        import runpy
+        sys.argv = ["numdev", *{arguments!r}]
+        runpy.run_module("numdev", run_name="__main__")
+        """,
+    )
+
+
+def test_blocking_works() -> None:
+    """A command that needs torch fails when torch is blocked, and says what is missing."""
+    answer = run_numdev(("torch",), "kernels", "--device", "cpu")
+    assert answer.returncode == 3
+    assert "torch is blocked in this test" in answer.stderr
+
+
+def test_help_needs_nothing_heavy_and_is_quick() -> None:
+    """`numdev --help` runs without the heavy packages, in well under a second: the best of three
+    runs, since others may use the machine."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        answer = run_numdev(HEAVY, "--help")
+        seconds.append(time.perf_counter() - start)
+        assert answer.returncode == 0, answer.stderr
+        assert "audit" in answer.stdout
+    assert min(seconds) < 0.7
+
+
+@pytest.mark.parametrize("command", ["audit", "sweep", "report", "kernels"])
+def test_help_of_every_command(command: str) -> None:
+    """So does the help of each command."""
+    answer = run_numdev(HEAVY, command, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert "Example:" in answer.stdout
+
+
+def test_shell_completion_needs_nothing_heavy() -> None:
+    """Completing a command line asks click alone."""
+    answer = run_without(
+        HEAVY,
+        """
+        import os
+        os.environ |= {"_NUMDEV_COMPLETE": "bash_complete", "COMP_WORDS": "numdev rep",
+                       "COMP_CWORD": "1"}
+        from numdev.cli import cli
+        cli.main(args=[], prog_name="numdev", complete_var="_NUMDEV_COMPLETE")
+        """,
+    )
+    assert answer.stdout == "plain,report\n", answer.stderr
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_modules(name: str) -> None:
+    """These modules can be imported where none of the heavy packages is."""
+    answer = run_without(HEAVY, f"import numdev.{name}")
+    assert answer.returncode == 0, answer.stderr
+
+
+# --- a finished report ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A directory with the smallest report of an audit."""
+    row = report.DeviationRow(
+        case="c", source="s", module="layers.0", layer=0, call=0, seed=None, head=0,
+        role="kernel", kernel="my-flash", format="bfloat16", tensor="out", status="ok", rms=1e-3,
+    )  # fmt: skip
+    kernel = report.KernelSummary(
+        kernel="my-flash", options={}, role="kernel", format="bfloat16", ok=1, skipped=0, failed=0,
+        reasons=(), ran=(), rms=1e-3, floor_ratio=1.25,
+    )  # fmt: skip
+    report.write(
+        report.AuditReport(
+            provenance=report.Provenance(
+                numdev="0",
+                command="numdev audit",
+                created="2026-01-01T00:00:00+00:00",
+                system=System(device="cpu", cpu="a laptop").as_dict(),
+                source={"config": "test.yaml"},
+            ),
+            request={},
+            summary=report.AuditSummary(answer=("Flash: near the floor",), kernels=(kernel,)),
+            rows=(row,),
+        ),
+        tmp_path,
+    )
+    return tmp_path
+
+
+def test_showing_a_report_needs_no_tensors(finished: Path) -> None:
+    """`numdev report` shows what an audit found where there is no torch, scipy or pandas."""
+    answer = run_numdev(HEAVY, "report", str(finished))
+    assert answer.returncode == 0, answer.stderr
+    assert "near the floor" in answer.stdout
+    assert "my-flash" in answer.stdout
+    assert "1.25" in answer.stdout
+
+
+def test_a_report_as_json_needs_no_tensors(finished: Path) -> None:
+    """`numdev report --json` gives back the report, and nothing else."""
+    answer = run_numdev(HEAVY, "report", "--json", str(finished / "report.json"))
+    assert answer.returncode == 0, answer.stderr
+    assert report.AuditReport.model_validate_json(answer.stdout) == report.read(finished)
