@@ -1,0 +1,46 @@
+"""The documentation says what is true: the generated pages are fresh, and links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_cli_page_is_what_the_commands_say():
+    """docs/cli.md equals what scripts/cli_reference.py writes."""
+    path = ROOT / "scripts" / "cli_reference.py"
+    spec = importlib.util.spec_from_file_location("cli_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.render(), "run python scripts/cli_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_relative_links_exist(page):
+    """Every relative link of a page names a file of the repository."""
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_commands_exist():
+    """Every `numdev COMMAND` in README and docs is a command of the program."""
+    from numdev.cli import cli
+
+    for page in PAGES:
+        for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for name in re.findall(r"^numdev ([a-z]+)", block, re.MULTILINE):
+                assert name in cli.commands, f"{page.name}: numdev {name}"
+
+
+def test_every_bundled_configuration_is_valid():
+    """configs/audit/*.yaml validate, since users start from them."""
+    from numdev.config import AuditConfig, read_yaml
+
+    files = sorted((ROOT / "configs" / "audit").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert read_yaml(file, AuditConfig).cases
