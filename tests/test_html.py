@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -278,3 +279,24 @@ def test_a_linear_axis_has_readable_ticks(high: float) -> None:
 def test_numbers_on_the_axis(value: float, plain: bool, shown: str) -> None:
     """As a person writes them."""
     assert chart._number(value, plain) == shown
+
+
+def test_an_accusation_is_the_first_thing_on_the_page(tmp_path: Path) -> None:
+    """A kernel that computes a different function is named before any number, in the page too."""
+    from numdev.cli import main
+
+    (tmp_path / "halved.py").write_text(
+        "import torch.nn.functional as F\n"
+        "def attend(q, k, v, is_causal=False, scale=None):\n"
+        "    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale / 2)\n"
+    )
+    (tmp_path / "c.yaml").write_text(
+        "cases: [{name: c, heads: 2, seq_len: 64, head_dim: 32, inputs: {name: normal, logits: 4}}]"
+        "\nkernels: ['halved:attend']\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        with contextlib.suppress(SystemExit):
+            main(["audit", str(tmp_path / "c.yaml"), "-o", str(tmp_path / "o"), "-q"])
+    page = (tmp_path / "o" / "report.html").read_text()
+    assert page.index("computes a different function") < page.index("the least error possible")
