@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from numdev.kernels.sites import ABOUT, PRESETS, SITES, TILINGS, Recipe
+from numdev.kernels.sites import ABOUT, BACKWARD, FORWARD, PRESETS, SITES, TILINGS, Recipe
 
 PAGE = Path(__file__).parent.parent / "docs" / "sites.md"
 
@@ -25,6 +25,7 @@ kernels:
   - {name: emulated, preset: fa2}
   - {name: emulated, preset: fa2, p: e8m3, block_kv: 32}
   - {name: emulated, preset: golden2024, memory: 16384}
+  - {name: emulated, preset: fa2, delta_from: dP*P, dp: working}
 ```
 
 ## What a preset stands for
@@ -34,14 +35,23 @@ MIDDLE = """\
 
 ## What is rounded to what
 
-S scores, P probabilities, m row maximum, l row sum, O output.
+S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp. ∘ is elementwise.
+"""
+
+BETWEEN = """\
+
+In backward dO is the gradient with respect to O, and so on; δ is rowsum(dO ∘ O). S is computed
+again through the forward's own sites (`q_scaled` to `bias`), since kernels do both times what they
+do; `s` is for one that is coarser the second time.
 """
 
 STRUCTURE = """\
 
-Two sites have a value that holds once another option brings them into play: `q_scaled` with
-`scale_in: q`, `state` with `loop_order: kv`. A format without infinity cannot stand where -inf must
-be held: `bias`, `max`, `exponent`, `lse`.
+Some sites have a value that holds once another option brings them into play: `q_scaled` with
+`scale_in: q`, `state` with `loop_order: kv`, `ds_scaled` with `ds_scale: before`, `delta_o` with
+`delta_from: dO*O`, `dk_partial` and `dv_partial` with grouped heads and `group_sum: separate`. A
+format without infinity cannot stand where -inf must be held: `bias`, `max`, `exponent`, `lse`, `s`,
+`lse_read`, `p_backward`.
 
 ## What else decides the numbers
 
@@ -62,9 +72,27 @@ TAIL = """\
   is in the working format all along; with `fa2` the outer loop `kv` rounds O after every tile.
 - `exponential: fexp_u20` is the fast exp of PyTorch's fused CPU kernel under AVX2 and AVX-512. That
   kernel is `fa2` with `block_kv: 512, exponential: fexp_u20`; its plain build has the exact one.
+- `p_from: lse` has P = exp(S − L) in backward. `m_and_l` has exp(S − m) / l, which is what autograd
+  kept, and what FlashAttention-1 recomputes (Algorithm 4, line 13).
+- `delta_from`: δ = rowsum(dO ∘ O), or rowsum(dP ∘ P), which is what autograd's softmax has, and one
+  of the second paper's interventions. `delta_o` rounds O as it was before `out`: `delta_o: exact`
+  has δ from the O that was not cast.
+- `ds_scale: before` scales dS before it is rounded for its products; `after` scales the products.
+- `group_sum`: with grouped heads dK and dV are summed from those of every query head, or the same
+  sums run on through the group.
+- In backward P is normalised from the start, so tiles change nothing but the running sums `dq`,
+  `dk`, `dv` (and `delta` with `dP*P`), in which `block_q` and `block_kv` both tell. Which loop is
+  the outer one decides nothing there: what a kernel keeps between tiles has its site.
+- PyTorch's fused CPU kernel adds every tile to the gradient in the working format. It is `fa2` with
+  `{dq: working, dk: working, dv: working, group_sum: running, block_kv: 512, exponential:
+  fexp_u20}` and `block_q` 256 from length 768 on, 64 from 192 on, else 32. Plain `fa2`, with sums
+  in fp32, predicts its dq to 16 %, but dv errs 1.3 to 2.3 times as much as predicted.
+- `sdpa-math` computes in fp32 and casts once: `exact` with `out`, `dq_out`, `dk_out` and `dv_out`
+  `working`.
 - `rounding` (`nearest`, `toward_zero`, `stochastic` with `seed`) holds for every site.
 - `compute: float32` does the arithmetic in fp32 and rounds at the same sites; float32 sites then
-  cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulated.py`.
+  cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulated_forward.py` and
+  `numdev/kernels/emulated_backward.py`.
 
 ## Limits
 
@@ -84,13 +112,10 @@ def render() -> str:
             _table(["preset", ""], ([f"`{name}`", ABOUT[name]] for name in names)),
             MIDDLE,
             "\n",
-            _table(
-                ["site", "what is rounded", *(f"`{name}`" for name in names)],
-                (
-                    [f"`{site.name}`", site.rounds, *(PRESETS[n].sites[site.name] for n in names)]
-                    for site in SITES.values()
-                ),
-            ),
+            _sites("forward", FORWARD),
+            BETWEEN,
+            "\n",
+            _sites("backward", BACKWARD),
             STRUCTURE.format(memory=PRESETS["golden2024"].memory),
             "\n",
             _table(
@@ -110,9 +135,23 @@ STRUCTURES = (
     "l_from",
     "scale_in",
     "exponential",
+    "p_from",
+    "delta_from",
+    "ds_scale",
+    "group_sum",
     "rounding",
     "compute",
 )
+
+
+def _sites(title: str, sites: Sequence[str]) -> str:
+    return _table(
+        [title, "what is rounded", *(f"`{name}`" for name in PRESETS)],
+        (
+            [f"`{s}`", SITES[s].rounds, *(preset.sites[s] for preset in PRESETS.values())]
+            for s in sites
+        ),
+    )
 
 
 def _shown(preset: Recipe, row: str) -> str:

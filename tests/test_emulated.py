@@ -26,11 +26,12 @@ from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, format_of, round_to, ulp
 from numdev.inputs import Shapes, draw
-from numdev.kernels import emulated as module
+from numdev.kernels import emulated_forward as module
 from numdev.kernels import find
-from numdev.kernels.emulated import Rounder, attend
+from numdev.kernels.emulated_forward import attend
 from numdev.kernels.reference import attend as reference
-from numdev.kernels.sites import PRESETS, SITES, Recipe, recipe
+from numdev.kernels.rounder import Rounder, rounding
+from numdev.kernels.sites import FORWARD, PRESETS, SITES, Recipe, recipe
 
 ROOT = Path(__file__).parent.parent
 BF16 = FORMATS["bfloat16"]
@@ -190,7 +191,7 @@ def test_the_page_is_what_the_code_says() -> None:
         ({"memory": 64, "block_kv": 64}, "memory and block_kv both set the tile"),
         *(
             ({"sites": {site: "float8_e4m3fn"}}, f"{site} must hold -inf")
-            for site in ("bias", "max", "exponent", "lse")
+            for site in ("bias", "max", "exponent", "lse", "s", "lse_read", "p_backward")
         ),
     ],
 )
@@ -311,13 +312,14 @@ def test_a_sink_alone_is_the_lse() -> None:
 # --- rounding happens at its site ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", FORWARD)
 def test_a_coarse_site_rounds(site: str, seen: list[tuple[str, Tensor]]) -> None:
     """A site set to e8m2 passes on values of e8m2 and no others, and that changes the result;
     every other site stays exact."""
     case = everything()
     made = {"preset": "exact", "block_kv": 4, "loop_order": "kv"}
     made["scale_in"] = "q" if site == "q_scaled" else "scores"
+    made |= {"splits": 2} if site == "merge" else {}
     plain = find("emulated").attend(case, **made, lse="exact")
     seen.clear()
     coarse = find("emulated").attend(case, **made, **{site: "e8m2"})
@@ -338,15 +340,15 @@ def test_a_preset_rounds_as_its_table_says(
     preset: str, compute: str, seen: list[tuple[str, Tensor]]
 ) -> None:
     """Every value that leaves a site is one of the format the preset gives the site, and but for
-    q_scaled and state, which need an option, every site is reached."""
+    q_scaled, state and merge, which need an option, every site is reached."""
     case = everything(is_causal=True, causal_offset=4)
     tile = {} if preset == "eager" else {"block_kv": 4}
     find("emulated").attend(case, preset=preset, compute=compute, **tile)
     for site, value in seen:
         fmt = PRESETS[preset].format_at(site, BF16)
         assert fmt is None or is_representable(value, fmt.name), site
-    optional = {"q_scaled"} if preset == "golden2024" else {"q_scaled", "state"}
-    assert {site for site, _ in seen} == set(SITES) - optional
+    optional = {"q_scaled", "merge"} | (set() if preset == "golden2024" else {"state"})
+    assert {site for site, _ in seen} == set(FORWARD) - optional
 
 
 @pytest.mark.parametrize(
@@ -365,7 +367,8 @@ def test_every_step_of_a_site_is_rounded(
     """In a case of one tile each site rounds once, softcap three times, and as listed; `max` also
     rounds the sink."""
     find("emulated").attend(everything(), algorithm=algorithm)
-    once = dict.fromkeys(SITES, 1) | {"softcap": 3, "max": 2, "q_scaled": 0, "state": 0}
+    once = dict.fromkeys(FORWARD, 1) | {"softcap": 3, "max": 2}
+    once |= dict.fromkeys(("q_scaled", "state", "merge"), 0)
     assert Counter(site for site, _ in seen) == Counter(once | several)
 
 
@@ -395,7 +398,7 @@ def test_the_fast_way_rounds_as_round_to(dtype: torch.dtype, name: str) -> None:
     wide = torch.randn(100_000, generator=generator, dtype=torch.float64) * exponents.exp2()
     x = torch.cat([torch.tensor(HARD, dtype=torch.float64), wide]).to(dtype)
     x = torch.cat([x, -x])
-    step = module._rounding(format_named(name), dtype, "nearest", torch.Generator())
+    step = rounding(format_named(name), dtype, "nearest", torch.Generator())
     given = x if step is None else step(x)
     expected = round_to(x, format_named(name))
     assert given.dtype == dtype
@@ -532,15 +535,16 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
 ) -> None:
     """Every visible pair lies in exactly one tile, no pair in two; rows are whole blocks; and each
     block of a tile sees something of it. In one piece or many."""
-    for case, budget, (block_q, block_kv) in itertools.product(
-        positions(), (1, 1 << 20), ((1, 1), (2, 3), (5, 4), (64, 64))
+    for case, budget, (block_q, block_kv), splits in itertools.product(
+        positions(), (1, 1 << 20), ((1, 1), (2, 3), (5, 4), (64, 64)), (None, 3)
     ):
         monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": budget})
         shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
         shown = torch.ones(case.q_len, case.kv_len, dtype=torch.bool) if shown is None else shown
         count = torch.zeros(shown.shape)
-        made = recipe("fa2", block_q=block_q, block_kv=block_kv)
-        for rows, keys in module._tiles(case, made):
+        made = recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits)
+        tiles = [t for s in module._splits(case, made) for t in module._tiles(case, made, s)]
+        for rows, keys in tiles:
             count[rows, keys] += 1
             assert rows.start % block_q == 0
             assert rows.stop % block_q == 0 or rows.stop == case.q_len
@@ -657,7 +661,7 @@ def test_a_tied_pair_in_the_working_format() -> None:
         made = recipe("exact", sites={"pv": "bfloat16"})
         r = Rounder(made, part, torch.float64)
         P = part.k.transpose(-1, -2).exp()
-        sums.append(module._times(r, P, part.v).item())
+        sums.append(r("pv", module.times(part, P, part.v)).item())
     assert sums == [-4.71875, -4.6875]
 
 
@@ -714,13 +718,13 @@ def test_global_settings_are_off_inside_and_restored(
 ) -> None:
     """TF32 is off while scores are computed, and as it was afterwards, also after an error."""
     inside: list[tuple[str, ...]] = []
-    original = module._scores
+    original = module.scores
 
     def watched(*arguments: Any) -> Tensor:
         inside.append(tf32())
         return original(*arguments)
 
-    monkeypatch.setattr(module, "_scores", watched)
+    monkeypatch.setattr(module, "scores", watched)
     emulate(drawn(8), compute="float32")
     assert inside == [("ieee", "ieee")]
     assert tf32() == ("tf32", "bf16")
@@ -728,7 +732,7 @@ def test_global_settings_are_off_inside_and_restored(
     def broken(*arguments: Any) -> Tensor:
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(module, "_scores", broken)
+    monkeypatch.setattr(module, "scores", broken)
     with pytest.raises(RuntimeError, match="in the middle"):
         emulate(drawn(8), compute="float32")
     assert tf32() == ("tf32", "bf16")
@@ -783,7 +787,7 @@ def test_deviation_falls_with_mantissa_bits() -> None:
     truth = reference(case).out
     errors = []
     for bits in range(7, 20, 3):
-        sites = dict.fromkeys(SITES, f"e8m{bits}")
+        sites = dict.fromkeys(FORWARD, f"e8m{bits}")
         errors.append(rms(emulate(case, preset="golden2024", **sites) - truth).mean())
     for coarse, fine in itertools.pairwise(errors):
         assert coarse / fine == pytest.approx(8, rel=0.25)

@@ -1,74 +1,25 @@
 """Attention with a format at every rounding site: what a kernel's choices cost, made explicit.
 
-`emulated` computes tiled attention in fp64 and rounds each intermediate result, once and correctly,
-to the format its *site* has in a recipe (`numdev.kernels.sites`, docs/sites.md). So a recipe is a
-hypothesis about a kernel: its output predicts the size of the kernel's error, and where tiles and
-order are right too, the error itself. With every site exact it is the reference.
-
-What is modelled. A site is rounded after the exact result of its step. The sum inside a matrix
-product or a row sum is therefore exact up to its one rounding: kernels accumulate such sums in at
-least fp32, and that error is left out. So are approximate exp and reciprocal. The prediction is
-good for the size of a 16-bit kernel's error; of its bias it is not, since with ties a relative
-error of 1e-6 in l moves the output by 0.1 ulp.
-
-What the tile changes. P is rounded relative to the running maximum, and the accumulators are
-rounded once per tile, so `block_kv` and `kv_order` change the numbers. `block_q` does not, in
-round-to-nearest: rows are independent, and to a row that sees no key of a tile the tile is P = 0,
-a = 1, which changes nothing that is rounded already. (`fa1` multiplies O by l and divides by l
-again; once O = round(X / l), round(round(O l) / l) is O. A test goes through all significands of
-bf16.) Rounding toward zero, O shrinks at every such tile, so there the size of the block tells. As
-in real kernels, rows take part in a tile as whole blocks of block_q, and a tile that no row of a
-block can see by its position is skipped. The outer loop changes nothing but the rounding at
-`state`; so one order is computed, and rows are processed in as few pieces as memory allows.
-
-`compute="float32"` does the same in fp32, TF32 and autocast off, and rounds at the same sites
-(float32 sites are then free). How far apart the two modes may be, for `fa2`. Let u be the unit
-roundoff of the working format, w = 2^-24, d the head_dim, n the length, t the number of tiles, and
-A = |scale| sum |q||k|, the sum of absolute terms in a score.
-
-- Two scores differ by at most (d + 4) w A: d for the product, 2 for the scale and its product, 2
-  for the fp64 mode's own roundings to fp32. The maximum differs by as much, and S - m rounds once
-  in each mode, 4 w A. With exp (4 w) and its rounding, P before `p` differs by a relative
-  (2 d + 12) w A + 6 w. Every tile rescales once more, by a factor that differs by 4 w A + 8 w.
-  In sum e = (2 d + 12 + 4 t) w A + (6 + 8 t) w. The sums in l and P V add (n + 4) w each.
-- Rounding is monotone: where e carries a P over a boundary it lands one ulp away, 2 u relative
-  (above the subnormals); elsewhere both modes get the same P. The cast at the end is monotone too.
-
-With T the term scale, therefore, always |o32 - o64| <= (2 u + 2 e + (2 n + 8) w) T + ulp(o). That
-is every P on the other side of its boundary, and in one direction. A P is carried over with a
-probability of about its relative error / u, and the real error is far below e. Measured (lengths
-256 and 1024, normal, wide and tied scores, all presets): 0.1 % of the outputs differ in bf16 and
-up to 2 % in fp16, by a root mean square of at most 7 % and 18 % of the emulated error, whose own
-rms agrees to 0.1 %.
-
-Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; a = exp(m_old
-- m) rescales what was summed before.
+`emulated` is the kernel: its options are a recipe (`numdev.kernels.sites`, docs/sites.md), and what
+it computes from it is `numdev.kernels.emulated_forward` and `numdev.kernels.emulated_backward`. So
+a recipe is a hypothesis about a kernel: its results predict the size of the kernel's errors, and
+where tiles and order are right too, the errors themselves. With every site exact it is the
+reference.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from numdev.cases import AttentionCase, additive, key_range, visible
-from numdev.formats import Format, RoundingMode, format_of, round_to
-from numdev.kernels import Output, Refused, kernel
+from numdev.cases import AttentionCase
+from numdev.kernels import Output, kernel, no_claim
+from numdev.kernels import emulated_backward as backward
+from numdev.kernels.emulated_forward import attend
+from numdev.kernels.rounder import stored
 from numdev.kernels.sites import SITES, Recipe, recipe
-
-BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for
-stochastic rounding, whose random numbers are drawn in the order of the pieces."""
-
-LN_SMALLEST_FP32 = -126 * math.log(2.0)
-
-State = tuple[Tensor, Tensor, Tensor]
-"""m [B, H, rows], l [B, H, rows], O [B, H, rows, v_dim]."""
 
 
 def _recipe_of(options: Mapping[str, Any]) -> Recipe:
@@ -78,7 +29,29 @@ def _recipe_of(options: Mapping[str, Any]) -> Recipe:
     return recipe(fields.pop("preset"), sites=sites, **fields)
 
 
-@kernel("emulated", any_format=True, validate=_recipe_of)
+def gradients(case: AttentionCase, **options: Any) -> Output:
+    """Both passes of a training step, under the options of `emulated` (those not given are its
+    defaults): out, lse, dq, dk and dv, each in a dtype that holds its site's format.
+
+    Raises UsageError for an option it does not have and for a senseless recipe, Refused where the
+    case has no grad_out or its format cannot do what the recipe asks.
+    """
+    made = _recipe_of({"preset": "fa2", **options})
+    O, L, *dQKV = backward.gradients(case, made)
+    sites = zip(("out", "dq_out", "dk_out", "dv_out"), (O, *dQKV), strict=True)
+    out, dq, dk, dv = (stored(x, made.format_at(n, case.format), case.q.dtype) for n, x in sites)
+    return Output(
+        out=out,
+        lse=stored(L, made.format_at("lse", case.format), torch.float32),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        ran=description(made, case),
+        ran_backward=backward_description(made, case),
+    )
+
+
+@kernel("emulated", any_format=True, validate=_recipe_of, claims=no_claim, backward=gradients)
 def emulated(
     case: AttentionCase,
     *,
@@ -89,9 +62,14 @@ def emulated(
     memory: int | None = None,
     loop_order: str | None = None,
     kv_order: str | None = None,
+    splits: int | None = None,
     l_from: str | None = None,
     scale_in: str | None = None,
     exponential: str | None = None,
+    p_from: str | None = None,
+    delta_from: str | None = None,
+    ds_scale: str | None = None,
+    group_sum: str | None = None,
     rounding: str | None = None,
     seed: int | None = None,
     compute: str | None = None,
@@ -111,8 +89,34 @@ def emulated(
     accumulator: str | None = None,
     normalised: str | None = None,
     state: str | None = None,
+    merge: str | None = None,
     lse: str | None = None,
     out: str | None = None,
+    s: str | None = None,
+    lse_read: str | None = None,
+    p_backward: str | None = None,
+    p_for_dv: str | None = None,
+    dv_product: str | None = None,
+    dv: str | None = None,
+    dp: str | None = None,
+    delta_o: str | None = None,
+    delta_product: str | None = None,
+    delta: str | None = None,
+    dp_minus_delta: str | None = None,
+    p_for_ds: str | None = None,
+    ds_softmax: str | None = None,
+    ds_softcap: str | None = None,
+    ds_scaled: str | None = None,
+    ds: str | None = None,
+    dq_product: str | None = None,
+    dq: str | None = None,
+    dk_product: str | None = None,
+    dk: str | None = None,
+    dk_partial: str | None = None,
+    dv_partial: str | None = None,
+    dq_out: str | None = None,
+    dk_out: str | None = None,
+    dv_out: str | None = None,
 ) -> Output:
     """Attention with a format at every rounding site, as a preset or site by site.
 
@@ -128,33 +132,10 @@ def emulated(
     made = _recipe_of({name: value for name, value in given.items() if name != "case"})
     O, L = attend(case, made)
     return Output(
-        out=_stored(O, made.format_at("out", case.format), case.q.dtype),
-        lse=_stored(L, made.format_at("lse", case.format), torch.float32),
+        out=stored(O, made.format_at("out", case.format), case.q.dtype),
+        lse=stored(L, made.format_at("lse", case.format), torch.float32),
         ran=description(made, case),
     )
-
-
-def attend(case: AttentionCase, made: Recipe) -> tuple[Tensor, Tensor]:
-    """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute` dtype.
-
-    Differentiates nothing: it runs without autograd. Raises Refused as `emulated` does.
-    """
-    dtype = torch.float64 if made.compute == "float64" else torch.float32
-    r = Rounder(made, case, dtype)
-    with torch.no_grad(), _plain_arithmetic(case.q.device):
-        q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
-        if made.scale_in == "q":
-            q = r("q_scaled", q * case.scale)
-        m, l, O = _start(case, r, q, v)
-        for rows, keys in _tiles(case, made):
-            S = _scores(r, case, made, q, k, rows, keys)
-            before = (m[:, :, rows], l[:, :, rows], O[:, :, rows])
-            step = STEPS[made.algorithm]
-            m[:, :, rows], l[:, :, rows], new = step(r, made, S, v[:, :, keys], before)
-            O[:, :, rows] = r("state", new) if made.loop_order == "kv" else new
-        if made.algorithm == "fa2":
-            O = r("normalised", O / _nonzero(l)[..., None])
-        return r("out", O), r("lse", m + l.log())
 
 
 def description(made: Recipe, case: AttentionCase) -> str:
@@ -163,231 +144,15 @@ def description(made: Recipe, case: AttentionCase) -> str:
     return (
         f"{made.preset}: {made.algorithm}, tiles {block_q} x {block_kv} {made.kv_order}, "
         f"outer loop {made.loop_order}, l from {made.l_from} P, {made.compute}"
+        + (f", {made.splits} splits" if made.splits else "")
     )
 
 
-class Rounder:
-    """`r(site, x)`: x rounded to the format the recipe gives the site. May return x itself."""
-
-    def __init__(self, made: Recipe, case: AttentionCase, dtype: torch.dtype) -> None:
-        here, device = format_of(dtype), case.q.device
-        if not here.contains(case.format):
-            raise Refused(f"computing in {here.name} would round inputs in {case.format.name}")
-        generator = torch.Generator(device).manual_seed(made.seed)
-        self.steps: dict[str, Callable[[Tensor], Tensor] | None] = {}
-        for site in SITES.values():
-            fmt = made.format_at(site.name, case.format)
-            if fmt is not None and not here.contains(fmt):
-                raise Refused(f"computing in {here.name} cannot round {site.name} to {fmt.name}")
-            if fmt is not None and site.may_hide and not fmt.has_infinity:
-                raise Refused(f"{site.name} must hold -inf, which {fmt.name} does not have")
-            self.steps[site.name] = _rounding(fmt, dtype, made.rounding, generator)
-
-    def __call__(self, site: str, x: Tensor) -> Tensor:
-        step = self.steps[site]
-        return x if step is None else step(x)
-
-
-def _rounding(
-    fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator
-) -> Callable[[Tensor], Tensor] | None:
-    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
-
-    Where torch's own cast rounds once, to nearest, it is `round_to` at a tenth of the cost: from
-    float64 to float32, and from float32 to its halves. From float64 to a half it rounds twice.
-    """
-    if fmt is None or fmt.contains(format_of(dtype)):
-        return None
-    direct = (torch.float32,) if dtype == torch.float64 else (torch.bfloat16, torch.float16)
-    if mode == "nearest":
-        for narrow in direct:
-            if format_of(narrow).contains(fmt) and fmt.contains(format_of(narrow)):
-                return functools.partial(_there_and_back, narrow=narrow)
-    return functools.partial(round_to, format=fmt, mode=mode, generator=generator)
-
-
-def _there_and_back(x: Tensor, narrow: torch.dtype) -> Tensor:
-    return x.to(narrow).to(x.dtype)
-
-
-def _start(case: AttentionCase, r: Rounder, q: Tensor, v: Tensor) -> State:
-    """Before any key: nothing, or the sink, a key with a logit and no value."""
-    shape = q.shape[:3]
-    O = q.new_zeros(*shape, v.shape[-1])
-    if case.sinks is None:
-        return q.new_full(shape, -math.inf), q.new_zeros(shape), O
-    m = r("max", case.sinks.to(q.dtype))[None, :, None].expand(shape).clone()
-    return m, torch.ones_like(m), O
-
-
-def _scores(
-    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, rows: slice, keys: slice
-) -> Tensor:
-    """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden."""
-    b, h = q.shape[:2]
-    product = _per_kv_head(case, q[:, :, rows]) @ k[:, :, keys].transpose(-1, -2)
-    S = r("scores", product.view(b, h, -1, k[:, :, keys].shape[2]))
-    if made.scale_in == "scores":
-        S = r("scaled", S.mul_(case.scale))
-    if case.softcap is not None:
-        S = r("softcap", S.div_(case.softcap))
-        S = r("softcap", S.tanh_())
-        S = r("softcap", S.mul_(case.softcap))
-    added = additive(case, rows, keys)
-    if added is not None:
-        S = r("bias", S.add_(added.to(S.dtype)))
-    shown = visible(case, rows, keys)
-    return S if shown is None else S.masked_fill_(~shown, -math.inf)
-
-
-def _fa2(r: Rounder, made: Recipe, S: Tensor, V: Tensor, before: State) -> State:
-    """FlashAttention-2, Algorithm 1, lines 8 to 10: O is normalised after the last tile."""
-    m_old, l_old, O_old = before
-    m = torch.maximum(m_old, r("max", S.amax(dim=-1)))
-    a = _factor(r, m_old, m)
-    P = _exp(r, made, S, m)
-    P_V = r("p", P)
-    l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P_V))
-    O = r("accumulator", a[..., None] * O_old)
-    return m, l, r("accumulator", O.add_(_times(r, P_V, V)))
-
-
-def _fa1(r: Rounder, made: Recipe, S: Tensor, V: Tensor, before: State) -> State:
-    """FlashAttention, Algorithm 1, lines 10 to 13: a tile has a maximum of its own, and O is
-    normalised after every tile."""
-    m_old, l_old, O_old = before
-    m_tile = r("max", S.amax(dim=-1))
-    m = torch.maximum(m_old, m_tile)
-    a, b = _factor(r, m_old, m), _factor(r, m_tile, m)
-    P = _exp(r, made, S, m_tile)
-    P_V = r("p", P)
-    al = r("rescale", a * l_old)
-    l = r("row_sum", al + r("rescale", b * _tile_sum(r, made, P, P_V)))
-    O = r("accumulator", al[..., None] * O_old)
-    O = r("accumulator", O.add_(r("accumulator", b[..., None] * _times(r, P_V, V))))
-    return m, l, r("normalised", O / _nonzero(l)[..., None])
-
-
-def _plain(r: Rounder, made: Recipe, S: Tensor, V: Tensor, before: State) -> State:
-    """Softmax over all keys, then P V. There is one tile, and at most a sink before it."""
-    m_old, l_old, _ = before
-    m = torch.maximum(m_old, r("max", S.amax(dim=-1)))
-    a = _factor(r, m_old, m)
-    P = _exp(r, made, S, m)
-    l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P))
-    P_V = r("p", r("normalised", P / _nonzero(l)[..., None]))
-    return m, l, r("accumulator", _times(r, P_V, V))
-
-
-STEPS = {"fa2": _fa2, "fa1": _fa1, "plain": _plain}
-
-
-def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
-    """exp(m_old - m), by which what was summed under m_old is rescaled; 0 if that was nothing."""
-    return r("rescale", r("exponent", m_old - _finite(m)).exp_())
-
-
-def _exp(r: Rounder, made: Recipe, S: Tensor, m: Tensor) -> Tensor:
-    """exp(S - m). Overwrites S."""
-    x = r("exponent", S.sub_(_finite(m)[..., None]))
-    return r("exp", _fexp_u20(x) if made.exponential == "fexp_u20" else x.exp_())
-
-
-def _fexp_u20(x: Tensor) -> Tensor:
-    """PyTorch's fast vectorised exp, for x <= 0: exp(x) = 2^y, and the fp32 number whose bits are
-    (y + 127) * 2^23 is 2^y, but for its straight fraction, which a cubic in frac(y) makes up for
-    (Malossi et al., Fast Exponential Computation on SIMD Architectures, 2015). The sum y + 127 has
-    24 bits, which leaves the result about 17. Coefficients as in torch's vec512_float.h."""
-    y = x.clamp(min=LN_SMALLEST_FP32).mul_(math.log2(math.e))
-    f = y - y.floor()
-    cubic = f.mul(-0.079204240219773236).add_(-0.22433836478672356)
-    cubic = cubic.mul_(f).add_(0.30354260500649682).mul_(f).add_(0.00010703434948458272)
-    bits = y.sub_(cubic).add_(127.0).to(torch.float32).mul_(2.0**23)
-    power = bits.to(torch.int32).view(torch.float32).to(x.dtype)
-    return power.masked_fill_(x < LN_SMALLEST_FP32, 0.0).masked_fill_(x.isnan(), math.nan)
-
-
-def _tile_sum(r: Rounder, made: Recipe, P: Tensor, P_V: Tensor) -> Tensor:
-    return r("tile_sum", (P_V if made.l_from == "rounded" else P).sum(dim=-1))
-
-
-def _times(r: Rounder, P: Tensor, V: Tensor) -> Tensor:
-    """P V [B, H, rows, v_dim], each kv head's V with all its query heads."""
-    b, h, rows, keys = P.shape
-    PV = P.reshape(b, V.shape[1], -1, keys) @ V
-    return r("pv", PV.view(b, h, rows, -1))
-
-
-def _finite(m: Tensor) -> Tensor:
-    """m, with 0 for the maximum of no key at all: any finite shift then gives P = 0, not NaN."""
-    return torch.where(m == -math.inf, 0.0, m)
-
-
-def _nonzero(l: Tensor) -> Tensor:
-    """l, with 1 where nothing was summed: O is 0 there and stays so."""
-    return torch.where(l == 0, 1.0, l)
-
-
-def _tiles(case: AttentionCase, made: Recipe) -> Iterator[tuple[slice, slice]]:
-    """Every tile somebody can see by position, as (rows, keys), in the order each row meets them.
-
-    Tiles begin at multiples of block_kv; rows are whole blocks of block_q, as many as fit.
-    """
+def backward_description(made: Recipe, case: AttentionCase) -> str:
+    """The same of the backward pass."""
     block_q, block_kv = made.tile(case.q.shape[-1], case.kv_len)
-    row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
-    budget = BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"]
-    step = block_q * max(1, budget // (row_bytes * block_q))
-    for first in range(0, case.q_len, step):
-        piece = slice(first, min(first + step, case.q_len))
-        keys = key_range(case, piece)
-        starts = range(keys.start - keys.start % block_kv, keys.stop, block_kv)
-        for start in reversed(starts) if made.kv_order == "descending" else starts:
-            tile = slice(start, min(start + block_kv, case.kv_len))
-            rows = _row_range(case, tile, piece, block_q)
-            if rows.start < rows.stop:
-                yield rows, tile
-
-
-def _row_range(case: AttentionCase, keys: slice, piece: slice, block_q: int) -> slice:
-    """The rows of `piece` whose block can see any of `keys` by position."""
-    first, last = piece.start, piece.stop
-    if case.is_causal:
-        first = max(first, keys.start - case.causal_offset)
-    if case.window is not None:
-        left, right = case.window
-        if right is not None:
-            first = max(first, keys.start - case.causal_offset - right)
-        if left is not None:
-            last = min(last, keys.stop - case.causal_offset + left)
-    if first >= last:
-        return slice(first, first)
-    return slice(first - first % block_q, min(last + -last % block_q, piece.stop))
-
-
-def _per_kv_head(case: AttentionCase, x: Tensor) -> Tensor:
-    """[B, H, R, X] as [B, kv_heads, group * R, X]: each kv head meets its query heads at once."""
-    b, _, rows, width = x.shape
-    return x.reshape(b, case.kv_heads, case.group * rows, width)
-
-
-def _stored(x: Tensor, fmt: Format | None, preferred: torch.dtype) -> Tensor:
-    """x in a dtype that holds the values of `fmt`: the preferred one if it does. Exact."""
-    for dtype in (preferred, torch.float32):
-        if fmt is not None and format_of(dtype).contains(fmt):
-            return x.to(dtype)
-    return x
-
-
-@contextlib.contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """fp32 products in fp32: without TF32, bf16 passes, or autocast."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+    kept = {"lse": "exp(S - L)", "m_and_l": "exp(S - m) / l"}[made.p_from]
+    return (
+        f"{made.preset}: P from {kept}, delta from {made.delta_from}, dS scaled "
+        f"{made.ds_scale} its products, tiles {block_q} x {block_kv}, {made.compute}"
+    )

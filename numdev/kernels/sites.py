@@ -9,8 +9,7 @@ The value of a site is `working` (the format of the case), `exact` (not rounded 
 arithmetic itself), or the name of a format, any that `formats.format_named` knows.
 
 Nothing here computes attention; that is `emulated`, which reads as the algorithm with these names
-at each step. docs/sites.md is written from this file. The backward sites of the same presets join
-the same tables.
+at each step. docs/sites.md is written from this file.
 
 References: FlashAttention, arXiv 2205.14135 (`fa1`, Algorithm 1); FlashAttention-2, arXiv
 2307.08691 (`fa2`, Algorithm 1); P1 = Golden et al., arXiv 2405.02803; P2 = Qiu & Yao, arXiv
@@ -26,6 +25,19 @@ from typing import Any, Literal, get_args
 
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, format_named
+from numdev.kernels.site_list import BACKWARD, FORWARD, SITES, Site
+
+__all__ = [
+    "ABOUT",
+    "BACKWARD",
+    "FORWARD",
+    "PRESETS",
+    "SITES",
+    "TILINGS",
+    "Recipe",
+    "Site",
+    "recipe",
+]
 
 Algorithm = Literal["fa2", "fa1", "plain"]
 LFrom = Literal["unrounded", "rounded"]
@@ -33,47 +45,15 @@ ScaleIn = Literal["scores", "q"]
 LoopOrder = Literal["q", "kv"]
 KvOrder = Literal["ascending", "descending"]
 Exponential = Literal["exact", "fexp_u20"]
+PFrom = Literal["lse", "m_and_l"]
+DeltaFrom = Literal["dO*O", "dP*P"]
+GroupSum = Literal["separate", "running"]
+DsScale = Literal["before", "after"]
 Compute = Literal["float64", "float32"]
 
 WORKING, WIDE, EXACT = "working", "wide", "exact"
 # wide: float32, or the working format where that is wider (a kernel for fp64 inputs does not round
 # its sums down to fp32).
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A step at which a kernel rounds."""
-
-    name: str
-    rounds: str
-    """What is rounded there, in the papers' letters."""
-    may_hide: bool = False
-    """Whether it must be able to hold -inf: a hidden score, or the maximum of a row without keys.
-    A format without infinity cannot stand there."""
-
-
-# In the order of the pass. A row of steps that round alike in all code we know is one site.
-_FORWARD = (
-    Site(name="q_scaled", rounds="scale · Q, where the scale is folded into Q"),
-    Site(name="scores", rounds="S = Q Kᵀ, the finished sum"),
-    Site(name="scaled", rounds="scale · S"),
-    Site(name="softcap", rounds="S / cap, its tanh, and cap times that: each of the three"),
-    Site(name="bias", rounds="S + additive mask", may_hide=True),
-    Site(name="max", rounds="row maximum of a tile, and so the running m", may_hide=True),
-    Site(name="exponent", rounds="S − m, and m_old − m", may_hide=True),
-    Site(name="exp", rounds="exp(S − m)"),
-    Site(name="p", rounds="P as it is multiplied with V"),
-    Site(name="tile_sum", rounds="sum of a row of P within a tile"),
-    Site(name="rescale", rounds="exp(m_old − m), and its product with l"),
-    Site(name="row_sum", rounds="running l, after a tile is added"),
-    Site(name="pv", rounds="P V of one tile, the finished sum"),
-    Site(name="accumulator", rounds="running O, after it is rescaled and after P V is added"),
-    Site(name="normalised", rounds="O / l (in `plain`, P / l)"),
-    Site(name="state", rounds="O as stored after a tile, where kv is the outer loop"),
-    Site(name="lse", rounds="m + log l, as returned", may_hide=True),
-    Site(name="out", rounds="O as returned"),
-)
-SITES: Mapping[str, Site] = {site.name: site for site in _FORWARD}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +101,23 @@ class Recipe:
     kv_order: KvOrder = "ascending"
     """The order in which a row meets its tiles. FlashAttention-2's CUDA code begins with the last
     one, PyTorch's CPU kernel with the first."""
+    splits: int | None = None
+    """Into how many parts of whole tiles the keys are divided, each with an O and L of its own, as
+    decoding kernels do to fill the GPU; they are merged by their L. None: one."""
     exponential: Exponential = "exact"
-    """How exp(S − m) is computed. `fexp_u20` is what PyTorch's CPU kernel uses with AVX2 and
-    AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
+    """How forward computes exp(S − m); exp in backward is exact. `fexp_u20` is what PyTorch's CPU
+    kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
+    p_from: PFrom = "lse"
+    """Backward: whether P is exp(S − L), or exp(S − m) / l as in forward: kept by autograd, or
+    recomputed as FlashAttention's first version does (`fa1`, Algorithm 4, line 13)."""
+    delta_from: DeltaFrom = "dO*O"
+    """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
+    ds_scale: DsScale = "after"
+    """Backward: whether dS is multiplied by the scale before it is rounded for the products with K
+    and Q, or the products are, tile by tile."""
+    group_sum: GroupSum = "separate"
+    """Backward: whether each query head of a group has its own dK and dV, which are summed at the
+    end, or the running sums go on from one query head to the next."""
     tiling: str = "fa2"
     memory: int = 4096
     """M, on-chip memory in elements, for the tiling `fa1`. P1 does not say what it used; with 4096
@@ -157,9 +151,44 @@ def _everywhere(value: str, **others: str) -> dict[str, str]:
     return {**dict.fromkeys(SITES, value), **others}
 
 
-# q_scaled and state are used only if scale_in or loop_order ask for them: then what is written is
-# a tensor like q, or like the output.
-_FA2_SITES = _everywhere(WIDE, p=WORKING, out=WORKING, q_scaled=WORKING, state=WORKING)
+# q_scaled, state and ds_scaled are used only if scale_in, loop_order and ds_scale ask for them:
+# then the first two are tensors like q and the output, the last a step in registers.
+_FA2_SITES = _everywhere(
+    WIDE,
+    q_scaled=WORKING,
+    p=WORKING,
+    state=WORKING,
+    out=WORKING,
+    # Operands of matrix units, what is read from memory, what is written there: FlashAttention-2
+    # writes dK and dV of every query head in the working format and sums the group afterwards.
+    p_for_dv=WORKING,
+    delta_o=WORKING,
+    ds=WORKING,
+    dk_partial=WORKING,
+    dv_partial=WORKING,
+    dq_out=WORKING,
+    dk_out=WORKING,
+    dv_out=WORKING,
+)
+# What autograd keeps of softmax is P in fp32. What flows back is in the format of what it belongs
+# to: dP and dS are rounded, dS again wherever S was on its way. A sum over all rows is one product.
+_EAGER_SITES = _everywhere(
+    WORKING,
+    **dict.fromkeys(
+        ("max", "exponent", "exp", "tile_sum", "rescale", "row_sum", "pv", "accumulator"), WIDE
+    ),
+    **dict.fromkeys(("normalised", "lse", "lse_read", "p_backward"), WIDE),
+    **dict.fromkeys(("delta_product", "delta", "dp_minus_delta", "p_for_ds"), WIDE),
+    **dict.fromkeys(("dv_product", "dv", "dq_product", "dq", "dk_product", "dk"), WIDE),
+)
+# Under autocast, matrix products are in the working format and sums in fp32. L and what meets it
+# (exp, dP − δ, dS) is in fp32 by promotion, and gradients are added up in tensors like q, k and v.
+_QIU2025_SITES = _everywhere(
+    WORKING,
+    **dict.fromkeys(("exp", "tile_sum", "rescale", "lse"), WIDE),
+    **dict.fromkeys(("lse_read", "p_backward", "delta", "dp_minus_delta"), WIDE),
+    **dict.fromkeys(("p_for_ds", "ds_softmax", "ds_softcap", "ds_scaled"), WIDE),
+)
 
 PRESETS: Mapping[str, Recipe] = {
     made.preset: made
@@ -168,19 +197,12 @@ PRESETS: Mapping[str, Recipe] = {
         Recipe(preset="fa2-consistent", sites=_FA2_SITES, l_from="rounded"),
         Recipe(
             preset="eager",
-            sites=_everywhere(
-                WIDE,
-                q_scaled=WORKING,
-                scores=WORKING,
-                scaled=WORKING,
-                softcap=WORKING,
-                bias=WORKING,
-                p=WORKING,
-                state=WORKING,
-                out=WORKING,
-            ),
+            sites=_EAGER_SITES,
             algorithm="plain",
             tiling="whole",
+            p_from="m_and_l",
+            delta_from="dP*P",
+            ds_scale="before",
         ),
         Recipe(
             preset="golden2024",
@@ -188,25 +210,27 @@ PRESETS: Mapping[str, Recipe] = {
             algorithm="fa1",
             loop_order="kv",
             tiling="fa1",
+            p_from="m_and_l",
         ),
-        Recipe(
-            preset="qiu2025",
-            sites=_everywhere(WORKING, exp=WIDE, tile_sum=WIDE, rescale=WIDE, lse=WIDE),
-            tiling="qiu2025",
-        ),
+        Recipe(preset="qiu2025", sites=_QIU2025_SITES, tiling="qiu2025", ds_scale="before"),
         Recipe(preset="exact", sites=_everywhere(EXACT)),
     )
 }
 
 ABOUT: Mapping[str, str] = {
     "fa2": "A production kernel: everything in fp32, but P in the working format and one cast at "
-    "the end.",
+    "the end. Backward: P and dS in the working format for their products, δ from the cast O, "
+    "accumulators in fp32, and each query head's dK and dV cast before a group is summed.",
     "fa2-consistent": "The same with l from the rounded P, so that the weights sum to 1.",
     "eager": "Model code without tiles: S rounded, scaled and rounded again, softmax in fp32, P "
-    "rounded, P V summed in fp32 and cast.",
-    "golden2024": "Golden et al.: FlashAttention-1 with every step in the working format.",
+    "rounded, P V summed in fp32 and cast. Backward is autograd's: dP rounded, softmax's backward "
+    "in fp32 from the P it kept, dS rounded, scaled and rounded again.",
+    "golden2024": "Golden et al.: FlashAttention-1 with every step in the working format. They "
+    "measured no gradients; backward is FlashAttention-1's Algorithm 4 under the same assumption.",
     "qiu2025": "Qiu & Yao's PyTorch code under autocast: products in the working format, exp and "
-    "sums in fp32, and m, l, O kept in the working format between tiles.",
+    "sums in fp32, and m, l, O kept in the working format between tiles. Backward the same, under "
+    "autocast too: dP, dO ∘ O and the tiles' gradients are in the working format, and so is what "
+    "they are added up in.",
     "exact": "No rounding at any site: attention in fp64, in tiles.",
 }
 """What each preset stands for."""
@@ -241,13 +265,17 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "algorithm": get_args(Algorithm),
     "l_from": get_args(LFrom),
     "scale_in": get_args(ScaleIn),
+    "p_from": get_args(PFrom),
+    "delta_from": get_args(DeltaFrom),
+    "ds_scale": get_args(DsScale),
+    "group_sum": get_args(GroupSum),
     "loop_order": get_args(LoopOrder),
     "kv_order": get_args(KvOrder),
     "exponential": get_args(Exponential),
     "rounding": get_args(RoundingMode),
     "compute": get_args(Compute),
 }
-_POSITIVE = ("block_q", "block_kv", "memory")
+_POSITIVE = ("block_q", "block_kv", "memory", "splits")
 _FIELDS = (*_CHOICES, *_POSITIVE, "seed")
 
 
@@ -289,6 +317,11 @@ def _check_together(made: Recipe, changes: Iterable[str]) -> None:
             raise UsageError(
                 f"preset {made.preset} with algorithm plain has a single tile of all keys",
                 hint="leave out block_kv and memory, or take another algorithm",
+            )
+        if made.splits is not None:
+            raise UsageError(
+                "algorithm plain has a single tile of all keys, which cannot be split",
+                hint="leave out splits, or take another algorithm",
             )
         if made.l_from == "rounded":
             raise UsageError(

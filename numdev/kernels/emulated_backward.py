@@ -1,0 +1,252 @@
+"""The backward pass of `emulated`: the gradients of attention with a format at every rounding site.
+
+`gradients` runs the forward pass of the same recipe and then, as FlashAttention-2 (arXiv
+2307.08691, Algorithm 2) does, computes S again, tile by tile, through the forward's own sites:
+kernels do in backward what they did in forward. The site `s` may round the result once more, for a
+backward pass that is coarser than its forward. Where autograd kept P (`p_from: m_and_l`) it is
+exp(S - m) / l of the m and l that forward left, which is the same number.
+
+What the tile changes. P is normalised from the start, so unlike in forward no step but a sum over
+tiles depends on their size: dq (over keys), dk and dv (over rows), and delta where it is
+rowsum(dP o P). Blocks of as many whole tiles as memory allows are therefore computed at once, and
+only the sums go tile by tile, in the order of the recipe: rows ascending, keys by `kv_order`. Where
+a sum is not rounded from tile to tile, not even they do. The outer loop has no say: whatever is
+kept between tiles has its site (dq, dk, dv), and a kernel that keeps it in registers has a wide one
+there. FlashAttention-2's CUDA kernels add up all three in fp32; PyTorch's CPU kernel adds every
+tile to the gradient in the working format itself: dq, dk and dv `working`, with `block_kv: 512` and
+a `block_q` of 256 from length 768 on, 64 from 192 on, else 32. In `plain` a sum over rows is one
+product, however many pieces it is computed in. With grouped heads each query head has sums of its
+own (dk_partial, dv_partial), or one goes on through the group (`group_sum: running`), as in
+PyTorch's CPU kernel.
+
+delta_o rounds O as it was before its cast at `out`; the two are separate, so that either can be
+made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
+of forward, nor, with delta from dP o P, those delta was made from.
+
+`compute="float32"` against fp64, for `fa2`. With u, w, d, n, t and A as in
+`numdev.kernels.emulated_forward` and v_dim = d: L differs by at most the S do, by
+(4 d + 12 + 4 t) w A + (n + 10 + 8 t) w with what its sum adds, and by its own rounding, w |L| in
+each mode, |L| <= A + log n. So P differs by a relative e = (6 d + 24 + 4 t) w A + (n + 20 + 8 t +
+2 log n) w before it is rounded, dP by (d + 2) w D with D = sum |dO||V|, and delta by (d + 2) w E
+with E = sum |dO||O|, and by 2 u E more where O fell on two sides of a boundary. A dS then lies 2 u
+apart (rounding is monotone), an accumulator adds (n + 4 t) w. In sum, with X the sum over tiles of
+scale P (D + E) |K| for dq (|Q| for dk), and of P |dO| for dv,
+
+    |dq32 - dq64| <= (4 u + 3 e + (2 n + 4 d + 8 t + 16) w) X + ulp(dq),   the same for dk,
+    |dv32 - dv64| <= (2 u + 2 e + (2 n + 8 t) w) X + ulp(dv),
+
+which is every rounding on its other side, and all in one direction.
+
+Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; d of any of
+them the gradient with respect to it, delta = rowsum(dO o O), o elementwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, key_range
+from numdev.formats import format_of
+from numdev.kernels import Refused
+from numdev.kernels import emulated_forward as fwd
+from numdev.kernels.emulated_forward import finite, nonzero
+from numdev.kernels.rounder import Rounder, plain_arithmetic
+from numdev.kernels.sites import Recipe
+
+T = TypeVar("T")
+
+
+def gradients(case: AttentionCase, made: Recipe) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype.
+
+    Shapes as q, k, v and the output have them: with grouped heads dK and dV are sums over the
+    group. A row that sees no key gives and gets nothing. Memory is O(length * head_dim) beyond a
+    block. Runs without autograd. Raises Refused for a case without grad_out, or with one that the
+    `compute` dtype does not hold, and as `emulated` does.
+    """
+    dtype = fwd.dtype_of(made)
+    r = Rounder(made, case, dtype)
+    if case.grad_out is None:
+        raise Refused("the case has no gradient with respect to its output (grad_out)")
+    if not format_of(dtype).contains(format_of(case.grad_out.dtype)):
+        raise Refused(f"computing in {made.compute} would round grad_out")
+    with torch.no_grad(), plain_arithmetic(case.q.device):
+        q, k, v, dO = (x.to(dtype) for x in (case.q, case.k, case.v, case.grad_out))
+        q_s = fwd.scaled_q(r, case, made, q)
+        m, l, O = fwd.forward(r, case, made, q_s, k, v)
+        L = r("lse", m + l.log())
+        by_lse = made.p_from == "lse"
+        given = _Given(
+            case=case, made=made, q=q, q_s=q_s, k=k, v=v, dO=dO, O=O,
+            shift=r("lse_read", L if by_lse else m), l=None if by_lse else r("lse_read", l),
+        )  # fmt: skip
+        dQ, dK, dV = _backward(r, given)
+        return r("out", O), L, r("dq_out", dQ), r("dk_out", dK), r("dv_out", dV)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Given:
+    """What backward reads."""
+
+    case: AttentionCase
+    made: Recipe
+    q: Tensor
+    q_s: Tensor
+    """Q as it met K in forward."""
+    k: Tensor
+    v: Tensor
+    dO: Tensor
+    O: Tensor
+    """Before its cast."""
+    shift: Tensor
+    """What is taken from S: L, or m."""
+    l: Tensor | None
+    """By what exp is divided; None where the shift was L."""
+
+    def of_group(self, place: int) -> _Given:
+        """The query heads at one place of their groups: one for every kv head."""
+        heads = slice(place, None, self.case.group)
+        changes = {
+            name: x[:, heads]
+            for name in ("q", "q_s", "dO", "O", "shift", "l")
+            if (x := getattr(self, name)) is not None
+        }
+        case = self.case.select_heads(list(range(self.case.heads))[heads])
+        return dataclasses.replace(self, case=case, **changes)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.made.tile(self.q.shape[-1], self.case.kv_len)
+
+
+def _backward(r: Rounder, given: _Given) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, and of every kv head dK and dV, from its query heads one after the other."""
+    group = given.case.group
+    dQ, dK, dV = (torch.zeros_like(x) for x in (given.q, given.k, given.v))
+    for place in range(group):
+        part = given.of_group(place)
+        if group == 1 or given.made.group_sum == "running":
+            dQ[:, place::group] = _add_gradients(r, part, dK, dV)
+        else:
+            dK_h, dV_h = torch.zeros_like(dK), torch.zeros_like(dV)
+            dQ[:, place::group] = _add_gradients(r, part, dK_h, dV_h)
+            dK += r("dk_partial", dK_h)
+            dV += r("dv_partial", dV_h)
+    return dQ, dK, dV
+
+
+def _add_gradients(r: Rounder, given: _Given, dK: Tensor, dV: Tensor) -> Tensor:
+    """dQ; adds to dK and dV. As many query heads as kv heads."""
+    case, made, q, k, dO = given.case, given.made, given.q, given.k, given.dO
+    if made.delta_from == "dO*O":
+        delta = r("delta", r("delta_product", dO * r("delta_o", given.O)).sum(dim=-1))
+    else:
+        delta = _delta_of_P(r, given)
+    # Where dS has the scale, the products need it no more; and neither does dK where Q has it.
+    before = made.ds_scale == "before"
+    scale_q = 1.0 if before else case.scale
+    scale_k, q_k = (scale_q, q) if before or made.scale_in == "scores" else (1.0, given.q_s)
+    dQ = torch.zeros_like(q)
+    for rows, keys in _blocks(given):
+        P, dP, tanh = _again(r, given, rows, keys)
+        less = r("dp_minus_delta", dP.sub_(delta[:, :, rows, None]))
+        dS = r("ds_softmax", r("p_for_ds", P) * less)
+        dS = _of_products(r, given, dS, tanh)
+        _add_over_rows(r, given, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
+        _add_over_rows(r, given, "dk", dK[:, :, keys], dS, q_k[:, :, rows], scale_k)
+        _add_over_keys(r, given, dQ[:, :, rows], dS, k[:, :, keys], scale_q)
+    if made.algorithm == "plain":
+        dK.copy_(r("dk", r("dk_product", dK)))
+        dV.copy_(r("dv", r("dv_product", dV)))
+    return dQ
+
+
+def _again(
+    r: Rounder, given: _Given, rows: slice, keys: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """P and dP of a block, and under a soft cap its tanh."""
+    S, tanh = fwd.scores(r, given.case, given.made, given.q_s, given.k, rows, keys)
+    P = r("p_backward", r("s", S).sub_(finite(given.shift[:, :, rows, None])))
+    P = r("p_backward", P.exp_())
+    if given.l is not None:
+        P = r("p_backward", P.div_(nonzero(given.l[:, :, rows, None])))
+    return P, r("dp", given.dO[:, :, rows] @ given.v[:, :, keys].transpose(-1, -2)), tanh
+
+
+def _delta_of_P(r: Rounder, given: _Given) -> Tensor:
+    """delta as rowsum(dP o P), which takes a pass of its own before that of the gradients."""
+    delta = given.q.new_zeros(given.q.shape[:3])
+    width = given.tile[1] if r.rounds("delta") else given.case.kv_len
+    for rows, keys in _blocks(given):
+        P, dP, _ = _again(r, given, rows, keys)
+        for tile in _in_order(given, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
+            delta[:, :, rows] = r("delta", delta[:, :, rows] + tile.sum(dim=-1))
+    return delta
+
+
+def _of_products(r: Rounder, given: _Given, dS: Tensor, tanh: Tensor | None) -> Tensor:
+    """dS, from that of the capped scores to that of Q Kᵀ, as it is multiplied with K and Q."""
+    cap = given.case.softcap
+    if cap is not None and tanh is not None:
+        dS = r("ds_softcap", dS * cap)
+        dS = r("ds_softcap", dS * (1.0 - tanh**2))
+        dS = r("ds_softcap", dS / cap)
+    if given.made.ds_scale == "before":
+        dS = r("ds_scaled", dS * given.case.scale)
+    return r("ds", dS)
+
+
+def _add_over_rows(
+    r: Rounder,
+    given: _Given,
+    name: str,
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: float = 1.0,
+) -> None:
+    """total [B, H, keys, X] += scale leftᵀ right, one tile of rows after the other. In `plain` the
+    sum over all rows is one product, and is rounded when the last one is in it."""
+    exact = given.made.algorithm == "plain" or not r.rounds(name, f"{name}_product")
+    width = left.shape[2] if exact else given.tile[0]
+    for weights, x in zip(left.split(width, dim=2), right.split(width, dim=2), strict=True):
+        part = (weights.transpose(-1, -2) @ x).mul_(scale)
+        total.copy_(total + part if exact else r(name, total + r(f"{name}_product", part)))
+
+
+def _add_over_keys(
+    r: Rounder, given: _Given, dQ: Tensor, dS: Tensor, K: Tensor, scale: float
+) -> None:
+    """dQ [B, H, rows, d] += scale dS K, one tile of keys after the other."""
+    width = given.tile[1] if r.rounds("dq", "dq_product") else dS.shape[3]
+    tiles = list(zip(dS.split(width, dim=3), K.split(width, dim=2), strict=True))
+    for weights, x in _in_order(given, tiles):
+        dQ.copy_(r("dq", dQ + r("dq_product", (weights @ x).mul_(scale))))
+
+
+def _blocks(given: _Given) -> Iterator[tuple[slice, slice]]:
+    """(rows, keys) that hold every pair visible by position once: whole tiles, and as many of them
+    as memory allows, rows ascending and keys in the recipe's order."""
+    case, (block_q, block_kv) = given.case, given.tile
+    budget = fwd.BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"]
+    cells = budget // (8 * case.q.shape[0] * case.heads)
+    wide = min(block_kv * max(1, math.isqrt(cells) // block_kv), case.kv_len)
+    high = block_q * max(1, cells // (wide * block_q))
+    for first in range(0, case.q_len, high):
+        rows = slice(first, min(first + high, case.q_len))
+        seen = key_range(case, rows)
+        starts = range(seen.start - seen.start % wide, seen.stop, wide)
+        for start in _in_order(given, starts):
+            yield rows, slice(start, min(start + wide, case.kv_len))
+
+
+def _in_order(given: _Given, tiles: Sequence[T]) -> Sequence[T]:
+    """Tiles of keys, in the order in which a row meets them."""
+    return tiles[::-1] if given.made.kv_order == "descending" else tiles
