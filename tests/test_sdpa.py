@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_oracle import NAMES, step
+from gradient_oracle import gradients as exact_gradients
 from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, make_case
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -85,6 +87,86 @@ def test_global_switches_are_as_before() -> None:
     with pytest.raises(Refused):
         find("sdpa-flash").attend(make_case(v_dim=7))
     assert switches() == before
+
+
+# --- the backward pass ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fields", [{}, {"is_causal": True, "heads": 4}, {"mask": ("float", "qk")}])
+def test_backward_is_certified(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    """A forced backend's own backward runs, and the output says which; lse is still recorded."""
+    case = step(q_len=8, kv_len=8, kv_heads=2, dtype=dtype, **fields)
+    steps = {name: find(name).gradients(case) for name in ON_CPU}
+    ran = {name: (found.ran, found.ran_backward) for name, found in steps.items()}
+    fused = (CPU_FLASH, f"{CPU_FLASH}_backward")
+    assert ran == {"sdpa-math": ("math", "math"), "sdpa-flash": fused, "sdpa-default": fused}
+    for name, found in steps.items():
+        forward = find(name).attend(case)
+        assert torch.equal(found.out, forward.out)
+        assert (found.lse is None) == (name == "sdpa-math")
+        assert not found.out.requires_grad
+
+
+@pytest.mark.parametrize("feature", sorted(FEATURES.keys() - UNSUPPORTED))
+@pytest.mark.parametrize("name", ON_CPU)
+def test_gradients_equal_the_oracle(name: str, feature: str) -> None:
+    """In float64 every feature's gradients are within the reference's own bounds, doubled where
+    the backward rebuilds P from the log-sum-exp, which is rounded too. An additive -inf over whole
+    rows is a convention."""
+    case = step(**FEATURES[feature])
+    try:
+        found = find(name).gradients(case)
+    except Refused:
+        assert name == "sdpa-flash"
+        return
+    exact = exact_gradients(case)
+    for x in NAMES:
+        assert_within(getattr(found, x), getattr(exact, x), 2 * exact.bounds[x])
+
+
+def test_the_backward_of_the_math_path_is_seen_as_such() -> None:
+    """Where the default falls back to the math path, so does its backward."""
+    found = find("sdpa-default").gradients(step(v_dim=7))
+    assert (found.ran, found.ran_backward) == ("math", "math")
+
+
+def test_another_backward_than_forced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused forward whose own backward does not run gives no result; the default records it."""
+
+    class Unfused(torch.autograd.Function):
+        """Runs the fused operator, and another backward."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention_of_torch(q, k, v)
+
+        @staticmethod
+        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return dO * 2, dO * 3, dO * 4
+
+    attention_of_torch = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **_: Unfused.apply(q, k, v),
+    )
+    case = step(kv_len=4)
+    says = f"{CPU_FLASH} ran forward, and math instead of {CPU_FLASH}_backward backward"
+    with pytest.raises(MeasurementError, match=says):
+        find("sdpa-flash").gradients(case)
+    found = find("sdpa-default").gradients(case)
+    assert (found.ran, found.ran_backward) == (CPU_FLASH, "math")
+
+
+@pytest.mark.parametrize("field", ["softcap", "sinks"])
+def test_what_forward_refuses_backward_refuses(field: str) -> None:
+    """A step declines the cases the forward declines, in the same words."""
+    case = step(**{field: 5.0 if field == "softcap" else True})
+    with pytest.raises(Refused, match="PyTorch's SDPA has no"):
+        find("sdpa-flash").gradients(case)
+    with pytest.raises(Refused, match="same last dimension"):
+        find("sdpa-flash").gradients(step(v_dim=7))
 
 
 # --- refusing ------------------------------------------------------------------------------------

@@ -9,6 +9,11 @@ decorator:
 
 Keyword-only parameters are the kernel's options. They may be set in YAML and stand in every row.
 
+`Kernel.attend` runs the forward pass, `Kernel.gradients` a whole training step. Where gradients
+come from is said at registration: `backward="autograd"` (the default) differentiates the function,
+a function of the same arguments computes the output and all three gradients itself, and None is a
+kernel without a backward.
+
 Built-in modules are a literal list, so `python -m numdev` works from a bare tree. Others come from
 the entry-point group `numdev.kernels` (an entry point names a module whose import registers
 kernels), or as `package.module:function` on the command line; a plain function of q, k, v is then
@@ -27,32 +32,33 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
+from numdev.kernels.backward import differentiate, upstream
+from numdev.kernels.output import GRADIENTS, Output, as_output
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
 
+Claims = Callable[[AttentionCase, "Output", System], Mapping[str, Any] | None]
+"""What a kernel that returned this output for this case here claims to compute like."""
 BUILT_IN = ("reference", "baseline", "emulated", "sdpa")
 ENTRY_POINTS = "numdev.kernels"
 NOTHING = Requirement()
+Backward = Literal["autograd"] | Callable[..., Any] | None
+"""Where a kernel's gradients come from."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Output:
-    """What a kernel returns."""
+def like_fa2(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
+    """What every fused kernel claims unless it says otherwise: FlashAttention-2's arithmetic."""
+    return {"preset": "fa2"}
 
-    out: Tensor
-    """[batch, heads, q_len, v_dim]."""
-    lse: Tensor | None = None
-    """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
-    ran: str | None = None
-    """Evidence of what really ran, for example the operator the dispatcher chose."""
+
+def no_claim(case: AttentionCase, output: Output, system: System) -> None:
+    """Of a kernel that no emulation stands for."""
+    return
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +80,14 @@ class Kernel:
     """Raises UsageError for options that make no sense together, before anything is run."""
     any_format: bool = False
     """Whether it reads `case.format`, and so takes formats that torch has no dtype for."""
+    claims: Claims = like_fa2
+    """The options of `emulated` that say how it rounds: its errors are held against those of that
+    emulation. None: no emulation stands for it."""
     made_from: str = ""
     """Fingerprint of the source it comes from, so that an edited kernel is another kernel."""
+    backward: Backward = "autograd"
+    """How its gradients are had: by differentiating `function`, or from a function of a case and
+    the same options that returns the Output of forward and backward; None: it has no backward."""
 
     def missing(self, system: System) -> str | None:
         """Why it cannot run on `system`, as a sentence; None when it can."""
@@ -95,12 +107,35 @@ class Kernel:
     def attend(self, case: AttentionCase, **options: Any) -> Output:
         """Run the case. Raises Refused where the kernel declines it, MeasurementError where what
         it returned is no output of this case."""
+        self._accept(case)
+        return as_output(self.function(case, **options), case)
+
+    def gradients(self, case: AttentionCase, **options: Any) -> Output:
+        """One training step: forward, then backward from `case.grad_out`. dq, dk and dv are all
+        there, and out and lse are those of this step's forward pass.
+
+        Raises Refused where the kernel declines the case or has no backward, MeasurementError where
+        what it returned is no output of this case, UsageError for a case without grad_out.
+        """
+        upstream(case)
+        if self.backward is None:
+            raise Refused("it has no backward")
+        self._accept(case)
+        if self.backward == "autograd":
+            return differentiate(lambda c: self.function(c, **options), case)
+        given = as_output(self.backward(case, **options), case)
+        missing = [name for name in GRADIENTS if getattr(given, name) is None]
+        if missing:
+            raise MeasurementError(f"its backward returned no {' and no '.join(missing)}")
+        return given
+
+    def _accept(self, case: AttentionCase) -> None:
+        """Raises Refused for a case the kernel cannot run."""
         if case.working is not None and not self.any_format:
             raise Refused(f"no torch dtype stores {case.working.name}")
         reason = self.supports(case)
         if reason:
             raise Refused(reason)
-        return as_output(self.function(case, **options), case)
 
 
 _registry: dict[str, Kernel] = {}
@@ -113,6 +148,8 @@ def kernel(
     supports: Callable[[AttentionCase], str | None] = lambda case: None,
     validate: Callable[[Mapping[str, Any]], object] | None = None,
     any_format: bool = False,
+    claims: Claims = like_fa2,
+    backward: Backward = "autograd",
 ) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
     """Register a function of a case as the kernel `name`; refuses a name that is taken."""
 
@@ -133,7 +170,9 @@ def kernel(
             summary=summary_of(function),
             options=options_of(function),
             any_format=any_format,
-            made_from=fingerprint(function),
+            claims=claims,
+            made_from=fingerprint(function, *([backward] if callable(backward) else [])),
+            backward=backward,
         )
         return function
 
@@ -176,44 +215,6 @@ def find(name: str) -> Kernel:
     return found
 
 
-def as_output(result: Any, case: AttentionCase) -> Output:
-    """What a kernel function returned, as an Output.
-
-    It may return an Output, a tensor, or a tuple that begins with the output; the tuple's second
-    element counts as the log-sum-exp if its shape is [batch, heads, q_len]. Raises
-    MeasurementError when that is no output of `case`.
-    """
-    rows = tuple(case.q.shape[:3])
-    if isinstance(result, Output):
-        given = result
-    else:
-        out, *others = result if isinstance(result, tuple) and result else (result,)
-        second = others[0] if others else None
-        is_lse = isinstance(second, Tensor) and tuple(second.shape) == rows
-        given = Output(out=out, lse=second if is_lse else None)
-    _check("out", given.out, (*rows, case.v.shape[-1]), case)
-    if given.lse is not None:
-        _check("lse", given.lse, rows, case)
-    return given
-
-
-def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> None:
-    if not isinstance(x, Tensor):
-        problem = type(x).__name__
-    elif tuple(x.shape) != shape:
-        problem = f"shape {list(x.shape)}"
-    elif x.layout is not torch.strided:
-        problem = f"a {x.layout} tensor"
-    elif not x.is_floating_point() or x.device != case.q.device:
-        problem = f"{x.dtype} on {x.device}"
-    else:
-        return
-    raise MeasurementError(
-        f"it returned {problem} as {what}; expected a floating-point tensor of shape "
-        f"{list(shape)} on {case.q.device}"
-    )
-
-
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     """A kernel function's options: its keyword-only parameters and their defaults.
 
@@ -230,14 +231,19 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     return options
 
 
-def fingerprint(function: Callable[..., Any]) -> str:
-    """A hash of the file that defines the function; of its name where there is no such file."""
+def fingerprint(*functions: Callable[..., Any]) -> str:
+    """A hash of the files that define the functions; of a name where there is no such file."""
+    sources = dict.fromkeys(_source(function) for function in functions)
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+
+
+def _source(function: Callable[..., Any]) -> bytes:
     code = getattr(inspect.unwrap(function), "__code__", None)
     try:
         source = Path(code.co_filename).read_bytes() if code else b""
     except OSError:
         source = b""
-    return hashlib.sha256(source or _identity(function).encode()).hexdigest()[:16]
+    return source or _identity(function).encode()
 
 
 def summary_of(function: Callable[..., Any]) -> str:

@@ -5,19 +5,30 @@ rounded again, the softmax runs in at least fp32, its probabilities are rounded 
 format before they meet V, and the last product accumulates as the device's matrix unit does. It is
 the yardstick "what plain code costs", not the floor: on today's GPUs production flash kernels come
 closer to the truth than this does.
+
+Its gradients are autograd's, in the working format, as eager training has them: the backward of
+the softmax runs in at least fp32, dP, dS and the gradients of every product are rounded, and query
+heads that share a kv head are added up after that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from numdev.cases import AttentionCase, additive, visible
 from numdev.kernels import Output, kernel
+from numdev.system import System
 
 
-@kernel("baseline")
+def _like_eager(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
+    return {"preset": "eager"}
+
+
+@kernel("baseline", claims=_like_eager)
 def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format."""
     dtype = case.q.dtype

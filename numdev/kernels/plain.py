@@ -7,7 +7,8 @@ parameters with a default are the kernel's options. Tensors are [batch, heads, l
 function with another layout transposes at its own border.
 
 The function returns the output, or a tuple whose first element is the output and whose second, if
-it has shape [batch, heads, q_len], is the log-sum-exp (`kernels.as_output`).
+it has shape [batch, heads, q_len], is the log-sum-exp (`kernels.as_output`). Its gradients are
+those autograd finds: the function's own, where it is or calls a `torch.autograd.Function`.
 """
 
 from __future__ import annotations

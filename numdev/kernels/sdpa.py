@@ -3,13 +3,16 @@
 Forcing alone means that PyTorch may not fall back: a backend that cannot run a case refuses, and
 its own words become the reason. Which operator really ran is observed in the dispatcher during the
 measured call itself, and a forced backend whose operator did not run is an error, not a result.
+So it is with the backward pass: every fused operator has one of its own, called as the forward is
+with `_backward` behind it, and autograd shows its dispatch also where a thread of its own runs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, Refused, Requirement, kernel
+from numdev.kernels.backward import differentiate
+from numdev.kernels.sdpa_claims import claims
 
 FUSED = {
     "_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
@@ -29,6 +34,7 @@ FUSED = {
     "_scaled_dot_product_fused_attention_overrideable": SDPBackend.OVERRIDEABLE,
 }
 """The operators of fused backends; when none of them runs, it was the math path."""
+FUSED_BACKWARD = {f"{name}_backward" for name in FUSED}
 REFUSALS = ("no available kernel", "no viable backend")
 
 
@@ -54,9 +60,9 @@ class OperatorLog(TorchDispatchMode):
             self.returned = result
         return result
 
-    @property
-    def fused(self) -> str | None:
-        return next((name for name in self.ran if name in FUSED), None)
+    def first(self, names: Container[str]) -> str:
+        """The first of these operators that ran; `math` if none did."""
+        return next((name for name in self.ran if name in names), "math")
 
 
 def _unsupported(case: AttentionCase) -> str | None:
@@ -91,11 +97,26 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
             if any(words in str(error).lower() for words in REFUSALS):
                 raise Refused(_reasons(said)) from error
             raise
-    ran = log.fused or "math"
+    ran = log.first(FUSED)
     chosen = FUSED.get(ran, SDPBackend.MATH)
     if backend is not None and chosen != backend:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
     return Output(out=out, lse=_lse(log.returned, out), ran=ran)
+
+
+def _step(backend: SDPBackend | None) -> Callable[[AttentionCase], Output]:
+    """Forward and backward of one SDPA call on `backend` alone (None: PyTorch's own choice)."""
+
+    def step(case: AttentionCase) -> Output:
+        log = OperatorLog()
+        found = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
+        own = f"{found.ran}_backward" if found.ran in FUSED else "math"
+        ran = log.first(FUSED_BACKWARD)
+        if backend is not None and ran != own:
+            raise MeasurementError(f"{found.ran} ran forward, and {ran} instead of {own} backward")
+        return dataclasses.replace(found, ran_backward=ran)
+
+    return step
 
 
 def _lse(returned: Any, out: Tensor) -> Tensor | None:
@@ -125,31 +146,45 @@ def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
     return " ".join(sentences) or "PyTorch refuses this case and gives no reason"
 
 
-@kernel("sdpa-math", supports=_unsupported)
+@kernel("sdpa-math", supports=_unsupported, claims=claims, backward=_step(SDPBackend.MATH))
 def sdpa_math(case: AttentionCase) -> Output:
     """PyTorch's unfused path; for 16-bit inputs it computes in fp32 and casts once."""
     return _attend(case, SDPBackend.MATH)
 
 
-@kernel("sdpa-flash", supports=_unsupported)
+@kernel(
+    "sdpa-flash", supports=_unsupported, claims=claims, backward=_step(SDPBackend.FLASH_ATTENTION)
+)
 def sdpa_flash(case: AttentionCase) -> Output:
     """PyTorch's flash attention: FlashAttention-2 on CUDA, its own tiled kernel on CPU."""
     return _attend(case, SDPBackend.FLASH_ATTENTION)
 
 
-@kernel("sdpa-efficient", requires=Requirement(device="cuda"), supports=_unsupported)
+@kernel(
+    "sdpa-efficient",
+    requires=Requirement(device="cuda"),
+    supports=_unsupported,
+    claims=claims,
+    backward=_step(SDPBackend.EFFICIENT_ATTENTION),
+)
 def sdpa_efficient(case: AttentionCase) -> Output:
     """PyTorch's memory-efficient attention (from xFormers)."""
     return _attend(case, SDPBackend.EFFICIENT_ATTENTION)
 
 
-@kernel("sdpa-cudnn", requires=Requirement(device="cuda", capability=(8, 0)), supports=_unsupported)
+@kernel(
+    "sdpa-cudnn",
+    requires=Requirement(device="cuda", capability=(8, 0)),
+    supports=_unsupported,
+    claims=claims,
+    backward=_step(SDPBackend.CUDNN_ATTENTION),
+)
 def sdpa_cudnn(case: AttentionCase) -> Output:
     """cuDNN's fused attention through PyTorch."""
     return _attend(case, SDPBackend.CUDNN_ATTENTION)
 
 
-@kernel("sdpa-default", supports=_unsupported)
+@kernel("sdpa-default", supports=_unsupported, claims=claims, backward=_step(None))
 def sdpa_default(case: AttentionCase) -> Output:
     """Whatever PyTorch picks for this call: what a user's own call would hit."""
     return _attend(case, None)

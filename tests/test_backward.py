@@ -1,0 +1,266 @@
+"""Gradients through a kernel: differentiated, computed by itself, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from gradient_oracle import NAMES, step
+from gradient_oracle import gradients as exact_gradients
+from oracles import FEATURES, U32, U64, assert_within
+from torch import Tensor
+
+from numdev import kernels
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.formats import FORMATS, round_to
+from numdev.kernels import Kernel, Output, backward, find, kernel
+from numdev.kernels.plain import adapt
+from numdev.kernels.reference import gradients
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    find("baseline")
+    monkeypatch.setattr(kernels, "_registry", dict(kernels._registry))
+
+
+def plain(case: AttentionCase, **_: Any) -> Tensor:
+    """Attention without any feature, that autograd can follow."""
+    return torch.softmax(case.q @ case.k.mT * case.scale, dim=-1) @ case.v
+
+
+def whole(case: AttentionCase, **changes: Any) -> Output:
+    """A backward of its own, right but for the changes."""
+    g = gradients(case)
+    return dataclasses.replace(Output(out=g.out, dq=g.dq, dk=g.dk, dv=g.dv), **changes)
+
+
+# --- by autograd ---------------------------------------------------------------------------------
+
+
+def test_a_function_is_differentiated() -> None:
+    """A kernel needs to say nothing: its function's gradients are those of the definition."""
+
+    @kernel("mine")
+    def mine(case: AttentionCase, *, factor: float = 1.0) -> Output:
+        """Mine."""
+        return Output(out=plain(case) * factor, lse=case.q.sum(dim=-1), ran="by hand")
+
+    case = step(batch=2, v_dim=3)
+    found, exact = find("mine").gradients(case), exact_gradients(case)
+    for name in NAMES:
+        assert_within(getattr(found, name), getattr(exact, name), 2 * exact.bounds[name])
+    assert torch.equal(found.out, plain(case))
+    assert (found.ran, found.ran_backward) == ("by hand", None)
+    assert found.lse is not None
+    assert not any(x.requires_grad for x in (found.out, found.lse, found.dq, found.dk, found.dv))
+    twice = find("mine").gradients(case, factor=2.0)
+    assert torch.equal(twice.dk, found.dk * 2)
+
+
+def test_the_case_is_left_alone() -> None:
+    """Leaves are fresh: the case's tensors want no gradient afterwards and have collected none,
+    whether gradients are on or off around the call."""
+    case = step()
+    with torch.no_grad():
+        first = Kernel(name="x", function=plain).gradients(case)
+    case.q.requires_grad_()
+    second = Kernel(name="x", function=plain).gradients(case)
+    assert torch.equal(first.dq, second.dq)
+    assert case.q.grad is None
+    assert not case.k.requires_grad
+
+
+def test_a_function_of_q_k_v_is_differentiated() -> None:
+    """A plain function too; where it gets repeated heads, its gradients are summed over them."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
+
+    case = step(heads=4, kv_heads=2)
+    found, exact = adapt("m:attention", attention).gradients(case), exact_gradients(case)
+    for name in NAMES:
+        assert_within(getattr(found, name), getattr(exact, name), 2 * exact.bounds[name])
+
+
+def test_an_input_without_influence_has_gradient_zero() -> None:
+    """The mean of V depends on V alone."""
+    case = step()
+    mean = Kernel(name="x", function=lambda c: c.v.mean(2, keepdim=True).expand_as(c.q).clone())
+    found = mean.gradients(case)
+    assert torch.equal(found.dq, torch.zeros_like(case.q))
+    assert torch.equal(found.dk, torch.zeros_like(case.k))
+    expected = (case.grad_out.sum(dim=2, keepdim=True) / 5).expand_as(case.v)
+    torch.testing.assert_close(found.dv, expected, rtol=4 * U64, atol=4 * U64)
+
+
+def test_its_own_autograd_function_is_what_runs() -> None:
+    """A kernel with a `torch.autograd.Function` is measured by that, not by the truth."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, None, Tensor]:
+            return dO * 7, None, torch.ones(1, 2, 5, 4, dtype=dO.dtype)
+
+    case = step()
+    found = Kernel(name="x", function=lambda c: Wrong.apply(c.q, c.k, c.v)).gradients(case)
+    assert torch.equal(found.dq, case.grad_out * 7)
+    assert (found.dk == 0).all()
+    assert (found.dv == 1).all()
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_the_upstream_gradient_comes_in_the_outputs_dtype(narrow: torch.dtype) -> None:
+    """Where the output is narrower than the case, dO is rounded to it, once."""
+    case = step(kv_len=4)
+    value = 1 + 2.0**-8 + 2.0**-40
+    case = dataclasses.replace(case, grad_out=torch.full_like(case.grad_out, value))
+    found = Kernel(name="x", function=lambda c: c.v.to(narrow)).gradients(case)
+    expected = 1.0078125 if narrow == torch.bfloat16 else 1 + 2.0**-8
+    assert (found.dv == expected).all()
+    assert found.dv.dtype == torch.float64
+    wide = Kernel(name="x", function=lambda c: c.v.double()).gradients(step(dtype=narrow, kv_len=4))
+    assert wide.dv.dtype == narrow
+
+
+@pytest.mark.parametrize("function", [lambda c: plain(c).detach(), lambda c: torch.ones_like(c.q)])
+def test_what_autograd_cannot_follow_has_no_backward(function: Any) -> None:
+    """An output cut off from its inputs is a refusal, not three zeros."""
+    with pytest.raises(Refused, match="it has no backward: autograd cannot follow it"):
+        Kernel(name="x", function=function).gradients(step())
+
+
+def test_what_runs_around_the_backward_pass() -> None:
+    """`during_backward` is entered after the forward pass and left after the backward."""
+    seen: list[str] = []
+
+    class Note:
+        def __enter__(self) -> None:
+            seen.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("out")
+
+    def function(case: AttentionCase) -> Tensor:
+        seen.append("forward")
+        return plain(case)
+
+    backward.differentiate(function, step(), during_backward=Note())
+    assert seen == ["forward", "in", "out"]
+
+
+# --- by a function of its own, or not at all -----------------------------------------------------
+
+
+def test_a_backward_of_its_own_gets_case_and_options() -> None:
+    """A kernel may compute everything itself; forward and backward are then two functions."""
+
+    @kernel("own", backward=lambda case, *, factor: whole(case, ran_backward=f"times {factor}"))
+    def own(case: AttentionCase, *, factor: float = 1.0) -> Output:
+        """Mine."""
+        raise AssertionError
+
+    case = step(**FEATURES["everything"])
+    found = find("own").gradients(case, factor=3.0)
+    assert found.ran_backward == "times 3.0"
+    assert torch.equal(found.dv, gradients(case).dv)
+
+
+def test_an_edited_backward_is_another_kernel() -> None:
+    """The fingerprint takes in the file of the backward, where that is another one; in the same
+    file it is the function's own."""
+    here, there = kernels.fingerprint(plain), kernels.fingerprint(find("baseline").function)
+    both = kernels.fingerprint(plain, find("baseline").function)
+    assert len({here, there, both}) == 3
+    assert kernels.fingerprint(plain, whole) == here
+
+
+SHORT = torch.zeros(1, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dk": None}, "its backward returned no dk"),
+        ({"dq": None, "dv": None}, "its backward returned no dq and no dv"),
+        ({"dq": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dq; expected .*\[1, 4, 4, 4\]"),
+        ({"dk": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dk; expected .*\[1, 2, 5, 4\]"),
+        ({"dv": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dv; expected .*\[1, 2, 5, 7\]"),
+        ({"dv": 3}, "it returned int as dv"),
+        ({"out": SHORT}, "as out"),
+    ],
+)
+def test_gradients_that_are_none_of_the_case(changes: dict[str, Any], says: str) -> None:
+    """Missing or misshapen gradients are an error with what they were."""
+    case = step(heads=4, kv_heads=2, v_dim=7)
+    wrong = Kernel(name="x", function=plain, backward=lambda case: whole(case, **changes))
+    with pytest.raises(MeasurementError, match=says):
+        wrong.gradients(case)
+
+
+def test_refusals_come_first() -> None:
+    """No backward, a case the kernel declines, a format without a dtype: nothing is called. A case
+    without an upstream gradient is a wrong request."""
+
+    def never(case: AttentionCase) -> Output:
+        raise AssertionError
+
+    with pytest.raises(Refused, match="it has no backward"):
+        Kernel(name="x", function=never, backward=None).gradients(step())
+    declines = Kernel(name="x", function=never, supports=lambda case: "not today", backward=never)
+    with pytest.raises(Refused, match="not today"):
+        declines.gradients(step())
+    with pytest.raises(UsageError, match="'test' has no grad_out"):
+        declines.gradients(dataclasses.replace(step(), grad_out=None))
+    with pytest.raises(Refused, match="no torch dtype stores tf32"):
+        Kernel(name="x", function=never).gradients(step().rounded_to(FORMATS["tf32"]))
+
+
+# --- the baseline --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_baseline_equals_the_oracle(name: str, dtype: torch.dtype) -> None:
+    """Autograd through the baseline gives every feature's gradients within the bounds of the
+    format, doubled since its softmax differentiates by P (dP - rowsum(P dP)), whose sum has more
+    terms. An additive -inf over a whole row is NaN forward and backward, as in model code."""
+    case = step(dtype=dtype, **FEATURES[name])
+    exact = exact_gradients(case, *(() if dtype == torch.float64 else (U32,)))
+    found = find("baseline").gradients(case)
+    if found.out.isnan().any():
+        assert gradients(case).empty.any()
+        assert found.dk.isnan().any()
+        return
+    for x in NAMES:
+        assert_within(getattr(found, x), getattr(exact, x), 2 * exact.bounds[x])
+
+
+def test_the_baselines_empty_rows_give_no_nan() -> None:
+    """The softmax of a row that sees nothing is NaN, and neither it nor its gradient gets out."""
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[1] = False
+    case = step(mask=mask, dtype=torch.bfloat16)
+    found = find("baseline").gradients(case)
+    assert all(getattr(found, x).isfinite().all() for x in NAMES)
+    assert (found.dq[:, :, 1] == 0).all()
+
+
+def test_the_baselines_group_is_summed_in_one_rounding() -> None:
+    """Eight query heads on one kv head in bfloat16: dV is the sum of eight heads' own dV, rounded
+    once and not seven times."""
+    case = step(heads=8, kv_heads=1, dtype=torch.bfloat16)
+    apart = dataclasses.replace(
+        case, k=case.k.expand(1, 8, 5, 4), v=case.v.expand(1, 8, 5, 4).contiguous()
+    )
+    parts = find("baseline").gradients(apart).dv
+    once = round_to(parts.double().sum(dim=1, keepdim=True), case.format)
+    assert torch.equal(find("baseline").gradients(case).dv.double(), once)
