@@ -24,8 +24,10 @@ from torch import Tensor
 
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_of, round_to
+from numdev.layouts import strided_as
 
 Window = tuple[int | None, int | None]
+EMPTY_BLOCK = 1024
 Phase = Literal["prefill", "decode"]
 
 
@@ -71,6 +73,8 @@ class AttentionCase:
     """[heads]: one extra logit per head that takes probability and contributes no value. Its lse
     includes the sink."""
     grad_out: Tensor | None = None
+    grad_out_from: str | None = None
+    """Where grad_out comes from, in words; None where nobody said."""
     working: Format | None = None
     """The format of the tensors' values where torch has no dtype for it: they are then stored in a
     wider dtype. None: the format is that of the dtype."""
@@ -117,7 +121,7 @@ class AttentionCase:
         Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite number is how
         models write "hidden", and it must not become -inf, which would change fully masked rows.
         A format that torch has no dtype for is kept in float32, or float64 where float32 cannot
-        hold it, with `working` saying what it is.
+        hold it, with `working` saying what it is. Strides stay (`strided_as`).
         """
         dtype, working = _storage(fmt)
 
@@ -125,7 +129,7 @@ class AttentionCase:
             if x.dtype == torch.bool:
                 return x
             wide = x.double() if dtype == torch.float64 else x
-            return round_to(wide, fmt, saturate=saturate).to(dtype)
+            return strided_as(round_to(wide, fmt, saturate=saturate).to(dtype), x)
 
         return dataclasses.replace(
             self,
@@ -145,6 +149,12 @@ class AttentionCase:
             return mask
         hidden = self.mask == torch.finfo(self.mask.dtype).min
         return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+    def select_groups(self, kv_heads: list[int]) -> AttentionCase:
+        """The same call restricted to some kv heads and all query heads that read them."""
+        heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
+        whole = self.select_heads(heads)
+        return dataclasses.replace(whole, k=self.k[:, kv_heads], v=self.v[:, kv_heads])
 
     def select_heads(self, heads: list[int]) -> AttentionCase:
         """The same call restricted to some query heads, each with the kv head it reads."""
@@ -201,6 +211,23 @@ def visible(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
     mask = _block(case.mask, rows, keys)
     open_ = mask if mask.dtype == torch.bool else mask != torch.finfo(mask.dtype).min
     return open_ if shown is None else shown & open_
+
+
+def empty_rows(case: AttentionCase) -> Tensor:
+    """bool [batch, heads, q_len]: rows that see no key, as a convention decides their value."""
+    b, h, n = case.q.shape[:3]
+    found = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
+    if case.mask is None and not case.restricts_positions:
+        return found
+    for first in range(0, n, EMPTY_BLOCK):
+        rows, keys = slice(first, min(first + EMPTY_BLOCK, n)), slice(0, case.kv_len)
+        shown, added = visible(case, rows, keys), additive(case, rows, keys)
+        if added is not None:
+            above = added > -math.inf
+            shown = above if shown is None else shown & above
+        if shown is not None:
+            found[:, :, rows] = ~shown.any(dim=-1)
+    return found
 
 
 def additive(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:

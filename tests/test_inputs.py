@@ -22,8 +22,15 @@ SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64,
 LARGE = Shapes(batch=4, heads=8, kv_heads=8, q_len=256, kv_len=256, head_dim=64, v_dim=64)
 
 
-def drawn(name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **options: Any):  # type: ignore[no-untyped-def]
-    return draw(name, shapes, seed=seed, options=options, label=label)
+def drawn(  # type: ignore[no-untyped-def]
+    name: str,
+    shapes: Shapes = SHAPES,
+    seed: int = 0,
+    label: str = "",
+    gradients: bool = False,
+    **options: Any,
+):
+    return draw(name, shapes, seed=seed, options=options, label=label, gradients=gradients)
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -39,14 +46,15 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", REGIMES)
 def test_shapes_and_format(name: str) -> None:
-    """q, k and v have their own heads, lengths and widths, in fp32 on the CPU, all finite."""
-    q, k, v = drawn(name)
+    """q, k, v and dO have their own heads, lengths and widths, in fp32 on the CPU, all finite."""
+    q, k, v = inputs = drawn(name, gradients=True)
     assert (tuple(q.shape), tuple(k.shape), tuple(v.shape)) == (
         (2, 4, 48, 64),
         (2, 2, 256, 64),
         (2, 2, 256, 32),
     )
-    for x in (q, k, v):
+    assert inputs.grad_out.shape == (2, 4, 48, 32)
+    for x in (q, k, v, inputs.grad_out):
         assert (x.dtype, x.device.type) == (torch.float32, "cpu")
         assert x.isfinite().all()
 
@@ -67,8 +75,35 @@ def test_a_seed_means_the_same_numbers(name: str) -> None:
         torch.equal(x, y) for x, y in zip(first, drawn(name, seed=7, label="a"), strict=True)
     )
     for other in (drawn(name, seed=8, label="a"), drawn(name, seed=7, label="b")):
-        assert not torch.equal(first[0], other[0])
-        assert not torch.equal(first[2], other[2])
+        assert not torch.equal(first.q, other.q)
+        assert not torch.equal(first.v, other.v) or name == "ones"
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_gradients_come_after_and_change_nothing(name: str) -> None:
+    """q, k and v are the same bit for bit with grad_out and without, and it has a seed too."""
+    without, with_it = drawn(name, seed=5), drawn(name, seed=5, gradients=True)
+    assert without.grad_out is None
+    assert all(torch.equal(x, y) for x, y in zip(without, with_it, strict=True))
+    assert torch.equal(with_it.grad_out, drawn(name, seed=5, gradients=True).grad_out)
+    assert not torch.equal(with_it.grad_out, drawn(name, seed=6, gradients=True).grad_out)
+
+
+def test_what_was_drawn_before_is_drawn_still() -> None:
+    """The first regimes' bits are those of the reports that exist: sha256 of q, k, v."""
+    digest = hashlib.sha256()
+    for name in ("normal", "outliers", "sink", "ties"):
+        for x in drawn(name, seed=3, label="fingerprint"):
+            digest.update(x.numpy().tobytes())
+    assert digest.hexdigest()[:16] == "dab450842428d05e"
+
+
+def test_gradients_are_normal_by_default() -> None:
+    """dO is N(0, 1), independent of V."""
+    inputs = drawn("normal", LARGE, gradients=True)
+    assert_moments(inputs.grad_out, 1.0, 3.0)
+    product = inputs.grad_out.double() * inputs.v.double()
+    assert abs(float(product.mean())) <= 5 / math.sqrt(product.numel())
 
 
 def test_global_state_does_not_matter() -> None:
@@ -214,7 +249,7 @@ def test_more_ties_than_keys() -> None:
     ("name", "options", "says"),
     [
         ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
-        ("", {}, "unknown input regime ''; known: normal, outliers, sink, ties"),
+        ("", {}, "unknown input regime ''; known: correlated, far_below, low_rank, massive_"),
         ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
         ("normal", {"shapes": 1}, "input regime normal has no parameter 'shapes'; known: logits"),
         ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),

@@ -1,0 +1,123 @@
+"""Layouts: views hold the same numbers, and their strides outlive rounding and copying."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef
+from numdev.execute import Task
+from numdev.formats import format_named
+from numdev.kernels import Kernel, Output
+from numdev.layouts import laid_out, strided_as, transposed
+from numdev.measuring import run_task
+from numdev.system import System
+
+B, H, N, D = 2, 4, 5, 8
+LAYOUTS = ("contiguous", "transposed", "packed")
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(B, h, N, D, generator=g) for h in (H, H // 2, H // 2))  # type: ignore[return-value]
+
+
+def case_in(layout: str, mask: Tensor | None = None) -> AttentionCase:
+    q, k, v = laid_out(layout, *tensors())
+    grad_out = torch.ones(B, H, N, D)
+    return AttentionCase(
+        ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, mask=mask, grad_out=transposed(grad_out)
+    )
+
+
+STRIDES = {
+    "contiguous": ((H * N * D, N * D, D, 1), (H // 2 * N * D, N * D, D, 1)),
+    "transposed": ((N * H * D, D, H * D, 1), (N * H // 2 * D, D, H // 2 * D, 1)),
+    "packed": ((N * 2 * H * D, D, 2 * H * D, 1),) * 2,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_numbers_elsewhere(layout: str) -> None:
+    """A layout changes strides and nothing else."""
+    q, k, v = laid_out(layout, *tensors())
+    for x, y in zip((q, k, v), tensors(), strict=True):
+        assert torch.equal(x, y)
+    assert (q.stride(), k.stride()) == STRIDES[layout]
+    assert v.stride() == k.stride()
+
+
+def test_packed_is_one_tensor() -> None:
+    """q, k and v share a storage, one after the other in every token."""
+    q, k, v = laid_out("packed", *tensors())
+    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert (k.storage_offset(), v.storage_offset()) == (H * D, (H + H // 2) * D)
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float32", "float64", "float8_e4m3fn", "e8m10"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounding_keeps_strides(layout: str, fmt: str) -> None:
+    """In every format, whether rounding has anything to do or not."""
+    before = case_in(layout)
+    after = before.rounded_to(format_named(fmt))
+    for x, y in ((before.q, after.q), (before.k, after.k), (before.v, after.v)):
+        assert y.stride() == x.stride()
+    assert before.grad_out is not None
+    assert after.grad_out is not None
+    assert after.grad_out.stride() == before.grad_out.stride()
+    contiguous = case_in("contiguous").rounded_to(format_named(fmt))
+    assert torch.equal(after.k.double(), contiguous.k.double())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_sees_the_strides(layout: str) -> None:
+    """What a kernel under audit is given is laid out as the case, and is a copy of its own."""
+    case = case_in(layout)
+    met = []
+
+    def attend(case: AttentionCase) -> Output:
+        met.append((case.q.stride(), case.k.stride()))
+        case.k.zero_()
+        return Output(out=torch.zeros(B, H, N, D, dtype=torch.bfloat16))
+
+    kernel = Kernel(name="k", function=attend)
+    task = Task(case=case.ref, role="kernel", kernel="k", options={}, format="bfloat16")
+    bench = Bench(case.ref, lambda: case)
+    (row, *_) = run_task(task, kernel, bench, System.here("cpu"))
+    assert row.status == "ok", row.reason
+    assert met == [STRIDES[layout]]
+    assert bool(bench.at("bfloat16").case.k.any())
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.zeros(3, 1, 4).expand(3, 5, 4),
+        torch.zeros(4).expand(3, 5, 4),
+        torch.zeros(100).as_strided((3, 5, 4), (4, 4, 1)),
+    ],
+)
+def test_shared_elements_are_left_alone(like: Tensor) -> None:
+    """An expanded or overlapping tensor cannot be written in its own strides."""
+    x = torch.arange(60.0).view(3, 5, 4)
+    assert strided_as(x, like) is x
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.zeros(3, 5, 4),
+        torch.zeros(4, 5, 3).permute(2, 1, 0),
+        torch.zeros(3, 5, 12)[..., ::3],
+        torch.zeros(3, 9, 4)[:, 2:7],
+        torch.zeros(1, 5, 4).expand(1, 5, 4),
+    ],
+)
+def test_strided_as(like: Tensor) -> None:
+    """The numbers of the one, the strides of the other; gaps stay gaps."""
+    x = torch.arange(float(like.numel())).view(like.shape)
+    y = strided_as(x, like)
+    assert torch.equal(x, y)
+    assert y.stride() == like.stride()
