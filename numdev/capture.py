@@ -12,15 +12,17 @@ the SDPA call arrives. An argument it does not know is an error. One call is thu
 whichever way it came. The mask function of SDPA is registered under the same name: without one,
 transformers would pass no mask at all.
 
-Nothing is kept. A model whose attention went elsewhere is found out: `numdev.watch` knows which
-modules must have made a call. What is done with a case is the caller's business, and so are the
-model and what it reads.
+Nothing is kept, but with gradients of the model's own loss: then calls wait for the backward pass
+(`numdev.trainingstep`). A model whose attention went elsewhere is found out: `numdev.watch` knows
+which modules must have made a call. What is done with a case is the caller's business, and so are
+the model and what it reads.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +34,13 @@ from torch.overrides import TorchFunctionMode
 
 from numdev.calls import Passed, Sdpa, as_case
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import MeasurementError, NumdevError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.generation import generate as write
 from numdev.kernels import find
 from numdev.mha import answer as multi_head_answer
 from numdev.mha import without_fast_path
+from numdev.trainingstep import TrainingStep, tracing
+from numdev.upstream import Upstream, at_home, loss_of
 from numdev.watch import Watch
 
 NAME = "numdev"
@@ -58,6 +62,8 @@ class CaptureCount:
     calls: int
     modules: Mapping[str, int]
     """Calls by module, in the order of their first call."""
+    drawn: tuple[str, ...] = ()
+    """The cases that get no usable gradient from the model's loss, and a drawn one instead."""
 
 
 def capture(
@@ -68,8 +74,9 @@ def capture(
     source: str,
     prompt: int = 0,
     generate: int | None = None,
+    upstream: Upstream | None = None,
 ) -> CaptureCount:
-    """Run `model(**inputs)` once without gradients, calling `on_call` at every attention call.
+    """Run `model(**inputs)` once, calling `on_call` at every attention call.
 
     With `generate`, the model writes instead: a prefill and that many decode passes, and every
     call's `phase` says which it belongs to. `on_call` runs in the middle of the forward pass, with
@@ -78,39 +85,63 @@ def capture(
     `/PHASE` after it in a generation and `@PROMPT` when `prompt` is not 0. Raises MeasurementError
     for a call that is no function of its inputs (dropout) or has an argument numdev does not know,
     for inputs that the model fails on, and when attention that ran was not seen, or there was none.
+
+    With `upstream`, cases have grad_out. Where that is the gradient of the model's loss, one
+    training step is run, in the mode the model is in, and `on_call` runs after its backward pass,
+    in the same order (`numdev.trainingstep`). Raises UsageError for a generation, which has none.
     """
+    if upstream is not None and generate is not None:
+        raise UsageError(
+            "a generation has no backward pass, and so no gradients",
+            hint="ask for --generate or for gradients, not for both",
+        )
+    step = TrainingStep(upstream) if upstream is not None and upstream.loss else None
     watch = Watch(model, source=source, prompt=prompt, generates=generate is not None)
-    interceptor = _Interceptor(watch.next_call, on_call)
+    interceptor = _Interceptor(
+        watch.next_call,
+        on_call if upstream is None else lambda case: on_call(upstream.draw(case)),
+        step,
+    )
     token = _active.set(interceptor)
     try:
-        with torch.no_grad(), without_fast_path(), watch, interceptor:
+        with (
+            _blaming(model, "failed on its inputs", interceptor),
+            tracing(model, step),
+            without_fast_path(),
+            watch,
+            interceptor,
+        ):
             if generate is None:
-                model(**_at_home(model, inputs))
+                asked = {} if upstream is None else upstream.arguments
+                answer = model(**at_home(model, {**inputs, **asked}))
             else:
-                write(model, _at_home(model, inputs), generate)
-    except Exception as error:
-        if error is interceptor.raised or isinstance(error, NumdevError):
-            raise
-        what = " ".join(str(error).split())[:200].rstrip(".") or "no message"
-        raise MeasurementError(
-            f"{type(model).__name__} failed on its inputs: {type(error).__name__}: {what}",
-            hint="do they fit the model, and each other?",
-        ) from error
+                write(model, at_home(model, inputs), generate)
     finally:
         _active.reset(token)
     watch.check_complete()
-    return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
+    if step is None:
+        return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
+    with _blaming(model, "failed in the backward pass of its loss", interceptor):
+        step.differentiate(loss_of(answer))
+    del answer  # its logits would be in memory while calls are measured
+    with torch.no_grad():
+        drawn = step.hand_over(on_call)
+    return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls), drawn=drawn)
 
 
-def _at_home(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs where the model is, and as it computes."""
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return dict(inputs)
-    return {
-        name: x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
-        for name, x in inputs.items()
-    }
+@contextmanager
+def _blaming(model: nn.Module, what: str, interceptor: _Interceptor) -> Iterator[None]:
+    """What the model raises as one line that names it; what `on_call` raised, unchanged."""
+    try:
+        yield
+    except Exception as error:
+        if error is interceptor.raised or isinstance(error, NumdevError):
+            raise
+        message = " ".join(str(error).split())[:200].rstrip(".") or "no message"
+        raise MeasurementError(
+            f"{type(model).__name__} {what}: {type(error).__name__}: {message}",
+            hint="do they fit the model, and each other?" if "inputs" in what else None,
+        ) from error
 
 
 def attention_implementation(model_class: Any) -> str:
@@ -136,10 +167,13 @@ class _Interceptor(TorchFunctionMode):
     """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
 
     def __init__(
-        self, next_call: Callable[[], CaseRef], on_call: Callable[[AttentionCase], None]
+        self,
+        next_call: Callable[[], CaseRef],
+        on_call: Callable[[AttentionCase], None],
+        step: TrainingStep | None = None,
     ) -> None:
         super().__init__()
-        self.next_call, self.on_call = next_call, on_call
+        self.next_call, self.on_call, self.step = next_call, on_call, step
         self.passed: Passed | None = None
         self.raised: BaseException | None = None
 
@@ -150,13 +184,19 @@ class _Interceptor(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._meet(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return multi_head_answer(self._meet, args, kwargs)
+            return multi_head_answer(self._meet, args, kwargs, differentiable=self.step is not None)
         return func(*args, **kwargs)
 
     def _meet(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the call over as a case; the right answer to it."""
+        """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
         sdpa = Sdpa(*args, **kwargs)
         case = as_case(self.next_call(), sdpa, self.passed)
+        if self.step is not None:
+            return self.step.hold(case, _right_answer(case, sdpa, args, kwargs))
+        self._hand_over(case)
+        return _right_answer(case, sdpa, args, kwargs)
+
+    def _hand_over(self, case: AttentionCase) -> None:
         # A model that on_call may run is not this one, and this mode is off for it.
         token = _active.set(None)
         try:
@@ -166,10 +206,6 @@ class _Interceptor(TorchFunctionMode):
             raise
         finally:
             _active.reset(token)
-        if case.softcap is None and case.sinks is None:
-            return F.scaled_dot_product_attention(*args, **kwargs)
-        out = find("baseline").attend(case).out
-        return out.reshape(*sdpa.query.shape[:-1], out.shape[-1])
 
     def answer(self, passed: Passed, *args: Any, **kwargs: Any) -> Any:
         """transformers' own SDPA function, whose call is met with `passed` at hand."""
@@ -178,6 +214,16 @@ class _Interceptor(TorchFunctionMode):
             return _sdpa_of_transformers()(*args, **kwargs)
         finally:
             self.passed = None
+
+
+def _right_answer(
+    case: AttentionCase, sdpa: Sdpa, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """SDPA's own, where SDPA has words for all that the case has."""
+    if case.softcap is None and case.sinks is None:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    out = find("baseline").attend(case).out
+    return out.reshape(*sdpa.query.shape[:-1], out.shape[-1])
 
 
 _active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)

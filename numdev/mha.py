@@ -6,7 +6,8 @@ is run from a copy in which that name means a function given here: torch's own c
 masks (a bool mask of this module hides where it is True, unlike SDPA's; both become additive), and
 no global is touched. When attention weights are asked for (`need_weights`, the default), it
 multiplies by hand instead. Then the call is met in a run without weights, which computes the same
-function, and the model gets the answer of its own run.
+function, and the model gets the answer of its own run (with gradients the met call's answer, which
+differs in rounding alone: gradients must pass through it).
 
 The inference fast path is one operator for the whole layer, with no call inside to be met.
 """
@@ -22,10 +23,17 @@ import torch
 import torch.nn.functional as F
 
 
-def answer(sdpa: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def answer(
+    sdpa: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    differentiable: bool = False,
+) -> Any:
     """What `multi_head_attention_forward(*args, **kwargs)` returns; `sdpa` makes its SDPA call.
 
-    Must be called where no torch function mode would see the call again.
+    Must be called where no torch function mode would see the call again. `differentiable`: the
+    output is that of the SDPA call also where weights are asked for, so that gradients reach it.
     """
     original = cast(FunctionType, F.multi_head_attention_forward)
     namespace = {**original.__globals__, "scaled_dot_product_attention": sdpa}
@@ -33,8 +41,9 @@ def answer(sdpa: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     if not kwargs.get("need_weights", True):
         return met(*args, **kwargs)
     # Without weights `is_causal` would stand for the mask; with them the mask itself is applied.
-    met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
-    return original(*args, **kwargs)
+    out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
+    own, weights = original(*args, **kwargs)
+    return (out if differentiable else own), weights
 
 
 @contextmanager

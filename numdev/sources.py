@@ -6,6 +6,7 @@ their number. It knows nothing of kernels, formats or metrics.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,12 @@ from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.inputs import Shapes, check, draw
+from numdev.layouts import laid_out, transposed
+from numdev.masks import draw_mask
+from numdev.storage import some
 from numdev.system import System
-from numdev.tensorfile import holds_cases, open_cases
+from numdev.tensorfile import StoredCase, holds_cases, open_cases
+from numdev.upstream import STORED, drawn_from, find_upstream, with_drawn
 
 if TYPE_CHECKING:
     from numdev.checkpoint import Checkpoint
@@ -54,13 +59,19 @@ class Source(Protocol):
 
 
 def open_source(request: AuditRequest, system: System) -> Source:
-    """The request's source, opened and checked but with nothing computed."""
+    """The request's source, opened and checked but with nothing measured.
+
+    Its cases carry grad_out where the request is for gradients.
+    """
+    gradients = bool(request.gradients)
     if request.cases:
         _refuse(request, ("layers", *FOR_MODELS), f"{request.target} draws its cases")
-        return ConfigSource(request.target, request.cases, (request.seed,), system)
+        return ConfigSource(
+            request.target, request.cases, (request.seed,), system, gradients=gradients
+        )
     if request.checkpoint != "demo" and holds_cases(Path(request.checkpoint or "")):
-        return TensorFileSource(request, system)
-    return CheckpointSource(request, system)
+        return TensorFileSource(request, system, gradients=gradients)
+    return CheckpointSource(request, system, gradients=gradients)
 
 
 def _refuse(request: AuditRequest, options: tuple[str, ...], why: str) -> None:
@@ -78,6 +89,8 @@ class Drawn:
     seed: int
     source: str
     device: str
+    gradients: bool = False
+    """Whether the case carries grad_out."""
 
     @property
     def ref(self) -> CaseRef:
@@ -89,7 +102,7 @@ class Drawn:
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
-        """Draw q, k and v in fp32 from the seed and the name of the grid's entry.
+        """Draw what the case has, in fp32, from the seed and the name of the grid's entry.
 
         So cells that differ only in how attention is computed share their inputs.
         """
@@ -103,16 +116,31 @@ class Drawn:
             head_dim=config.head_dim,
             v_dim=config.v_dim or config.head_dim,
         )
-        options = config.inputs.options
-        q, k, v = draw(
-            config.inputs.name, shapes, seed=self.seed, options=options, label=config.entry
+        drawn = draw(
+            config.inputs.name,
+            shapes,
+            seed=self.seed,
+            options=config.inputs.options,
+            label=config.entry,
+            gradients=self.gradients,
         )
+        q, k, v = laid_out(config.layout, *(x.to(self.device) for x in drawn))
+        grad_out = None
+        if drawn.grad_out is not None:
+            grad_out = drawn.grad_out.to(self.device)
+            if config.layout != "contiguous":  # the gradient of [batch, length, heads * dim]
+                grad_out = transposed(grad_out)
+        mask = None
+        if config.mask is not None:
+            mask = draw_mask(config.mask, shapes, seed=self.seed, label=config.entry)
         side = None if config.window is None else config.window - 1
         return AttentionCase(
             ref=self.ref,
-            q=q.to(self.device),
-            k=k.to(self.device),
-            v=v.to(self.device),
+            q=q,
+            k=k,
+            v=v,
+            grad_out=grad_out,
+            mask=None if mask is None else mask.to(self.device),
             scale=config.head_dim**-0.5 if config.scale is None else config.scale,
             is_causal=config.causal,
             causal_offset=config.causal_offset,
@@ -139,17 +167,44 @@ class Captured:
         return self.case
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenUpstream:
+    """A case out of a file that stores no grad_out, with a drawn one."""
+
+    stored: StoredCase
+    seed: int
+
+    @property
+    def ref(self) -> CaseRef:
+        return self.stored.ref
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        return self.stored.axes
+
+    def load(self) -> AttentionCase:
+        return with_drawn(self.stored.load(), self.seed)
+
+
 class ConfigSource:
-    """Cases drawn from a configuration's shapes, each with every seed."""
+    """Cases drawn from a configuration's shapes, each with every seed; with grad_out if wanted."""
 
     def __init__(
-        self, target: str, configs: Sequence[CaseConfig], seeds: Sequence[int], system: System
+        self,
+        target: str,
+        configs: Sequence[CaseConfig],
+        seeds: Sequence[int],
+        system: System,
+        *,
+        gradients: bool = False,
     ) -> None:
         for config in configs:
             check(config.inputs.name, config.inputs.options)
         self.target = target
         self.cases = [
-            Drawn(config=config, seed=seed, source=target, device=system.device)
+            Drawn(
+                config=config, seed=seed, source=target, device=system.device, gradients=gradients
+            )
             for config in configs
             for seed in seeds
         ]
@@ -170,9 +225,12 @@ class ConfigSource:
 
 
 class TensorFileSource:
-    """Cases that are on disk: a captured-tensor file, or a directory of them."""
+    """Cases that are on disk: a captured-tensor file, or a directory of them.
 
-    def __init__(self, request: AuditRequest, system: System) -> None:
+    With `gradients`, what stores no grad_out is given a drawn one.
+    """
+
+    def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
         _refuse(request, FOR_MODELS, f"{request.checkpoint} holds captured tensors")
         self.stored = open_cases(Path(request.checkpoint or ""), device=system.device)
         self.chosen = [
@@ -180,7 +238,21 @@ class TensorFileSource:
             for case in self.stored.cases
             if request.layers is None or case.ref.layer in request.layers
         ]
-        self.notes: tuple[str, ...] = ()
+        self.seed, self.gradients = request.seed, gradients
+        origin = self._origin()
+        self.notes: tuple[str, ...] = (f"Upstream gradients: {origin}.",) if origin else ()
+
+    def _origin(self) -> str | None:
+        """Where the gradients of all calls come from."""
+        if not self.gradients:
+            return None
+        count = Counter(
+            (case.call.grad_out or STORED) if "grad_out" in case.tensors else drawn_from(self.seed)
+            for case in self.chosen
+        )
+        if len(count) == 1:
+            return next(iter(count))
+        return "; ".join(f"{origin} ({n} of {count.total()} calls)" for origin, n in count.items())
 
     def describe(self) -> dict[str, Any]:
         captured = dict.fromkeys(case.ref.source for case in self.stored.cases)
@@ -190,6 +262,7 @@ class TensorFileSource:
             "cases": len(self.stored.cases),
             "captured_from": ", ".join(captured),
             "captured_with": dict(self.stored.versions),
+            **({"grad_out": origin} if (origin := self._origin()) else {}),
         }
 
     def count(self) -> int:
@@ -197,20 +270,30 @@ class TensorFileSource:
 
     def visit(self, handle: Callable[[Located], None]) -> None:
         for case in self.chosen:
-            handle(case)
+            lacks = self.gradients and "grad_out" not in case.tensors
+            handle(GivenUpstream(stored=case, seed=self.seed) if lacks else case)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
 
 class CheckpointSource:
-    """The attention calls of a checkpoint's model: of one forward pass, or of a generation."""
+    """The attention calls of a checkpoint's model: of one forward pass, or of a generation.
 
-    def __init__(self, request: AuditRequest, system: System) -> None:
+    With `gradients` of one training step: cases carry grad_out, from the model's own loss where it
+    has one (`numdev.upstream`). After `visit`, `notes` says which calls that loss does not reach.
+    """
+
+    def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
         from numdev.generation import check as check_generates
         from numdev.reading import model_inputs
         from numdev.watch import attention_modules
 
+        if gradients and request.generate:
+            raise UsageError(
+                f"--generate {request.generate}: a generation has no backward pass",
+                hint="leave --generate out, or audit it without gradients",
+            )
         self.request = request
         self.checkpoint = _open_weights(request)
         dtype = dtype_of(format_named(request.model_dtype))
@@ -221,7 +304,12 @@ class CheckpointSource:
         self.modules = attention_modules(self.model)
         prefix = self.checkpoint.describe().get("prefix_removed")
         removed = f"All names of weights began with {prefix!r}; it was taken off."
-        self.notes = (removed,) if prefix else ()
+        self.notes: tuple[str, ...] = (removed,) if prefix else ()
+        self.upstream = None
+        if gradients:
+            self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
+            mode = ", in eval mode (no dropout)" if self.upstream.loss else ""
+            self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -232,6 +320,7 @@ class CheckpointSource:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "prompt": self.prompt.description,
             "prompt_sha256": self.prompt.digest,
+            **({"grad_out": self.upstream.describe()} if self.upstream else {}),
         }
 
     def count(self) -> int:
@@ -246,13 +335,20 @@ class CheckpointSource:
             if self.request.layers is None or case.ref.layer in self.request.layers:
                 handle(Captured(case=case))
 
-        capture(
+        count = capture(
             self.model,
             self.prompt.inputs,
             chosen,
             source=self.checkpoint.name,
             generate=self.request.generate,
+            upstream=self.upstream,
         )
+        if count.drawn:
+            missed = f"{len(count.drawn)} of {count.calls} calls ({some(list(count.drawn))})"
+            self.notes += (
+                f"The loss has no usable gradient for {missed}; theirs is "
+                f"{drawn_from(self.request.seed)}.",
+            )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.checkpoint.tensors()

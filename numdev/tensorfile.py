@@ -114,6 +114,7 @@ class StoredCase:
                 softcap=call.softcap,
                 sinks=x.get("sinks"),
                 grad_out=x.get("grad_out"),
+                grad_out_from=call.grad_out,
             )
         except UsageError as error:
             raise self._problem(error.message, "check the tensors, and `layout`") from error

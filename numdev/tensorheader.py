@@ -70,6 +70,8 @@ class Call(_Strict):
     """0; to be given where a causal or windowed call has q_len other than kv_len."""
     window: tuple[Side, Side] | None = None
     softcap: Annotated[float, Field(gt=0)] | None = None
+    grad_out: str | None = None
+    """Where the tensor grad_out comes from, in words."""
     layout: Layout | Layouts | None = None
     """The header's; for all tensors but the mask, or by tensor."""
     axes: dict[str, bool | int | float | str | None] = Field(default_factory=dict)

@@ -108,7 +108,7 @@ def _call_of(case: AttentionCase) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensor = getattr(case, name)
         if tensor is None:
             continue
-        order = _storage_order(tensor)
+        order = storage_order(tensor)
         if name != "sinks":
             letters = MASK_AXES[-tensor.ndim :] if name == "mask" else AXES
             layout[name] = "".join(letters[axis] for axis in order)
@@ -129,12 +129,13 @@ def _call_of(case: AttentionCase) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "causal_offset": case.causal_offset,
         "window": case.window,
         "softcap": case.softcap,
+        "grad_out": case.grad_out_from,
         "layout": layout,
     }
     return call, stored
 
 
-def _storage_order(tensor: Tensor) -> list[int]:
+def storage_order(tensor: Tensor) -> list[int]:
     """The axes from the slowest to the fastest, as a dense copy of the tensor has them.
 
     PyTorch's own rule is asked: it is what kernels meet, for they are given dense copies.

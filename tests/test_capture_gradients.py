@@ -1,0 +1,677 @@
+"""Upstream gradients out of a running model: what is handed over is autograd's own, or said to be
+drawn.
+
+The oracle is an ordinary training step of the model itself: eager attention in fp64, parameters
+that learn, `loss.backward()`, and the gradient that arrives at the input of the attention's output
+layer. It shares neither SDPA nor the way gradients are asked for with what is tested. transformers
+computes losses from fp32 logits, so that both sides round there; gradients agree to 1e-5 of their
+size, 100 roundings to fp32. Models written here have fp64 losses and must agree to 1e-12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import factories
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from capturing import DoubleSoftmax
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from numdev.capture import CaptureCount, capture
+from numdev.cases import AttentionCase
+from numdev.checkpoint import open_checkpoint
+from numdev.config import AuditRequest, Choice
+from numdev.errors import MeasurementError, UsageError
+from numdev.formats import format_named
+from numdev.kernels import find
+from numdev.sources import Source, open_source
+from numdev.system import System
+from numdev.tensorfile import open_cases
+from numdev.tensorwriter import Writer
+from numdev.upstream import IGNORED, LANGUAGE, OWN, Upstream, find_upstream, loss_of, with_drawn
+
+B, N = 2, 8
+FP32, FP64 = 1e-5, 1e-12
+# The last linear layer of an attention: what it is given is the attention's own output.
+OUT = {
+    "gpt2": "attn.c_proj",
+    "llama": "self_attn.o_proj",
+    "bert": "attention.output.dense",
+    "falcon": "self_attention.dense",
+    "gemma2": "self_attn.o_proj",
+    "gpt_oss": "self_attn.o_proj",
+    "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"),
+    "bart": "attn.out_proj",
+}
+DECODERS = ("t5_seq2seq", "bart")
+
+
+class Request(AuditRequest):
+    """An audit's request that asks for gradients."""
+
+    gradients: bool = True
+
+
+def text(padding: bool = False) -> dict[str, Tensor]:
+    """Two sequences of 8 tokens, the second 5 long with padding."""
+    ids = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
+    if not padding:
+        return {"input_ids": ids}
+    mask = torch.ones(B, N, dtype=torch.int64)
+    mask[1, 5:] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def inputs_of(name: str, padding: bool) -> dict[str, Tensor]:
+    given = text(padding)
+    if name in DECODERS:
+        start = torch.full((B, 1), 2)
+        given["decoder_input_ids"] = torch.cat([start, given["input_ids"][:, :-1]], dim=1)
+        if padding:
+            mask = torch.cat([start * 0 + 1, given["attention_mask"][:, :-1]], dim=1)
+            given["decoder_attention_mask"] = mask
+    return given
+
+
+def labels_of(name: str, given: dict[str, Tensor]) -> Tensor:
+    """The tokens of the text, -100 where there is none; for a decoder those but the last."""
+    labels = given["input_ids"].clone()
+    if "attention_mask" in given:
+        labels[given["attention_mask"] == 0] = -100
+    if name in DECODERS:
+        labels[:, -1] = -100
+    return labels
+
+
+def trained(
+    model: nn.Module, given: dict[str, Tensor], out: str | tuple[str, ...], loss: Callable[..., Any]
+) -> list[Tensor]:
+    """The gradients at the attentions' outputs, [batch, length, width], of one training step."""
+    outputs: list[Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        args[0].retain_grad()
+        outputs.append(args[0])
+
+    hooks = [
+        m.register_forward_pre_hook(keep) for name, m in model.named_modules() if name.endswith(out)
+    ]
+    with DoubleSoftmax():
+        loss(model(**given)).backward()
+    for hook in hooks:
+        hook.remove()
+    return [x.grad for x in outputs]  # type: ignore[misc]
+
+
+def handed_over(
+    model: nn.Module, given: dict[str, Tensor], seed: int = 0
+) -> tuple[list[AttentionCase], CaptureCount, Upstream]:
+    cases: list[AttentionCase] = []
+    upstream = find_upstream(model, given, seed)
+    count = capture(model, given, cases.append, source="", upstream=upstream)
+    return cases, count, upstream
+
+
+def merged(grad: Tensor) -> Tensor:
+    """[batch, heads, length, dim] as [batch, length, width], fp64."""
+    return grad.transpose(1, 2).flatten(2).double()
+
+
+def apart(case: AttentionCase, own: Tensor) -> float:
+    assert case.grad_out is not None
+    return ((merged(case.grad_out) - own).norm() / own.norm()).item()
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", list(OUT))
+def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_path: Path) -> None:
+    """Causal, masked and sequence-to-sequence language models, with grouped heads, a soft cap,
+    sinks and a position bias, each through both routes: every call's grad_out is autograd's."""
+    built = getattr(models, name)().double()
+    directory = models.save(built, tmp_path)
+    eager = type(built).from_pretrained(
+        directory,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
+    )
+    model = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
+    given = inputs_of(name, padding)
+    labels = labels_of(name, given)
+    own = trained(eager, {**given, "labels": labels}, OUT[name], lambda answer: answer.loss)
+    cases, count, upstream = handed_over(model, given)
+    assert upstream.loss == LANGUAGE
+    assert torch.equal(upstream.arguments["labels"], labels)
+    assert len(cases) == count.calls == len(own)
+    assert count.drawn == ()
+    assert [c.ref.case for c in cases] == [f"{m}#0" for m in count.modules]
+    for case, gradient in zip(cases, own, strict=True):
+        assert case.grad_out_from == LANGUAGE
+        assert case.grad_out is not None
+        assert case.grad_out.dtype == torch.float64
+        assert apart(case, gradient) < FP32
+        assert not any(x.requires_grad for x in (case.q, case.k, case.v, case.grad_out))
+
+
+def test_the_comparison_rejects_a_wrong_gradient(tmp_path: Path) -> None:
+    """Another layer's gradient, a scaled one and another text's are far away."""
+    model = models.llama().double()
+    directory = models.save(model, tmp_path)
+    given = text()
+    captured = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
+    cases, _, _ = handed_over(captured, given)
+    labels = given["input_ids"]
+    own = trained(model, {**given, "labels": labels}, OUT["llama"], lambda a: a.loss)
+    assert apart(cases[0], own[0]) < FP32
+    assert apart(cases[0], own[1]) > 0.1
+    assert apart(cases[0], own[0] * 1.001) > 50 * FP32
+    other = {"input_ids": given["input_ids"].flip(1)}
+    assert apart(handed_over(captured, other)[0][0], own[0]) > 0.1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gpt_oss"])
+def test_the_case_is_the_one_of_a_forward_pass(name: str, tmp_path: Path) -> None:
+    """Names, order and fields are those without gradients, and the first call's tensors bitwise.
+
+    A later call's differ by SDPA's rounding, whose backends in training need not be the same.
+    """
+    directory = models.save(getattr(models, name)(), tmp_path)
+    model = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
+    plain: list[AttentionCase] = []
+    capture(model, text(True), plain.append, source="")
+    cases, _, _ = handed_over(model, text(True))
+    for case, other in zip(cases, plain, strict=True):
+        for field in dataclasses.fields(AttentionCase):
+            ours, theirs = getattr(case, field.name), getattr(other, field.name)
+            if field.name in ("grad_out", "grad_out_from"):
+                assert (ours is None, theirs) == (False, None)
+            elif isinstance(theirs, Tensor):
+                assert case is not cases[0] or torch.equal(ours, theirs)
+                torch.testing.assert_close(ours, theirs, rtol=FP64, atol=FP64)
+                assert ours.stride() == theirs.stride()
+            else:
+                assert ours == theirs
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    """No parameter has a gradient, all learn again or stay frozen, and gradients are on."""
+    model = open_checkpoint(models.save(models.gpt2(), tmp_path)).load_model(
+        dtype=torch.float32, device="cpu"
+    )
+    frozen = next(model.parameters()).requires_grad_(False)
+    handed_over(model, text())
+    assert not frozen.requires_grad
+    assert all(p.requires_grad for p in model.parameters() if p is not frozen)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.is_grad_enabled()
+    assert not model.training
+
+
+def test_a_vision_and_text_model_has_its_contrastive_loss(tmp_path: Path) -> None:
+    """Both towers get gradients from CLIP's own loss, asked for with return_loss."""
+    built = models.clip().double()
+    directory = models.save(built, tmp_path)
+    eager = type(built).from_pretrained(
+        directory, dtype=torch.float64, attn_implementation="eager", local_files_only=True
+    )
+    model = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
+    images = torch.randn(B, 3, 12, 12, dtype=torch.float64)
+    given = {**text(), "pixel_values": images}
+    own = trained(eager, {**given, "return_loss": True}, "self_attn.out_proj", lambda a: a.loss)
+    cases, count, upstream = handed_over(model, given)
+    assert upstream.describe() == OWN
+    assert count.calls == len(own) == 4
+    for tokens in (N, 10):  # the towers may run in either order
+        ours = [case for case in cases if case.q_len == tokens]
+        theirs = [gradient for gradient in own if gradient.shape[1] == tokens]
+        assert len(ours) == len(theirs) == 2
+        assert all(apart(case, grad) < FP32 for case, grad in zip(ours, theirs, strict=True))
+
+
+# --- models written by hand -----------------------------------------------------------------------
+
+
+class Learner(nn.Module):
+    """nn.MultiheadAttention twice, and a loss beside the output; `need_weights` as a test says."""
+
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.need_weights = need_weights
+        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 4, batch_first=True) for _ in "ab")
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            y, weights = layer(x, x, x, need_weights=self.need_weights)
+            assert (weights is not None) == self.need_weights
+            x = x + y
+        return x, x.tanh().square().sum()
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_torchs_own_multi_head_attention_gets_gradients(need_weights: bool) -> None:
+    """Also where weights are asked for, and the module multiplies by hand."""
+    model = Learner(need_weights).double().eval()
+    x = torch.randn(B, N, 16, dtype=torch.float64)
+    cases, count, upstream = handed_over(model, {"x": x})
+    assert upstream.loss == OWN
+    assert count == CaptureCount(calls=2, modules={"layers.0": 1, "layers.1": 1})
+    # By hand: the output of attention is what out_proj's weight is multiplied with.
+    outputs = []
+    h = x
+    for layer in model.layers:
+        q, k, v = (
+            t.unflatten(-1, (4, 4)).transpose(1, 2)
+            for t in F.linear(h, layer.in_proj_weight, layer.in_proj_bias).chunk(3, dim=-1)
+        )
+        o = (torch.softmax(q @ k.mT / 2, dim=-1) @ v).transpose(1, 2).flatten(2)
+        o.retain_grad()
+        outputs.append(o)
+        h = h + layer.out_proj(o)
+    h.tanh().square().sum().backward()
+    for case, o in zip(cases, outputs, strict=True):
+        assert apart(case, o.grad) < FP64
+
+
+class Scored(nn.Module):
+    """A hand-written attention and a loss; `how` the loss comes back, and what else happens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.embed = nn.Embedding(96, 16)
+        self.first, self.second = (models.Attending.Layer("sdpa", 16, 2) for _ in "ab")
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                x = x + self.first(x)
+        elif self.how == "unused":
+            self.first(x)
+        elif self.how == "in_place":
+            x = x + self.first(x).mul_(3.0)
+        else:
+            x = x + self.first(x)
+        x = x + self.second(x)
+        loss = (x**3).mean()
+        if self.how == "nan":
+            loss = loss * math.nan
+        shapes = {"dict": {"loss": loss}, "tuple": (x, loss), "none": x, "list": [x, x.sum(), loss]}
+        return shapes.get(self.how, loss)
+
+
+def by_difference(model: Scored, case: AttentionCase, layer: nn.Module, D: Tensor) -> float:
+    """The loss's derivative along a change D of a layer's output, by a central difference."""
+    step, losses = 1e-4, []
+    for sign in (1, -1):
+        hook = layer.register_forward_hook(lambda m, a, out, s=sign: out + s * step * D)
+        with torch.no_grad():
+            losses.append(float(loss_of(model(**text()))))
+        hook.remove()
+    return (losses[0] - losses[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("how", ["scalar", "dict", "tuple"])
+def test_a_loss_is_found_however_it_is_returned(how: str) -> None:
+    """Itself a number, under `loss`, or in a tuple; the gradient is what differences say it is.
+
+    The loss is a cubic of order 1, so a central difference is off by 1e-8 times its third
+    derivative and by 1e-16 / 1e-4 of rounding.
+    """
+    model = Scored(how).double()
+    cases, count, upstream = handed_over(model, text())
+    assert upstream.loss == OWN
+    assert count.drawn == ()
+    for case, layer in zip(cases, (model.first, model.second), strict=True):
+        assert case.grad_out is not None
+        D = torch.randn(B, N, 16, dtype=torch.float64)
+        expected = by_difference(model, case, layer, D)
+        assert (merged(case.grad_out) * D).sum().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_output_that_is_overwritten_keeps_its_own_gradient() -> None:
+    """The gradient is that of the attention's output, three times that of what it became."""
+    model = Scored("in_place").double()
+    cases, count, _ = handed_over(model, text())
+    assert count.drawn == ()
+    x = model.embed(text()["input_ids"]).detach()
+    o = model.first(x).detach().requires_grad_()
+    y = x + 3 * o
+    ((y + model.second(y)) ** 3).mean().backward()
+    assert o.grad is not None
+    assert apart(cases[0], o.grad) < FP64
+
+
+@pytest.mark.parametrize("how", ["no_grad", "unused"])
+def test_a_call_the_loss_does_not_reach_is_not_lost(how: str) -> None:
+    """Its gradient is drawn and said to be; the other's is the loss's."""
+    cases, count, _ = handed_over(Scored(how).double(), text(), seed=3)
+    assert count == CaptureCount(calls=2, modules={"first": 1, "second": 1}, drawn=("first#0",))
+    assert [c.grad_out_from for c in cases] == ["drawn from N(0, 1), seed 3", OWN]
+    assert all(c.grad_out is not None for c in cases)
+
+
+@pytest.mark.parametrize(("how", "times"), [("zero", 0.0), ("overflow", math.inf)])
+def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times: float) -> None:
+    """A contrastive loss of one pair is constant; in float16 a gradient may overflow. The loss
+    itself is finite in both."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * times
+
+    model = Scored("scalar")
+    run = model.forward
+    model.forward = lambda input_ids: Scaled.apply(run(input_ids))  # type: ignore
+    cases, count, upstream = handed_over(model, text())
+    assert upstream.loss == OWN
+    assert count.drawn == ("first#0", "second#0")
+    assert {c.grad_out_from for c in cases} == {"drawn from N(0, 1), seed 0"}
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("none", ""), ("list", ""), ("nan", " (the model's own loss is nan)")],
+)
+def test_without_a_usable_loss_gradients_are_drawn(how: str, why: str) -> None:
+    """No number, more than one, or none that is finite: N(0, 1) from the seed, and why is said."""
+    model = Scored(how)
+    cases, count, upstream = handed_over(model, text(), seed=5)
+    assert upstream.loss is None
+    assert upstream.describe() == "drawn from N(0, 1), seed 5" + why
+    assert count.drawn == ()
+    assert [c.grad_out_from for c in cases] == ["drawn from N(0, 1), seed 5"] * 2
+    again, _, _ = handed_over(model, text(), seed=5)
+    other, _, _ = handed_over(model, text(), seed=6)
+    for a, b, c in zip(cases, again, other, strict=True):
+        assert a.grad_out is not None
+        assert b.grad_out is not None
+        assert c.grad_out is not None
+        assert torch.equal(a.grad_out, b.grad_out)
+        assert not torch.equal(a.grad_out, c.grad_out)
+        assert a.grad_out.dtype == torch.float32
+    assert not torch.equal(cases[0].grad_out, cases[1].grad_out)  # type: ignore[arg-type]
+
+
+def test_drawn_gradients_are_normal_and_in_the_cases_format() -> None:
+    """Mean 0 and variance 1 within five standard errors; bfloat16 values for a bfloat16 case."""
+    q = torch.zeros(2, 4, 512, 16, dtype=torch.bfloat16)
+    plain = models.Attending("sdpa").to(torch.bfloat16)
+    cases: list[AttentionCase] = []
+    capture(plain, text(), cases.append, source="")
+    case = with_drawn(dataclasses.replace(cases[0], q=q, k=q, v=q), 0)
+    assert case.grad_out is not None
+    assert case.grad_out.dtype == torch.bfloat16
+    x = case.grad_out.double()
+    assert abs(x.mean().item()) < 5 / math.sqrt(x.numel())
+    assert abs(x.var().item() - 1) < 5 * math.sqrt(2 / x.numel())
+    assert case.format == format_named("bfloat16")
+
+
+def test_a_single_query_of_grouped_heads_has_its_gradient() -> None:
+    """transformers lays the heads of a group out as rows; the gradient comes back by heads."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            from numdev.capture import attention_implementation
+
+            self.lm = models.llama().double()
+            self.lm.set_attn_implementation(attention_implementation(type(self.lm)))
+
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.lm(input_ids).logits.square().mean()}
+
+    model = Wrapped()
+    given = {"input_ids": text()["input_ids"][:, :1]}
+    cases, count, _ = handed_over(model, given)
+    assert count.drawn == ()
+    assert cases[0].q.shape == (B, 8, 1, 4)
+    model.lm.set_attn_implementation("eager")
+    own = trained(model, given, OUT["llama"], lambda answer: answer["loss"])
+    for case, gradient in zip(cases, own, strict=True):
+        assert apart(case, gradient) < 1e-6  # llama's norms and rotations are fp32 in part
+
+
+def test_what_the_model_overwrites_is_an_error() -> None:
+    """A case whose q is written to before its gradient is there would not be the call."""
+
+    class Overwrites(Scored):
+        def forward(self, input_ids: Tensor) -> Any:
+            q = self.embed(input_ids).unflatten(-1, (2, 8)).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, q, q)
+            q.zero_()
+            return out.square().sum()
+
+    model = Overwrites("")
+    model.first = model.second = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(MeasurementError, match="overwrites what it attended over"):
+        handed_over(model, text())
+
+
+def test_attention_that_is_not_seen_is_still_an_error() -> None:
+    model = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2))
+    model.forward = lambda input_ids: model[1](model[0](input_ids)).sum()  # type: ignore
+    with pytest.raises(MeasurementError, match="not seen in 1;"):
+        handed_over(model, text())
+
+
+def test_a_backward_pass_that_fails_is_said_to() -> None:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("no such thing")
+
+    model = models.Attending("sdpa")
+    run = model.forward
+    model.forward = lambda input_ids: Bad.apply(run(input_ids)).sum()  # type: ignore
+    with pytest.raises(MeasurementError, match=r"backward pass of its loss: ValueError: no such"):
+        handed_over(model, text())
+
+
+def test_what_on_call_raises_comes_out_unchanged() -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(case: AttentionCase) -> None:
+        raise Stop
+
+    model = Scored("scalar")
+    upstream = find_upstream(model, text(), 0)
+    with pytest.raises(Stop):
+        capture(model, text(), stop, source="", upstream=upstream)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_calls_are_dropped_once_handed_over(tmp_path: Path) -> None:
+    """When a call comes, nothing of the earlier ones is alive, and no activation of the model's."""
+    model = open_checkpoint(models.save(models.llama(), tmp_path)).load_model(
+        dtype=torch.float32, device="cpu"
+    )
+    upstream = find_upstream(model, text(), 0)
+    seen: list[weakref.ref[Tensor]] = []
+    activations: list[weakref.ref[Tensor]] = []
+    hooks = [
+        m.register_forward_hook(lambda m, a, out: activations.append(weakref.ref(out)))
+        for name, m in model.named_modules()
+        if name.endswith(("mlp", "o_proj", "lm_head"))
+    ]
+
+    def look(case: AttentionCase) -> None:
+        gc.collect()
+        assert [r for r in seen if r() is not None] == []
+        assert [r for r in activations if r() is not None] == []
+        assert case.grad_out is not None
+        seen.extend(weakref.ref(x) for x in (case.q, case.k, case.v, case.grad_out))
+
+    capture(model, text(), look, source="", upstream=upstream)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 8
+    assert len(activations) == 5
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+def source(**fields: Any) -> Source:
+    kernels = (Choice(name="baseline"),)
+    given = {"sequences": 2, "length": 16, "device": "cpu", "kernels": kernels, **fields}
+    request = Request(target=str(fields["checkpoint"]), **given)
+    return open_source(request, System.here("cpu"))
+
+
+def cases_of(opened: Source) -> list[AttentionCase]:
+    found: list[AttentionCase] = []
+    opened.visit(lambda located: found.append(located.load()))
+    return found
+
+
+def test_the_demo_has_its_language_model_loss() -> None:
+    """What is captured is the demo's own training step, and the source says so."""
+    opened = source(checkpoint="demo")
+    assert opened.describe()["grad_out"] == LANGUAGE
+    assert any("in eval mode" in note for note in opened.notes)
+    cases = cases_of(opened)
+    assert len(cases) == opened.count() == 4
+    eager = open_checkpoint(Path(__file__).parent.parent / "numdev/data/demo").load_model(
+        dtype=torch.float64, device="cpu"
+    )
+    eager.set_attn_implementation("eager")
+    ids = opened.prompt.inputs["input_ids"]  # type: ignore[attr-defined]
+    own = trained(
+        eager, {"input_ids": ids, "labels": ids}, "self_attn.o_proj", lambda answer: answer.loss
+    )
+    for case, gradient in zip(cases, own, strict=True):
+        assert case.grad_out is not None
+        assert case.grad_out.dtype == torch.float32
+        assert apart(case, gradient) < 1e-4  # the captured model computes in fp32
+
+
+def test_an_audits_gradients_can_be_taken_of_what_was_captured() -> None:
+    """The reference and the baseline differentiate a captured case, rounded to bfloat16."""
+    case = cases_of(source(checkpoint="demo"))[0].rounded_to(format_named("bfloat16"))
+    assert case.grad_out_from == LANGUAGE
+    out = find("baseline").gradients(case)
+    for name, like in (("dq", case.q), ("dk", case.k), ("dv", case.v)):
+        assert getattr(out, name).shape == like.shape
+        assert bool(getattr(out, name).any())
+
+
+def test_an_encoder_without_a_head_has_drawn_gradients(tmp_path: Path) -> None:
+    opened = source(checkpoint=str(models.save(models.t5(), tmp_path)), seed=4)
+    assert opened.describe()["grad_out"] == "drawn from N(0, 1), seed 4"
+    assert {c.grad_out_from for c in cases_of(opened)} == {"drawn from N(0, 1), seed 4"}
+
+
+def test_a_state_dict_has_the_loss_its_model_returns(tmp_path: Path) -> None:
+    """nanoGPT returns a loss only when given targets; without, gradients are drawn."""
+    torch.save(factories.saved_gpt().state_dict(), tmp_path / "w.pt")
+    weights = str(tmp_path / "w.pt")
+    plain = source(checkpoint=weights, model="factories:gpt")
+    assert plain.describe()["grad_out"] == "drawn from N(0, 1), seed 0"
+    ids = text()["input_ids"]
+    save_file({"idx": ids, "targets": ids.roll(-1, 1)}, tmp_path / "in.safetensors")
+    given = source(
+        checkpoint=weights, model="factories:losing_gpt", inputs=str(tmp_path / "in.safetensors")
+    )
+    assert given.describe()["grad_out"] == OWN
+    assert {c.grad_out_from for c in cases_of(given)} == {OWN}
+
+
+def test_a_generation_with_gradients_is_refused() -> None:
+    with pytest.raises(UsageError, match="--generate 2: a generation has no backward pass"):
+        source(checkpoint="demo", generate=2)
+    with pytest.raises(UsageError, match="no backward pass"):
+        capture(models.gpt2(), text(), print, source="", generate=1, upstream=Upstream(seed=0))
+
+
+def test_a_note_names_the_calls_without_a_gradient(tmp_path: Path) -> None:
+    """Known after the run, and so only then among the notes."""
+    torch.save(factories.half_learning().state_dict(), tmp_path / "w.pt")
+    opened = source(checkpoint=str(tmp_path / "w.pt"), model="factories:half_learning")
+    before = opened.notes
+    cases_of(opened)
+    (note,) = opened.notes[len(before) :]
+    assert note == (
+        "The loss has no usable gradient for 1 of 2 calls (first#0); theirs is drawn from N(0, 1), "
+        "seed 0."
+    )
+
+
+def test_without_gradients_nothing_of_them_is_there() -> None:
+    kernels = (Choice(name="baseline"),)
+    request = AuditRequest(target="demo", checkpoint="demo", kernels=kernels, length=8, sequences=1)
+    opened = open_source(request, System.here("cpu"))
+    assert "grad_out" not in opened.describe()
+    assert {(c.grad_out, c.grad_out_from) for c in cases_of(opened)} == {(None, None)}
+
+
+# --- files of captured tensors --------------------------------------------------------------------
+
+
+def test_saved_gradients_come_back_with_their_origin(tmp_path: Path) -> None:
+    """Every bit, the order of the axes, and the words in the header, which the source repeats."""
+    written = cases_of(source(checkpoint="demo"))
+    with Writer(tmp_path / "cases") as writer:
+        for case in written:
+            writer.add(case)
+    opened = source(checkpoint=str(tmp_path / "cases"))
+    assert opened.describe()["grad_out"] == LANGUAGE
+    for case, read in zip(written, cases_of(opened), strict=True):
+        assert case.grad_out is not None
+        assert read.grad_out is not None
+        assert torch.equal(case.grad_out, read.grad_out)
+        assert case.grad_out.stride() == read.grad_out.stride()
+        assert read.grad_out_from == LANGUAGE
+
+
+def test_a_file_without_gradients_has_drawn_ones(tmp_path: Path) -> None:
+    """Where some calls have one, the source counts both; a request without gradients adds none."""
+    q = torch.randn(1, 2, 4, 8)
+    tensors = {f"{i}.{name}": q.clone() for i in range(2) for name in "qkv"}
+    tensors["1.grad_out"] = torch.ones(1, 2, 4, 8)
+    path = tmp_path / "dump.safetensors"
+    save_file(tensors, path, metadata={"numdev": '{"version": 1}'})
+    opened = source(checkpoint=str(path), seed=2)
+    said = "drawn from N(0, 1), seed 2 (1 of 2 calls); stored in the file (1 of 2 calls)"
+    assert opened.describe()["grad_out"] == said
+    assert opened.notes == (f"Upstream gradients: {said}.",)
+    first, second = cases_of(opened)
+    assert first.grad_out is not None
+    assert first.grad_out_from == "drawn from N(0, 1), seed 2"
+    assert second.grad_out is not None
+    assert torch.equal(second.grad_out, torch.ones(1, 2, 4, 8))
+    assert open_cases(path).cases[0].load().grad_out is None
+
+
+def test_padding_has_no_label() -> None:
+    """Of a padded text, as the model is given it."""
+    model = models.gpt2()
+    labels = find_upstream(model, text(True), 0).arguments["labels"]
+    assert labels[1].tolist() == [*text()["input_ids"][1, :5].tolist(), *[IGNORED] * 3]
+    assert torch.equal(labels[0], text()["input_ids"][0])
