@@ -30,6 +30,12 @@ from numdev.wasserstein import w1_rows
 MIN_BIAS_ULP = 0.05
 """A bias below this size, in ulps at the term scale, is not worth an accusation."""
 
+SMALLEST_SCALE = 2.0**-100
+"""A row whose terms are smaller is left out of relative errors: its products are numbers that fp32
+keeps as subnormals, as zero, or (where the hardware flushes) either, and a key that hardly anybody
+sees would be 100 % wrong. Its errors are still held to rounding something of this size
+(`row_ratios`), so that a number where nothing belongs is seen."""
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Metrics = dict[str, Any]
@@ -51,6 +57,9 @@ class Yardstick:
     lse: Tensor | None = None
     """fp64 [B, H, q_len], the reference's log-sum-exp: tells which rows repeat others."""
     baseline: Tensor | None = None
+    arithmetic: Tensor | None = None
+    """fp64 [B, H, rows]: what fp32 arithmetic may err, relative to a row's term scale. Beside what
+    an emulation predicts, which leaves it out or makes it in another order."""
     unrounded: Tensor | None = None
     """fp64, the reference of the inputs before they were rounded to the audited format."""
 
@@ -129,8 +138,12 @@ def finite(x: Tensor) -> Tensor:
     return x.abs() < math.inf
 
 
-def measure(output: Tensor, yardstick: Yardstick) -> list[Metrics]:
-    """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, one dict per head."""
+def measure(output: Tensor, yardstick: Yardstick, expected: Tensor | None = None) -> list[Metrics]:
+    """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, one dict per head.
+
+    `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
+    it there is no expected_ratio and no worst_row.
+    """
     y, o = yardstick, output.detach().double()
     here = finite(o)
     usable = y.shown & here
@@ -155,6 +168,8 @@ def measure(output: Tensor, yardstick: Yardstick) -> list[Metrics]:
         "lost": _norm(r) <= y.format.unit_roundoff * _norm(torch.where(usable, y.term_scale, 0.0)),
     }
     columns |= _against_baseline(o, usable, y, rms)
+    if expected is not None:
+        columns |= _against_expected(error, expected.double() - y.reference, usable, y)
     metrics = _per_head(columns)
     for head, bias in zip(metrics, _bias(o, usable & y.floor_finite, y), strict=True):
         head.update(bias)
@@ -218,6 +233,66 @@ def _fa_rule(o: Tensor, baseline: Tensor, usable: Tensor, y: Yardstick) -> Tenso
     return error <= 2 * plain + allowance
 
 
+def _against_expected(
+    error: Tensor, predicted: Tensor, usable: Tensor, y: Yardstick
+) -> dict[str, Tensor]:
+    """The errors beside those an emulation predicts for the same inputs.
+
+    expected_ratio is row_rel over the predicted row_rel, which is at least that of an error of
+    u |r_i| / sqrt(12), as for the floor; worst_row is the largest of `row_ratios`. What fp32
+    arithmetic may err (`Yardstick.arithmetic`) joins what is predicted, in squares.
+    """
+    both = usable & finite(predicted)
+    error, predicted = (torch.where(both, x, 0.0) for x in (error, predicted))
+    typical = typical_row(predicted, both, y)
+    return {
+        "expected_ratio": _row_rel(error, both, y) / typical,
+        "worst_row": row_ratios(error, predicted, typical, both, y).amax(dim=(0, 2)),
+    }
+
+
+def typical_row(predicted: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
+    """[H]: the predicted row_rel, or that of an error of u |r_i| / sqrt(12) if it is larger."""
+    scale, least = _scale(usable, y), _least(usable, y).norm(dim=-1)
+    expected = _relative_rms(_expected(predicted, scale, y), scale)
+    return torch.maximum(expected, _relative_rms(least, scale))
+
+
+def row_ratios(
+    error: Tensor, predicted: Tensor, typical: Tensor, usable: Tensor, y: Yardstick
+) -> Tensor:
+    """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
+
+    What is predicted is at least typical of the head (`typical_row` times |term scale_i|): that
+    one row's roundings happen to cancel is no prediction. It is also at least u |r_i| / sqrt(12),
+    and u SMALLEST_SCALE.
+    `error` and `predicted` are 0 where they are not usable.
+    """
+    scale = _scale(usable, y)
+    allowed = torch.maximum(_expected(predicted, scale, y), typical[None, :, None] * scale)
+    allowed = torch.maximum(allowed, _least(usable, y).norm(dim=-1))
+    allowed = allowed.clamp_min(y.format.unit_roundoff * SMALLEST_SCALE)
+    size = error.norm(dim=-1)
+    return torch.where(size > 0, size / allowed, 0.0)
+
+
+def _scale(usable: Tensor, y: Yardstick) -> Tensor:
+    """[B, H, rows]: |term scale_i| over usable elements."""
+    scale: Tensor = torch.where(usable & finite(y.term_scale), y.term_scale, 0.0).norm(dim=-1)
+    return scale
+
+
+def _expected(predicted: Tensor, scale: Tensor, y: Yardstick) -> Tensor:
+    """[B, H, rows]: the size of a row's predicted error, with what fp32 arithmetic may err."""
+    size: Tensor = predicted.norm(dim=-1)
+    return size if y.arithmetic is None else torch.hypot(size, scale * y.arithmetic)
+
+
+def _least(usable: Tensor, y: Yardstick) -> Tensor:
+    """u r / sqrt(12), with the sign of r: the least an error may be predicted to be."""
+    return torch.where(usable, y.reference, 0.0) * (y.format.unit_roundoff / math.sqrt(12))
+
+
 def _distance(a: Tensor, b: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
     """rms of a - b and W1 between their values, per head, over usable elements."""
     a, b = (torch.where(usable, x, 0.0) for x in (a, b))
@@ -229,8 +304,14 @@ def _row_rel(error: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
     """Root mean square over rows of |error_i| / |term scale_i|, both over the row's usable
     elements; rows without terms, or without a usable element, are left out."""
     scale = torch.where(usable, y.term_scale, 0.0).norm(dim=-1)
-    rows = (scale > 0) & finite(scale)
-    ratio = torch.where(rows, error.norm(dim=-1) / torch.where(rows, scale, 1.0), 0.0)
+    return _relative_rms(error.norm(dim=-1), scale)
+
+
+def _relative_rms(size: Tensor, scale: Tensor) -> Tensor:
+    """Per head, over rows [B, H, rows] with a finite scale of SMALLEST_SCALE or more, the rms of
+    size / scale."""
+    rows = (scale >= SMALLEST_SCALE) & finite(scale)
+    ratio = torch.where(rows, size / torch.where(rows, scale, 1.0), 0.0)
     mean_square: Tensor = (ratio**2).sum(dim=(0, 2)) / rows.sum(dim=(0, 2))
     return mean_square.sqrt()
 

@@ -1,0 +1,432 @@
+"""Which roundings explain a kernel's errors, and when nothing does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from numdev.attribution import PRESETS, Attribution, attribute
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef
+from numdev.cli import cli
+from numdev.contributions import rounding_sites
+from numdev.execute import Task
+from numdev.expectation import emulated_step, emulation
+from numdev.explain import explain, whole_groups
+from numdev.explanations import explanations
+from numdev.formats import format_named
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Kernel, find
+from numdev.kernels.emulated import gradients as emulated_gradients
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.sites import SITES
+from numdev.report import AttributionRow, SiteShare, read
+from numdev.system import System
+
+
+def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:
+    shapes = Shapes(
+        batch=1, heads=2, kv_heads=2, q_len=length, kv_len=length, head_dim=32, v_dim=32
+    )
+    q, k, v = draw(regime, shapes, seed=0, options=options)
+    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.3)
+    return case.rounded_to(format_named("bfloat16"))
+
+
+def explained(
+    output: Tensor, case: AttentionCase, claim: Mapping[str, Any] | None = None
+) -> Attribution | None:
+    exact = attend(case)
+    scale = exact.term_scale.norm(dim=-1)
+    return attribute(
+        output, exact.out, scale, case.format, claim, lambda tried: emulation(case, tried)
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_kernel_of_known_roundings_is_recognised(preset: str) -> None:
+    """Computed in fp64 at other tiles than the preset's own, it is found among all presets."""
+    case = drawn()
+    tiles = {} if preset in ("eager", "one cast") else {"block_kv": 16}
+    options = {k: v for k, v in PRESETS[preset].items()} | tiles
+    found = explained(find("emulated").attend(case, **options).out, case)
+    assert found is not None
+    assert found.why_not is None
+    assert found.best.preset == preset
+    assert found.best.claim.get("block_kv") == tiles.get("block_kv")
+    assert found.best.residual < 0.15
+    assert found.best.ratio == pytest.approx(1.0, abs=0.01)
+    assert found.next.residual > found.best.residual / 0.8
+
+
+@pytest.mark.parametrize(
+    ("change", "regime"),
+    [
+        ({"rounding": "toward_zero"}, {"regime": "normal"}),
+        ({"exponential": "fexp_u20"}, {"regime": "ties", "strength": 24.0}),
+    ],
+)
+def test_other_exps_and_modes_are_tried(change: dict[str, str], regime: dict[str, Any]) -> None:
+    """A truncating kernel, and one with PyTorch's fast exp, are told apart from fa2."""
+    case = drawn(**regime)
+    found = explained(find("emulated").attend(case, **change).out, case)
+    assert found is not None
+    assert found.best.claim.items() >= change.items()
+    assert found.best.residual < 0.1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda o: o * 1.01,
+        lambda o: o + 0.02 * torch.randn(o.shape, generator=torch.Generator().manual_seed(0)),
+        lambda o: o.roll(1, dims=2),
+        torch.zeros_like,
+    ],
+    ids=["scaled", "noise", "shifted", "zeros"],
+)
+def test_what_is_no_rounding_is_unknown(spoil: Callable[[Tensor], Tensor]) -> None:
+    """Whatever its size, an error that no rounding makes is explained by none."""
+    case = drawn()
+    output = spoil(find("emulated").attend(case).out.float()).bfloat16()
+    found = explained(output, case)
+    assert found is not None
+    assert found.why_not == "no known way of rounding makes these errors"
+    assert found.shares == ()
+
+
+def test_what_the_data_cannot_tell_apart_is_unknown() -> None:
+    """With one key P is 1, and every preset makes the same (here: only the bias's) errors."""
+    case = drawn("sink", strength=60.0, length=40)
+    output = find("emulated").attend(case).out + torch.where(case.q > 0, 2.0**-12, 0.0).bfloat16()
+    found = explained(output, case)
+    assert found is not None
+    assert found.why_not is not None
+
+
+def test_no_error_needs_no_explanation() -> None:
+    """One key: the output is V, exactly."""
+    case = drawn(length=1)
+    assert explained(case.v.clone(), case) is None
+
+
+def test_rows_that_are_not_finite_are_left_out() -> None:
+    """NaN in one row hides nothing of the others."""
+    case = drawn()
+    output = find("emulated").attend(case).out
+    output[0, 1, 17] = float("nan")
+    found = explained(output, case)
+    assert found is not None
+    assert found.best.preset == "fa2"
+    assert found.best.residual < 0.1
+
+
+def test_shares_are_what_goes_with_a_site() -> None:
+    """Against two emulations by hand: P alone rounded, and the output alone."""
+    case = drawn()
+    exact = attend(case)
+    scale = exact.term_scale.norm(dim=-1, keepdim=True)
+
+    def squared(**sites: str) -> float:
+        out = find("emulated").attend(case, block_kv=128, **sites).out.double()
+        return float(((out - exact.out) / scale).square().sum())
+
+    found = explained(find("emulated").attend(case, block_kv=128).out, case)
+    assert found is not None
+    share = {s.site: s.share for s in found.shares}
+    assert set(share) == {"p", "out"}
+    assert share["p"] == pytest.approx(1 - squared(p="exact") / squared(), abs=0.01)
+    assert share["out"] == pytest.approx(1 - squared(out="exact") / squared(), abs=0.01)
+    assert sum(share.values()) == pytest.approx(1.0, abs=0.05)
+    assert [s.share for s in found.shares] == sorted(share.values(), reverse=True)
+
+
+def test_the_scores_roundings_are_one_site() -> None:
+    """At a scale of a power of two S and scale * S round alike: neither alone explains anything."""
+    case = drawn("normal", logits=4.0)
+    found = explained(find("baseline").attend(case).out, case)
+    assert found is not None
+    assert found.best.preset == "eager"
+    share = {s.site: s.share for s in found.shares}
+    assert set(share) == {"scores", "p", "out"}
+    assert share["scores"] > 0.5
+    assert sum(share.values()) == pytest.approx(1.0, abs=0.1)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def training(length: int = 260, *, heads: int = 2, kv: int = 1, **options: Any) -> AttentionCase:
+    shapes = Shapes(
+        batch=1, heads=heads, kv_heads=kv, q_len=length, kv_len=length, head_dim=32, v_dim=32
+    )
+    x = draw("normal", shapes, seed=0, options={"logits": 3.0, **options}, gradients=True)
+    case = AttentionCase(
+        ref=CaseRef(case="x"),
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        scale=0.2,
+        is_causal=True,
+        grad_out=x.grad_out,
+    )
+    return case.rounded_to(format_named("bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Task):
+    gradients: bool = True
+
+
+def rows_of(kernel: Kernel, case: AttentionCase) -> dict[str, AttributionRow]:
+    task = Step(case=case.ref, role="kernel", kernel=kernel.name, format="bfloat16")
+    rows = explain(task, kernel, Bench(case.ref, lambda: case), System.here("cpu"))
+    return {row.tensor: row for row in rows}
+
+
+def emulating(**recipe: Any) -> Kernel:
+    """A kernel of these roundings, computed in fp64, that claims nothing but fa2."""
+    return Kernel(
+        name="mine",
+        function=lambda case: find("emulated").attend(case, **recipe),
+        backward=lambda case: emulated_gradients(case, **recipe),
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_of_known_roundings_are_recognised(preset: str) -> None:
+    """All four tensors of all presets, with the tensor's own sites and shares that add up."""
+    rows = rows_of(emulating(**PRESETS[preset]), training())
+    assert list(rows) == ["out", "dq", "dk", "dv"]
+    assert [row.heads for row in rows.values()] == [(0, 1), (0, 1), (0,), (0,)]
+    for tensor, row in rows.items():
+        assert row.explained_by == preset, row.sentence
+        assert row.residual is not None
+        assert row.residual < 0.15
+        assert row.size == pytest.approx(1.0, abs=0.02)
+        if tensor != "out":
+            assert row.sentence.startswith(f"{tensor} of mine (bfloat16)")
+        if preset in ("fa2", "fa2-consistent", "eager", "one cast"):
+            assert sum(s.share for s in row.sites) == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensors", "words"),
+    [
+        (
+            {"dq": "working", "dk": "working", "dv": "working", "block_q": 32, "block_kv": 64},
+            ("dq", "dk", "dv"),
+            "summed in the working format",
+        ),
+        (
+            {"dk": "working", "dv": "working", "group_sum": "running", "block_q": 64},
+            ("dk", "dv"),
+            "on through a group",
+        ),
+        (
+            {"dk_partial": "exact", "dv_partial": "exact"},
+            ("dk", "dv"),
+            "of a group summed before its cast",
+        ),
+        ({"delta_from": "dP*P"}, ("dq", "dk"), "with delta from dP ∘ P"),
+        ({"delta_o": "exact"}, ("dq", "dk"), "with delta from O before its cast"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_other_sums_and_deltas_are_found(
+    recipe: dict[str, Any], tensors: tuple[str, ...], words: str
+) -> None:
+    """What kernels do otherwise than fa2 is found without being claimed, and said."""
+    rows = rows_of(emulating(**recipe), training())
+    for tensor in tensors:
+        row = rows[tensor]
+        assert row.explained_by == "fa2", row.sentence
+        assert row.residual is not None
+        assert row.residual < 0.1
+        assert words in row.sentence
+    assert words not in rows["out"].sentence
+
+
+def test_a_wrong_gradient_is_unknown_and_a_right_one_is_not() -> None:
+    """One tensor's fault is its own."""
+
+    def spoilt(case: AttentionCase) -> Any:
+        step = find("sdpa-flash").gradients(case)
+        assert step.dk is not None
+        return type(step)(out=step.out, dq=step.dq, dk=step.dk * 1.01, dv=step.dv)
+
+    kernel = Kernel(name="spoilt", function=find("sdpa-flash").attend, backward=spoilt)
+    rows = rows_of(kernel, training())
+    assert rows["dk"].explained_by is None
+    assert rows["dk"].reason == "no known way of rounding makes these errors"
+    assert {t for t, row in rows.items() if row.explained_by} == {"out", "dq", "dv"}
+
+
+def test_delta_from_the_cast_output_explains_dq_on_wide_logits() -> None:
+    """Of real kernels: nearly all of flash attention's dQ error, where math's is one cast."""
+    case = training(600, heads=1, logits=30.0)
+    flash, math = (rows_of(find(f"sdpa-{name}"), case)["dq"] for name in ("flash", "math"))
+    assert {s.site: s.share for s in flash.sites}["delta_o"] > 0.9
+    assert (math.explained_by, math.sites[0].site) == ("one cast", "dq_out")
+
+
+def test_rows_that_underflow_are_left_out() -> None:
+    """A last key that nobody looks at: its dV lies below the smallest fp32 number, and in a row
+    of its own is off by all of it, in whatever emulation."""
+    case = training(100, heads=4, kv=4, logits=30.0)
+    rows = rows_of(find("sdpa-flash"), case)
+    terms = gradients(case).dv_terms.norm(dim=-1)
+    assert 0 < float(terms.min()) < 2.0**-126
+    for tensor in ("dk", "dv"):
+        assert rows[tensor].residual is not None
+        assert rows[tensor].residual < 0.05  # type: ignore[operator]
+
+
+def test_without_a_backward_the_output_is_explained() -> None:
+    """A kernel that has none is not asked for more than it has."""
+    kernel = Kernel(name="half", function=find("emulated").attend)
+    rows = rows_of(kernel, training(60))
+    assert list(rows) == ["out"]
+
+
+def test_heads_come_in_whole_groups() -> None:
+    """dK and dV are sums over a group, so all its query heads are compared, and no half."""
+    assert whole_groups((0, 1, 2, 3), 1) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    assert whole_groups(tuple(range(12)), 1) == ((0, 3, 6, 9), (0, 3, 6, 9))
+    assert whole_groups(tuple(range(12)), 2) == ((0, 1, 6, 7), (0, 3))
+    assert whole_groups((5,), 4) == ((4, 5, 6, 7), (1,))
+    assert whole_groups(tuple(range(16)), 8) == (tuple(range(8)), (0,))
+
+
+@pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize("preset", ["fa2", "fa2-consistent", "eager", "golden2024"])
+def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str) -> None:
+    """By brute force, with every site rounding: a coarser one changes the tensor, or leads
+    elsewhere."""
+    shapes = Shapes(batch=1, heads=2, kv_heads=1, q_len=20, kv_len=20, head_dim=8, v_dim=8)
+    x = draw("normal", shapes, seed=0, options={}, gradients=True)
+    case = AttentionCase(
+        ref=CaseRef(case="x"),
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        scale=0.4,
+        softcap=3.0,
+        mask=torch.linspace(-1, 1, 20),
+        sinks=torch.tensor([0.3, 0.7]),
+        grad_out=x.grad_out,
+    ).rounded_to(format_named("bfloat16"))
+    tiles = {} if preset == "eager" else {"block_kv": 8}
+    claim = {**dict.fromkeys(SITES, "working"), "preset": preset, **tiles}
+    if preset == "fa2":
+        claim |= {"scale_in": "q", "loop_order": "kv", "splits": 2, "ds_scale": "before"}
+    base = emulated_step(case, claim)[tensor]
+    found = rounding_sites(claim, case.format, tensor, group=2)
+    listed = {site for together in found.values() for site in together}
+    # Made exact with others of their kind, whether the recipe has them or not.
+    unused = {"fa2": {"scaled"}, "eager": set()}.get(preset, {"ds_scaled"})
+    for site in SITES:
+        changed = emulated_step(case, {**claim, site: "e8m3"})[tensor]
+        assert torch.equal(changed, base) == (site not in listed - unused), site
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def said(rows: list[AttributionRow]) -> tuple[str, ...]:
+    return tuple(e.sentence for e in explanations(rows))
+
+
+def row(**parts: Any) -> AttributionRow:
+    base: dict[str, Any] = {
+        "case": "x",
+        "source": "s",
+        "module": "m",
+        "layer": 0,
+        "call": 0,
+        "seed": 0,
+        "role": "kernel",
+        "kernel": "sdpa-flash",
+        "format": "bfloat16",
+        "heads": (0,),
+        "explained_by": "fa2",
+        "nearest": "fa2",
+        "recipe": {"preset": "fa2", "block_kv": 64, "kv_order": "descending"},
+        "residual": 0.04,
+        "size": 1.0,
+        "next_preset": "fa2-consistent",
+        "next_residual": 0.5,
+        "sites": (
+            SiteShare(site="out", rounds="O as returned", share=0.7, residual=0.8),
+            SiteShare(site="p", rounds="P", share=0.299, residual=0.6),
+            SiteShare(site="scores", rounds="S", share=0.001, residual=0.04),
+        ),
+        "sentence": "",
+    }
+    return AttributionRow(**{**base, **parts})
+
+
+def test_calls_are_taken_together() -> None:
+    """The commonest explanation, medians over its calls, and how many calls it is."""
+    rows = [row(residual=r) for r in (0.02, 0.04, 0.3)]
+    rows.append(row(explained_by=None, reason="no known way", residual=0.9))
+    assert said(rows) == (
+        "sdpa-flash (bfloat16) makes the errors of `fa2` with 64 keys a tile, the last first in 3 "
+        "of 4 calls: residual 0.04, next `fa2-consistent` 0.50. The squared error comes 70 % from "
+        "`out` (O as returned), 30 % from `p` (P).",
+    )
+
+
+def test_mostly_unknown_is_unknown() -> None:
+    """One explained call of three is no explanation, and the nearest is named with its size."""
+    rows = [row()] + [
+        row(explained_by=None, reason="no known way of rounding makes these errors", residual=r)
+        for r in (0.7, 0.9)
+    ]
+    (text,) = said(rows)
+    assert text == (
+        "sdpa-flash (bfloat16): unknown (1 of 3 calls are explained); no known way of rounding "
+        "makes these errors. Nearest is `fa2` with 64 keys a tile, the last first: residual 0.80, "
+        "1.00 x its size."
+    )
+
+
+def test_the_default_choice_is_not_explained_twice() -> None:
+    """PyTorch's own choice is one of the backends; where it is not, it is said."""
+    same = [row(), row(kernel="sdpa-default")]
+    assert len(said(same)) == 1
+    assert len(said([row(), row(kernel="sdpa-default", residual=0.2)])) == 2
+
+
+def test_audit_explains(tmp_path: Path) -> None:
+    """`--explain` end to end: a row for each kernel and call, sentences in the summary, and the
+    same again from the journal."""
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "cases:\n  - {name: one, heads: 2, seq_len: 130, head_dim: 32, causal: true}\n"
+    )
+    command = ["audit", str(config), "--explain", "--format", "bfloat16", "--format", "float32"]
+    command += ["--kernel", "sdpa-flash", "--output", str(tmp_path / "out"), "--json"]
+    texts = []
+    for _ in range(2):
+        done = CliRunner().invoke(cli, command)
+        assert done.exit_code == 0, done.output
+        texts.append(json.loads(done.stdout)["attributions"])
+    assert texts[0] == texts[1]
+    found = read(tmp_path / "out")
+    by = {(a.kernel, a.format): a for a in found.attributions}  # type: ignore[union-attr]
+    assert set(by) == {(k, f) for k in ("baseline", "sdpa-flash") for f in ("bfloat16", "float32")}
+    assert by["sdpa-flash", "bfloat16"].explained_by == "fa2"
+    assert by["sdpa-flash", "bfloat16"].recipe["block_kv"] == 512
+    assert by["baseline", "bfloat16"].explained_by == "eager"
+    assert by["sdpa-flash", "float32"].explained_by is None
+    assert "arithmetic" in (by["sdpa-flash", "float32"].reason or "")
+    assert len(found.summary.explanations) == 4  # type: ignore[union-attr]

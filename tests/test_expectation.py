@@ -1,0 +1,441 @@
+"""What a kernel's errors should be: expected_ratio and worst_row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef
+from numdev.deviation import Yardstick, measure
+from numdev.execute import Task
+from numdev.expectation import (
+    emulated_step,
+    emulation,
+    recipe_of,
+    returning,
+    unexpected,
+    unpredictable,
+)
+from numdev.formats import format_named
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels import sdpa_claims as module
+from numdev.kernels.reference import Gradients, attend, gradients
+from numdev.measuring import run_task
+from numdev.system import System
+
+HERE = System.here("cpu")
+
+
+def drawn(
+    regime: str = "normal", *, fmt: str = "bfloat16", length: int = 200, **options: Any
+) -> AttentionCase:
+    shapes = Shapes(
+        batch=2, heads=3, kv_heads=3, q_len=length, kv_len=length, head_dim=32, v_dim=32
+    )
+    q, k, v = draw(regime, shapes, seed=0, options=options)
+    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=32**-0.5, is_causal=True)
+    return case.rounded_to(format_named(fmt))
+
+
+def rows_of(tried: Kernel, case: AttentionCase, **options: Any) -> list[Any]:
+    task = Task(case=case.ref, role="kernel", kernel=tried.name, options=options, format="bfloat16")
+    return [r for r in run_task(task, tried, Bench(case.ref, lambda: case), HERE)]
+
+
+# --- the definitions -----------------------------------------------------------------------------
+
+
+def test_the_metrics_are_their_definitions() -> None:
+    """expected_ratio and worst_row against loops over rows and elements."""
+    case = drawn(length=20)
+    exact, fmt = attend(case), format_named("bfloat16")
+    yardstick = Yardstick(
+        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=fmt
+    )
+    generator = torch.Generator().manual_seed(1)
+    predicted = exact.out + 1e-3 * torch.randn(exact.out.shape, generator=generator).double()
+    output = exact.out + 2e-3 * torch.randn(exact.out.shape, generator=generator).double()
+    output[1, 2, 7] += 0.1
+    for head, found in enumerate(measure(output, yardstick, predicted)):
+        actual, expected, least = [], [], []
+        for b in range(2):
+            for i in range(20):
+                r, o, e, t = (
+                    x[b, head, i].tolist() for x in (exact.out, output, predicted, exact.term_scale)
+                )
+                scale = norm(t)
+                actual.append((norm(difference(o, r)), scale))
+                expected.append((norm(difference(e, r)), scale))
+                least.append((fmt.unit_roundoff / math.sqrt(12) * norm(r), scale))
+        typical = max(row_rel(expected), row_rel(least))
+        assert found["expected_ratio"] == pytest.approx(row_rel(actual) / typical, rel=1e-12)
+        worst = max(
+            a / max(e, typical * scale, low)
+            for (a, scale), (e, _), (low, _) in zip(actual, expected, least, strict=True)
+        )
+        assert found["worst_row"] == pytest.approx(worst, rel=1e-12)
+    assert measure(output, yardstick, predicted)[2]["worst_row"] > 10
+
+
+def norm(values: list[float]) -> float:
+    return math.sqrt(math.fsum(x * x for x in values))
+
+
+def difference(a: list[float], b: list[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def row_rel(rows: list[tuple[float, float]]) -> float:
+    return math.sqrt(math.fsum((size / scale) ** 2 for size, scale in rows) / len(rows))
+
+
+def test_an_exact_prediction_still_leaves_a_rounding() -> None:
+    """Where the emulation makes no error at all (V = 1), an error of one rounding is not infinite
+    times what is expected."""
+    case = drawn(length=40)
+    ones = torch.ones_like(case.v)
+    case = AttentionCase(ref=case.ref, q=case.q, k=case.k, v=ones, scale=case.scale)
+    exact = attend(case)
+    yardstick = Yardstick(
+        reference=exact.out,
+        term_scale=exact.term_scale,
+        empty=exact.empty,
+        format=format_named("bfloat16"),
+    )
+    found = measure(exact.out + 2.0**-9, yardstick, exact.out.float())[0]
+    assert found["expected_ratio"] == pytest.approx(math.sqrt(12) * 2.0**-9 / 2.0**-8)
+
+
+def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
+    """Rows of the smallest terms, and rows without any: what fp32 flushes is no error, in the
+    ratio nor in the worst row; a number where nothing belongs is the worst row."""
+    generator = torch.Generator().manual_seed(1)
+    exact = torch.randn((1, 1, 6, 8), generator=generator).double()
+    exact[0, 0, 2] *= 2.0**-120
+    exact[0, 0, 4] = 0.0
+    yardstick = Yardstick(
+        reference=exact,
+        term_scale=exact.abs(),
+        empty=torch.zeros(exact.shape[:3], dtype=torch.bool),
+        format=format_named("bfloat16"),
+    )
+    predicted = yardstick.floor.float()
+    flushed = predicted.clone()
+    flushed[0, 0, 2] = 0.0
+    found = measure(flushed, yardstick, predicted)[0]
+    assert found["expected_ratio"] == pytest.approx(1.0)
+    assert found["worst_row"] == pytest.approx(1.0)
+    for row in (2, 4):
+        garbage = predicted.clone()
+        garbage[0, 0, row] = 1e-3
+        assert measure(garbage, yardstick, predicted)[0]["worst_row"] > 1e6
+
+
+# --- real kernels --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("regime", "options"),
+    [("normal", {}), ("normal", {"logits": 8.0}), ("outliers", {}), ("sink", {}), ("ties", {})],
+)
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
+def test_real_kernels_err_as_their_claim_predicts(
+    name: str, regime: str, options: dict[str, float], fmt: str
+) -> None:
+    """Within 3 % per head, whatever the inputs: at the tile of 512, beyond it, in both formats."""
+    case = drawn(regime, fmt=fmt, length=600, **options)
+    exact = attend(case)
+    yardstick = Yardstick(
+        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=case.format
+    )
+    output = find(name).attend(case)
+    claim = find(name).claims(case, output, HERE)
+    for head in measure(output.out, yardstick, emulation(case, claim or {})):
+        assert head["expected_ratio"] == pytest.approx(1.0, abs=0.03)
+        assert head["worst_row"] < 2.5
+
+
+def training(
+    regime: str = "normal",
+    *,
+    fmt: str = "bfloat16",
+    length: int = 300,
+    dim: int = 32,
+    kv: int = 2,
+    causal: bool = True,
+    **options: Any,
+) -> AttentionCase:
+    shapes = Shapes(
+        batch=1, heads=2, kv_heads=kv, q_len=length, kv_len=length, head_dim=dim, v_dim=dim
+    )
+    x = draw(regime, shapes, seed=0, options=options, gradients=True)
+    case = AttentionCase(
+        ref=CaseRef(case="x"),
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        scale=dim**-0.5,
+        is_causal=causal,
+        grad_out=x.grad_out,
+    )
+    return case.rounded_to(format_named(fmt))
+
+
+def of_gradient(exact: Gradients, tensor: str, case: AttentionCase) -> Yardstick:
+    return Yardstick(
+        reference=getattr(exact, tensor),
+        term_scale=getattr(exact, f"{tensor}_terms"),
+        empty=exact.empty if tensor == "dq" else exact.unseen,
+        format=case.format,
+    )
+
+
+def gradient_ratios(name: str, case: AttentionCase) -> dict[str, list[float]]:
+    """expected_ratio of every head, by tensor."""
+    exact = gradients(case)
+    output = find(name).gradients(case)
+    claim = find(name).claims(case, output, HERE)
+    predicted = emulated_step(case, claim or {})
+    return {
+        tensor: [
+            head["expected_ratio"]
+            for head in measure(
+                getattr(output, tensor), of_gradient(exact, tensor, case), predicted[tensor]
+            )
+        ]
+        for tensor in ("dq", "dk", "dv")
+    }
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("regime", "options"),
+    [
+        ("normal", {}),
+        ("normal", {"logits": 4.0}),
+        ("normal", {"logits": 16.0}),
+        ("outliers", {}),
+        ("sink", {}),
+        ("ties", {}),
+        ("one_sign", {}),
+    ],
+)
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
+def test_real_gradients_err_as_their_claim_predicts(
+    name: str, regime: str, options: dict[str, float], fmt: str
+) -> None:
+    """Within 5 % per head and gradient, whatever the inputs."""
+    for ratios in gradient_ratios(name, training(regime, fmt=fmt, **options)).values():
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"length": 9},
+        {"length": 33},
+        {"length": 191},
+        {"length": 768},
+        {"dim": 80},
+        {"dim": 128},
+        {"kv": 1},
+        {"causal": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
+def test_gradients_of_all_shapes_do(name: str, shape: dict[str, Any]) -> None:
+    """Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group."""
+    for ratios in gradient_ratios(name, training(logits=2.0, **shape)).values():
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=0.03)
+
+
+def test_sums_in_the_working_format_are_predicted_as_such() -> None:
+    """The CPU kernel's dv against `fa2` as it is on CUDA, with sums in fp32: off by a quarter and
+    more, so the claim says something."""
+    case = training(length=700)
+    exact = gradients(case)
+    output = find("sdpa-flash").gradients(case)
+    plain = emulated_step(case, {"preset": "fa2"})
+    assert output.dv is not None
+    for head in measure(output.dv, of_gradient(exact, "dv", case), plain["dv"]):
+        assert head["expected_ratio"] > 1.1
+
+
+def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:
+    """Casts of two heads and of their sum are three roundings where one head has one. With P
+    rounded too, that is 1.26 times the error of one: sqrt((p + 2 c) / (p + c)), c = 1.2 p."""
+    case = training(kv=1, length=600)
+    exact, errors = gradients(case), {}
+    for value in ("working", "exact"):
+        dv = emulated_step(case, {"preset": "fa2", "dv_partial": value})["dv"]
+        errors[value] = float((dv - exact.dv).norm() / exact.dv.norm())
+    assert 1.15 < errors["working"] / errors["exact"] < 1.35
+    claim = module._flash(case, HERE)
+    assert recipe_of(claim).sites["dv_partial"] == "working"
+
+
+def test_one_step_has_the_output_of_forward() -> None:
+    """And with no site rounded, the reference's gradients, to fp32."""
+    case = training(length=40)
+    claim = {"preset": "fa2", "block_kv": 16}
+    assert torch.equal(emulated_step(case, claim)["out"], emulation(case, claim))
+    exact, made = gradients(case), emulated_step(case, {"preset": "exact"})
+    for tensor, x in made.items():
+        expected = getattr(exact, tensor)
+        assert x.dtype == torch.float32
+        assert float((x - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def planted(name: str, **recipe: Any) -> Kernel:
+    """A kernel that claims fa2 and computes something else."""
+
+    def attend_wrongly(case: AttentionCase) -> Output:
+        return find("emulated").attend(case, block_kv=64, **recipe)
+
+    return Kernel(name=name, function=attend_wrongly)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"p": "e8m5"},
+        {"p": "e8m4"},
+        {"rounding": "toward_zero"},
+        {"row_sum": "bfloat16"},
+        {"accumulator": "bfloat16"},
+        {"scores": "bfloat16"},
+    ],
+    ids=lambda recipe: "-".join(map(str, next(iter(recipe.items())))),
+)
+def test_what_the_rule_of_two_lets_through_is_seen(recipe: dict[str, Any]) -> None:
+    """Each of these passes flash-attention's own rule, and errs more than fa2 in every head."""
+    rows = rows_of(planted("wrong", **recipe), drawn(length=400))
+    for row in rows:
+        if row.tensor == "out":
+            assert row.fa_rule
+            assert row.expected_ratio > 1.15
+
+
+def test_a_sound_kernel_with_other_tiles_is_not() -> None:
+    """The claim need not know the tile: sizes of errors agree within a few per cent."""
+    for row in rows_of(planted("sound"), drawn(length=400)):
+        if row.tensor == "out":
+            assert row.expected_ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_wider_output_is_expected_to_be_rounded_less() -> None:
+    """A kernel that returns float32 has only the rounding of P to err by."""
+
+    def wide(case: AttentionCase) -> Tensor:
+        return find("emulated").attend(case, out="exact").out.float()
+
+    rows = rows_of(Kernel(name="wide", function=wide), drawn())
+    assert rows[0].out_format == "float32"
+    assert all(row.expected_ratio == pytest.approx(1.0, abs=0.05) for row in rows)
+
+
+def test_in_float32_a_size_is_expected() -> None:
+    """Of what claims something and returns float32: an upper bound on what arithmetic errs, so that
+    sound kernels stay below it and one that rounds its scores to bf16 is far above."""
+    bf16, fp32 = format_named("bfloat16"), format_named("float32")
+    claim = {"preset": "fa2"}
+    assert unexpected(claim, fp32, fp32) is None
+    assert unexpected(None, fp32, fp32) is not None
+    assert unexpected(claim, format_named("float64"), format_named("float64")) is not None
+    assert unexpected(claim, bf16, bf16) is None
+    for options in ({}, {"logits": 16.0}):
+        case = drawn(fmt="float32", **options)
+        exact = attend(case)
+        bench = Bench(case.ref, lambda: case)  # noqa: B023
+        for tried, low, high in (
+            (find("sdpa-flash"), 0.0, 1.5),
+            (find("sdpa-math"), 0.0, 1.5),
+            (planted("coarse", scores="bfloat16"), 30.0, math.inf),
+        ):
+            task = Task(case=case.ref, role="kernel", kernel=tried.name, format="float32")
+            rows = [r for r in run_task(task, tried, bench, HERE) if r.tensor == "out"]
+            assert len(rows) == exact.out.shape[1]
+            assert all(low < r.expected_ratio <= high for r in rows), tried.name
+
+
+def test_nothing_is_expected_where_nothing_is_known() -> None:
+    """In float32 arithmetic rules, an emulation claims nothing, and the row says why."""
+    bf16, fp32 = format_named("bfloat16"), format_named("float32")
+    assert unpredictable({"preset": "fa2"}, fp32, fp32) is not None
+    assert unpredictable(None, bf16, bf16) is not None
+    assert unpredictable({"preset": "exact", "out": "working"}, bf16, fp32) is not None
+    assert unpredictable({"preset": "fa2"}, bf16, fp32) is None
+    rows = rows_of(find("emulated"), drawn(length=20))
+    assert rows[0].expected_ratio is None
+    assert "no emulation" in rows[0].nulls["expected_ratio"]
+
+
+def test_a_senseless_claim_costs_its_row() -> None:
+    """A misspelt preset in a kernel's claim is its own failure, named."""
+
+    def zeros(case: AttentionCase) -> Output:
+        return Output(out=torch.zeros_like(case.q))
+
+    nonsense = Kernel(
+        name="nonsense", function=zeros, claims=lambda case, output, system: {"preset": "fa3"}
+    )
+    rows = rows_of(nonsense, drawn(length=20))
+    assert [row.status for row in rows] == ["failed"]
+    assert "fa3" in rows[0].reason
+
+
+def test_returning_keeps_the_claim_in_the_cases_format() -> None:
+    """Only another format of the output changes a claim."""
+    case, claim = drawn(length=9), {"preset": "fa2", "block_kv": 64}
+    assert returning(claim, case, case.format) == claim
+    assert returning(claim, case, format_named("float16"))["out"] == "float16"
+    assert returning(claim, case, format_named("float64"))["out"] == "exact"
+
+
+def test_returning_knows_the_casts_of_gradients() -> None:
+    """Each tensor's own, and delta is made from the O that was returned, but where the claim has
+    another idea of it."""
+    case, claim = drawn(length=9), {"preset": "fa2"}
+    wide, same = format_named("float32"), case.format
+    formats = {"out": same, "dq": wide, "dk": same, "dv": format_named("float16")}
+    assert returning(claim, case, formats) == {**claim, "dq_out": "exact", "dv_out": "float16"}
+    assert returning(claim, case, {"out": wide}) == {**claim, "out": "exact", "delta_o": "exact"}
+    given = {**claim, "delta_o": "e8m3"}
+    assert returning(given, case, {"out": wide}) == {**given, "out": "exact"}
+    math = {"preset": "exact", **dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "working")}
+    assert unpredictable(math, same, wide) is not None
+    assert unpredictable(math, same, same) is None
+
+
+# --- what flash attention claims on a GPU --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "splits"),
+    # An H200 has 132 multiprocessors, 264 slots. 240 blocks of work fill them; 192 do not, and in
+    # 4 parts 768 blocks take 3 waves of 264, 97 % used; one tile cannot be divided.
+    [(2, 5, 1500, 1), (1, 8, 1500, 4), (1, 1, 64, 1)],
+)
+def test_flash_splits_the_keys_of_small_calls(
+    batch: int, heads: int, length: int, splits: int
+) -> None:
+    """`num_splits_heuristic`, against the search done by brute force over all numbers of parts."""
+    x = torch.zeros(batch, heads, length, 128)
+    case = AttentionCase(ref=CaseRef(case="x"), q=x, k=x, v=x, scale=1.0)
+    work, tiles = batch * heads * math.ceil(length / 64), math.ceil(length / 128)
+    if work >= 0.8 * 264:
+        expected = 1
+    else:
+        sizes = {n: math.ceil(tiles / n) for n in range(1, min(128, tiles) + 1)}
+        first = {n: n for n, size in sizes.items() if n == 1 or sizes[n - 1] != size}
+        used = {n: work * n / 264 / math.ceil(work * n / 264) for n in first}
+        expected = min(n for n in used if used[n] >= 0.85 * max(used.values()))
+    assert module._splits(case, 128, 132) == expected == splits
