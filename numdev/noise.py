@@ -1,0 +1,99 @@
+"""Noise: how far a kernel's results on the same inputs differ from run to run.
+
+Of k runs x_1 ... x_k the noise of a head is
+
+    sqrt( mean over pairs i < j and over elements of (x_i - x_j)^2 ).
+
+It is the distance between two runs, the number a person would compute from two of them, and not
+the standard deviation of one, which is smaller by sqrt(2): a limit on noise is about what repeating
+a run may change, and for two runs no model of the noise is needed. The mean over pairs is free of
+the number of runs, so that figures from 2 and from 5 are comparable.
+
+It is exactly 0 when all runs agree bit for bit, and only then: pairs are compared for equality
+first, so that nothing is lost in rounding or in an underflowing square. NaN equals NaN at the same
+place, and infinity itself; zeros of different sign are not told apart. Where only one of two runs
+is finite there is no distance: such elements are counted (`flickering`) and left out of the mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.deviation import finite
+from numdev.errors import MeasurementError
+from numdev.kernels import Output
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Of one head of one tensor."""
+
+    noise: float | None
+    """Root mean square difference of two runs; None where no element is finite in any two."""
+    flickering: int
+    """Elements that are NaN or infinite in one run and not, or not so, in another."""
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether all runs agreed in every element."""
+        return self.noise in (0.0, None) and self.flickering == 0
+
+
+def noise(runs: Sequence[Output]) -> dict[str, list[Noise]]:
+    """Tensor to the noise of each of its heads (kv heads for dk and dv), for those tensors that the
+    runs have. Shapes as in `Output`.
+
+    Raises MeasurementError for fewer than two runs, and for runs that differ in which tensors they
+    have, or in a tensor's shape or dtype.
+    """
+    if len(runs) < 2:
+        raise MeasurementError(
+            f"noise needs at least two runs, not {len(runs)}", hint="repeat the kernel"
+        )
+    found = {}
+    for name in TENSORS:
+        tensors = [getattr(run, name, None) for run in runs]
+        kinds = {None if x is None else (tuple(x.shape), x.dtype) for x in tensors}
+        if len(kinds) > 1:
+            raise MeasurementError(f"runs on the same inputs differ in the kind of {name}")
+        if kinds != {None}:
+            found[name] = of_tensor([x for x in tensors if x is not None])
+    return found
+
+
+def of_tensor(runs: Sequence[Tensor]) -> list[Noise]:
+    """The noise per head of one tensor's runs, each [B, H, rows, ...]."""
+    heads = runs[0].shape[1]
+    squares = torch.zeros(heads, dtype=torch.float64, device=runs[0].device)
+    counts = torch.zeros_like(squares)
+    differ = torch.zeros(heads, dtype=torch.bool, device=runs[0].device)
+    flickers = torch.zeros_like(runs[0], dtype=torch.bool)
+    for a, b in itertools.combinations([x.detach().double() for x in runs], 2):
+        same = (a == b) | (a.isnan() & b.isnan())
+        both = finite(a) & finite(b)
+        flickers |= ~same & ~both
+        moved = ~same & both
+        differ |= _per_head(moved) > 0
+        squares += _per_head(torch.where(moved, a - b, 0.0) ** 2)
+        counts += _per_head(both)
+    flickering = _per_head(flickers)
+    rms = (squares / counts).sqrt()
+    # A square may underflow, but what differs is never called equal.
+    rms = torch.where(differ & (rms == 0), math.ulp(0.0), rms)
+    return [
+        Noise(noise=r if c else None, flickering=int(f))
+        for r, c, f in zip(rms.tolist(), counts.tolist(), flickering.tolist(), strict=True)
+    ]
+
+
+def _per_head(x: Tensor) -> Tensor:
+    """Summed over all axes but that of the heads, in fp64."""
+    return x.transpose(0, 1).flatten(1).sum(dim=1, dtype=torch.float64)

@@ -1,0 +1,109 @@
+"""Kernels that go wrong in every way a process can, named `broken_kernels:NAME` by the tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.kernels import Output, Refused
+from numdev.kernels.baseline import baseline
+
+
+def segfault(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ctypes.string_at(0)
+    raise AssertionError("unreachable")
+
+
+def abort(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    print("free(): invalid pointer", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def out_of_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def leaves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    os._exit(3)
+
+
+def exits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise SystemExit(4)
+
+
+def interrupts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise KeyboardInterrupt("from within")
+
+
+def raises(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore, in lines")
+
+
+def refuses(case: AttentionCase) -> Output:
+    raise Refused("head_dim 4 is too small")
+
+
+def hangs(q: Tensor, k: Tensor, v: Tensor, *, note: str = "") -> Tensor:
+    """Holds the interpreter's lock, so that no thread of its process gets a turn. `note`: a file
+    that gets the numbers of the process and of a child it starts."""
+    child = subprocess.Popen(["sleep", "1000"])
+    if note:
+        Path(f"{note}.part").write_text(f"{os.getpid()} {child.pid}")
+        Path(f"{note}.part").rename(note)
+    ctypes.PyDLL(None).sleep(1000)
+    return q
+
+
+def chatters(case: AttentionCase) -> Output:
+    """Prints, to Python's stdout and to the descriptors, what looks like an answer."""
+    for _ in range(1000):
+        print('{"task": 1, "status": "failed", "reason": "forged"}')
+        os.write(1, b"\0\xff garbage \n" * 10)
+        os.write(2, b"\0\xff garbage \n" * 10)
+    return baseline(case)
+
+
+def forks(case: AttentionCase) -> Output:
+    """A child goes on that holds every pipe, and then the process dies."""
+    if os.fork() == 0:
+        time.sleep(30)
+    os._exit(5)
+
+
+def overlapping(case: AttentionCase) -> Output:
+    """Output and log-sum-exp are views, with gaps, of one piece of memory."""
+    b, h, n, d = case.q.shape
+    both = torch.arange(b * h * n * (d + 1) * 1.0).view(b, h, n, d + 1)
+    return Output(out=both[..., :d], lse=both[..., d], ran="two views")
+
+
+def sees(case: AttentionCase, *, what: str = "") -> Output:
+    """Says what it was given."""
+    torch_now = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    said = {
+        "strides": repr([tuple(x.stride()) for x in (case.q, case.k, case.v)]),
+        "torch": repr(torch_now),
+        "pid": str(os.getpid()),
+        "ref": repr(case.ref),
+    }
+    return Output(out=torch.zeros_like(case.q), ran=said[what])
+
+
+def writes(case: AttentionCase) -> Output:
+    case.q.zero_()
+    return Output(out=case.q)
+
+
+def poisons_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """An index out of range on the device: every later CUDA call of this process fails."""
+    return q[:, :, torch.full((q.shape[2],), 10**6, device=q.device)]

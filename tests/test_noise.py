@@ -1,0 +1,121 @@
+"""Noise: exactly 0 for equal runs, the distance of two runs else, whatever is not finite."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from numdev.errors import MeasurementError
+from numdev.kernels import Output
+from numdev.noise import Noise, noise, of_tensor
+
+nan, inf = math.nan, math.inf
+
+
+def runs(*values: list[list[float]], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Runs of one row: each a list of heads, a head a list of features."""
+    return [torch.tensor(v, dtype=dtype)[None, :, None] for v in values]
+
+
+TABLE = [
+    ("equal", [[1.0, -2.0]], [[1.0, -2.0]], 0.0, 0),
+    ("two runs", [[1.0, 0.0]], [[4.0, 4.0]], math.sqrt((9 + 16) / 2), 0),
+    ("zeros of different sign", [[0.0, 1.0]], [[-0.0, 1.0]], 0.0, 0),
+    ("NaN at the same place", [[nan, 1.0]], [[nan, 1.0]], 0.0, 0),
+    ("infinity at the same place", [[-inf, 1.0]], [[-inf, 1.0]], 0.0, 0),
+    ("NaN in one", [[nan, 1.0]], [[5.0, 3.0]], 2.0, 1),
+    ("infinities of different sign", [[inf, 1.0]], [[-inf, 1.0]], 0.0, 1),
+    ("NaN against infinity", [[nan, 1.0]], [[inf, 1.0]], 0.0, 1),
+    ("never finite", [[nan, inf]], [[nan, inf]], None, 0),
+    ("never both finite", [[nan, 1.0]], [[1.0, nan]], None, 2),
+    ("a difference whose square underflows", [[1e-200, 0.0]], [[0.0, 0.0]], 5e-324, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "a", "b", "expected", "flickering"), TABLE)
+def test_two_runs(
+    name: str, a: list[list[float]], b: list[list[float]], expected: float | None, flickering: int
+) -> None:
+    """A table one can check by hand, in either order."""
+    for pair in (runs(a, b), runs(b, a)):
+        (found,) = of_tensor(pair)
+        assert found.flickering == flickering
+        assert found.noise == (expected if expected is None else pytest.approx(expected))
+        assert (found.noise == 0.0) == (expected == 0.0)
+        assert found.reproducible == (expected in (0.0, None) and flickering == 0)
+
+
+def test_three_runs_are_three_pairs() -> None:
+    """The mean is over pairs: for 0, 1 and 3 the differences are 1, 3 and 2."""
+    (found,) = of_tensor(runs([[0.0]], [[1.0]], [[3.0]]))
+    assert found.noise == pytest.approx(math.sqrt((1 + 9 + 4) / 3))
+
+
+def test_it_does_not_grow_with_the_number_of_runs() -> None:
+    """Of N(0, 1) noise it is sqrt(2), from 2 runs as from 8. (10^4 elements: to 5 %.)"""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 1, 100, 100, generator=generator) for _ in range(8)]
+    for count in (2, 5, 8):
+        (found,) = of_tensor(drawn[:count])
+        assert found.noise == pytest.approx(math.sqrt(2), rel=0.05)
+
+
+def test_heads_are_apart() -> None:
+    """A head that is reproducible is 0 beside one that is not; batch and rows are pooled."""
+    a = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16)
+    b = a.clone()
+    b[1, 1, 2, 3] = 2.0
+    found = of_tensor([a, b, a])
+    assert [f.noise for f in found] == [0.0, pytest.approx(math.sqrt(2 * 4 / (3 * 40))), 0.0]
+    assert [f.reproducible for f in found] == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_ulp_is_seen(dtype: torch.dtype) -> None:
+    """In every format, and among numbers that are a million times larger."""
+    a = torch.full((1, 1, 64, 64), 1000.0, dtype=dtype)
+    a[0, 0, 0, 0] = 1e-3
+    b = a.clone()
+    b[0, 0, 0, 0] = torch.nextafter(a[0, 0, 0, 0].float(), torch.tensor(1.0)) * (
+        1 + torch.finfo(dtype).eps
+    )
+    (found,) = of_tensor([a, b])
+    step = float(b[0, 0, 0, 0].double() - a[0, 0, 0, 0].double())
+    assert step > 0
+    assert found.noise == pytest.approx(step / 64, rel=1e-12)
+
+
+def test_outputs() -> None:
+    """Each tensor that the runs have, by name; the log-sum-exp has a row for every head too."""
+    first = Output(out=torch.zeros(1, 2, 3, 4), lse=torch.zeros(1, 2, 3))
+    second = Output(out=torch.zeros(1, 2, 3, 4), lse=torch.ones(1, 2, 3))
+    still = Noise(noise=0.0, flickering=0)
+    moved = Noise(noise=1.0, flickering=0)
+    assert noise([first, second]) == {"out": [still, still], "lse": [moved, moved]}
+    assert list(noise([Output(out=first.out)] * 3)) == ["out"]
+
+
+def test_runs_must_be_of_a_kind() -> None:
+    """A run without a tensor, or in another shape or dtype, is no repetition; nor is one run."""
+    out = torch.zeros(1, 2, 3, 4)
+    others = [
+        Output(out=out.double()),
+        Output(out=out[:, :1]),
+        Output(out=out, lse=torch.zeros(1, 2, 3)),
+    ]
+    for other in others:
+        with pytest.raises(MeasurementError, match="differ in the kind of"):
+            noise([Output(out=out), other])
+    with pytest.raises(MeasurementError, match="at least two runs, not 1"):
+        noise([Output(out=out)])
+
+
+def test_a_larger_difference_is_more_noise() -> None:
+    """It is not fooled by a scale: noise is proportional to what differs."""
+    a = torch.ones(1, 1, 2, 2)
+    sizes = [of_tensor([a, a + step])[0].noise or 0.0 for step in (0.0, 0.25, 0.5, 4.0)]
+    assert all(y > x for x, y in pairwise(sizes))
+    assert sizes[-1] == 4.0
