@@ -1,0 +1,295 @@
+"""The rule book: what is judged, by which number, up to where. Data; `numdev.gate` applies it.
+
+A threshold is a selector, a metric and a limit. The defaults are `configs/gate/default.yaml`, which
+the gate and the findings of every report share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from numdev.config import Names, Strict, bundled, read_yaml
+from numdev.errors import closest
+from numdev.report import DeviationRow
+
+BIAS_ALPHA = 0.01
+"""Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
+BIAS_SEQUENCES = 8
+"""Fewer independent sequences than this say nothing about a kernel in general."""
+BIAS_ULP = 0.05
+BIAS_FORMATS = ("bfloat16", "float16")
+"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
+division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
+fp32 is 3e-9 of the value, and no accusation."""
+
+Value = float | str | None
+
+
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+
+
+def noise_ratio(row: DeviationRow) -> float | None:
+    """rms between repeated runs over what rounding the result once changes: the rms of the floor
+    (rms / floor_ratio), or u / sqrt(12) of the terms (about rms / row_rel) where these cancel."""
+    if row.noise is None or row.noise == 0:
+        return row.noise
+    if not row.rms or not row.floor_ratio:
+        return None
+    u = UNIT_ROUNDOFF.get(row.out_format or row.format, 0.0)
+    terms = u * row.rms / row.row_rel / math.sqrt(12) if row.row_rel else 0.0
+    return row.noise / max(row.rms / row.floor_ratio, terms)
+
+
+def lse_error(row: DeviationRow) -> float | None:
+    """rms over 1 + the root mean square of the exact log-sum-exp, which is rms / rel: relative
+    where it is large, absolute where it is near 0."""
+    if not row.rms:
+        return row.rms
+    return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
+
+
+DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
+    "noise_ratio": noise_ratio,
+    "lse_error": lse_error,
+}
+MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
+"""Extreme values: over sampled rows they bound nothing, and so never pass."""
+ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
+"""Multiples of an error, and so 0 where there is none, whatever the denominator."""
+_NUMBERS = (float | None, int | None, bool | None)
+_FIELDS = frozenset(
+    name for name, field in DeviationRow.model_fields.items() if field.annotation in _NUMBERS
+) - {"layer", "seed", "head"}
+METRICS = frozenset(n for n in _FIELDS if not n.endswith("w1")) | {"suspicion", *DERIVED}
+"""What can be judged. Not W1, which is blind to permutation."""
+
+
+def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
+    """A metric of a row, and where it is None, why: the row's own reason, else None again."""
+    if row.sampled and metric in MAXIMA:
+        return None, "a maximum over sampled rows bounds nothing"
+    derived = DERIVED.get(metric)
+    value: Value = derived(row) if derived else getattr(row, metric)
+    if value is None and metric in ERRORS and row.rms == 0:
+        return 0.0, None
+    return value, row.nulls.get(metric)
+
+
+class Limit(Strict):
+    """What one metric may be. Exactly one of the four. A signed number is judged by its size."""
+
+    metric: str
+    at_most: Annotated[float, Field(ge=0)] | None = None
+    below: Annotated[float, Field(gt=0)] | None = None
+    equals: float | None = None
+    absent: Literal[True] | None = None
+    """There may be no such statement: of `suspicion`."""
+
+    @field_validator("metric")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in METRICS:
+            raise ValueError(f"no metric {name!r}; {closest(name, METRICS)}")
+        return name
+
+    @model_validator(mode="after")
+    def _one(self) -> Limit:
+        given = [
+            n for n in ("at_most", "below", "equals", "absent") if getattr(self, n) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError("give exactly one of at_most, below, equals, absent")
+        if (self.absent is not None) != (self.metric == "suspicion"):
+            raise ValueError("`absent` is for suspicion, and the only limit for it")
+        return self
+
+    def excess(self, value: Value) -> float:
+        """How far on the way to the limit: above 1 it is exceeded; infinite where there is none
+        to be near to."""
+        if self.absent:
+            return 0.0 if value is None else math.inf
+        size = abs(float(value or 0.0))
+        if self.equals is not None:
+            return 0.0 if float(value or 0.0) == self.equals else math.inf
+        if self.below is not None:
+            return size / self.below if size < self.below else max(size / self.below, _ABOVE)
+        limit = self.at_most or 0.0
+        return size / limit if limit else (math.inf if size else 0.0)
+
+    def __str__(self) -> str:
+        if self.absent:
+            return "none"
+        for sign, limit in (("≤", self.at_most), ("<", self.below), ("=", self.equals)):
+            if limit is not None:
+                return f"{self.metric} {sign} {limit:g}"
+        raise AssertionError
+
+
+_ABOVE = math.nextafter(1.0, 2.0)
+
+
+class Selector(Strict):
+    """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
+
+    role: tuple[Literal["kernel", "baseline"], ...] = ("kernel",)
+    kernel: Names = ()
+    format: Names = ()
+    out_format: Names = ()
+    tensor: Names = ()
+    case: Names = ()
+    module: Names = ()
+    phase: Names = ()
+    layer: Annotated[tuple[int, ...] | None, BeforeValidator(lambda x: _listed(x))] = None
+    head: Annotated[tuple[int, ...] | None, BeforeValidator(lambda x: _listed(x))] = None
+
+    def of(self, rows: Sequence[DeviationRow]) -> list[DeviationRow]:
+        """Those rows that are meant, of rows that share role, kernel, format and tensor."""
+        if not rows or rows[0].role not in self.role or not self._shared(rows[0]):
+            return []
+        apart = ("out_format", "case", "module", "phase")
+        given = [(name, patterns) for name in apart if (patterns := getattr(self, name))]
+        if not given and self.layer is None and self.head is None:
+            return list(rows)
+        return [
+            row
+            for row in rows
+            if (self.layer is None or row.layer in self.layer)
+            and (self.head is None or row.head in self.head)
+            and all(_matches(patterns, getattr(row, name)) for name, patterns in given)
+        ]
+
+    def _shared(self, row: DeviationRow) -> bool:
+        shared = ((self.kernel, row.kernel), (self.format, row.format), (self.tensor, row.tensor))
+        return all(_matches(patterns, value) for patterns, value in shared)
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else value
+
+
+@lru_cache(maxsize=4096)
+def _matches(patterns: tuple[str, ...], text: str | None) -> bool:
+    if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
+        return False
+    wanted = [p for p in patterns if not p.startswith("!")]
+    return not wanted or any(fnmatchcase(text or "", p) for p in wanted)
+
+
+class Certain(Strict):
+    """A metric that counts only where it is significant."""
+
+    p: str = "bias_p"
+    alpha: Annotated[float, Field(gt=0, lt=1)] = BIAS_ALPHA
+    """Family-wise, over the heads of a kernel in a format, by Holm's procedure."""
+    sequences: Annotated[int, Field(ge=2)] = BIAS_SEQUENCES
+
+    @field_validator("p")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in METRICS:
+            raise ValueError(f"no metric {name!r}; {closest(name, METRICS)}")
+        return name
+
+
+class Instead(Strict):
+    """Another limit for some kernels, formats or tensors."""
+
+    kernel: Names = ()
+    format: Names = ()
+    tensor: Names = ()
+    at_most: Annotated[float, Field(ge=0)]
+
+    def holds_for(self, row: DeviationRow) -> bool:
+        shared = (
+            (self.kernel, row.kernel),
+            (self.format, row.format),
+            (self.tensor, row.tensor),
+        )
+        return all(_matches(patterns, value) for patterns, value in shared)
+
+
+class Threshold(Limit):
+    """A selector, a metric and its limit."""
+
+    name: str
+    where: Selector = Selector()
+    otherwise: tuple[Limit, ...] = ()
+    """In this order where the metric is null and the row says why."""
+    instead: tuple[Instead, ...] = ()
+    """Of these the first that holds for a row has the limit; otherwise the threshold's own."""
+    certain: Certain | None = None
+    heads: Annotated[int, Field(ge=2)] | None = None
+    """The limit is for the median over all heads of a tensor, of which there must be so many."""
+    may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        return (self, *self.otherwise)
+
+    @model_validator(mode="after")
+    def _at_most(self) -> Threshold:
+        if self.instead and self.at_most is None:
+            raise ValueError("`instead` changes at_most, and there is none")
+        if self.heads is not None and (self.certain or self.absent):
+            raise ValueError("`heads` takes the median of a number, without `certain`")
+        return self
+
+    def at(self, row: DeviationRow) -> Threshold:
+        """As it is for rows of this one's kernel, format and tensor."""
+        other = next((each for each in self.instead if each.holds_for(row)), None)
+        return self if other is None else self.model_copy(update={"at_most": other.at_most})
+
+
+class Rules(Strict):
+    """A gate file."""
+
+    name: str = "default"
+    holds_for: dict[str, str] = Field(default_factory=dict)
+    """Keys of the report's system, for example cpu_capability or gpu, with a pattern for each: a
+    report from elsewhere is not judged."""
+    required: Names = ()
+    """Kernels that must have been measured in every call."""
+    thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)]
+
+    @field_validator("thresholds")
+    @classmethod
+    def _distinct(cls, thresholds: tuple[Threshold, ...]) -> tuple[Threshold, ...]:
+        names = [t.name for t in thresholds]
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two thresholds are called {twice!r}")
+        return thresholds
+
+
+def read_rules(path: Path) -> Rules:
+    """A gate file; raises UsageError that names the file and the key."""
+    rules = read_yaml(path, Rules)
+    return (
+        rules if "name" in rules.model_fields_set else rules.model_copy(update={"name": path.name})
+    )
+
+
+@lru_cache(maxsize=1)
+def default_rules() -> Rules:
+    """configs/gate/default.yaml."""
+    return read_rules(bundled("gate/default.yaml")).model_copy(update={"name": "default"})
+
+
+def holm(p: Sequence[float], alpha: float) -> list[bool]:
+    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
+
+    S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
+    """
+    rejected = [False] * len(p)
+    for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        if p[index] > alpha / (len(p) - step):
+            break
+        rejected[index] = True
+    return rejected

@@ -1,0 +1,97 @@
+"""What the gate says: verdicts, and what they come to. Records alone; `numdev.gate` makes them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from numdev.report import Place, Record, Role
+
+Outcome = Literal["passed", "exceeded", "unmeasured", "untested"]
+"""`untested`: not judged, and allowed not to be."""
+EXIT_CODES = {"passed": 0, "exceeded": 1, "unmeasured": 3}
+
+
+class Verdict(Record):
+    """One rule on one tensor of one kernel in one format; without a kernel, a rule nothing met."""
+
+    rule: str
+    outcome: Outcome
+    role: Role | None = None
+    kernel: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str | None = None
+    tensor: str | None = None
+    judged: int = 0
+    """Rows that had what the rule needs."""
+    offending: int = 0
+    observed: float | str | None = None
+    """The number farthest toward or beyond its limit; a suspicion in words."""
+    metric: str | None = None
+    limit: str = ""
+    """The limit that this number was held to."""
+    median: bool = False
+    """The number is the median over heads."""
+    bound: float | None = None
+    places: tuple[Place, ...] = ()
+    """Of the first offending rows, the worst one first; of the rows that lack the number."""
+    unjudged: int = 0
+    reasons: tuple[str, ...] = ()
+    """Why rows were not judged."""
+
+
+class Calls(Record):
+    """In how many calls one kernel ran in one format; forward and backward apart."""
+
+    kernel: str
+    options: dict[str, Any]
+    format: str
+    backward: bool
+    ok: int
+    skipped: int
+    failed: int
+    required: bool
+    reasons: tuple[str, ...]
+    """Why not, where it did not."""
+    outcome: Outcome
+
+
+class Dose(Record):
+    """A planted fault of one size."""
+
+    dose: float
+    outcome: Literal["caught", "missed", "unmeasured"]
+    by: tuple[str, ...] = ()
+    """The rules it exceeded."""
+
+
+class Power(Record):
+    """One planted fault in one format: what this gate would have caught, on this data."""
+
+    fault: str
+    options: dict[str, Any]
+    format: str
+    doses: tuple[Dose, ...]
+    """Growing."""
+    caught_from: float | None
+    """The smallest dose from which on every one that was measured is caught; None where the largest
+    of them is missed."""
+
+
+class Judgement(Record):
+    """All of it, and what it comes to."""
+
+    rules: str
+    outcome: Literal["passed", "exceeded", "unmeasured"]
+    verdicts: tuple[Verdict, ...]
+    calls: tuple[Calls, ...]
+    missing: tuple[str, ...] = ()
+    """Required kernels that are not in the report."""
+    power: tuple[Power, ...] = ()
+    fa_rule: tuple[int, int] | None = None
+    """Heads that pass flash-attention's own rule, and all that have it. Not judged."""
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.outcome]

@@ -1,0 +1,539 @@
+"""The gate: what passes, what exceeds, and that nothing it could not judge ever passes.
+
+Rows are made by hand; each test of a limit has the numbers on both sides of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gate_rows import SOUND, control, lse, row
+
+from numdev.cli import main
+from numdev.config import bundled
+from numdev.errors import MeasurementError, UsageError
+from numdev.gate import judge, judge_report
+from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, write
+from numdev.rules import (
+    BIAS_ALPHA,
+    BIAS_FORMATS,
+    BIAS_SEQUENCES,
+    BIAS_ULP,
+    METRICS,
+    Rules,
+    Threshold,
+    default_rules,
+    read_rules,
+    value_of,
+)
+from numdev.verdict import Judgement, Verdict
+
+
+def rules(**threshold: Any) -> Rules:
+    """A rule book with one rule."""
+    return Rules(thresholds=(Threshold(**{"name": "r", **threshold}),))
+
+
+def verdict(judged: Judgement, rule: str, tensor: str | None = "out") -> Verdict:
+    (found,) = (v for v in judged.verdicts if v.rule == rule and v.tensor == tensor)
+    return found
+
+
+# --- the default rules ---------------------------------------------------------------------------
+
+
+def test_a_sound_kernel_passes() -> None:
+    """All that is to be measured was, and within every limit."""
+    judged = judge([*(row(h) for h in range(8)), *(lse(h) for h in range(8))])
+    assert (judged.outcome, judged.exit_code) == ("passed", 0)
+    assert {v.outcome for v in judged.verdicts} == {"passed"}
+    assert judged.fa_rule == (8, 8)
+
+
+@pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize(
+    ("rule", "inside", "outside"),
+    [
+        ("finiteness", {"nonfinite": 0}, {"nonfinite": 1}),
+        ("error", {"expected_ratio": 1.1}, {"expected_ratio": 3.01}),
+        ("worst row", {"worst_row": 5.0}, {"worst_row": 20.01}),
+        ("reproducibility", {"noise": 0.0}, {"noise": 1.13e-3}),
+    ],
+)
+def test_limits(tensor: str, rule: str, inside: dict[str, Any], outside: dict[str, Any]) -> None:
+    """Within the narrowest limit passes, beyond the widest does not, in the output and the
+    gradients alike; and it is this rule that says so."""
+    assert judge([row(0), row(1, **inside), row(2, tensor=tensor, **inside)]).exit_code == 0
+    judged = judge([row(0), row(0, tensor=tensor) if tensor != "out" else row(1),
+                    row(3, tensor=tensor, **outside)])  # fmt: skip
+    assert judged.exit_code == 1
+    found = verdict(judged, rule, tensor)
+    assert (found.outcome, found.offending, found.places[0].head) == ("exceeded", 1, 3)
+    assert {v.rule for v in judged.verdicts if v.outcome == "exceeded"} == {rule}
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "beyond"),
+    [
+        ({"tensor": "out"}, {"expected_ratio": 1.1}, {"expected_ratio": 1.11}),
+        ({"tensor": "dv"}, {"expected_ratio": 1.1}, {"expected_ratio": 1.11}),
+        ({"tensor": "dq"}, {"expected_ratio": 3.0}, {"expected_ratio": 3.01}),
+        ({"tensor": "dk"}, {"expected_ratio": 3.0}, {"expected_ratio": 3.01}),
+        ({"tensor": "dk", "format": "float32"}, {"expected_ratio": 16.0}, {"expected_ratio": 16.1}),
+        ({"tensor": "dv"}, {"worst_row": 5.0}, {"worst_row": 5.01}),
+        ({"tensor": "dq"}, {"worst_row": 20.0}, {"worst_row": 20.1}),
+        ({"tensor": "out"}, {"noise": 0.0}, {"noise": 1e-12}),
+        # u / sqrt(12) = 1.128e-3 of terms of size 1
+        ({"tensor": "dq"}, {"noise": 1.12e-3}, {"noise": 1.13e-3}),
+    ],
+)
+def test_limits_of_a_tensor(
+    where: dict[str, Any], at: dict[str, Any], beyond: dict[str, Any]
+) -> None:
+    """Each tensor, and float32, has its own: at it passes, beyond it does not."""
+    assert judge([row(0), row(1, **where, **at)]).exit_code == 0
+    assert judge([row(0), row(1, **where, **beyond)]).exit_code == 1
+
+
+def test_instead_takes_the_first_that_fits() -> None:
+    """And needs a limit that it is instead of."""
+    others = ({"tensor": "dq", "at_most": 3}, {"format": "bf*", "at_most": 2})
+    wide = rules(metric="rms", at_most=1, instead=others)
+    for where, limit in (
+        ({"tensor": "dq"}, 3), ({"tensor": "dk"}, 2), ({"tensor": "dk", "format": "float16"}, 1),
+    ):  # fmt: skip
+        assert judge([row(rms=float(limit), **where)], wide).exit_code == 0
+        assert judge([row(rms=limit + 0.01, **where)], wide).exit_code == 1
+    with pytest.raises(ValueError, match="there is none"):
+        rules(metric="rms", below=1, instead=others)
+
+
+def test_the_typical_head_is_the_median() -> None:
+    """Half of the heads may be beyond it by luck; when more are, all of those are accused. Of fewer
+    than eight heads nothing is said."""
+    lucky = [row(h, tensor="dq", expected_ratio=0.8 if h % 2 else 1.2) for h in range(8)]
+    assert judge([row(), *lucky]).exit_code == 0
+    large = [row(h, tensor="dq", expected_ratio=1.0 if h < 3 else 1.06 + h / 100) for h in range(8)]
+    judged = judge([row(), *large])
+    found = verdict(judged, "typical head", "dq")
+    assert (found.outcome, found.offending, found.judged) == ("exceeded", 5, 8)
+    assert found.observed == pytest.approx(1.09)  # of 1.13 1.12 1.11 1.10 1.09 1 1 1
+    assert found.median
+    assert found.places[0].head == 7
+    few = judge([row(), *large[3:]])
+    assert verdict(few, "typical head", "dq").reasons == ("heads: 5, and it takes 8",)
+    assert few.exit_code == 0
+
+
+def test_a_different_function_exceeds() -> None:
+    """Whatever the size of the error, once it is named."""
+    judged = judge([row(0), row(1, suspicion="the mask is ignored", suspicion_cut=20.0)])
+    assert verdict(judged, "function").observed == "the mask is ignored"
+    assert judged.exit_code == 1
+
+
+@pytest.mark.parametrize(("rms", "rel", "passes"), [
+    (1e-4, None, True), (1.1e-4, None, False),  # an exact one of 0
+    (1e-3, 1e-4, True), (1e-3, 1.2e-4, False),  # 1e-3 / (1 + 10), / (1 + 8.3)
+    (0.0, None, True),
+])  # fmt: skip
+def test_log_sum_exp(rms: float, rel: float | None, passes: bool) -> None:
+    """rms over 1 + the log-sum-exp's own root mean square, here by hand."""
+    assert (judge([row(), lse(rms=rms, rel=rel)]).exit_code == 0) == passes
+
+
+@pytest.mark.parametrize(
+    ("p", "size", "sequences", "outcome"),
+    [
+        (0.01 / 4, 0.05, 8, "exceeded"),
+        (0.01 / 4 * 1.001, 0.05, 8, "passed"),
+        (0.01 / 4, -0.05, 8, "exceeded"),
+        (0.01 / 4, 0.0499, 8, "passed"),
+    ],
+)
+def test_bias_takes_certainty_and_size(p: float, size: float, sequences: int, outcome: str) -> None:
+    """Holm over the four heads: the smallest p is held to alpha / 4."""
+    rows = [row(h, bias_p=1.0) for h in range(3)]
+    judged = judge([*rows, row(3, bias_p=p, bias_size=size, sequences=sequences)])
+    assert verdict(judged, "bias").outcome == outcome
+
+
+def test_a_large_bias_that_is_not_certain_hides_none_that_is() -> None:
+    """What is shown is the worst that offends, not the largest."""
+    rows = [row(0, bias_p=0.9, bias_size=5.0), row(1, bias_p=1e-6, bias_size=-0.2)]
+    found = verdict(judge(rows), "bias")
+    assert (found.observed, found.places[0].head) == (-0.2, 1)
+
+
+def test_too_few_sequences_are_no_verdict() -> None:
+    """Seven sequences: not judged, which is said, and not the kernel's fault."""
+    judged = judge([row(h, sequences=7, bias_p=0.0, bias_size=1.0) for h in range(2)])
+    found = verdict(judged, "bias")
+    assert (found.outcome, found.unjudged) == ("untested", 2)
+    assert found.reasons == ("independent sequences: 7, and it takes 8",)
+    assert judged.exit_code == 0
+
+
+def test_the_file_and_the_summary_agree_on_bias() -> None:
+    """The summary counts biased heads by the constants, the gate by the file."""
+    (bias,) = (t for t in default_rules().thresholds if t.name == "bias")
+    assert bias.certain is not None
+    assert (bias.certain.alpha, bias.certain.sequences) == (BIAS_ALPHA, BIAS_SEQUENCES)
+    assert (bias.below, bias.where.out_format) == (BIAS_ULP, BIAS_FORMATS)
+
+
+WIDE = {
+    "format": "float32",
+    "expected_ratio": None,
+    "worst_row": None,
+    "nulls": dict.fromkeys(("expected_ratio", "worst_row"), "arithmetic is not small in float32"),
+}
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(2.0, 0), (2.01, 1)])
+def test_without_a_prediction_plain_attention_is_the_measure(ratio: float, code: int) -> None:
+    """In fp32, where the row says why nothing is predicted."""
+    judged = judge([row(**WIDE, baseline_ratio=ratio)])
+    assert judged.exit_code == code
+    assert verdict(judged, "error").metric == "baseline_ratio"
+
+
+def test_in_fp64_errors_are_not_judged() -> None:
+    """The reference is no more exact than the kernel; finiteness still is."""
+    changes = {**WIDE, "format": "float64", "baseline_ratio": 40.0}
+    assert judge([row(**changes)]).exit_code == 0
+    assert judge([row(**changes, nonfinite=1)]).exit_code == 1
+
+
+def test_an_exact_answer_has_no_ratio_and_passes() -> None:
+    """rms 0 beside a yardstick of 0: 0/0 is no reason to doubt it. A kernel that errs there does
+    not pass."""
+    null = dict.fromkeys(("expected_ratio", "worst_row", "baseline_ratio"))
+    why = dict.fromkeys(null, "0/0")
+    assert judge([row(**null, nulls=why, rms=0.0, noise=0.0)]).exit_code == 0
+    assert judge([row(**null, nulls=why, rms=1e-9)]).exit_code == 3
+
+
+# --- it fails closed -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["expected_ratio", "nonfinite"])
+def test_a_number_that_was_not_measured_is_no_pass(metric: str) -> None:
+    """Null without a reason in one head of four; the plain baseline excuses nothing then."""
+    judged = judge([*(row(h) for h in range(3)), row(3, **{metric: None})])
+    assert judged.exit_code == 3
+    (found,) = (v for v in judged.verdicts if v.outcome == "unmeasured")
+    assert (found.unjudged, found.reasons) == (1, ("not measured",))
+    assert found.places[0].head == 3
+
+
+def test_exceeded_is_said_even_where_more_could_not_be_measured() -> None:
+    """1 is certain, 3 is not."""
+    assert judge([row(0, nonfinite=4), row(1, expected_ratio=None)]).exit_code == 1
+
+
+def test_a_rule_that_matches_no_row_is_no_pass() -> None:
+    """A misspelt kernel, format or tensor, a head that is not there."""
+    for where in ({"kernel": "mien"}, {"format": "bf16"}, {"tensor": "dq"}, {"head": 9}):
+        book = rules(metric="nonfinite", equals=0, where=where)
+        judged = judge([row()], book)
+        assert (judged.exit_code, judged.verdicts[0].reasons) == (3, ("no row matches",))
+    assert judge([row()], rules(metric="nonfinite", equals=0, where={"head": 0})).exit_code == 0
+
+
+def test_nothing_judged_is_no_pass() -> None:
+    """Even by rules that may lack everything, and of a report without rows or kernels."""
+    lax = rules(metric="noise", at_most=1, may_lack="numbers")
+    assert judge([row(noise=None)], lax).exit_code == 3
+    for rows in ([], [row(role="floor")], [row(role="precision")], [row(role="control")]):
+        assert judge(rows).exit_code == 3
+
+
+def test_floor_baseline_and_precision_are_not_judged() -> None:
+    """Whatever they show; the baseline is on request."""
+    bad = {"nonfinite": 5, "expected_ratio": 9.0}
+    others = [row(role=role, kernel=role, **bad) for role in ("precision", "floor", "baseline")]
+    assert judge([row(), *others]).exit_code == 0
+    book = rules(metric="nonfinite", equals=0, where={"role": ["baseline"]})
+    assert judge([row(), *others], book).exit_code == 1
+
+
+def test_failed_and_required_kernels() -> None:
+    """A call that failed is no pass; one that was skipped is none where the kernel is required."""
+    gone = {"head": None, "case": "d", "reason": "no"}
+    assert judge([row(), row(status="failed", **gone)]).exit_code == 3
+    assert judge([row(), row(status="skipped", **gone)]).exit_code == 0
+    strict = default_rules().model_copy(update={"required": ("mi*",)})
+    assert judge([row()], strict).exit_code == 0
+    assert judge([row(), row(status="skipped", **gone)], strict).exit_code == 3
+    judged = judge([row()], default_rules().model_copy(update={"required": ("other",)}))
+    assert (judged.exit_code, judged.missing) == (3, ("other",))
+
+
+def test_only_skipped_kernels_are_no_pass() -> None:
+    """Nothing ran."""
+    assert judge([row(None, status="skipped", reason="needs CUDA")]).exit_code == 3
+
+
+def test_a_head_of_which_nothing_can_be_said_does_not_count() -> None:
+    """Fully masked, or overflowing as the floor does: no element left, none missing."""
+    empty = {k: None for k in SOUND if k not in ("nonfinite", "sequences", "elements")}
+    nothing = row(1, **empty, elements=0)
+    assert judge([row(0), nothing]).exit_code == 0
+    assert judge([nothing]).exit_code == 3
+    assert judge([row(0), row(1, **empty, elements=0, nonfinite=3)]).exit_code == 1
+
+
+@pytest.mark.parametrize("metric", ["max_abs", "max_ulp", "worst_row", "fa_rule"])
+def test_a_maximum_over_sampled_rows_never_passes(metric: str) -> None:
+    """Not even a tiny one; an average over them may."""
+    book = rules(metric=metric, at_most=100)
+    assert judge([row(**{metric: 1})], book).exit_code == 0
+    assert judge([row(**{metric: 1}, sampled=True)], book).exit_code == 3
+    assert judge([row(sampled=True)], rules(metric="rms", at_most=1)).exit_code == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_losing_numbers_never_turns_a_verdict_into_a_pass(seed: int) -> None:
+    """Rows that exceed in one head, with random numbers removed elsewhere and there: the outcome
+    is exceeded, or could not be measured once the offending number itself is gone."""
+    draw = random.Random(seed)
+    for metric in ("nonfinite", "expected_ratio"):
+        rows = [row(h) for h in range(4)]
+        rows[2] = row(2, **{metric: 99})
+        damaged = [
+            r.model_copy(update={k: None for k in SOUND if draw.random() < 0.3}) for r in rows
+        ]
+        code = judge(damaged).exit_code
+        assert code == (3 if getattr(damaged[2], metric) is None else 1)
+
+
+# --- selectors and files -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "heads"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"kernel": "m*"}, {0, 1, 2, 3}),
+        ({"kernel": "!m*"}, set()),
+        ({"kernel": ["m*", "!mine"]}, set()),
+        ({"case": "a"}, {0, 1}),
+        ({"case": ["a", "b"]}, {0, 1, 2, 3}),
+        ({"module": "enc.*"}, {1, 3}),
+        ({"layer": 1}, {2, 3}),
+        ({"layer": [0, 1], "head": 3}, {3}),
+        ({"phase": "decode"}, {3}),
+        ({"phase": "!decode"}, {0, 1, 2}),
+    ],
+)
+def test_selectors(where: dict[str, Any], heads: set[int]) -> None:
+    """Every field narrows, patterns are a shell's, ! excludes."""
+    cells = itertools.product(("a", "b"), ("dec.0", "enc.0"))
+    rows = [
+        row(h, case=case, module=module, layer=int(case == "b"), phase="decode" if h == 3 else None)
+        for h, (case, module) in enumerate(cells)
+    ]
+    (threshold,) = rules(metric="rms", at_most=1, where=where).thresholds
+    assert {r.head for r in threshold.where.of(rows)} == heads
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("thresholds: []", "thresholds"),
+        ("threshold: []", "did you mean 'thresholds'"),
+        ("thresholds: [{name: a, metric: rsm, at_most: 1}]", "no metric 'rsm'; did you mean 'rms'"),
+        ("thresholds: [{name: a, metric: w1, at_most: 1}]", "no metric 'w1'"),
+        ("thresholds: [{name: a, metric: rms}]", "exactly one of"),
+        ("thresholds: [{name: a, metric: rms, at_most: 1, below: 1}]", "exactly one of"),
+        ("thresholds: [{name: a, metric: rms, at_most: .nan}]", "at_most"),
+        ("thresholds: [{name: a, metric: rms, at_most: -1}]", "at_most"),
+        ("thresholds: [{name: a, metric: rms, absent: true}]", "suspicion"),
+        ("thresholds: [{name: a, metric: suspicion, at_most: 1}]", "suspicion"),
+        (
+            "thresholds: [{name: a, metric: rms, at_most: 1, where: {kernl: x}}]",
+            "unknown key 'thresholds.0.where.kernl'; did you mean 'kernel'",
+        ),
+        (
+            "thresholds: [{name: a, metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2}]",
+            "two thresholds are called 'a'",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """Exit code 2, with the key and what it may have been meant to be."""
+    (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        read_rules(tmp_path / "rules.yaml")
+    assert said in str(error.value)
+
+
+def test_every_metric_can_be_read_of_a_row() -> None:
+    """The names are fields, or derived from them."""
+    for metric in METRICS:
+        value_of(row(), metric)
+        value_of(row(status="skipped", reason="x"), metric)
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+def test_the_smallest_dose_that_is_caught() -> None:
+    """Doses in growing order however they stand in the report; caught from the one after the
+    largest that is missed."""
+    ratios = {0.03: 9.0, 0.001: 1.0, 0.01: 1.3, 0.003: 1.2, 0.005: 1.1}
+    judged = judge([row(), *(control("scale", d, r) for d, r in ratios.items())])
+    assert judged.exit_code == 0, "a planted fault is none of the kernel's"
+    (power,) = judged.power
+    assert [d.dose for d in power.doses] == [0.001, 0.003, 0.005, 0.01, 0.03]
+    assert [d.outcome for d in power.doses] == ["missed", "caught", "missed", "caught", "caught"]
+    assert (power.fault, power.format, power.caught_from) == ("scale", "bfloat16", 0.01)
+    assert power.doses[-1].by == ("error",)
+
+
+def test_a_dose_that_could_not_be_judged_is_not_caught() -> None:
+    """A fault that raises, or whose rows lack what the rules need, proves nothing."""
+    rows = [
+        row(),
+        control("raises", 1, None, status="failed", reason="x"),
+        control("blind", 1, 1.0),
+        control("lacks", 1, None, nonfinite=None),
+    ]
+    outcomes = {p.fault: (p.doses[0].outcome, p.caught_from) for p in judge(rows).power}
+    expected = {"raises": "unmeasured", "blind": "missed", "lacks": "missed"}
+    assert outcomes == {fault: (outcome, None) for fault, outcome in expected.items()}
+
+
+def test_each_format_of_a_fault_has_its_own_power() -> None:
+    """And doses of several heads are one trial: one bad head catches it."""
+    rows = [
+        row(),
+        control("tail", 8, 1.0),
+        control("tail", 8, 5.0, head=1),
+        control("tail", 8, 1.0, format="float16"),
+    ]
+    found = {p.format: p.caught_from for p in judge(rows).power}
+    assert found == {"bfloat16": 8.0, "float16": None}
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def report(*rows: DeviationRow, **system: Any) -> AuditReport:
+    return AuditReport(
+        provenance=Provenance(
+            numdev="0", command="numdev audit", created="2026-01-01T00:00:00+00:00",
+            system=system, source={},
+        ),
+        request={},
+        summary=AuditSummary(answer=(), kernels=()),
+        rows=rows,
+    )  # fmt: skip
+
+
+def gate(*arguments: str) -> int:
+    try:
+        main(["gate", *arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "word"),
+    [
+        ({}, 0, "PASSED"),
+        ({"nonfinite": 2}, 1, "EXCEEDED"),
+        ({"expected_ratio": None}, 3, "NOT MEASURED"),
+    ],
+)
+def test_exit_codes(
+    tmp_path: Path, capsys: Any, changes: dict[str, Any], code: int, word: str
+) -> None:
+    """Of the command, in words and as JSON."""
+    write(report(row(), row(1, **changes)), tmp_path)
+    assert gate(str(tmp_path)) == code
+    printed = capsys.readouterr()
+    assert printed.out.strip().startswith(word)
+    assert printed.err == ""
+    assert gate(str(tmp_path / "report.json"), "--json") == code
+    data = json.loads(capsys.readouterr().out)
+    assert (data["exit_code"], len(data["findings"])) == (code, int(code == 1))
+
+
+def test_the_rules_can_be_given(tmp_path: Path, capsys: Any) -> None:
+    """In a file, whose name the verdict bears; without one that is there, exit code 2."""
+    write(report(row()), tmp_path)
+    rules_file = tmp_path / "tight.yaml"
+    rules_file.write_text("thresholds: [{name: tight, metric: rms, at_most: 1.0e-9}]")
+    assert gate(str(tmp_path), "--rules", str(rules_file)) == 1
+    assert "tight.yaml" in capsys.readouterr().out
+    assert gate(str(tmp_path), "--rules", str(tmp_path / "none.yaml")) == 2
+    assert gate(str(tmp_path / "nowhere")) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"schema_version":1', '"schema_version":2'),
+        lambda text: text.replace('"kind":"audit"', '"kind":"riddle"'),
+        lambda text: text.replace('"rms":0.001', '"rms":NaN'),
+        lambda text: text.replace('"rms":0.001', '"rms":1e999'),
+        lambda text: text.replace('"nonfinite":0', '"nonfinite":"none"'),
+        lambda text: text[: len(text) // 2],
+        lambda text: "[" * 100_000,
+    ],
+)
+def test_a_report_that_is_not_understood_is_no_pass(tmp_path: Path, damage: Any) -> None:
+    """An unknown schema, a number JSON does not have, half a file."""
+    write(report(row()), tmp_path)
+    path = tmp_path / "report.json"
+    damaged = damage(path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    assert gate(str(path)) == 3
+
+
+def test_rules_hold_for_one_system() -> None:
+    """Those that say so judge no report from another."""
+    book = default_rules().model_copy(update={"holds_for": {"cpu_capability": "AVX*"}})
+    assert judge_report(report(row(), cpu_capability="AVX512"), book).exit_code == 0
+    for system in ({"cpu_capability": "DEFAULT"}, {}):
+        with pytest.raises(MeasurementError, match="hold for cpu_capability"):
+            judge_report(report(row(), **system), book)
+
+
+def test_the_default_file_is_bundled_and_read() -> None:
+    """The rules everybody gets are the file's."""
+    assert read_rules(bundled("gate/default.yaml")).thresholds == default_rules().thresholds
+
+
+def test_ten_thousand_rows_are_judged_at_once() -> None:
+    """In less than a second of processor time (the best of three; usually a third of that)."""
+    rows = [row(h % 32, case=f"c{h // 32}") for h in range(10_000)]
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        assert judge(rows).exit_code == 0
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 1.0
+
+
+def test_a_dose_that_could_not_be_measured_does_not_hide_those_that_are_caught() -> None:
+    """Sixty-four keys cannot be dropped of forty; that sixteen are caught is known all the same."""
+    rows = [
+        row(),
+        control("tail", 1, 1.0),
+        control("tail", 16, 5.0),
+        control("tail", 64, None, status="skipped", reason="it has 40 keys"),
+    ]
+    (power,) = judge(rows).power
+    assert [d.outcome for d in power.doses] == ["missed", "caught", "unmeasured"]
+    assert power.caught_from == 16.0
