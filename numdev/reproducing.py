@@ -1,0 +1,194 @@
+"""A report's findings, each made small and written as a script.
+
+For a finding the call it is worst in is opened again from the source, rounded as the kernel saw it,
+and reduced for as long as the row that was accused is accused again: by the same measurements and
+the same limit, so that what a script shows is what the report said. A finding that does not come
+again (a kernel that differs from run to run) is said to, and nothing is written for it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import NumdevError
+from numdev.execute import Task
+from numdev.loop import Planned
+from numdev.measuring import Runner, given, run_task
+from numdev.reduction import reduce
+from numdev.report import DeviationRow, Finding
+from numdev.reproducer import write
+from numdev.rules import BIAS_ULP, value_of
+from numdev.showing import figure_for
+from numdev.sources import Located, Source
+from numdev.system import System
+
+FOLDER = "reproducers"
+SECONDS = 20.0
+"""How long one finding is reduced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What all reproducers of one report share."""
+
+    plan: Sequence[Planned]
+    system: System
+    gradients: bool
+    run: Runner
+    most: int
+    """How many findings get a script, in the order of the rules."""
+
+
+def reproduce(
+    findings: Sequence[Finding],
+    source: Source,
+    workshop: Workshop,
+    directory: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Write a reproducer for every finding that has a place, into `directory`/reproducers.
+
+    What cannot be reproduced or written costs its script and no more; `say` is told.
+    """
+    shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of an earlier run of this request
+    wanted: dict[tuple[str, str | None, str], Finding] = {}
+    for finding in findings:  # one script for a fault that shows in several formats
+        if finding.severity == "exceeded" and finding.place is not None:
+            wanted.setdefault((finding.kernel, finding.tensor, finding.rule), finding)
+    chosen = {id(f): f for f in list(wanted.values())[: workshop.most]}
+    if not chosen:
+        return
+
+    def visit(located: Located) -> None:
+        for key, finding in list(chosen.items()):
+            if _is_here(finding, located.ref):
+                del chosen[key]
+                try:
+                    script = _reproduce(finding, located, workshop, directory / FOLDER)
+                except (NumdevError, RuntimeError, ValueError) as error:
+                    say(f"No reproducer for {_name(finding)}: {error}")
+                else:
+                    say(f"Reproducer: {script}")
+
+    source.visit(visit)
+    if len(wanted) > workshop.most:
+        say(f"{len(wanted) - workshop.most} more findings have no reproducer.")
+
+
+def _is_here(finding: Finding, ref: CaseRef) -> bool:
+    place = finding.place
+    same = ("case", "module", "layer", "call", "phase", "seed")
+    return place is not None and all(getattr(place, n) == getattr(ref, n) for n in same)
+
+
+def _name(finding: Finding) -> str:
+    """A folder's name for a finding: kernel, tensor, rule and format."""
+    parts = (finding.kernel, finding.tensor or "", finding.rule, finding.formats[0])
+    return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
+
+
+def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory: Path) -> Path:
+    """Reduce and write one finding. Raises MeasurementError where it does not show again."""
+    planned = next(
+        p
+        for p in workshop.plan
+        if p.kernel.name == finding.kernel and p.options == finding.options and p.role == "kernel"
+    )
+    fmt = finding.formats[0]
+    whole = Bench(located.ref, located.load, gradients=workshop.gradients).at(fmt).case
+
+    def accused(case: AttentionCase) -> DeviationRow | None:
+        task = Task(
+            case=case.ref,
+            role="kernel",
+            kernel=planned.kernel.name,
+            options=planned.options,
+            format=fmt,
+            gradients=workshop.gradients,
+            repeats=3 if finding.metric == "noise_ratio" else 1,
+        )
+        bench = Bench(case.ref, lambda: case, gradients=workshop.gradients)
+        rows = run_task(task, planned.kernel, bench, workshop.system, workshop.run)
+        return next((row for row in _worst_first(rows, finding) if _shows(row, finding)), None)
+
+    head = finding.place.head if finding.place is not None else None
+    if finding.tensor in ("dk", "dv") and head is not None:
+        head *= whole.group
+    small = reduce(whole, lambda case: accused(case) is not None, SECONDS, head=head)
+    row = accused(small) or accused(small)
+    if row is None:
+        raise NumdevError("it does not show every time", hint="the kernel differs between runs")
+    folder = _free(directory / _name(finding))
+    metric, observed, limit = _figure(row, finding)
+    return write(
+        folder,
+        small,
+        planned.kernel,
+        given(_task_of(planned, fmt), planned.kernel),
+        tensor=row.tensor,
+        head=row.head or 0,
+        metric=metric,
+        observed=observed,
+        words=finding.sentence,
+        system=workshop.system,
+        limit=limit,
+    )
+
+
+def _task_of(planned: Planned, fmt: str) -> Task:
+    return Task(
+        case=CaseRef(case=""),
+        role="kernel",
+        kernel=planned.kernel.name,
+        options=planned.options,
+        format=fmt,
+    )
+
+
+def _worst_first(rows: Sequence[DeviationRow], finding: Finding) -> list[DeviationRow]:
+    def size(row: DeviationRow) -> float:
+        value = value_of(row, finding.metric)[0] if finding.metric else None
+        return abs(value) if isinstance(value, int | float) else 0.0
+
+    return sorted(rows, key=size, reverse=True)
+
+
+def _shows(row: DeviationRow, finding: Finding) -> bool:
+    """Whether a row is accused as the finding's was."""
+    if finding.rule == "runs":
+        return row.status == "failed"
+    if row.status != "ok" or row.tensor != (finding.tensor or "out") or finding.metric is None:
+        return False
+    if finding.metric == "suspicion":
+        return row.suspicion is not None
+    value = value_of(row, finding.metric)[0]
+    if not isinstance(value, int | float):
+        return False
+    if finding.metric == "bias_size":
+        certain = row.bias_p is not None and row.bias_p <= 0.01 and (row.sequences or 0) >= 8
+        return certain and abs(value) >= BIAS_ULP
+    return abs(value) > (finding.limit or 0.0)
+
+
+def _figure(row: DeviationRow, finding: Finding) -> tuple[str, float | None, float | None]:
+    """The figure a script shows for the row, its value, and the limit from which it shows."""
+    if finding.rule == "runs" or finding.metric is None:
+        return "raises", None, None
+    metric = {"noise_ratio": "noise", "lse_error": "rms"}.get(finding.metric, finding.metric)
+    figure = figure_for(metric, row.bias_of)
+    observed = getattr(row, figure)
+    if finding.metric == "expected_ratio" and row.expected_ratio and observed:
+        return figure, observed, observed * (finding.limit or 1.0) / row.expected_ratio
+    return figure, observed, None
+
+
+def _free(folder: Path) -> Path:
+    """A folder of that name that does not exist yet."""
+    tried = [folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 100))]
+    return next(path for path in tried if not path.exists())

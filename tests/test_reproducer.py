@@ -1,0 +1,603 @@
+"""Reproducers: a script of its own shows the same figure with torch alone, from a call made small.
+
+Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their figures
+are held to those of `numdev.deviation`, computed here from the reference; gradients to fp64
+autograd of the plain definition. Faults are planted where they can be found again: in one head, at
+one row, at one key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import make_case
+from torch import Tensor
+
+from numdev import reproducer, showing
+from numdev.cases import AttentionCase, visible
+from numdev.errors import MeasurementError, UsageError
+from numdev.formats import format_named
+from numdev.kernels import Kernel, find
+from numdev.kernels.reference import attend
+from numdev.reduction import at_positions, part, reduce, with_explicit_mask
+from numdev.system import System
+from numdev.tensorfile import open_cases
+
+BARE = """
+import contextlib, io, json, runpy, sys
+from importlib.machinery import PathFinder
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        blocked = name.split(".")[0] in {blocked!r}
+        return None if blocked else PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [Bare() if finder is PathFinder else finder for finder in sys.meta_path]
+sys.path[:0] = {path!r}
+answers = []
+for script in {scripts!r}:
+    said, code = io.StringIO(), None
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+    answers.append((code, said.getvalue()))
+print(json.dumps(answers))
+"""
+BLOCKED = ("numdev", "numpy", "safetensors", "scipy", "jinja2")
+SYSTEM = System(device="cpu", cpu="a laptop", cpu_capability="AVX512", packages={"torch": "2"})
+
+
+Answer = tuple[int, str]
+"""A script's exit code and what it said."""
+
+
+def run(*scripts: Path, path: Path | None = None, bare: bool = True) -> list[Answer]:
+    """Run scripts, one after another, where only torch and the modules in `path` can be imported;
+    `bare=False` leaves everything in."""
+    code = BARE.format(
+        blocked=BLOCKED if bare else (),
+        path=[str(path)] if path else [],
+        scripts=[str(script) for script in scripts],
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return [(code, said) for code, said in json.loads(ran.stdout.splitlines()[-1])]
+
+
+def figure_in(answer: Answer) -> float:
+    found = re.search(r"^(\S+) \(reported: ", answer[1], re.MULTILINE)
+    assert found, answer[1]
+    return float(found[1])
+
+
+def reproduce(
+    directory: Path,
+    case: AttentionCase,
+    kernel: Kernel,
+    figure: str,
+    *,
+    tensor: str = "out",
+    evaluate: showing.Evaluate | None = None,
+    options: dict[str, Any] | None = None,
+    **more: Any,
+) -> tuple[Path, float]:
+    """Write the reproducer of the worst head; the script, and the figure it must print."""
+    evaluate = evaluate or showing.forward(kernel, options or {}, tensor)
+    head, observed = showing.worst(evaluate(case), figure)
+    script = reproducer.write(
+        directory, case, kernel, options or {}, tensor=tensor, head=head, metric=figure,
+        observed=observed, words="The output is off.", system=SYSTEM, **more,
+    )  # fmt: skip
+    return script, observed
+
+
+# --- the scripts ---------------------------------------------------------------------------------
+
+CALLS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "grouped, causal": ("sdpa-flash", "out", "row_rel", {"is_causal": True, "kv_heads": 1}),
+    "bool mask": ("sdpa-flash", "out", "floor_ratio", {"mask": ("bool", "b1qk")}),
+    "additive mask, window": (
+        "sdpa-math",
+        "out",
+        "max_ulp",
+        {"mask": ("holes", "qk"), "window": (2, 1)},
+    ),
+    "default, offset": ("sdpa-default", "out", "rms", {"is_causal": True, "causal_offset": 1}),
+    "lse": ("sdpa-flash", "lse", "max_abs", {"is_causal": True}),
+    "baseline, everything": (
+        "baseline",
+        "out",
+        "rel",
+        {
+            "mask": ("holes", "b1qk"),
+            "softcap": 1.5,
+            "sinks": True,
+            "is_causal": True,
+            "kv_heads": 1,
+        },
+    ),
+    "no row without keys": ("baseline", "out", "nonfinite", {"is_causal": True}),
+    "bias over sequences": ("baseline", "out", "bias_sign", {"batch": 9}),
+    "bias of a feature": ("sdpa-flash", "out", "bias_feature", {"batch": 4}),
+}
+
+
+def test_scripts_print_the_figures_of_the_audit(tmp_path: Path) -> None:
+    """With torch alone, for real kernels, over masks, positions, grouped heads and figures; and
+    they say whether it shows by their exit codes."""
+    written = {name: reproduce_call(tmp_path, name) for name in CALLS}
+    answers = run(*(script for script, _ in written.values()))
+    for name, answer in zip(CALLS, answers, strict=True):
+        observed = written[name][1]
+        assert answer[0] == int(CALLS[name][2] != "nonfinite"), (name, answer[1])
+        assert figure_in(answer) == pytest.approx(observed, rel=2e-5), name
+        assert f"(reported: {observed:.6g})" in answer[1], name
+
+
+def test_scripts_are_tidy(tmp_path: Path) -> None:
+    """What is pasted into a bug report is formatted, and has no import it does not use."""
+    for name in CALLS:
+        reproduce_call(tmp_path, name)
+    ruff = [sys.executable, "-m", "ruff"]
+    isolated = ["--isolated", "--line-length", "100", str(tmp_path)]
+    for command in (["check", "--select", "E,F,W", "--ignore", "E741"], ["format", "--diff"]):
+        answer = subprocess.run([*ruff, *command, *isolated], capture_output=True, text=True)
+        assert answer.returncode == 0, answer.stdout
+
+
+def reproduce_call(directory: Path, name: str) -> tuple[Path, float]:
+    kernel, tensor, figure, fields = CALLS[name]
+    case = make_case(**{"batch": 2, "dtype": torch.bfloat16, "q_len": 9, "kv_len": 11, **fields})
+    return reproduce(directory / name, case, find(kernel), figure, tensor=tensor)
+
+
+def exact_gradients(case: AttentionCase) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """dq, dk, dv in fp64 and the sizes of their terms, from the definition with whole matrices."""
+    leaves = [x.double().requires_grad_() for x in (case.q, case.k, case.v)]
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+    S = q @ k.mT * case.scale
+    slope = 1.0
+    if case.softcap is not None:
+        slope = 1 - torch.tanh(S / case.softcap).detach() ** 2
+        S = case.softcap * torch.tanh(S / case.softcap)
+    if case.mask is not None and case.mask.dtype != torch.bool:
+        S = S + case.mask.double()
+    shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
+    S = S if shown is None else S.masked_fill(~shown, -math.inf)
+    hidden = S.eq(-math.inf)
+    P = torch.softmax(S.masked_fill(hidden, -1e300), dim=-1).masked_fill(hidden, 0.0)
+    O = P @ v
+    dO = case.grad_out.double()
+    exact = torch.autograd.grad(O, leaves, dO)
+    dP, delta = dO @ v.mT, (dO * O).sum(dim=-1, keepdim=True)
+    W = P * slope * (dP.abs() + delta.abs()) * abs(case.scale)
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.unflatten(1, (case.kv_heads, case.group)).sum(dim=2)
+
+    terms = (W @ k.abs(), grouped(W.mT @ q.abs()), grouped(P.mT @ dO.abs()))
+    names = ("dq", "dk", "dv")
+    return dict(zip(names, exact, strict=True)), dict(zip(names, terms, strict=True))
+
+
+def backward(kernel: Kernel, tensor: str) -> showing.Evaluate:
+    """How to see one gradient of a kernel that autograd follows."""
+    at = ("dq", "dk", "dv").index(tensor)
+
+    def seen(case: AttentionCase) -> tuple[Tensor, str | None]:
+        leaves = [x.requires_grad_() for x in (case.q, case.k, case.v)]
+        q, k, v = leaves
+        output = kernel.attend(dataclasses.replace(case, q=q, k=k, v=v))
+        assert case.grad_out is not None
+        return torch.autograd.grad(output.out, leaves, case.grad_out)[at], output.ran
+
+    def exact(case: AttentionCase) -> showing.Exact:
+        values, terms = exact_gradients(case)
+        empty = attend(case).empty if tensor == "dq" else None
+        return showing.Exact(
+            value=values[tensor].detach(), terms=terms[tensor].detach(), empty=empty
+        )
+
+    return showing.against(seen, exact)
+
+
+def with_grad_out(case: AttentionCase) -> AttentionCase:
+    shape = (*case.q.shape[:3], case.v.shape[-1])
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    return dataclasses.replace(case, grad_out=drawn.to(case.q.dtype))
+
+
+LOST_ROW = torch.zeros(9, 12, dtype=torch.bfloat16).index_fill_(0, torch.tensor([4]), -math.inf)
+"""An additive mask with a row of -inf alone, of which plain softmax makes NaN for all of dv."""
+STEPS = (
+    ("sdpa-flash", "dq", "row_rel", {"is_causal": True}),
+    ("sdpa-flash", "dk", "floor_ratio", {"mask": ("float", "qk")}),
+    (
+        *("baseline", "dk", "row_rel"),
+        {"heads": 4, "kv_heads": 2, "softcap": 2.0, "mask": ("float", "qk")},
+    ),
+    ("baseline", "dv", "nonfinite", {"mask": LOST_ROW}),
+    ("sdpa-math", "dv", "max_ulp", {"heads": 4, "kv_heads": 2, "is_causal": True}),
+    ("sdpa-default", "out", "rms", {}),
+)
+
+
+def test_gradients(tmp_path: Path) -> None:
+    """A gradient's figure is that of fp64 autograd of the definition and its absolute terms. The
+    output of a training step is run as one: its inputs require gradients, and none is stored."""
+    scripts, figures = [], []
+    for kernel, tensor, figure, fields in STEPS:
+        case = with_grad_out(make_case(dtype=torch.bfloat16, q_len=9, kv_len=12, **fields))
+        found = find(kernel)
+        evaluate = backward(found, tensor) if tensor != "out" else None
+        script, observed = reproduce(
+            tmp_path / tensor / kernel, case, found, figure, tensor=tensor, evaluate=evaluate
+        )
+        scripts.append(script)
+        figures.append(observed)
+    assert "requires_grad_()" in scripts[-1].read_text()
+    (stored,) = open_cases(scripts[-1].with_name("tensors.safetensors")).cases
+    assert stored.load().grad_out is None
+    answers = run(*scripts)
+    assert [code for code, _ in answers] == [1] * len(STEPS), answers
+    assert [figure_in(answer) for answer in answers] == pytest.approx(figures, rel=2e-5)
+
+
+PLANTED = '''
+import torch
+
+def attention(q, k, v, *, causal=False, sm_scale=None, bias=None, flaw=0.0):
+    """Sound, but for a factor, and for NaN where a query is large."""
+    S = q.float() @ k.float().mT * sm_scale
+    if causal:
+        S = S.masked_fill(torch.ones(S.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if bias is not None:
+        S = S + bias.float()
+    out = torch.softmax(S, dim=-1) @ v.float()
+    out = out * (1 + flaw)
+    hit = q.abs().amax(dim=-1) > 90
+    return out.masked_fill(hit[..., None], torch.nan).to(q.dtype)
+'''
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's module with a faulty function; gives the path to name it by."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "planted_kernel.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(str(folder))
+    return "planted_kernel:attention"
+
+
+def test_a_function_of_ones_own(planted: str, tmp_path: Path) -> None:
+    """It is imported and called with the arguments numdev gave it, options among them; a bool mask
+    arrives as the bias it was given as. What is repaired does not show."""
+    scripts = []
+    for index, fields in enumerate(({"is_causal": True}, {"mask": ("bool", "b1qk")}, {})):
+        case = make_case(
+            heads=4, kv_heads=2, q_len=8, kv_len=8, batch=2, dtype=torch.bfloat16, **fields
+        )
+        case.q[1, 2, 6, 0] = 100.0
+        script, observed = reproduce(
+            tmp_path / str(index), case, find(planted), "nonfinite", options={"flaw": 0.01}
+        )
+        assert observed == case.v.shape[-1]
+        assert "flaw=0.01" in script.read_text()
+        scripts.append(script)
+    theirs = tmp_path / "theirs"
+    for answer in run(*scripts, path=theirs):
+        assert (answer[0], figure_in(answer)) == (1, observed)
+    module = theirs / "planted_kernel.py"
+    module.write_text(module.read_text().replace("> 90", "> 900"))
+    for answer in run(*scripts, path=theirs):
+        assert (answer[0], figure_in(answer)) == (0, 0)
+
+
+def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
+    """Its script says so, and cannot measure without."""
+    case = make_case(dtype=torch.bfloat16, is_causal=True, softcap=2.0)
+    script, observed = reproduce(
+        tmp_path, case, find("emulated"), "rms", options={"preset": "golden2024"}
+    )
+    assert "Needs PyTorch and numdev" in script.read_text()
+    ((code, said),) = run(script)
+    assert code == 3
+    assert "No module named 'numdev'" in said
+    (answer,) = run(script, path=Path(reproducer.__file__).parent.parent, bare=False)
+    assert figure_in(answer) == pytest.approx(observed, rel=2e-5)
+
+
+def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that raises gives 1, with its message, and one that runs after all 0; so do runs
+    that differ, with their rms, and a deterministic kernel."""
+    (tmp_path / "noisy_kernel.py").write_text(
+        "import torch\ndef noisy(q, k, v, scale=None):\n    return v + 0.1 * torch.randn_like(v)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernels = ("sdpa-flash", "sdpa-math", "noisy_kernel:noisy", "sdpa-math")
+    scripts = []
+    for index, name in enumerate(kernels):
+        metric = "raises" if index < 2 else "noise"
+        case = make_case(v_dim=7) if index < 2 else make_case(q_len=5)
+        scripts.append(
+            reproducer.write(
+                tmp_path / str(index), case, find(name), {}, tensor="out", head=0, metric=metric,
+                observed=0.14, words="Look.", system=SYSTEM,
+            )
+        )  # fmt: skip
+    refused, runs, noisy, quiet = run(*scripts, path=tmp_path)
+    assert refused[0] == 1
+    assert "the kernel raises RuntimeError: No available kernel" in refused[1]
+    assert (runs[0], "the kernel runs" in runs[1]) == (0, True)
+    assert noisy[0] == 1
+    # The difference of two draws of 0.1 N(0, 1): rms 0.14 over 20 elements; the largest of 9.
+    assert 0.1 < figure_in(noisy) < 0.3
+    assert (quiet[0], figure_in(quiet)) == (0, 0)
+
+
+def test_what_a_directory_holds(tmp_path: Path) -> None:
+    """A short script, the call with its layout in memory, and words; tensors that numdev reads."""
+    case = make_case(batch=2, q_len=6, kv_len=6, dtype=torch.float16, mask=("float", "b1qk"))
+    case = dataclasses.replace(case, q=case.q.transpose(1, 2).contiguous().transpose(1, 2))
+    script, _ = reproduce(tmp_path, case, find("sdpa-flash"), "rms")
+    assert 'q = t["q"].permute(0, 2, 1, 3)' in script.read_text()
+    assert len(script.read_text().splitlines()) < 130
+    (stored,) = open_cases(tmp_path / "tensors.safetensors").cases
+    again = stored.load()
+    assert again.q.stride() == case.q.stride()
+    assert torch.equal(again.q, case.q)
+    assert torch.equal(again.mask, case.mask)
+    readme = (tmp_path / "README.md").read_text()
+    assert "The output is off." in readme
+    assert "a laptop (AVX512)" in readme
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """An unknown figure, a format without a dtype, a gradient without its upstream."""
+    case = make_case(dtype=torch.float32)
+    given: dict[str, Any] = {"head": 0, "observed": 1.0, "words": "", "system": SYSTEM}
+    kernel = find("sdpa-math")
+    with pytest.raises(UsageError, match="no script shows 'w1'"):
+        reproducer.write(tmp_path, case, kernel, {}, tensor="out", metric="w1", **given)
+    with pytest.raises(UsageError, match="no grad_out"):
+        reproducer.write(tmp_path, case, kernel, {}, tensor="dq", metric="rms", **given)
+    tf32 = case.rounded_to(format_named("tf32"))
+    with pytest.raises(MeasurementError, match="no dtype for tf32"):
+        reproducer.write(tmp_path, tf32, kernel, {}, tensor="out", metric="rms", **given)
+    assert showing.figure_for("expected_ratio") == "row_rel"
+    assert showing.figure_for("bias_p", "feature 3") == "bias_feature"
+    with pytest.raises(UsageError, match="no finding is about"):
+        showing.figure_for("wrongness")
+
+
+# --- reduction -----------------------------------------------------------------------------------
+
+
+def marked(
+    row: tuple[int, int, int], key: int, **fields: Any
+) -> tuple[AttentionCase, Callable[[AttentionCase], bool]]:
+    """A case, and the question whether query row (b, h, i) still sees key j in it."""
+    case = make_case(dtype=torch.float32, **fields)
+    b, h, i = row
+    case.q[b, h, i, 0] = 1000.0
+    case.k[b, h // case.group, key, 0] = 2000.0
+    case.v[:, :, :, 0] = torch.arange(case.kv_len).float()
+
+    def shows(c: AttentionCase) -> bool:
+        shown = visible(c, slice(0, c.q_len), slice(0, c.kv_len))
+        full = torch.ones(*c.q.shape[:3], c.kv_len, dtype=torch.bool)
+        full = full if shown is None else full & shown
+        k = c.k.repeat_interleave(c.group, dim=1)
+        pair = (c.q[..., :, None, 0] == 1000) & (k[..., None, :, 0] == 2000)
+        return bool((pair & full).any())
+
+    return case, shows
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"heads": 6, "kv_heads": 2},
+        {"heads": 6, "kv_heads": 2, "is_causal": True},
+        {"is_causal": True, "window": (60, None)},
+        {"mask": ("bool", "b1qk"), "seed": 3},
+        {"mask": ("float", "1hqk"), "is_causal": True},
+    ],
+)
+@pytest.mark.parametrize("head", [None, 5])
+def test_one_row_and_one_key_are_found(fields: dict[str, Any], head: int | None) -> None:
+    """A fault that needs one query row and one key it sees is reduced to these two, in one head
+    and one sequence, in a few dozen steps."""
+    given = {"batch": 3, "heads": 6, "q_len": 90, "kv_len": 90, **fields}
+    case, shows = marked((1, 5, 70), 37, **given)
+    if case.mask is not None and case.mask.dtype == torch.bool:
+        case.mask[1, 0, 70, 37] = True
+    asked = 0
+
+    def counted(c: AttentionCase) -> bool:
+        nonlocal asked
+        asked += 1
+        return shows(c)
+
+    small = reduce(case, counted, 30, head=head)
+    assert small.q.shape == (1, 1, 1, 4)
+    assert small.k.shape == (1, 1, 1, 4)
+    assert (small.mask, small.restricts_positions) == (None, False)
+    assert asked < 120
+
+
+def test_the_flag_is_kept_while_the_fault_needs_it() -> None:
+    """What shows only under a causal flag without offset keeps it: rows and keys go together."""
+    case, shows = marked((0, 1, 70), 37, heads=2, q_len=90, kv_len=90, is_causal=True)
+    small = reduce(case, lambda c: shows(c) and c.is_causal and c.causal_offset == 0, 30)
+    assert (small.is_causal, small.causal_offset, small.mask) == (True, 0, None)
+    assert small.q.shape == (1, 1, 34, 4)  # from row 37 on, where key 37 is the first
+    assert small.k.shape == (1, 1, 1, 4)
+
+
+def test_what_the_fault_needs_stays() -> None:
+    """Two sequences, four keys or the third head: an axis the question needs is kept."""
+    case = make_case(batch=5, heads=4, q_len=9, kv_len=70, dtype=torch.float32)
+    for needed in (
+        lambda c: c.q.shape[0] >= 2,
+        lambda c: c.kv_len >= 65,
+        lambda c: c.heads >= 3,
+        lambda c: c.q_len % 3 == 0,
+    ):
+        assert needed(reduce(case, needed, 10))
+    small = reduce(case, lambda c: c.kv_len >= 65, 10)
+    assert (small.q.shape, small.kv_len) == ((1, 1, 1, 4), 65)
+    assert reduce(case, lambda c: c is case, 10) is case
+
+
+def test_every_form_is_the_same_call() -> None:
+    """Each row of a smaller call sees what it saw among the keys that are left: scores agree with
+    those of the whole call wherever both exist."""
+    case = make_case(
+        batch=2, heads=4, kv_heads=2, q_len=9, kv_len=11, is_causal=True, causal_offset=1,
+        window=(4, None), mask=("holes", "b1qk"), sinks=True,
+    )  # fmt: skip
+    rows, keys = range(3, 8), range(2, 9)
+    whole = with_explicit_mask(case)
+    for small in (at_positions(case, rows, keys), at_positions(whole, list(rows), list(keys))):
+        shown = visible(with_explicit_mask(small), slice(0, 5), slice(0, 7))
+        original = visible(whole, slice(0, 9), slice(0, 11))
+        assert shown is not None
+        assert original is not None
+        assert torch.equal(shown, original[..., 3:8, 2:9])
+        hidden = with_explicit_mask(small).mask == -math.inf
+        assert torch.equal(hidden, (whole.mask == -math.inf)[..., 3:8, 2:9])
+    one = part(case, head=[3], kv_head=[1], batch=[1])
+    # fp64 sums of 11 terms of size 1 in another order.
+    assert torch.allclose(attend(one).out, attend(case).out[1:, 3:], rtol=0, atol=1e-14)
+
+
+def test_budgets_hold() -> None:
+    """Neither steps nor seconds are exceeded, and what was reached until then is returned."""
+    case, shows = marked((0, 1, 70), 37, heads=2, q_len=90, kv_len=90)
+    asked = []
+
+    def counted(c: AttentionCase) -> bool:
+        asked.append(c)
+        return shows(c)
+
+    small = reduce(case, counted, 30, max_steps=4)
+    assert len(asked) <= 4 + 6  # and thrice the input, thrice the result
+    assert small.q.numel() < case.q.numel()
+    assert reduce(case, shows, 0.0) is case
+
+
+def test_a_finding_that_comes_and_goes() -> None:
+    """A fault seen in every second run is reduced all the same, the result shows when asked, and
+    one that never shows is an error."""
+    case, shows = marked((0, 1, 30), 17, heads=2, q_len=40, kv_len=40)
+    generator = torch.Generator().manual_seed(0)
+
+    def sometimes(c: AttentionCase) -> bool:
+        return shows(c) and bool(torch.rand((), generator=generator) < 0.6)
+
+    small = reduce(case, sometimes, 30)
+    assert shows(small)
+    assert small.q_len * small.kv_len < 40 * 40 / 8
+    with pytest.raises(MeasurementError, match="does not show again"):
+        reduce(case, lambda c: False, 1)
+
+
+def test_memory_layout_survives() -> None:
+    """A view of [batch, length, heads, dim] memory stays one, dense: kernels choose by strides."""
+    case = make_case(batch=2, heads=3, q_len=8, dtype=torch.float32)
+    case = dataclasses.replace(case, q=case.q.transpose(1, 2).contiguous().transpose(1, 2))
+    small = at_positions(case, [1, 4, 5], [0, 2])
+    assert small.q.stride() == (3 * 3 * 4, 4, 3 * 4, 1)
+    assert torch.equal(small.q, case.q[:, :, [1, 4, 5]])
+
+
+# --- whether it shows ----------------------------------------------------------------------------
+
+
+def test_the_question(planted: str) -> None:
+    """A finding shows at half its figure, not below, not where the kernel refuses, and not where
+    another operator runs."""
+    case = make_case(dtype=torch.bfloat16, q_len=8, kv_len=8)
+    flash, math_ = find("sdpa-flash"), find("sdpa-math")
+    evaluate = showing.forward(flash, {})
+    _, value = showing.worst(evaluate(case), "rms")
+    assert showing.shows(evaluate, "rms", value * 1.9)(case)
+    assert not showing.shows(evaluate, "rms", value * 2.1)(case)
+    assert showing.shows(evaluate, "rms", value * 9, limit=value)(case)
+    wide = make_case(dtype=torch.bfloat16, v_dim=7)  # which flash refuses
+    assert not showing.shows(evaluate, "rms", 0.0)(wide)
+    turns = iter([flash, math_])
+    switching = showing.shows(lambda c: showing.forward(next(turns), {})(c), "rms", value)
+    assert switching(case)
+    assert not switching(case)
+
+
+def test_a_bias_must_stay_certain() -> None:
+    """A bias of one row is rounding; fewer than eight sequences do not show one."""
+    case = make_case(batch=24, q_len=16, kv_len=6, dtype=torch.bfloat16)
+
+    def biased(c: AttentionCase) -> tuple[Tensor, str | None]:
+        return (attend(c).out * 1.01).to(c.q.dtype), None
+
+    def exact(c: AttentionCase) -> showing.Exact:
+        r = attend(c)
+        return showing.Exact(value=r.out, terms=r.term_scale, empty=r.empty, lse=r.lse)
+
+    evaluate = showing.against(biased, exact)
+    _, observed = showing.worst(evaluate(case), "bias_sign")
+    assert observed > 0.2
+    shows = showing.shows(evaluate, "bias_sign", observed)
+    small = reduce(case, shows, 10)
+    assert 8 <= small.q.shape[0] < 24
+    assert not shows(part(case, batch=range(7)))
+    assert not showing.shows(evaluate, "bias_sign", -observed)(case)
+
+
+def test_from_a_fault_to_a_small_script(planted: str, tmp_path: Path) -> None:
+    """The whole way: a large call with one bad row becomes a reproducer of one row and one key,
+    well under 200 kB, that shows it."""
+    case = make_case(
+        batch=2, heads=8, kv_heads=2, q_len=120, kv_len=120, head_dim=64, dtype=torch.bfloat16,
+        is_causal=True,
+    )  # fmt: skip
+    case.q[1, 6, 77, 5] = 200.0
+    kernel = find(planted)
+    evaluate = showing.forward(kernel, {})
+    head, count = showing.worst(evaluate(case), "nonfinite")
+    assert (head, count) == (6, 64)
+    small = reduce(case, showing.shows(evaluate, "nonfinite", count), 30, head=head)
+    assert small.q.shape == small.k.shape == (1, 1, 1, 64)
+    script, observed = reproduce(tmp_path / "found", small, kernel, "nonfinite")
+    (answer,) = run(script, path=tmp_path / "theirs")
+    assert (answer[0], figure_in(answer), observed) == (1, 64, 64)
+    assert sum(f.stat().st_size for f in (tmp_path / "found").iterdir()) < 20_000
+
+
+def test_noise_is_asked_for_by_bits() -> None:
+    """Two runs that differ in one element differ; equal ones, NaN among them, do not."""
+    case = make_case()
+    runs = iter(range(100))
+
+    def changing(c: AttentionCase) -> tuple[Tensor, str | None]:
+        x = torch.full_like(c.q, math.nan)
+        x[0, 0, 0, 0] = next(runs) // 3
+        return x, None
+
+    assert showing.differs(changing)(case)
+    assert not showing.differs(lambda c: (torch.full_like(c.q, math.nan), None))(case)

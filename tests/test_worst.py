@@ -1,0 +1,416 @@
+"""The rows that err most: found where they were planted, measured right, and called by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracles import FEATURES, make_case
+from rich.console import Console
+from torch import Tensor
+
+from numdev import cases, worst
+from numdev.cases import AttentionCase, CaseRef
+from numdev.deviation import Yardstick, measure
+from numdev.errors import UsageError
+from numdev.formats import FORMATS
+from numdev.kernels.reference import attend, gradients
+from numdev.render import html, terminal
+from numdev.report import AuditReport, AuditSummary, Provenance, WorstRow
+from numdev.special import LEAST, NOTHING
+from numdev.worst import worst_rows
+
+BFLOAT16 = FORMATS["bfloat16"]
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def yardstick(case: AttentionCase, tensor: str = "out") -> tuple[Yardstick, Tensor]:
+    """What a tensor of the case is held against, and the log-sum-exp."""
+    if tensor == "out":
+        exact = attend(case)
+        parts = (exact.out, exact.term_scale, exact.empty)
+    else:
+        exact = gradients(case)
+        none = exact.empty if tensor == "dq" else torch.zeros_like(exact.unseen)
+        parts = (getattr(exact, tensor), getattr(exact, f"{tensor}_terms"), none)
+    r, terms, empty = parts
+    return Yardstick(reference=r, term_scale=terms, empty=empty, format=BFLOAT16), exact.lse
+
+
+def dense(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """S and P of the whole case [B, H, q_len, kv_len], from positions and masks by themselves."""
+    k = case.k.double().repeat_interleave(case.group, dim=1)
+    S = case.q.double() @ k.mT * case.scale
+    if case.softcap is not None:
+        S = case.softcap * torch.tanh(S / case.softcap)
+    if case.mask is not None and case.mask.dtype != torch.bool:
+        S = S + case.mask.double()
+    i = torch.arange(case.q_len)[:, None] + case.causal_offset
+    j = torch.arange(case.kv_len)[None]
+    left, right = case.window or (None, None)
+    hidden = (j > i) & case.is_causal
+    hidden |= (j < i - left) if left is not None else False
+    hidden |= (j > i + right) if right is not None else False
+    S = S.masked_fill(hidden, -math.inf)
+    if case.mask is not None and case.mask.dtype == torch.bool:
+        S = S.masked_fill(~case.mask, -math.inf)
+    sinks = torch.full((case.heads,), -math.inf) if case.sinks is None else case.sinks
+    whole = torch.cat([S, sinks.double()[None, :, None, None].expand(*S.shape[:3], 1)], dim=-1)
+    return S, whole.softmax(dim=-1)
+
+
+def spoiled(case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: str = "out") -> Any:
+    """The tensor with tiny errors everywhere, and one row far off."""
+    y, lse = yardstick(case, tensor)
+    size = torch.where(y.term_scale > 0, y.term_scale, 0.0)
+    out = y.reference + 1e-3 * size * normal(9, *y.reference.shape).clamp(-2, 2)
+    out[at] = y.reference[at] + by * size[at]
+    return out, y, lse
+
+
+# --- facts, against a dense computation ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_facts_of_queries(feature: str) -> None:
+    """Every fact of every row, over every feature, against the whole matrix of scores."""
+    case = make_case(**{"seed": 3, **FEATURES[feature]})
+    y, _ = yardstick(case)
+    S, P = dense(case)
+    heads = range(case.heads)
+    for h in heads:
+        out = y.reference.clone()
+        out[:, h] += 1e-3 * normal(5, *out[:, h].shape)
+        rows = case.q_len * case.q.shape[0]
+        found = worst_rows(case, out, y, heads, count=rows)
+        assert len(found) == int((~y.empty[:, h]).sum())
+        for w in found:
+            assert w.head == h
+            check_query(case, w, S[w.batch, h, w.row], P[w.batch, h, w.row])
+
+
+def check_query(case: AttentionCase, w: WorstRow, S: Tensor, P: Tensor) -> None:
+    """One row's facts from its scores [kv_len] and probabilities [kv_len + 1], the sink's last."""
+    shown = [j for j in range(case.kv_len) if S[j] != -math.inf]
+    assert w.sees == len(shown)
+    assert w.position == len([j for j in shown if j < w.row + case.causal_offset])
+    assert w.max_probability == pytest.approx(max(float(P[j]) for j in shown), rel=1e-9)
+    assert w.first_key == pytest.approx(float(P[0]), abs=1e-12)
+    assert (w.sink is None) == (case.sinks is None)
+    assert (w.sink or 0.0) == pytest.approx(float(P[-1]), abs=1e-12)
+    logits = [float(S[j]) for j in shown]
+    logits += [] if case.sinks is None else [float(case.sinks[w.head])]
+    assert w.lse == pytest.approx(math.log(sum(math.exp(x) for x in logits)), abs=1e-9)
+    entropy = -sum(float(p) * math.log(float(p)) for p in P if p > 0)
+    assert w.entropy == pytest.approx(entropy, abs=1e-9)
+    top = max(float(S[j]) for j in shown)
+    assert w.tied == sum(float(S[j]) == pytest.approx(top, rel=1e-12, abs=1e-12) for j in shown)
+    assert w.nearly_tied == sum(top - float(S[j]) <= 1e-3 for j in shown)
+    order = sorted(shown, key=lambda j: -float(P[j]))
+    carried, total = 0.0, float(P[:-1].sum())
+    chosen = []
+    for j in order:
+        if carried >= 0.9 * total:
+            break
+        carried += float(P[j])
+        chosen.append(j)
+    assert w.carriers == len(chosen)
+    V = case.v[w.batch, w.head // case.group].double()
+    agree = [
+        abs(sum(float(P[j]) * math.copysign(1, float(V[j, d])) for j in chosen)) / carried
+        for d in range(V.shape[1])
+    ]
+    assert w.one_sign == pytest.approx(sum(agree) / len(agree), abs=1e-9)
+
+
+@pytest.mark.parametrize("feature", ["plain", "grouped", "causal", "sinks", "soft cap", "batch"])
+@pytest.mark.parametrize("tensor", ["dk", "dv"])
+def test_facts_of_keys(feature: str, tensor: str) -> None:
+    """What a key receives, from how many queries, and how many see it."""
+    case = make_case(**{"seed": 4, **FEATURES[feature]})
+    case = dataclasses.replace(case, grad_out=normal(1, *case.q.shape[:3], case.v.shape[-1]))
+    y, lse = yardstick(case, tensor)
+    S, P = dense(case)
+    out = y.reference + 1e-3 * y.term_scale * normal(5, *y.reference.shape)
+    count = case.kv_len * case.q.shape[0]
+    for w in worst_rows(case, out, y, range(case.kv_heads), tensor=tensor, lse=lse, count=count):
+        group = slice(w.head * case.group, (w.head + 1) * case.group)
+        column = P[w.batch, group, :, w.row].flatten()
+        assert w.rows == case.kv_len
+        assert w.mass == pytest.approx(float(column.sum()), rel=1e-9)
+        assert w.max_probability == pytest.approx(float(column.max()), rel=1e-9)
+        assert w.sees == int((S[w.batch, group, :, w.row] != -math.inf).sum())
+        descending = column.sort(descending=True).values.cumsum(dim=0)
+        assert w.carriers == int((descending < 0.9 * column.sum()).sum()) + 1
+        assert w.lse is None
+        assert w.tied is None
+
+
+def test_scores_of_single_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one row or one column of scores is ever asked for, and few of them."""
+    case = make_case(q_len=200, kv_len=200, is_causal=True, dtype=torch.bfloat16)
+    out, y, _ = spoiled(case, (0, 1, 17))
+    asked: list[tuple[slice, slice]] = []
+
+    def visible(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+        asked.append((rows, keys))
+        return cases.visible(case, rows, keys)
+
+    monkeypatch.setattr(worst, "visible", visible)
+    worst_rows(case, out, y, range(2), count=3)
+    assert all(rows.stop - rows.start == 1 for rows, _ in asked)
+    assert 3 <= len(asked) <= 3 + worst.TYPICAL
+
+
+# --- which rows ----------------------------------------------------------------------------------
+
+
+def test_a_spoiled_row_is_found_and_described() -> None:
+    """The head, batch entry and row that were spoiled come first, with their error and place."""
+    case = make_case(batch=2, heads=4, kv_heads=2, q_len=40, kv_len=40, seed=1)
+    out, y, _ = spoiled(case, (1, 3, 17), by=0.5)
+    found = worst_rows(case, out, y, range(4))
+    first = found[0]
+    assert (first.batch, first.head, first.row, first.rows) == (1, 3, 17, 40)
+    assert first.ratio == pytest.approx(0.5, rel=1e-6)
+    assert first.error == pytest.approx(0.5 * float(y.term_scale[1, 3, 17].norm()), rel=1e-6)
+    size = y.reference[1, 3, 17].norm() / y.term_scale[1, 3, 17].norm()
+    assert first.cancellation == pytest.approx(float(size))
+    assert first.sentence.startswith(
+        "row 17 (of 40; batch entry 1) errs by 0.5 of the size of its terms: "
+    )
+    assert len({(w.batch, w.row) for w in found}) == 3
+    assert {w.head for w in found} == {3}
+    assert found[1].ratio > found[2].ratio  # type: ignore[operator]
+
+
+def test_a_selection_of_heads() -> None:
+    """Only some heads were measured: they keep their names and their keys."""
+    case = make_case(heads=4, kv_heads=2, q_len=20, kv_len=20, seed=1)
+    out, y, _ = spoiled(case.select_heads([1, 3]), (0, 1, 5))
+    first = worst_rows(case, out, y, [1, 3])[0]
+    assert (first.head, first.row) == (3, 5)
+    assert first.lse == pytest.approx(float(attend(case).lse[0, 3, 5]))
+
+
+@pytest.mark.parametrize("tensor", ["dq", "dk", "dv"])
+def test_gradients(tensor: str) -> None:
+    """A spoiled row of a gradient is found; for dk and dv it is a key."""
+    case = make_case(heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
+    case = dataclasses.replace(case, grad_out=normal(2, 1, 4, 24, 4))
+    out, y, lse = spoiled(case, (0, 1, 7), by=0.3, tensor=tensor)
+    heads = range(4 if tensor == "dq" else 2)
+    first = worst_rows(case, out, y, heads, tensor=tensor, lse=lse)[0]
+    assert (first.head, first.row, first.rows) == (1, 7, 24 if tensor == "dq" else 30)
+    assert first.sentence.startswith("row 7" if tensor == "dq" else "key 7")
+
+
+def test_the_ratio_is_that_of_worst_row() -> None:
+    """With a prediction the worst row's ratio is the metric of that name."""
+    case = make_case(q_len=30, kv_len=30, seed=2)
+    out, y, _ = spoiled(case, (0, 1, 4), by=0.01)
+    predicted = y.reference + 1e-3 * y.term_scale * normal(8, *y.reference.shape)
+    metric = measure(out, y, predicted)
+    first = worst_rows(case, out, y, range(2), predicted=predicted)[0]
+    assert (first.head, first.row, first.predicted) == (1, 4, True)
+    assert first.ratio == pytest.approx(max(head["worst_row"] for head in metric))
+    assert f"errs {first.ratio:.3g} x what is predicted for it" in first.sentence
+
+
+def test_what_is_not_finite_comes_first() -> None:
+    """A NaN is worse than any error, and an infinite reference is none of the kernel's."""
+    case = make_case(q_len=12, kv_len=12, seed=2)
+    out, y, _ = spoiled(case, (0, 1, 4))
+    out[0, 0, 8, :2] = math.nan
+    first = worst_rows(case, out, y, range(2))[0]
+    assert (first.head, first.row, first.nonfinite) == (0, 8, 2)
+    assert "has two elements not finite where the exact result is" in first.sentence
+    out[0, 0, 8] = math.nan
+    assert worst_rows(case, out, y, range(2))[0].error is None
+
+
+def test_empty_rows_and_exact_rows_are_left_out() -> None:
+    """Nothing is said of rows that see no key, nor where there is no error."""
+    case = make_case(q_len=6, kv_len=6, is_causal=True, causal_offset=-2)
+    y, _ = yardstick(case)
+    assert worst_rows(case, y.reference, y, range(2)) == []
+    out = y.reference.clone()
+    out[:, :, :2] = math.nan
+    assert worst_rows(case, out, y, range(2)) == []
+
+
+def test_a_row_that_repeats_one_is_not_named_again() -> None:
+    """Sequences with a common beginning have the same rows there: one of them is enough."""
+    case = make_case(q_len=20, kv_len=20, is_causal=True)
+    twice = {n: getattr(case, n).repeat(2, 1, 1, 1) for n in ("q", "k", "v")}
+    case = dataclasses.replace(case, **twice)
+    out, y, _ = spoiled(case, (0, 1, 4))
+    out[1] = out[0]
+    assert len({w.row for w in worst_rows(case, out, y, range(2))}) == 3
+
+
+def test_rows_that_have_none() -> None:
+    """A log-sum-exp has no rows, and keys need it."""
+    case = make_case()
+    y, _ = yardstick(case)
+    with pytest.raises(UsageError, match="no rows"):
+        worst_rows(case, y.reference, y, range(2), tensor="lse")
+    with pytest.raises(UsageError, match="need the log-sum-exp"):
+        worst_rows(case, y.reference, y, range(2), tensor="dk")
+
+
+# --- what is special -----------------------------------------------------------------------------
+
+
+def planted(n: int = 64, **fields: Any) -> AttentionCase:
+    """Ordinary rows; one is then given its peculiarity."""
+    return make_case(**{"heads": 1, "q_len": n, "kv_len": n, "head_dim": 16, "seed": 7, **fields})
+
+
+def described(case: AttentionCase, row: int, **changes: Any) -> str:
+    out, y, _ = spoiled(case, (0, 0, row))
+    first = worst_rows(case, out, y, [0], **changes)[0]
+    assert first.row == row
+    return first.sentence.partition(": ")[2]
+
+
+def test_nothing_stands_out() -> None:
+    """Of ordinary rows few are called special, by chance."""
+    case = planted(48)
+    said = [described(case, row) for row in range(1, 47)]
+    assert sum(NOTHING not in s for s in said) <= 4
+
+
+def test_ties_are_named() -> None:
+    """Two keys of the same score, far above all others, and V of one sign at both."""
+    case = planted()
+    q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
+    k[0, 0, 9] = k[0, 0, 40]
+    q[0, 0, 17] = 12 * k[0, 0, 40]
+    both = dataclasses.replace(case, q=q, k=k, v=v)
+    said = described(both, 17)
+    assert said.startswith("two keys share its maximum, P = 0.5 each")
+    assert "one sign" not in said
+    v[0, 0, [9, 40]] = v[0, 0, [9, 40]].abs()
+    said = described(dataclasses.replace(both, v=v), 17)
+    assert "; V has one sign at the two keys that carry 90 % of it" in said
+
+
+def test_near_ties_are_named() -> None:
+    case = planted()
+    q, k = case.q.clone(), case.k.clone()
+    q[0, 0, 17] = 12 * k[0, 0, 40]
+    k[0, 0, 9] = k[0, 0, 40] * (1 + 1e-6)
+    said = described(dataclasses.replace(case, q=q, k=k), 17)
+    assert said.startswith("two keys are within 0.001 of its maximum")
+
+
+def test_v_of_one_sign_is_named() -> None:
+    """Without a tie: the keys that a row attends to are those where V is positive."""
+    case = planted()
+    k, v, q = case.k.clone(), case.v.clone(), case.q.clone()
+    k[0, 0, :8, 0] = 30.0
+    v[0, 0, :8] = v[0, 0, :8].abs()
+    q[..., 0] = 0.0
+    q[0, 0, 17, 0] = 1.0
+    said = described(dataclasses.replace(case, q=q, k=k, v=v), 17)
+    assert "V has one sign at the" in said
+
+
+def test_sinks_are_named() -> None:
+    """Key 0 that takes nearly everything, and an attention sink that does."""
+    case = planted()
+    q, k = case.q.clone(), case.k.clone()
+    q[0, 0, 17] = 40 * k[0, 0, 0]
+    said = described(dataclasses.replace(case, q=q), 17)
+    assert said.startswith("key 0 has P = 1 (median row 0.0")
+    k[0, 0, :, 0] = 1.0
+    q = case.q.clone()
+    q[..., 0] = 0.0
+    q[0, 0, 17, 0] = -60.0
+    sinks = torch.tensor([-4.0], dtype=torch.float64)
+    said = described(dataclasses.replace(case, q=q, k=k, sinks=sinks), 17)
+    assert "the sink has P = 1 (median row 0.0" in said
+    assert "its log-sum-exp is -3.99" in said
+
+
+def test_a_row_that_sees_few_keys() -> None:
+    """In a causal call the second row sees two keys, and the ends are special places."""
+    case = planted(is_causal=True)
+    assert "it sees two keys (median row 3" in described(case, 1)
+    assert "it is the first row" in described(case, 0)
+    assert "it is the last row" in described(case, 63)
+
+
+def test_cancellation_is_named() -> None:
+    """V that comes in pairs of opposite sign, at keys that have the same score."""
+    case = planted()
+    k, v, q = case.k.clone(), case.v.clone(), case.q.clone()
+    k[0, 0, 20] = k[0, 0, 21]
+    v[0, 0, 20] = -v[0, 0, 21]
+    q[0, 0, 17] = 20 * k[0, 0, 20]
+    said = described(dataclasses.replace(case, q=q, k=k, v=v), 17)
+    assert "its terms cancel to" in said
+
+
+def test_too_few_rows_to_compare_with() -> None:
+    """Decode: one query. Nothing is usual, but a tie is a tie."""
+    case = planted(1, kv_len=64)
+    assert described(case, 0) == f"{NOTHING} (with 0 rows to compare it with)."
+    k = case.k.clone()
+    k[0, 0, 3] = k[0, 0, 60]
+    tied = dataclasses.replace(case, k=k, q=12 * k[:, :, 3:4])
+    assert described(tied, 0).startswith("two keys share its maximum")
+
+
+def test_a_key_that_takes_everything() -> None:
+    """A sink among the keys, seen from dv."""
+    case = planted(grad_out=normal(3, 1, 1, 64, 16))
+    k, q = case.k.clone(), case.q.clone()
+    q[..., 0] = 4.0
+    k[0, 0, 5, 0] = 12.0
+    case = dataclasses.replace(case, q=q, k=k)
+    out, y, lse = spoiled(case, (0, 0, 5), tensor="dv")
+    first = worst_rows(case, out, y, [0], tensor="dv", lse=lse)[0]
+    assert first.mass is not None
+    assert first.mass > 60
+    assert first.sentence.startswith("key 5 (of 64; batch entry 0) errs by 1 of the size")
+    assert f"it receives P = {first.mass:.3g} in all, 90 % of it from" in first.sentence
+
+
+def test_enough_rows_are_typical() -> None:
+    """The rule for what is usual needs no more rows than are looked at."""
+    assert LEAST <= worst.TYPICAL // 2
+
+
+# --- shown ---------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_them() -> None:
+    """Both renderers name kernel, place and row; names are foreign text; JSON holds it all."""
+    case = planted(ref=CaseRef(case="c", module="layers.8", layer=8))
+    out, y, _ = spoiled(case, (0, 0, 17))
+    identity = {"kernel": "[red]<b>k", "options": {"tile": 64}}
+    rows = worst_rows(case, out, y, [0], identity=identity)
+    found = AuditReport(
+        provenance=Provenance(numdev="0", command="c", created="", system={}, source={}),
+        request={"target": "t"},
+        summary=AuditSummary(answer=(), kernels=(), worst_rows=tuple(rows)),
+        rows=(),
+    )
+    assert AuditReport.model_validate_json(found.model_dump_json()) == found
+    file = io.StringIO()
+    terminal.show_audit(found, Console(file=file, width=400))
+    place = " (bfloat16), layer 8, head 0, out: "
+    assert f"[red]<b>k[tile=64]{place}{rows[0].sentence}" in file.getvalue()
+    page = html.page(found)
+    assert "<h2>The rows that err most</h2>" in page
+    assert f"<strong>[red]&lt;b&gt;k</strong> tile=64{place}row 17" in page
