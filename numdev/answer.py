@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.report import KernelSummary
+from numdev.rules import BIAS_FORMATS
 
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
 """Whom the paragraph speaks of: a kernel that is none of these, since it was asked for by name;
@@ -49,8 +50,8 @@ def _not_finite(here: Sequence[KernelSummary], precision: KernelSummary | None) 
             f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
             "the exact result are no longer finite."
         )
-    for k in here:
-        if k.role in ("kernel", "baseline") and k.nonfinite:
+    for k in here:  # a kernel's are a finding
+        if k.role == "baseline" and k.nonfinite:
             yield f"{k.kernel} has {k.nonfinite} elements that are not finite and should be."
 
 
@@ -66,6 +67,19 @@ def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
     return (
         f"{kernel.kernel} errs {kernel.floor_ratio:.2f} x the floor, the least error possible "
         f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where}){beside}."
+        f"{_expected(kernel)}"
+    )
+
+
+def _expected(kernel: KernelSummary) -> str:
+    """Its error beside what the roundings it claims to make predict."""
+    if kernel.expected_ratio is None or kernel.expected_ratio_worst is None:
+        return ""
+    if kernel.format not in BIAS_FORMATS:  # what its arithmetic may err is a bound, no prediction
+        return ""
+    return (
+        f" That is {kernel.expected_ratio:.2f} x what its roundings predict "
+        f"(worst {kernel.expected_ratio_worst:.2f}, {kernel.expected_ratio_where})."
     )
 
 
@@ -76,7 +90,9 @@ def _beside_precision(
     if kernel.flash_vs_precision is None:
         if precision is not None and precision.rms == 0:
             return f"The inputs are {kernel.format} already, so the format itself costs nothing."
-        return f"The baseline failed, so {kernel.kernel} cannot be set beside the format's cost."
+        return (
+            f"The baseline did not run, so {kernel.kernel} cannot be set beside the format's cost."
+        )
     ratio = kernel.baseline_ratio if baseline is not None else None
     whose = ", mostly the baseline's own error" if ratio is not None and ratio < 0.5 else ""
     return (

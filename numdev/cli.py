@@ -29,7 +29,11 @@ DEFAULT_KERNELS = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "s
 
 
 class _ReaderLeft(Exception):
-    """The reader of a pipe we write to is gone, as in `numdev report ... | head`."""
+    """The reader of a pipe we write to is gone, as in `numdev report ... | head`. With the exit
+    code that was due: what a gate decided holds whoever reads it."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code or 0
 
 
 class _Commands(click.Group):
@@ -38,10 +42,10 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
-            raise _ReaderLeft from error
+            raise _ReaderLeft(ctx.obj) from error
         except SystemExit as stop:
             if isinstance(stop.__context__, BrokenPipeError):
-                raise _ReaderLeft from stop
+                raise _ReaderLeft(ctx.obj) from stop
             raise
 
 
@@ -79,6 +83,46 @@ def output_options(function: F) -> F:
         click.option("--seed", type=click.IntRange(min=0), help="Seed of all drawn numbers.  [0]"),
         click.option(
             "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to run.  [auto]"
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def measuring_options(function: F) -> F:
+    """Options of how kernels are run and measured."""
+    for option in (
+        click.option(
+            "--time-limit",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            help="What an isolated kernel may take.  [60]",
+        ),
+        click.option(
+            "--reproducers",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Write a script that shows it for the first N findings.  [8]",
+        ),
+        click.option(
+            "--isolate",
+            is_flag=True,
+            default=None,
+            help="Run kernels in a process of their own, so that a crash or a hang costs one row.",
+        ),
+        click.option(
+            "--repeats",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Run each kernel N times on the same inputs; from 2 on its noise is measured.  "
+            "[2 in audit, 1 in sweep]",
+        ),
+        click.option(
+            "--backward",
+            "gradients",
+            is_flag=True,
+            default=None,
+            help="Measure the backward pass too: dq, dk and dv.",
         ),
     ):
         function = option(function)
@@ -143,6 +187,19 @@ def output_options(function: F) -> F:
 @click.option("--layers", metavar="LIST", help="Only these layers, for example 0,3-5.")
 @click.option("--heads", metavar="LIST", help="Only these query heads.")
 @click.option(
+    "--explain",
+    is_flag=True,
+    default=None,
+    help="Find out which roundings make each kernel's errors.",
+)
+@click.option(
+    "--control",
+    is_flag=True,
+    default=None,
+    help="Measure planted faults of growing size too, to show which of them a gate would catch.",
+)
+@measuring_options
+@click.option(
     "--save-cases",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -204,6 +261,7 @@ def audit(
     help="Format, for example bfloat16, or e8m10 for kernels that take any. Repeatable; "
     "replaces the file's.",
 )
+@measuring_options
 @click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
 @output_options
 def sweep(
@@ -293,6 +351,44 @@ def report(path: Path, as_json: bool) -> None:
         terminal.show(found)
 
 
+@cli.command(epilog="Example:  numdev gate numdev-reports/demo-1234abcd")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--rules",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="YAML file of thresholds.  [default: configs/gate/default.yaml]",
+)
+@click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
+@click.pass_context
+def gate(context: click.Context, path: Path, rules: Path | None, as_json: bool) -> None:
+    """Judge a finished report by rules, for CI. PATH is a report.json or a directory with one.
+
+    Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
+    rule file. 3: something could not be measured or judged, which is never a pass.
+    """
+    import json
+
+    from numdev import report as reports
+    from numdev.findings import findings_of
+    from numdev.gate import judge_report
+    from numdev.render import verdicts
+    from numdev.rules import default_rules, read_rules
+
+    chosen = read_rules(rules) if rules else default_rules()
+    found = reports.read(path)
+    judged = judge_report(found, chosen)
+    findings, tested = findings_of(found.rows, chosen)
+    context.find_root().obj = judged.exit_code
+    if as_json:
+        parts = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
+        parts["findings"] = [finding.model_dump(mode="json") for finding in findings]
+        click.echo(json.dumps(parts))
+    else:
+        verdicts.show(judged, findings, tested)
+    context.exit(judged.exit_code)
+
+
 @cli.command(epilog="Example:  numdev kernels --check sdpa-flash")
 @click.option(
     "--device",
@@ -345,7 +441,7 @@ def _check_kernel(name: str, device: str, as_json: bool) -> None:
     else:
         terminal.show_conformance(found)
     if not found.conforms:
-        sys.exit(1)
+        click.get_current_context().exit(1)
 
 
 def _audit_request(target: str | None, flags: dict[str, Any]) -> AuditRequest:
@@ -377,8 +473,9 @@ def _sweep_request(path: Path, flags: dict[str, Any]) -> SweepRequest:
         given["kernels"] = tuple(Choice(name=k) for k in flags["kernels"])
     if flags["formats"]:
         given["formats"] = flags["formats"]
-    if flags["device"]:
-        given["device"] = flags["device"]
+    for name in ("device", "gradients", "repeats", "isolate", "time_limit", "reproducers"):
+        if flags[name] is not None:
+            given[name] = flags[name]
     request = SweepRequest(target=path.name, **given)
     if flags["seed"] is None:
         return request
@@ -423,9 +520,10 @@ def _command() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 usage, 3 could not measure, 130 interrupted."""
+    """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
+    130 interrupted."""
     try:
-        cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
+        code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
         _fail(str(error), error.exit_code)
     except click.exceptions.Abort:
@@ -436,10 +534,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         _fail(error.format_message().rstrip(".") + hint, 2)
-    except _ReaderLeft:
+    except _ReaderLeft as left:
         # Say nothing more, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(left.code)
     except SystemExit as stop:
         _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
     except OSError as error:
@@ -450,6 +548,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
         _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
+    else:
+        if code:
+            sys.exit(code)
 
 
 def _fail(message: str, code: int) -> None:

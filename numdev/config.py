@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -55,6 +55,14 @@ class Choice(Strict):
 Named = Annotated[Choice, BeforeValidator(_named)]
 
 
+MaskKind = Literal[
+    "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
+]
+"""What `numdev.masks` can draw."""
+Layout = Literal["contiguous", "transposed", "packed"]
+"""How q, k and v lie in memory (`numdev.layouts`)."""
+
+
 class CaseConfig(Strict):
     """One attention call to draw. Every scalar may be a list in YAML (a grid)."""
 
@@ -75,6 +83,8 @@ class CaseConfig(Strict):
     scale: float | None = None
     """None: 1 / sqrt(head_dim)."""
     inputs: Named = Choice(name="normal")
+    mask: MaskKind | None = None
+    layout: Layout = "contiguous"
     axes: dict[str, Scalar] = Field(default_factory=dict)
     """For a cell of a grid: its place on every axis. Filled in when the grid is expanded."""
 
@@ -90,6 +100,13 @@ class CaseConfig(Strict):
             raise ValueError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _packable(self) -> CaseConfig:
+        alike = self.kv_len in (None, self.seq_len) and self.v_dim in (None, self.head_dim)
+        if self.layout == "packed" and not alike:
+            raise ValueError("layout packed: q, k and v in one tensor have one length and head_dim")
         return self
 
 
@@ -123,6 +140,18 @@ class AuditConfig(Strict):
     sequences: Positive | None = None
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+    explain: bool | None = None
+    control: bool | None = None
+    gradients: bool | None = None
+    """Whether the backward pass is measured too: dq, dk and dv."""
+    repeats: Positive | None = None
+    """How often each kernel runs on the same inputs; from two on its noise is measured."""
+    isolate: bool | None = None
+    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that an isolated kernel may take."""
+    reproducers: Annotated[int, Field(ge=0)] | None = None
+    """For how many findings, in the order of the rules, a script is written that shows them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> AuditConfig:
@@ -156,6 +185,20 @@ class AuditRequest(Strict):
     sequences: Positive = 8
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+    explain: bool = False
+    """Whether to find out which roundings make each kernel's errors."""
+    control: bool = False
+    """Whether planted faults are measured beside the kernels, to show what a gate would catch."""
+    gradients: bool = False
+    """Whether the backward pass is measured too: dq, dk and dv."""
+    repeats: Positive = 2
+    """How often each kernel runs on the same inputs; from two on its noise is measured."""
+    isolate: bool = False
+    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
+    time_limit: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that an isolated kernel may take."""
+    reproducers: Annotated[int, Field(ge=0)] = 8
+    """For how many findings, in the order of the rules, a script is written that shows them."""
 
 
 def _seeds(value: Any) -> Any:
@@ -204,6 +247,16 @@ class SweepConfig(Strict):
     """The axis curves run along: a key with several values, `format`, or a kernel's option."""
     y: Names | None = None
     """Metrics to draw."""
+    gradients: bool | None = None
+    """Whether the backward pass is measured too: dq, dk and dv."""
+    repeats: Positive | None = None
+    """How often each kernel runs on the same inputs; from two on its noise is measured."""
+    isolate: bool | None = None
+    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that an isolated kernel may take."""
+    reproducers: Annotated[int, Field(ge=0)] | None = None
+    """For how many findings, in the order of the rules, a script is written that shows them."""
     rows: RowsOf | None = None
     """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
 
@@ -228,6 +281,16 @@ class SweepRequest(Strict):
     x: str | None = None
     y: Names = ("max_abs", "rms")
     rows: RowsOf = "head"
+    gradients: bool = False
+    """Whether the backward pass is measured too: dq, dk and dv."""
+    repeats: Positive = 1
+    """How often each kernel runs on the same inputs; from two on its noise is measured."""
+    isolate: bool = False
+    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
+    time_limit: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that an isolated kernel may take."""
+    reproducers: Annotated[int, Field(ge=0)] = 8
+    """For how many findings, in the order of the rules, a script is written that shows them."""
 
     def measured(self) -> dict[str, Any]:
         """What decides the numbers, and so whether a finished task can be kept: not how they are
@@ -356,6 +419,14 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 def _model_at(place: tuple[int | str, ...], model: type[BaseModel]) -> type[BaseModel]:
     """The model whose key stands at the end of `place`, for example cases.0.inputs.KEY."""
-    if "inputs" in place[:-1] or place[0] in ("kernels", "baseline"):
-        return Choice
-    return CaseConfig if place[0] == "cases" else model
+    for part in place[:-1]:
+        if part in model.model_fields:
+            model = _model_in(model.model_fields[str(part)].annotation) or model
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model an annotation speaks of: of `tuple[CaseConfig, ...]`, CaseConfig."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)

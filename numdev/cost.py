@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from numdev.bench import Bench, run_task
+from numdev.bench import Bench
 from numdev.config import CaseConfig
 from numdev.formats import Format
 from numdev.loop import Planned, task_of
+from numdev.measuring import run_task
 from numdev.sources import Drawn
 from numdev.system import System
 

@@ -41,6 +41,10 @@ class Task:
     format: str
     heads: tuple[int, ...] | None = None
     """The query heads that are measured; None: all. The kernel runs whole either way."""
+    gradients: bool = False
+    """Whether it is a training step, and dq, dk and dv are measured too."""
+    repeats: int = 1
+    """How often the kernel runs on the same inputs; from two on its noise is measured."""
 
     @property
     def key(self) -> str:

@@ -8,9 +8,10 @@ business.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,28 @@ from typing import Any
 import torch
 
 import numdev
-from numdev.bench import Bench, case_record, recorded, run_task, weight_row
+from numdev.attempt import Failure, attempt
+from numdev.bench import Bench
+from numdev.cases import AttentionCase
 from numdev.config import Choice
+from numdev.controls import CONTROLS
 from numdev.errors import UsageError
+from numdev.examine import examine, kept
 from numdev.execute import Journal, Task
+from numdev.explain import explain
 from numdev.formats import Format, dtype_of, format_named, format_of
-from numdev.kernels import Kernel, find
-from numdev.report import CaseRecord, DeviationRow, Provenance, WeightRow
+from numdev.isolation import Supervised
+from numdev.kernels import Kernel, Output, find
+from numdev.measuring import Runner, run_task
+from numdev.records import case_record, recorded, weight_row
+from numdev.report import (
+    AttributionRow,
+    CaseRecord,
+    DeviationRow,
+    Provenance,
+    WeightRow,
+    WorstRow,
+)
 from numdev.sources import Located, Source
 from numdev.system import System
 from numdev.tensorwriter import Writer
@@ -55,6 +71,36 @@ def plan_kernels(choices: Iterable[Choice]) -> list[Planned]:
         if not known and kernel.name not in {name for _, name in ALWAYS}:
             planned.append(Planned(role="kernel", kernel=kernel, options=options))
     return planned
+
+
+def plan_controls(*, gradients: bool) -> list[Planned]:
+    """Planted faults in every dose, to be measured beside the kernels on the same data."""
+    return [
+        Planned(role="control", kernel=control.kernel(), options={"dose": dose})
+        for control in CONTROLS.values()
+        for dose in control.doses
+        if gradients or not control.in_backward_only
+    ]
+
+
+@contextlib.contextmanager
+def runner(*, isolated: bool, limit_s: float) -> Iterator[Runner]:
+    """Where kernels under audit run: here, or in a supervised process with a time limit."""
+    if not isolated:
+        yield attempt
+        return
+    with Supervised() as process:
+
+        def run(
+            kernel: Kernel,
+            case: AttentionCase,
+            options: Mapping[str, Any],
+            *,
+            gradients: bool = False,
+        ) -> Output | Failure:
+            return process.run(kernel.name, options, case, gradients=gradients, limit_s=limit_s)
+
+        yield run
 
 
 def plan_formats(names: Iterable[str], plan: Sequence[Planned]) -> list[Format]:
@@ -108,6 +154,14 @@ class Run:
     heads: tuple[int, ...] | None
     progress: Progress
     total: int
+    explain: bool = False
+    examine: bool = False
+    """Whether the rows that err most are looked at."""
+    gradients: bool = False
+    repeats: int = 1
+    """How often each kernel under audit runs on the same inputs."""
+    runner: Runner = attempt
+    """Where kernels under audit run."""
     writer: Writer | None = None
     """Where cases are saved as they come by."""
     visited: int = 0
@@ -126,12 +180,21 @@ class Run:
         return tuple(DeviationRow.model_validate(row) for row in self.journal.rows())
 
     @property
+    def worst(self) -> tuple[WorstRow, ...]:
+        return tuple(WorstRow.model_validate(row) for row in self.journal.rows("worst"))
+
+    @property
+    def attributions(self) -> tuple[AttributionRow, ...]:
+        found = self.journal.rows("attribution")
+        return tuple(AttributionRow.model_validate(row) for row in found)
+
+    @property
     def cases(self) -> tuple[CaseRecord, ...]:
         return tuple(CaseRecord.model_validate(row) for row in self.journal.rows("case"))
 
     def case(self, located: Located) -> None:
         """Every kernel in every format on one case; what is finished is not even loaded."""
-        bench = Bench(located.ref, located.load, self.heads)
+        bench = Bench(located.ref, located.load, self.heads, gradients=self.gradients)
         if self.writer is not None:
             self.writer.add(bench.case, located.axes)
         key = f"case {located.ref.case}"  # whatever the seed, it is the same call
@@ -143,12 +206,30 @@ class Run:
                 self.task(planned, fmt, bench)
 
     def task(self, planned: Planned, fmt: Format, bench: Bench) -> None:
-        task = task_of(planned, fmt, bench, self.heads)
+        task = task_of(
+            planned, fmt, bench, self.heads, gradients=self.gradients, repeats=self.repeats
+        )
         self.progress(f"{bench.ref.module} {task.kernel}", self.visited, self.total)
+        examined = self.examine and planned.role == "kernel"
+        if examined:
+            self.journal.visit(f"worst {task.key}", "worst")
         if not self.journal.visit(task.key) and bench.heads:
-            rows = run_task(task, planned.kernel, bench, self.system)
+            run = self.runner if planned.role == "kernel" else attempt
+            rows = run_task(task, planned.kernel, bench, self.system, run)
+            if examined:  # before the rows: a task that is finished has both
+                worst = examine(task, planned.kernel, bench, self.system)
+                self.journal.add(f"worst {task.key}", kept(worst), "worst")
             self.journal.add(task.key, [row.model_dump(mode="json") for row in rows])
+        if self.explain and planned.role in ("baseline", "kernel"):
+            self.attribution(task, planned.kernel, bench)
         self.visited += 1
+
+    def attribution(self, task: Task, kernel: Kernel, bench: Bench) -> None:
+        key = f"explain {task.key}"
+        if not self.journal.visit(key, "attribution") and bench.heads:
+            run = self.runner if task.role == "kernel" else attempt
+            rows = explain(task, kernel, bench, self.system, run)
+            self.journal.add(key, [row.model_dump(mode="json") for row in rows], "attribution")
 
     def weight(self, name: str, tensor: torch.Tensor) -> list[WeightRow]:
         """One stored tensor cast to every format. Cheap, and so not journalled."""
@@ -160,7 +241,13 @@ class Run:
 
 
 def task_of(
-    planned: Planned, fmt: Format, bench: Bench, heads: tuple[int, ...] | None = None
+    planned: Planned,
+    fmt: Format,
+    bench: Bench,
+    heads: tuple[int, ...] | None = None,
+    *,
+    gradients: bool = False,
+    repeats: int = 1,
 ) -> Task:
     """The task of one planned kernel in one format on the bench's case."""
     return Task(
@@ -170,6 +257,8 @@ def task_of(
         options=planned.options,
         format=fmt.name,
         heads=heads,
+        gradients=gradients,
+        repeats=repeats if planned.role == "kernel" else 1,
     )
 
 

@@ -24,7 +24,8 @@ from numdev.errors import MeasurementError, UsageError
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "skipped", "failed"]
-Role = Literal["precision", "floor", "baseline", "kernel"]
+Role = Literal["precision", "floor", "baseline", "kernel", "control"]
+Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 
 
 class Record(BaseModel):
@@ -53,6 +54,8 @@ class CaseRecord(Record):
     softcap: float | None
     sinks: bool
     scale: float
+    grad_out: str | None = None
+    """Where the gradient with respect to its output comes from, where there is one."""
     axes: dict[str, Any] = Field(default_factory=dict)
     """For a cell of a grid: the value on every axis."""
 
@@ -69,12 +72,13 @@ class DeviationRow(Record):
     phase: Literal["prefill", "decode"] | None = None
     """Of a generation: its first pass, or one of those that follow."""
     head: int | None
-    """Query head for out and lse; None on a row that stands for the whole call."""
+    """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
+    whole call."""
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
-    tensor: Literal["out", "lse"]
+    tensor: Tensor
     status: Status
     reason: str | None = None
     """Why it was skipped or failed; on an `ok` row, a limit of the measurement."""
@@ -83,6 +87,8 @@ class DeviationRow(Record):
     out_format: str | None = None
     """The format the kernel returned; its floor is the one `floor_ratio` divides by."""
 
+    sampled: bool = False
+    """Whether only some query rows were measured: then a maximum bounds nothing."""
     elements: int | None = None
     sequences: int | None = None
     empty_rows: int | None = None
@@ -112,13 +118,142 @@ class DeviationRow(Record):
     bias_p: float | None = None
     expected_ratio: float | None = None
     worst_row: float | None = None
+    claim: str | None = None
+    """The preset of `emulated` whose roundings are expected of the kernel."""
     noise: float | None = None
+    """rms difference of repeated runs; 0 is bitwise the same."""
+    amplification: float | None = None
+    """Of a gradient: row_rel of its exact response to one ulp on every input."""
     suspicion: str | None = None
     """What the kernel seems to compute instead, as a clause: `the causal mask is ignored`."""
     suspicion_cut: float | None = None
     """How many times smaller the residual is against that function's reference."""
     nulls: dict[str, str] = Field(default_factory=dict)
     """Metric name to the reason it is null."""
+
+
+class SiteShare(Record):
+    """What one rounding site contributes to an explained error."""
+
+    site: str
+    rounds: str
+    share: float
+    """Of the explanation's squared error: what goes when the site is exact."""
+    residual: float
+    """Of the kernel, against the explanation with this site exact."""
+
+
+class AttributionRow(Record):
+    """Which roundings explain one kernel's errors in one call; rows count alike (as in row_rel)."""
+
+    case: str
+    source: str
+    module: str
+    layer: int | None
+    call: int
+    seed: int | None
+    phase: Literal["prefill", "decode"] | None = None
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    tensor: Tensor = "out"
+    heads: tuple[int, ...]
+    """The query heads that were compared."""
+    explained_by: str | None
+    """The preset whose emulation makes these errors; null: unknown, and `reason` says why."""
+    reason: str | None = None
+    nearest: str | None = None
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    """The options of `emulated` that fit best."""
+    residual: float | None = None
+    """|o - emulation| / |o - r|."""
+    size: float | None = None
+    """|o - r| over the emulation's: the ratio of sizes."""
+    next_preset: str | None = None
+    next_residual: float | None = None
+    sites: tuple[SiteShare, ...] = ()
+    sentence: str
+
+
+class WorstRow(Record):
+    """A row that errs most, of the head of a call where one errs most, and what is special about
+    it. For dk and dv a row is a key, and what is said of queries' rows is null; and the reverse."""
+
+    case: str
+    source: str
+    module: str
+    layer: int | None
+    call: int
+    seed: int | None
+    phase: Literal["prefill", "decode"] | None = None
+    role: Role = "kernel"
+    kernel: str = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    tensor: Tensor
+    head: int
+    """Query head for out and dq, key head for dk and dv."""
+    batch: int
+    row: int
+    rows: int
+    """How many there are: the number of queries, or of keys."""
+    nonfinite: int
+    """Elements that are not finite where the exact ones, rounded once, are."""
+    error: float | None
+    """|o_i - r_i| over finite elements."""
+    ratio: float | None
+    """To what is predicted for the row; without a prediction, to the size of its terms. Null where
+    that is 0."""
+    predicted: bool
+    cancellation: float | None
+    """|r_i| over the size of its terms: 1 where nothing cancels."""
+    sees: int
+    """Keys a query sees; queries that see a key, counted in every query head that reads it."""
+    position: int
+    """How many of them come before the row's own place (query row + causal_offset)."""
+    max_probability: float
+    lse: float | None = None
+    tied: int | None = None
+    """Keys that have the maximum score, the first included."""
+    nearly_tied: int | None = None
+    """Keys within 0.001 of the maximum score, those that have it included."""
+    first_key: float | None = None
+    """The probability of key 0."""
+    sink: float | None = None
+    """The probability of the attention sink, where there is one."""
+    entropy: float | None = None
+    """In nats, the sink being one outcome."""
+    carriers: int | None = None
+    """The fewest keys that carry 90 % of what probability keys have; for dk and dv the fewest
+    queries that carry 90 % of what the key receives."""
+    one_sign: float | None = None
+    """How far V keeps its sign over the carriers: mean over features of |sum_j P_ij sign(V_jd)| /
+    sum_j P_ij; 1 where every feature has one sign."""
+    mass: float | None = None
+    """The probability a key receives, summed over queries."""
+    sentence: str
+
+
+class Explanation(Record):
+    """Which roundings make one kernel's errors in one tensor: all its calls together."""
+
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    tensor: Tensor
+    known: bool
+    nearest: str | None
+    """The emulation that makes its errors, or unless `known` comes nearest to it, in words."""
+    residual: float | None
+    """Medians over its calls, here and below."""
+    next_preset: str | None
+    next_residual: float | None
+    explained: int
+    calls: int
+    """With an error to explain; `explained` of them are."""
+    sites: tuple[SiteShare, ...] = ()
+    sentence: str
 
 
 class WeightRow(Record):
@@ -136,6 +271,23 @@ class WeightRow(Record):
     mean_abs: float | None
     rel: float | None
     w1: float | None
+
+
+class GradientSummary(Record):
+    """One gradient of one kernel in one format over all heads and calls."""
+
+    tensor: Tensor
+    ok: int
+    floor_ratio: float | None = None
+    floor_ratio_worst: float | None = None
+    floor_ratio_where: str | None = None
+    baseline_ratio: float | None = None
+    expected_ratio: float | None = None
+    expected_ratio_worst: float | None = None
+    expected_ratio_where: str | None = None
+    row_rel: float | None = None
+    amplification: float | None = None
+    nonfinite: int = 0
 
 
 class KernelSummary(Record):
@@ -167,6 +319,17 @@ class KernelSummary(Record):
     flash_vs_precision_worst: float | None = None
     flash_vs_precision_where: str | None = None
     flash_vs_precision_w1: float | None = None
+    expected_ratio: float | None = None
+    expected_ratio_worst: float | None = None
+    expected_ratio_where: str | None = None
+    worst_row: float | None = None
+    """The largest over heads, and where."""
+    worst_row_where: str | None = None
+    gradients: tuple[GradientSummary, ...] = ()
+    noise: float | None = None
+    """The largest over heads and tensors, in units of the floor's rms; 0 is bitwise reproducible.
+    None where no kernel ran twice."""
+    noise_where: str | None = None
     fa_rule_heads: int | None = None
     """Heads that pass flash-attention's own rule, of `ok` ones."""
     biased_heads: int = 0
@@ -174,22 +337,6 @@ class KernelSummary(Record):
     biased_where: str | None = None
     bias_testable: bool = False
     """Whether there were enough independent sequences to say anything about bias in general."""
-
-
-class Accusation(Record):
-    """A kernel that computes a different function, and which; over all its calls and heads."""
-
-    kernel: str
-    options: dict[str, Any]
-    cause: str
-    cut: float
-    """The median over the heads of which it can be said."""
-    heads: int
-    measured: int
-    formats: tuple[str, ...]
-    where: str
-    """The first of these heads."""
-    sentence: str
 
 
 class HeadMap(Record):
@@ -221,10 +368,52 @@ class AuditSummary(Record):
 
     answer: tuple[str, ...]
     kernels: tuple[KernelSummary, ...]
-    accusations: tuple[Accusation, ...] = ()
     map: HeadMap | None = None
     weights: tuple[WeightSummary, ...] = ()
     sequences: int | None = None
+    explanations: tuple[Explanation, ...] = ()
+    """For `--explain`: which roundings make each kernel's errors."""
+    worst_rows: tuple[WorstRow, ...] = ()
+
+
+class Place(Record):
+    """Where something was found: what names the row again."""
+
+    case: str
+    module: str
+    layer: int | None
+    call: int
+    head: int | None
+    phase: str | None
+    seed: int | None
+
+    @classmethod
+    def of(cls, row: DeviationRow) -> Place:
+        return cls(**{name: getattr(row, name) for name in cls.model_fields})
+
+
+class Finding(Record):
+    """One thing wrong with one kernel, as a sentence and as data."""
+
+    rule: str
+    """The threshold's name; `runs` for a kernel that failed, `refuses` for calls it declined."""
+    severity: Literal["exceeded", "unmeasured", "note"]
+    sentence: str
+    kernel: str
+    also: tuple[str, ...] = ()
+    """Other kernels with the same numbers, as the default dispatch has those of what it ran."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    formats: tuple[str, ...]
+    tensor: str | None = None
+    metric: str | None = None
+    observed: float | None = None
+    """The worst."""
+    limit: float | None = None
+    count: int
+    """Of `judged` heads; for `runs` and `refuses` of calls."""
+    judged: int
+    place: Place | None = None
+    """The worst one."""
 
 
 class Provenance(Record):
@@ -253,9 +442,13 @@ class AuditReport(Report):
 
     kind: Literal["audit"] = "audit"
     summary: AuditSummary
+    findings: tuple[Finding, ...] = ()
+    tested: tuple[str, ...] = ()
+    """By which rules, and which could not be applied."""
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
+    attributions: tuple[AttributionRow, ...] = ()
 
 
 class CheckRecord(Record):
@@ -383,6 +576,8 @@ class SweepReport(Report):
 
     kind: Literal["sweep"] = "sweep"
     summary: SweepSummary
+    findings: tuple[Finding, ...] = ()
+    tested: tuple[str, ...] = ()
     figures: tuple[Figure, ...]
     cells: tuple[CellRow, ...]
     cases: tuple[CaseRecord, ...] = ()

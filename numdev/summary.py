@@ -13,35 +13,37 @@ from typing import Any
 import pandas as pd
 
 from numdev.answer import answer
+from numdev.explanations import explanations
 from numdev.report import (
-    Accusation,
+    AttributionRow,
     AuditSummary,
     DeviationRow,
+    GradientSummary,
     HeadMap,
     KernelSummary,
     WeightRow,
     WeightSummary,
+    WorstRow,
 )
+from numdev.rules import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP, holm, noise_ratio
 
-BIAS_ALPHA = 0.01
-"""Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
-BIAS_SEQUENCES = 8
-"""Fewer independent sequences than this say nothing about a kernel in general."""
-BIAS_ULP = 0.05
-BIAS_FORMATS = ("bfloat16", "float16")
-"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
-division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
-fp32 is 3e-9 of the value, and no accusation."""
 KEY = ["kernel", "options", "role", "format"]
 
 
-def summarise(rows: Sequence[DeviationRow], weights: Sequence[WeightRow] = ()) -> AuditSummary:
-    """The summary of an audit's rows; raises nothing on rows that are all skipped."""
+def summarise(
+    rows: Sequence[DeviationRow],
+    weights: Sequence[WeightRow] = (),
+    attributions: Sequence[AttributionRow] = (),
+    worst: Sequence[WorstRow] = (),
+) -> AuditSummary:
+    """The summary of an audit's rows; raises nothing on rows that are all skipped. Planted faults
+    are the gate's business, and left out."""
+    rows = [row for row in rows if row.role != "control"]
     table = pd.DataFrame([row.model_dump() for row in rows])
     table["options"] = [repr(sorted(o.items())) for o in table["options"]]
     table["place"] = _places(table)
     groups = table.groupby(KEY, sort=False)
-    kernels = [_kernel(rows[int(group.index.to_numpy()[0])], group) for _, group in groups]
+    kernels = [_kernel(rows, group) for _, group in groups]
     ranked = [
         kernel
         for name in dict.fromkeys(row.format for row in rows)
@@ -51,38 +53,12 @@ def summarise(rows: Sequence[DeviationRow], weights: Sequence[WeightRow] = ()) -
     return AuditSummary(
         answer=answer(ranked),
         kernels=tuple(ranked),
-        accusations=tuple(_accusations(rows, table)),
         map=_map(table, ranked),
         weights=tuple(_weights(weights)),
         sequences=int(sequences.min()) if len(sequences) else None,
+        explanations=explanations(attributions),
+        worst_rows=tuple(worst),
     )
-
-
-def _accusations(rows: Sequence[DeviationRow], table: pd.DataFrame) -> Iterator[Accusation]:
-    """Kernels that compute a different function, each cause once, the most frequent one first."""
-    ok = table[(table["status"] == "ok") & (table["tensor"] == "out")]
-    accused = ok[ok["suspicion"].notna()]
-    sizes = accused.groupby(["kernel", "options", "suspicion"], sort=False).size()
-    for kernel, options, cause in sizes.sort_values(ascending=False, kind="stable").index:
-        same = ok[(ok["kernel"] == kernel) & (ok["options"] == options)]
-        here = same[same["suspicion"] == cause]
-        cut, formats = float(here["suspicion_cut"].astype(float).median()), here["format"].unique()
-        # Of the formats it was seen in: in a coarser one a mistake may drown in rounding.
-        measured = int(same["format"].isin(formats).sum())
-        yield Accusation(
-            kernel=kernel,
-            options=rows[int(here.index.to_numpy()[0])].options,
-            cause=cause,
-            cut=cut,
-            heads=len(here),
-            measured=measured,
-            formats=tuple(formats),
-            where=_where(here.iloc[0]),
-            sentence=(
-                f"{kernel} computes a different function: {cause} (residual {cut:.3g} x smaller "
-                f"against that; {len(here)} of {measured} heads, {', '.join(formats)})."
-            ),
-        )
 
 
 def _places(table: pd.DataFrame) -> pd.Series[str]:
@@ -131,7 +107,8 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
     return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
 
 
-def _kernel(first: DeviationRow, group: pd.DataFrame) -> KernelSummary:
+def _kernel(rows: Sequence[DeviationRow], group: pd.DataFrame) -> KernelSummary:
+    first = rows[int(group.index.to_numpy()[0])]
     status = group["status"].value_counts()
     reasons = group.loc[group["status"] != "ok", "reason"].dropna().unique()
     ok = group[(group["status"] == "ok") & (group["tensor"] == "out")]
@@ -159,6 +136,10 @@ def _kernel(first: DeviationRow, group: pd.DataFrame) -> KernelSummary:
         nonfinite=int(ok["nonfinite"].sum()),
         **_spread(ok, "floor_ratio", worst=True, where=True),
         **_spread(ok, "baseline_ratio", worst=True),
+        **_spread(ok, "expected_ratio", worst=True, where=True),
+        **_worst_row(ok),
+        **_noise(rows, group),
+        gradients=tuple(_gradients(group)),
         **_spread(ok, "flash_vs_precision", worst=True, where=True),
         **_spread(ok, "flash_vs_precision_w1"),
         fa_rule_heads=None if ok["fa_rule"].isna().all() else int(ok["fa_rule"].eq(True).sum()),
@@ -192,6 +173,40 @@ def _spread(
     return found
 
 
+def _gradients(group: pd.DataFrame) -> Iterator[GradientSummary]:
+    for tensor in ("dq", "dk", "dv"):
+        ok = group[(group["status"] == "ok") & (group["tensor"] == tensor)]
+        if not ok.empty:
+            yield GradientSummary(
+                tensor=tensor,
+                ok=len(ok),
+                **_spread(ok, "floor_ratio", worst=True, where=True),
+                **_spread(ok, "baseline_ratio"),
+                **_spread(ok, "expected_ratio", worst=True, where=True),
+                **_spread(ok, "row_rel"),
+                **_spread(ok, "amplification"),
+                nonfinite=int(ok["nonfinite"].sum()),
+            )
+
+
+def _noise(rows: Sequence[DeviationRow], group: pd.DataFrame) -> dict[str, Any]:
+    """The largest noise over heads and tensors, and where; 0 if all were the same bits."""
+    found = [(rows[i], noise_ratio(rows[i])) for i in group.index if rows[i].noise is not None]
+    sized = [(value, row) for row, value in found if value is not None]
+    if not sized:
+        return {"noise": 0.0} if found else {}
+    value, row = max(sized, key=lambda pair: pair[0])
+    place = f"{row.tensor}, {row.module or row.case} head {row.head}" if value else None
+    return {"noise": value, "noise_where": place}
+
+
+def _worst_row(ok: pd.DataFrame) -> dict[str, Any]:
+    found = _spread(ok, "worst_row", worst=True, where=True)
+    if not found:
+        return {}
+    return {"worst_row": found["worst_row_worst"], "worst_row_where": found["worst_row_where"]}
+
+
 def _bias(ok: pd.DataFrame) -> dict[str, Any]:
     """How many heads are biased, Holm-corrected over the heads of this kernel and format."""
     enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
@@ -206,19 +221,6 @@ def _bias(ok: pd.DataFrame) -> dict[str, Any]:
         found["biased_worst"] = float(worst["bias_size"])
         found["biased_where"] = f"{_where(worst)}, {worst['bias_of']}"
     return found
-
-
-def holm(p: Sequence[float], alpha: float) -> list[bool]:
-    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
-
-    S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
-    """
-    rejected = [False] * len(p)
-    for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        if p[index] > alpha / (len(p) - step):
-            break
-        rejected[index] = True
-    return rejected
 
 
 def _map(table: pd.DataFrame, ranked: Sequence[KernelSummary]) -> HeadMap | None:

@@ -35,6 +35,8 @@ class System:
     gpu: str | None = None
     capability: tuple[int, int] | None = None
     """CUDA compute capability, for example (9, 0)."""
+    processors: int | None = None
+    """The GPU's multiprocessors; how many decides how some kernels divide their work."""
     driver: str | None = None
     cuda: str | None = None
     cudnn: str | None = None
@@ -66,6 +68,7 @@ class System:
             device=device,
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             capability=torch.cuda.get_device_capability() if on_gpu else None,
+            processors=_processors() if on_gpu else None,
             driver=_driver_version() if on_gpu else None,
             cuda=torch.version.cuda if on_gpu else None,
             cudnn=str(cudnn) if cudnn else None,
@@ -149,6 +152,12 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _processors() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
 
 
 def _driver_version() -> str | None:

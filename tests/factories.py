@@ -113,3 +113,36 @@ def returns_a_class() -> type:
 
 def needs_two(a: int, b: int) -> nn.Module:
     return gpt()
+
+
+class LosingGPT(GPT):
+    """As nanoGPT: (logits, loss) where it is given targets."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(idx)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def losing_gpt() -> nn.Module:
+    return LosingGPT(GPTConfig())
+
+
+class HalfLearning(nn.Module):
+    """Two attentions, of which the first runs without gradients; returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 16)
+        self.first, self.second = (models.Attending.Layer("sdpa", 16, 2) for _ in "ab")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.first(self.embed(input_ids))
+        return self.second(x).square().sum()
+
+
+def half_learning() -> nn.Module:
+    torch.manual_seed(0)
+    return HalfLearning()

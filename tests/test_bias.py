@@ -23,7 +23,7 @@ from numdev.deviation import MIN_BIAS_ULP, Metrics, Yardstick, measure
 from numdev.formats import FORMATS
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
-from numdev.summary import BIAS_SEQUENCES, BIAS_ULP, holm
+from numdev.rules import BIAS_SEQUENCES, BIAS_ULP, holm
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bias_calibration.py"
 BF16 = FORMATS["bfloat16"]

@@ -75,6 +75,20 @@ def test_null_is_a_value_like_any_other() -> None:
     assert [c["window"] for c in cells(window=[None, 4])] == [None, 4]
 
 
+def test_masks_and_layouts_as_axes(read: Any) -> None:
+    """They are axes like any other, null among them, and cells of one entry draw alike."""
+    cases = read(one(mask=[None, "padding"], layout=["contiguous", "packed"])).cases
+    assert {(c.mask, c.layout) for c in cases} == {
+        (None, "contiguous"),
+        (None, "packed"),
+        ("padding", "contiguous"),
+        ("padding", "packed"),
+    }
+    assert cases[3].name == "a/layout=packed,mask=padding"
+    assert {c.entry for c in cases} == {"a"}
+    assert read(one(layout="packed", kv_len=8, v_dim=16)).cases[0].layout == "packed"
+
+
 def test_lists_inside_inputs() -> None:
     """A regime's parameters are axes too."""
     found = cells(seq_len=[8, 16], inputs={"name": "sink", "strength": [4, 8]})
@@ -169,6 +183,7 @@ def test_defaults(read: Any) -> None:
     assert (case.batch, case.kv_heads, case.kv_len, case.v_dim) == (1, None, None, None)
     assert (case.causal, case.causal_offset, case.window, case.scale) == (False, 0, None, None)
     assert case.inputs == Choice(name="normal")
+    assert (case.mask, case.layout) == (None, "contiguous")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +233,10 @@ def test_configurations_are_frozen(read: Any) -> None:
     ("content", "says"),
     [
         ({**one(), "kernel": ["baseline"]}, "unknown key 'kernel'; did you mean 'kernels'"),
-        ({**one(), "zzzz": 1}, "unknown key 'zzzz'; known: cases, checkpoint, device, formats"),
+        (
+            {**one(), "zzzz": 1},
+            "unknown key 'zzzz'; known: cases, checkpoint, control, device, explain",
+        ),
         (one(hed_dim=8), r"unknown key 'cases\.0\.hed_dim'; did you mean 'head_dim'"),
         (one(sequence_length=8), r"unknown key 'cases\.0\.sequence_length'; did you mean 'seq_"),
         (
@@ -244,6 +262,17 @@ def test_an_unknown_key_gets_the_closest(read: Any, content: Any, says: str) -> 
         (one(heads="many"), r"cases\.0\.heads: Input should be a valid integer"),
         (one(seq_len=0), r"cases\.0\.seq_len: .*greater than 0"),
         (one(window=-1), r"cases\.0\.window: .*greater than 0"),
+        (one(mask="paddin"), r"cases\.0\.mask: Input should be 'all_true', 'causal', 'random'"),
+        (one(mask=True), r"cases\.0\.mask: Input should be 'all_true'"),
+        (one(layout="bshd"), r"cases\.0\.layout: Input should be 'contiguous', 'transposed' or 'p"),
+        (
+            one(layout="packed", kv_len=9),
+            r"cases\.0: layout packed: .* have one length and head_dim",
+        ),
+        (
+            one(layout="packed", v_dim=8),
+            r"cases\.0: layout packed: .* have one length and head_dim",
+        ),
         (one(softcap=0), r"cases\.0\.softcap: .*greater than 0"),
         ({"cases": [{"name": "a"}]}, r"cases\.0\.heads: Field required"),
         ({"cases": ["a"]}, r"cases\.0: "),

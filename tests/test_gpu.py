@@ -1,5 +1,6 @@
 """What only a GPU can show: every SDPA backend there, and that devices agree on the truth."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,9 +10,13 @@ from numdev import deviation
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
+from numdev.execute import Task
+from numdev.expectation import emulation
 from numdev.inputs import Shapes, draw
 from numdev.kernels import find
-from numdev.kernels.reference import attend
+from numdev.kernels.reference import attend, floor_of, gradients
+from numdev.measuring import run_task
+from numdev.system import System
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +39,11 @@ def case(device="cuda", dtype=torch.bfloat16, kv_heads=4, **extra):
     return AttentionCase(ref=CaseRef(case="gpu"), q=q, k=k, v=v, scale=0.125, **extra)
 
 
+def with_upstream(here):
+    drawn = torch.randn(here.q.shape, generator=torch.Generator().manual_seed(1))
+    return dataclasses.replace(here, grad_out=drawn.to(here.q))
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
@@ -46,6 +56,40 @@ def test_backend_runs_alone_and_is_near_the_floor(name, dtype, causal):
     for head in deviation.measure(output.out, yardstick):
         assert head["floor_ratio"] < 1.6
         assert head["nonfinite"] == 0
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward_runs_alone_and_is_near_the_truth(name, dtype, causal):
+    """The forced backend's own backward is the one that ran, on whatever thread, and its gradients
+    are within 8 floors of fp64, as the conformance check asks; lse is there unless it is math."""
+    here = with_upstream(case(dtype=dtype, is_causal=causal))
+    found, exact = find(name).gradients(here), gradients(here)
+    assert found.ran == BACKENDS[name]
+    assert found.ran_backward == ("math" if name == "sdpa-math" else f"{BACKENDS[name]}_backward")
+    assert (found.lse is None) == (name == "sdpa-math")
+    floor = floor_of(exact, here.format)
+    for tensor in ("dq", "dk", "dv"):
+        r = getattr(exact, tensor)
+        error, least = ((getattr(x, tensor).double() - r).norm() for x in (found, floor))
+        assert error <= 8 * least, (tensor, float(error / least))
+
+
+def test_default_dispatch_records_both_passes():
+    """What PyTorch picks by itself is recorded, forward and backward, and the two match."""
+    found = find("sdpa-default").gradients(with_upstream(case(is_causal=True)))
+    assert found.ran_backward == f"{found.ran}_backward"
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn"])
+def test_grouped_heads_have_gradients_of_kv_heads(name):
+    """dk and dv are summed over the query heads that share them."""
+    here = with_upstream(case(kv_heads=2, is_causal=True))
+    found, exact = find(name).gradients(here), gradients(here)
+    for tensor in ("dq", "dk", "dv"):
+        r = getattr(exact, tensor)
+        assert (getattr(found, tensor).double() - r).norm() <= 0.02 * r.norm()
 
 
 def test_flash_log_sum_exp_is_the_reference():
@@ -76,6 +120,18 @@ def test_reference_agrees_with_the_cpu(kv_heads):
     assert (a.lse.cpu() - b.lse).abs().max() <= bound * math.log(200)
 
 
+def test_reference_gradients_agree_with_the_cpu():
+    """So are its gradients, over several blocks, to fp64 roundings of their terms."""
+    fields = {"kv_heads": 2, "is_causal": True, "window": (50, 0), "softcap": 20.0}
+    a = gradients(with_upstream(case(**fields)))
+    b = gradients(with_upstream(case("cpu", **fields)))
+    bound = 64 * 2.0**-53 * 400
+    for tensor in ("dq", "dk", "dv"):
+        terms = getattr(b, f"{tensor}_terms")
+        assert ((getattr(a, tensor).cpu() - getattr(b, tensor)).abs() <= bound * terms.amax()).all()
+    assert torch.equal(a.unseen.cpu(), b.unseen)
+
+
 def test_metrics_agree_with_the_cpu():
     """The same output measured on either device gives the same metrics."""
     here = case(is_causal=True)
@@ -88,3 +144,39 @@ def test_metrics_agree_with_the_cpu():
             assert x[name] == pytest.approx(y[name], rel=1e-9, abs=1e-15), name
         assert x["nonfinite"] == y["nonfinite"]
         assert x["elements"] == y["elements"]
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"])
+@pytest.mark.parametrize(
+    ("length", "head_dim", "causal"), [(1024, 64, True), (1500, 128, False), (1000, 80, True)]
+)
+@pytest.mark.parametrize("regime", ["normal", "outliers", "sink", "ties"])
+def test_backends_round_where_they_claim_to(
+    name: str, length: int, head_dim: int, causal: bool, regime: str
+) -> None:
+    """Each head's error is within 5 % of its emulation's, and element by element half of it or
+    more is the emulation's own: tiles, their order and the splits of small calls are right."""
+    shapes = Shapes(
+        batch=2,
+        heads=4,
+        kv_heads=4,
+        q_len=length,
+        kv_len=length,
+        head_dim=head_dim,
+        v_dim=head_dim,
+    )
+    q, k, v = (x.cuda() for x in draw(regime, shapes, seed=0, options={}))
+    ref = CaseRef(case="x")
+    drawn = AttentionCase(ref=ref, q=q, k=k, v=v, scale=head_dim**-0.5, is_causal=causal)
+    bench = Bench(ref, lambda: drawn)
+    system, kernel = System.here("cuda"), find(name)
+    task = Task(case=ref, role="kernel", kernel=name, format="bfloat16")
+    rows = [row for row in run_task(task, kernel, bench, system) if row.tensor == "out"]
+    assert len(rows) == 4
+    for row in rows:
+        assert row.expected_ratio == pytest.approx(1.0, abs=0.05)
+    prepared = bench.at("bfloat16")
+    output = kernel.attend(prepared.case)
+    predicted = emulation(prepared.case, kernel.claims(prepared.case, output, system) or {})
+    error = output.out.double() - prepared.reference.out
+    assert (error - (predicted - prepared.reference.out)).norm() <= 0.5 * error.norm()

@@ -21,6 +21,7 @@ from numdev.report import (
     Axis,
     Curve,
     Figure,
+    Finding,
     HeadMap,
     KernelSummary,
     Point,
@@ -91,6 +92,14 @@ def sweep(*figures: Figure, name: str = "flash", **summary: Any) -> SweepReport:
     )
 
 
+def finding(sentence: str, **changes: Any) -> Finding:
+    fields: dict[str, Any] = {
+        "rule": "bias", "severity": "exceeded", "sentence": sentence, "kernel": "bad",
+        "formats": ("bfloat16",), "count": 1, "judged": 2,
+    }  # fmt: skip
+    return Finding(**{**fields, **changes})
+
+
 def audit(name: str = "flash") -> AuditReport:
     kernel = KernelSummary(
         kernel=name, options={"o": name}, role="kernel", format="bfloat16", ok=2, skipped=1,
@@ -102,6 +111,8 @@ def audit(name: str = "flash") -> AuditReport:
         provenance=provenance(source={"checkpoint": name}),
         request={"target": name},
         summary=AuditSummary(answer=(f"bfloat16: {name}",), kernels=(kernel,), map=found),
+        findings=(finding(name), finding(name, metric="suspicion")),
+        tested=(name,),
         rows=(),
     )
 
@@ -279,6 +290,23 @@ def test_a_linear_axis_has_readable_ticks(high: float) -> None:
 def test_numbers_on_the_axis(value: float, plain: bool, shown: str) -> None:
     """As a person writes them."""
     assert chart._number(value, plain) == shown
+
+
+def test_findings_stand_under_the_answer() -> None:
+    """And what was tested under them; but a different function comes first."""
+    found = audit().model_copy(
+        update={
+            "findings": (
+                finding("It computes a different function.", metric="suspicion"),
+                finding("It is biased."),
+            ),
+            "tested": ("Judged: flash.",),
+        }
+    )
+    text = Seen(html.page(found)).text
+    order = ("a different function", "bfloat16: flash", "It is biased", "Judged", "×floor")
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
 
 
 def test_an_accusation_is_the_first_thing_on_the_page(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import json
 import subprocess
 import sys
 import textwrap
@@ -37,10 +38,14 @@ ALLOWED: dict[str, set[str]] = {
         "conformance",
         "errors",
         "execute",
+        "findings",
+        "gate",
         "kernels",
         "render.html",
         "render.terminal",
+        "render.verdicts",
         "report",
+        "rules",
         "studies.audit",
         "studies.sweep",
         "system",
@@ -50,22 +55,72 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "system": {"errors"},
     "config": {"errors"},
-    "inputs": {"errors"},
+    "regimes": {"cases"},
+    "exact": {"cases", "regimes"},
+    "hazards": {"regimes"},
+    "inputs": {"cases", "errors", "exact", "hazards", "regimes"},
+    "masks": {"regimes"},
     "prompts": {"errors"},
     "storage": {"errors"},
     "wasserstein": {"errors"},
     "formats": {"errors"},
+    "layouts": set(),
     # What is computed, and how: a case knows nothing of kernels, a kernel nothing of metrics.
-    "cases": {"errors", "formats"},
-    "kernels": {"cases", "errors", "kernels.plain", "system"},
+    "cases": {"errors", "formats", "layouts"},
+    "kernels": {
+        "cases",
+        "errors",
+        "kernels.backward",
+        "kernels.output",
+        "kernels.plain",
+        "system",
+    },
+    "kernels.output": {"cases", "errors"},
+    "kernels.backward": {"cases", "errors", "formats", "kernels.output"},
     "kernels.plain": {"cases", "errors", "kernels"},
-    "kernels.sites": {"errors", "formats"},
-    "kernels.emulated": {"cases", "formats", "kernels", "kernels.sites"},
-    "kernels.reference": {"cases", "formats", "kernels"},
-    "kernels.baseline": {"cases", "kernels"},
-    "kernels.sdpa": {"cases", "errors", "kernels"},
+    "kernels.site_list": set(),
+    "kernels.sites": {"errors", "formats", "kernels.site_list"},
+    "kernels.rounder": {"cases", "formats", "kernels", "kernels.sites"},
+    "kernels.emulated_forward": {"cases", "kernels.rounder", "kernels.sites"},
+    "kernels.emulated_backward": {
+        "cases",
+        "formats",
+        "kernels",
+        "kernels.emulated_forward",
+        "kernels.rounder",
+        "kernels.sites",
+    },
+    "kernels.emulated": {
+        "cases",
+        "kernels",
+        "kernels.emulated_backward",
+        "kernels.emulated_forward",
+        "kernels.rounder",
+        "kernels.sites",
+    },
+    "kernels.reference": {"cases", "formats", "kernels", "kernels.backward", "kernels.output"},
+    "kernels.baseline": {"cases", "kernels", "system"},
+    "kernels.sdpa": {"cases", "errors", "kernels", "kernels.backward", "kernels.sdpa_claims"},
+    "kernels.sdpa_claims": {"cases", "kernels", "system"},
+    # Planted faults, and how far runs differ.
+    "controls": {"cases", "errors", "formats", "kernels"},
+    "noise": {"deviation", "errors", "kernels"},
+    # Where kernels run: here, or in a process that may die of them.
+    "attempt": {"cases", "errors", "kernels", "layouts"},
+    "worker": {"attempt", "cases", "errors", "formats", "kernels", "layouts"},
+    "isolation": {"attempt", "cases", "errors", "kernels", "kernels.output", "worker"},
     # How far from the truth: a metric knows nothing of kernels.
     "deviation": {"formats", "wasserstein"},
+    # How far it should be: the emulation a kernel claims to be, and whether it is one.
+    "expectation": {
+        "cases",
+        "formats",
+        "kernels.emulated_backward",
+        "kernels.emulated_forward",
+        "kernels.sites",
+    },
+    "contributions": {"expectation", "formats", "kernels.sites"},
+    "attribution": {"contributions", "expectation", "formats"},
     # What else a kernel may have computed, judged by references alone.
     "mistakes": {"cases"},
     "probe": {"cases", "deviation", "formats", "kernels.reference"},
@@ -80,9 +135,18 @@ ALLOWED: dict[str, set[str]] = {
         "mistakes",
         "probe",
     },
+    # The rows that err most, and what is special about them.
+    "worst": {"cases", "deviation", "errors", "report", "special"},
+    "special": {"report"},
     # A kernel by itself, feature by feature.
     "conformance_cases": {"cases", "formats", "inputs", "kernels.reference"},
-    "conformance_backward": {"cases", "formats", "kernels"},
+    "conformance_backward": {
+        "cases",
+        "formats",
+        "kernels",
+        "kernels.output",
+        "kernels.reference",
+    },
     "conformance": {
         "conformance_backward",
         "cases",
@@ -95,12 +159,38 @@ ALLOWED: dict[str, set[str]] = {
         "suspicion",
         "system",
     },
+    # A finding made small, and written as a bug report.
+    "reduction": {"cases", "errors", "tensorwriter"},
+    "showing": {"cases", "deviation", "errors", "formats", "kernels", "kernels.reference"},
+    "callcode": {"cases", "errors", "kernels", "kernels.plain", "reduction"},
+    "reproducer": {
+        "callcode",
+        "cases",
+        "errors",
+        "kernels",
+        "showing",
+        "system",
+        "tensorfile",
+        "tensorwriter",
+    },
     # Where cases come from.
     "watch": {"cases", "errors"},
     "calls": {"cases", "errors"},
     "mha": set(),
     "generation": {"errors"},
-    "capture": {"calls", "cases", "errors", "generation", "kernels", "mha", "watch"},
+    "upstream": {"cases", "formats", "layouts", "regimes"},
+    "trainingstep": {"cases", "errors", "upstream"},
+    "capture": {
+        "calls",
+        "cases",
+        "errors",
+        "generation",
+        "kernels",
+        "mha",
+        "trainingstep",
+        "upstream",
+        "watch",
+    },
     "arguments": {"errors", "prompts", "storage"},
     "checkpoint": {"capture", "errors", "storage"},
     "statedict": {"capture", "checkpoint", "errors", "kernels", "storage"},
@@ -117,48 +207,125 @@ ALLOWED: dict[str, set[str]] = {
         "formats",
         "generation",
         "inputs",
+        "layouts",
+        "masks",
         "statedict",
+        "storage",
         "system",
         "tensorfile",
+        "upstream",
         "watch",
         "reading",
     },
     # What was found, and how a person sees it: no torch, no kernels, no metrics.
     "report": {"errors"},
-    "summary": {"answer", "report"},
-    "answer": {"report"},
+    "summary": {"answer", "explanations", "report", "rules"},
+    "explanations": {"report"},
+    "answer": {"report", "rules"},
     "render": set(),
     "render.terminal": {"report"},
     "render.chart": {"report"},
     "render.html": {"render.chart", "report"},
+    "render.verdicts": {"render.terminal", "report", "verdict"},
+    # What is decided, from the report alone, and in words.
+    "rules": {"config", "errors", "report"},
+    "verdict": {"report"},
+    "gate": {"errors", "report", "rules", "verdict"},
+    "wording": {"report", "verdict"},
+    "findings": {"gate", "report", "rules", "verdict", "wording"},
     # The loop.
     "execute": {"cases", "errors"},
     "bench": {
+        "attempt",
+        "cases",
+        "deviation",
+        "expectation",
+        "formats",
+        "kernels",
+        "kernels.output",
+        "kernels.reference",
+    },
+    "explain": {
+        "attempt",
+        "attribution",
+        "bench",
+        "cases",
+        "errors",
+        "execute",
+        "expectation",
+        "explanations",
+        "kernels",
+        "kernels.reference",
+        "kernels.sites",
+        "measuring",
+        "report",
+        "system",
+    },
+    "measuring": {
+        "attempt",
+        "bench",
         "cases",
         "deviation",
         "errors",
         "execute",
+        "expectation",
         "formats",
         "kernels",
-        "kernels.reference",
+        "kernels.output",
+        "noise",
+        "records",
         "report",
         "suspicion",
         "system",
     },
-    "loop": {
-        "tensorwriter",
-        "numdev",
+    "records": {"cases", "formats", "report"},
+    "examine": {
         "bench",
-        "config",
+        "execute",
+        "expectation",
+        "kernels",
+        "measuring",
+        "report",
+        "system",
+        "worst",
+    },
+    "reproducing": {
+        "bench",
+        "cases",
         "errors",
         "execute",
-        "formats",
-        "kernels",
+        "loop",
+        "measuring",
+        "reduction",
         "report",
+        "reproducer",
+        "rules",
+        "showing",
         "sources",
         "system",
     },
-    "cost": {"bench", "config", "formats", "loop", "sources", "system"},
+    "loop": {
+        "attempt",
+        "bench",
+        "cases",
+        "config",
+        "controls",
+        "errors",
+        "examine",
+        "execute",
+        "explain",
+        "formats",
+        "isolation",
+        "kernels",
+        "measuring",
+        "numdev",
+        "records",
+        "report",
+        "sources",
+        "system",
+        "tensorwriter",
+    },
+    "cost": {"bench", "config", "formats", "loop", "measuring", "sources", "system"},
     # From a sweep's rows to its curves and sentences.
     "curves": {"config", "errors", "formats", "report"},
     "trends": {"curves", "report"},
@@ -166,30 +333,38 @@ ALLOWED: dict[str, set[str]] = {
     "studies.audit": {
         "config",
         "errors",
+        "examine",
         "execute",
+        "findings",
         "loop",
         "report",
+        "reproducing",
         "sources",
         "summary",
         "system",
         "tensorwriter",
     },
     "studies.sweep": {
-        "bench",
         "config",
         "cost",
         "curves",
         "execute",
+        "findings",
         "formats",
         "kernels",
         "loop",
+        "records",
         "report",
+        "reproducing",
         "sources",
         "system",
         "trends",
     },
 }
-LIGHT = ("cli", "config", "errors", "render.html", "render.terminal", "report", "system")
+LIGHT = (
+    *("cli", "config", "errors", "findings", "gate", "render.html", "render.terminal"),
+    *("render.verdicts", "report", "rules", "system"),
+)
 """Modules whose import needs none of HEAVY."""
 HEAVY = ("torch", "scipy", "pandas", "transformers", "numpy")
 
@@ -292,9 +467,10 @@ def test_what_renders_or_decides_touches_no_tensor() -> None:
     """Whatever the report, the renderers and the gate import, near or far, is not torch's side."""
     tensors = {"arguments", "bench", "calls", "capture", "cases", "checkpoint", "deviation"}
     tensors |= {"execute", "formats", "inputs", "kernels", "prompts", "sources", "watch"}
-    tensors |= {"wasserstein"}
-    light = {"report", "answer", "gate", "findings", "render.chart", "render.html"}
-    for name in ALLOWED.keys() & {*light, "render.terminal"}:
+    tensors |= {"exact", "hazards", "layouts", "masks", "regimes", "wasserstein"}
+    light = {"report", "answer", "rules", "verdict", "gate", "wording", "findings"}
+    light |= {"render.chart", "render.html", "render.terminal", "render.verdicts", "explanations"}
+    for name in ALLOWED.keys() & light:
         reached, todo = set[str](), {name}
         while todo:
             reached |= todo
@@ -355,7 +531,7 @@ def test_help_needs_nothing_heavy_and_is_quick() -> None:
     assert min(seconds) < 0.7
 
 
-@pytest.mark.parametrize("command", ["audit", "sweep", "report", "kernels"])
+@pytest.mark.parametrize("command", ["audit", "sweep", "gate", "report", "kernels"])
 def test_help_of_every_command(command: str) -> None:
     """So does the help of each command."""
     answer = run_numdev(HEAVY, command, "--help")
@@ -431,3 +607,19 @@ def test_a_report_as_json_needs_no_tensors(finished: Path) -> None:
     answer = run_numdev(HEAVY, "report", "--json", str(finished / "report.json"))
     assert answer.returncode == 0, answer.stderr
     assert report.AuditReport.model_validate_json(answer.stdout) == report.read(finished)
+
+
+def test_the_gate_needs_no_tensors(finished: Path) -> None:
+    """`numdev gate` decides where there is no torch, scipy, pandas or numpy. This row lacks what
+    the rules need, which is no pass."""
+    answer = run_numdev(HEAVY, "gate", str(finished))
+    assert answer.returncode == 3, answer.stderr
+    assert "NOT MEASURED" in answer.stdout
+    assert answer.stderr == ""
+
+
+def test_the_gate_as_json_needs_no_tensors(finished: Path) -> None:
+    """Nor do its verdicts as data."""
+    answer = run_numdev(HEAVY, "gate", "--json", str(finished))
+    assert answer.returncode == 3, answer.stderr
+    assert json.loads(answer.stdout)["outcome"] == "unmeasured"

@@ -16,14 +16,15 @@ import pytest
 import torch
 from oracles import make_case
 
-from numdev.bench import Bench, run_task
+from numdev.bench import Bench
 from numdev.execute import Task
+from numdev.findings import findings_of
 from numdev.formats import format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
+from numdev.measuring import run_task
 from numdev.probe import MAX_ROWS, _blocks
 from numdev.report import DeviationRow
-from numdev.summary import summarise
 from numdev.suspicion import CUT, far_off, suspect
 from numdev.system import System
 
@@ -177,22 +178,22 @@ def _rows(function, **fields) -> list[DeviationRow]:
 
 
 def test_rows_and_the_report_say_it() -> None:
-    """Every accused head's row has the cause and the cut; the summary has one sentence."""
+    """Every accused head's row has the cause and the cut; there is one finding."""
     rows = _rows(
         lambda case: Output(out=attend(dataclasses.replace(case, is_causal=False)).out),
         is_causal=True,
     )
     assert [row.suspicion for row in rows] == ["the causal mask is ignored"] * 4
     assert all(row.suspicion_cut and row.suspicion_cut >= CUT for row in rows)
-    (accusation,) = summarise(rows).accusations
-    assert accusation.sentence.startswith(
+    (finding,) = [f for f in findings_of(rows)[0] if f.rule == "function"]
+    assert finding.sentence.startswith(
         "mine computes a different function: the causal mask is ignored (residual "
     )
-    assert accusation.sentence.endswith("4 of 4 heads, bfloat16).")
+    assert "4 of 4 heads, bfloat16; first at" in finding.sentence
 
 
 def test_a_sound_kernel_has_no_such_rows() -> None:
-    """Rows of a kernel that is near the truth say nothing, and so does the summary."""
+    """Rows of a kernel that is near the truth say nothing, and there is no finding."""
     rows = _rows(lambda case: find("sdpa-math").attend(case), is_causal=True)
     assert {(row.suspicion, row.suspicion_cut) for row in rows} == {(None, None)}
-    assert summarise(rows).accusations == ()
+    assert findings_of(rows)[0] == ()

@@ -516,10 +516,11 @@ def test_a_killed_sweep_ends_with_the_same_report(script: ModuleType, tmp_path: 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweep").glob("*.yaml")), ids=str)
 def test_every_bundled_sweep_is_valid(path: Path) -> None:
-    """At least five seeds, as a confidence interval needs, and comments that say what it is."""
+    """At least five seeds, as a confidence interval needs, and comments that say what it is. The
+    hazards look for what goes wrong, not for a mean: two will do."""
     found = read_yaml(path, SweepConfig)
     assert found.seeds is not None
-    assert len(found.seeds) >= 5
+    assert len(found.seeds) >= (2 if path.stem == "hazards" else 5)
     assert found.title
     assert path.read_text().startswith("# ")
 

@@ -12,6 +12,7 @@ from numdev.render import terminal
 from numdev.report import (
     AuditReport,
     AuditSummary,
+    Finding,
     HeadMap,
     KernelSummary,
     Provenance,
@@ -64,6 +65,14 @@ def kernel(name: str = "sdpa-flash", **changes: Any) -> KernelSummary:
         "bias_testable": True,
     }
     return KernelSummary(**{**fields, **changes})
+
+
+def finding(sentence: str, **changes: Any) -> Finding:
+    fields = {
+        "rule": "bias", "severity": "exceeded", "sentence": sentence, "kernel": "bad",
+        "formats": ("bfloat16",), "count": 1, "judged": 2,
+    }  # fmt: skip
+    return Finding(**{**fields, **changes})
 
 
 def report(
@@ -152,7 +161,7 @@ def test_the_default_audit_fits(width: int, nonfinite: int) -> None:
         assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
     assert ("NaN/inf" in text) == bool(nonfinite)
     header = next(line for line in text.splitlines() if line.startswith("kernel "))
-    for column in ("×floor", "worst", "×base", "mean err", "max err", "×format", "biased"):
+    for column in ("×floor", "worst", "×base", "×pred", "mean err", "max err", "×format", "biased"):
         assert column in header
 
 
@@ -237,7 +246,7 @@ def everything(name: str) -> AuditReport:
         mean_abs=1.0,
         w1=1.0,
     )
-    return report(
+    found = report(
         kernels,
         answer=(f"{name}: {name}", name),
         map=head_map(2, 2, kernel=name, format=name, layers=(name, "1")),
@@ -245,6 +254,8 @@ def everything(name: str) -> AuditReport:
         source={"checkpoint": name, "prompt": name},
         system={"gpu": name, "cpu": name, "packages": {"torch": name}},
     )
+    sentences = (finding(name), finding(name, metric="suspicion"))
+    return found.model_copy(update={"findings": sentences, "tested": (name,)})
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=IDS)
@@ -279,17 +290,16 @@ def test_colours_come_from_the_shade_alone() -> None:
 
 
 def test_nothing_depends_on_colour() -> None:
-    """Skipped, failed and biased are said in words."""
+    """Skipped, failed and findings are said in words."""
     kernels = (
         kernel("gone", ok=0, failed=1, reasons=("RuntimeError: no",), floor_ratio=None),
         kernel("none", ok=0, skipped=1, reasons=("needs CUDA",), floor_ratio=None),
-        kernel("bad", biased_heads=2, biased_worst=-0.25, biased_where="layer 1 head 0, mean"),
     )
-    text = " ".join(shown(report(kernels), 120).split())
+    found = report(kernels).model_copy(update={"findings": (finding("bad is biased."),)})
+    text = " ".join(shown(found, 120).split())
     assert "gone failed: RuntimeError: no" in text
     assert "none skipped: needs CUDA" in text
-    assert "bad in bfloat16 is biased against the floor in 2 heads" in text
-    assert "layer 1 head 0, mean: -0.250 ulp" in text
+    assert "bad is biased." in text
 
 
 def test_a_hundred_reasons_are_not_all_shown() -> None:
@@ -300,10 +310,22 @@ def test_a_hundred_reasons_are_not_all_shown() -> None:
     assert "case 3" not in text
 
 
-def test_too_few_sequences_are_said_to_be_too_few() -> None:
-    """Bias columns are dashes, and a line says why."""
-    text = shown(report((kernel(bias_testable=False),), sequences=2))
-    assert "2 independent sequences, and it takes at least 8" in " ".join(text.split())
+def test_findings_stand_under_the_answer() -> None:
+    """But for a different function, which comes before it; what was tested closes them."""
+    found = report().model_copy(
+        update={
+            "findings": (
+                finding("bad computes a different function.", metric="suspicion"),
+                finding("bad is biased."),
+                finding("bad refuses 1 of 3 calls.", severity="note"),
+            ),
+            "tested": ("Judged: bad.",),
+        }
+    )
+    text = shown(found)
+    order = ("a different function", "what the format", "biased", "refuses", "Judged", "×floor")
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
 
 
 def test_a_report_without_numbers_can_be_shown() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -24,16 +24,22 @@ from numdev.report import (
     Axis,
     ConformanceReport,
     Curve,
+    Explanation,
     Figure,
+    GradientSummary,
     HeadMap,
     KernelSummary,
     Report,
     SweepReport,
     WeightSummary,
+    WorstRow,
 )
 
+GRADIENTS = ("dq", "dk", "dv")
 SHADES = ((1.25, "green"), (2.0, "yellow"), (4.0, "dark_orange"), (float("inf"), "bold red"))
 """Up to this multiple of the floor, this colour."""
+
+FINDINGS = {"exceeded": "bold red", "unmeasured": "yellow", "note": "dim"}
 
 
 @contextmanager
@@ -68,7 +74,7 @@ def show(report: AnyReport, console: Console | None = None) -> None:
 def show_sweep(report: SweepReport, console: Console | None = None) -> None:
     """Print a sweep's report: its sentences, then each figure as a table."""
     out = console or Console()
-    _answer(report.summary.answer, out)
+    _answered(report, out)
     for figure in report.figures:
         out.print(_figure(figure, report.summary.axis, out.width))
     lines = [f"Means over {len(report.summary.seeds)} seeds; intervals are in report.html."]
@@ -113,18 +119,36 @@ def _answer(sentences: Sequence[str], out: Console) -> None:
     out.print()
 
 
+def _answered(report: AnyReport, out: Console) -> None:
+    """The answer with the findings under it; but that a kernel computes a different function comes
+    first, since then the answer is about that function."""
+    leading = [f for f in report.findings if f.metric == "suspicion"]
+    if leading:
+        out.print()
+    for finding in leading:
+        out.print(_text(finding.sentence, "bold red"))
+    _answer(report.summary.answer, out)
+    for finding in report.findings:
+        if finding not in leading:
+            out.print(_text(finding.sentence, FINDINGS[finding.severity]))
+    for line in report.tested:
+        out.print(_text(line, "dim"))
+    if report.findings or report.tested:
+        out.print()
+
+
 def show_audit(report: AuditReport, console: Console | None = None) -> None:
     """Print an audit's report."""
     out = console or Console()
     summary = report.summary
-    if summary.accusations:
-        out.print()
-    for accusation in summary.accusations:
-        out.print(_text(accusation.sentence, "bold red"))
-    _answer(summary.answer, out)
+    _answered(report, out)
     for name in dict.fromkeys(k.format for k in summary.kernels):
         out.print(_ranking(name, [k for k in summary.kernels if k.format == name]))
     out.print(*_notes(report), sep="\n")
+    for part in _explanations(summary.explanations):
+        out.print(part)
+    for line in _worst_rows(summary.worst_rows):
+        out.print(line)
     if summary.map is not None:
         out.print(_head_map(summary.map, out.width))
     out.print()
@@ -193,7 +217,52 @@ def _ranking(name: str, kernels: Sequence[KernelSummary]) -> Group:
             continue
         label = _text(k.kernel + _options(k.options), "bold" if k.role == "kernel" else "dim")
         table.add_row(label, *(column.cell(k) for column in shown))
-    return Group(table, *_remarks(name, kernels), "")
+    return Group(table, *_remarks(name, kernels), "", *_gradients(name, measured))
+
+
+def _gradients(name: str, kernels: Sequence[KernelSummary]) -> Iterator[RenderableType]:
+    """The gradients of one format's kernels, beside the floor and what their roundings predict."""
+    measured = [k for k in kernels if k.gradients and not _repeats(k, kernels)]
+    if not measured:
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=_text(f"{name}: gradients", "bold"),
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("kernel", overflow="fold")
+    for tensor in GRADIENTS:
+        table.add_column(f"{tensor} ×floor", justify="right", no_wrap=True)
+        table.add_column("×pred", justify="right", no_wrap=True)
+    table.add_column("noise", justify="right", no_wrap=True)
+    for k in measured:
+        found: dict[str, GradientSummary] = {g.tensor: g for g in k.gradients}
+        cells = []
+        for tensor in GRADIENTS:
+            g = found.get(tensor)
+            cells.append(_shaded(g.floor_ratio if g else None))
+            cells.append(_beside_prediction(g.expected_ratio_worst if g else None))
+        noise = Text("-", "dim") if k.noise is None else Text(_ratio(k.noise) if k.noise else "0")
+        label = _text(k.kernel + _options(k.options), "bold" if k.role == "kernel" else "dim")
+        table.add_row(label, *cells, noise)
+    yield table
+    yield _text(_amplified(measured), "dim")
+    yield ""
+
+
+def _amplified(kernels: Sequence[KernelSummary]) -> str:
+    """How ill-conditioned the gradients are, beside how far a kernel is off."""
+    roles = ("kernel", "baseline")  # the first whose backward ran
+    k = next((k for role in roles for k in kernels if k.role == role), kernels[0])
+    moved = ", ".join(f"{g.tensor} by {_si(g.amplification)}" for g in k.gradients)
+    errs = ", ".join(_si(g.row_rel) for g in k.gradients)
+    return (
+        f"  One ulp on every input moves the exact {moved} of their terms; {k.kernel} errs by "
+        f"{errs}. noise: between two runs, over the floor's error."
+    )
 
 
 def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Text]:
@@ -243,6 +312,7 @@ COLUMNS = (
     Column("×floor", lambda k: _shaded(k.floor_ratio)),
     Column("worst", lambda k: _shaded(k.floor_ratio_worst)),
     Column("×base", lambda k: Text(_ratio(k.baseline_ratio))),
+    Column("×pred", lambda k: _expected(k)),
     Column("mean err", lambda k: Text(_si(k.mean_abs))),
     Column("max err", lambda k: Text(_si(k.max_abs))),
     Column("×format", lambda k: Text(_ratio(_of_kernel(k)))),
@@ -253,6 +323,18 @@ COLUMNS = (
 
 def _of_kernel(k: KernelSummary) -> float | None:
     return k.flash_vs_precision if k.role == "kernel" else None
+
+
+def _expected(k: KernelSummary) -> Text:
+    return _beside_prediction(k.expected_ratio_worst)
+
+
+def _beside_prediction(value: float | None) -> Text:
+    """The worst head's error over what its roundings predict; what is far above 1 stands out."""
+    if value is None:
+        return Text("-", "dim")
+    style = "green" if value <= 1.15 else "yellow" if value <= 1.5 else "bold red"
+    return Text(_ratio(value), style)
 
 
 def _biased(k: KernelSummary) -> Text:
@@ -266,19 +348,73 @@ def _notes(report: AuditReport) -> list[Text]:
     lines = [
         "×floor: rms error over that of the exact result rounded once (the floor), median head "
         "and worst head. ×base: over the baseline's, which is plain attention as model code "
-        "writes it. ×format: how far the kernel is from the baseline, over how far rounding the "
-        "inputs moved the answer. biased: heads with a systematic error, of those judged."
-    ]
-    n = report.summary.sequences
-    if n is not None and n < 8:
-        lines.append(f"Bias is not judged: {n} independent sequences, and it takes at least 8.")
-    lines += [
-        f"{k.kernel} in {k.format} is biased against the floor in {k.biased_heads} heads; most at "
-        f"{k.biased_where}: {k.biased_worst:+.3f} ulp."
-        for k in report.summary.kernels
-        if k.biased_where and k.biased_worst is not None
+        "writes it. ×pred: over what the roundings it claims to make predict, worst head. ×format: "
+        "how far the kernel is from the baseline, over how far rounding the inputs moved the "
+        "answer. biased: heads with a systematic error, of those judged."
     ]
     return [_text(line, "dim") for line in lines]
+
+
+def _explanations(found: Sequence[Explanation]) -> Iterator[RenderableType]:
+    """Which roundings make each kernel's errors, and what the sites in the table are."""
+    if not found:
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=_text("Which roundings make these errors", "bold"),
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for column in ("kernel", "", "makes the errors of"):
+        table.add_column(column, overflow="fold")
+    table.add_column("residual", justify="right", no_wrap=True)
+    table.add_column("of its squared error", overflow="fold")
+    formats = {e.format for e in found}
+    last = None
+    for e in found:
+        name = e.kernel + _options(e.options) + (f" {e.format}" if len(formats) > 1 else "")
+        shares = ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites)
+        table.add_row(
+            _text("" if name == last else name, "bold"),
+            _text(e.tensor),
+            _text(_by(e), "" if e.known else "yellow"),
+            Text("-", "dim") if e.residual is None else Text(f"{e.residual:.2f}"),
+            _text(shares),
+        )
+        last = name
+    yield ""
+    yield table
+    sites = {s.site: s.rounds for e in found for s in e.sites}
+    yield _text(f"  {'; '.join(f'{site}: {what}' for site, what in sites.items())}", "dim")
+    yield _text(
+        "  residual: what is left of the error, element by element; up to 0.5 explains it.", "dim"
+    )
+    yield ""
+
+
+def _by(e: Explanation) -> str:
+    if e.nearest is None:
+        return "no error" if "makes no error" in e.sentence else "unknown"
+    name = e.nearest.replace("`", "")
+    if not e.known:
+        return f"unknown; nearest {name}"
+    some = f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else ""
+    return name + some
+
+
+def _worst_rows(rows: Sequence[WorstRow]) -> Iterator[Text]:
+    """The rows that err most and what is special about them, under a title."""
+    if not rows:
+        return
+    yield _text("The rows that err most", "bold")
+    for w in rows:
+        place = f"layer {w.layer}" if w.layer is not None else w.module or w.case
+        rest = f" ({w.format}), {place}, head {w.head}, {w.tensor}: {w.sentence}"
+        name = (w.kernel or w.case) + _options(w.options)
+        yield Text.assemble(_text(name, "bold"), _text(rest), overflow="fold")
+    yield Text("")
 
 
 def _head_map(found: HeadMap, width: int) -> Group:

@@ -12,9 +12,21 @@ from pathlib import Path
 
 from numdev.config import AuditRequest
 from numdev.errors import MeasurementError
+from numdev.examine import most
 from numdev.execute import Journal
-from numdev.loop import Progress, Run, header, plan_formats, plan_kernels, provenance
+from numdev.findings import findings_of
+from numdev.loop import (
+    Progress,
+    Run,
+    header,
+    plan_controls,
+    plan_formats,
+    plan_kernels,
+    provenance,
+    runner,
+)
 from numdev.report import AuditReport
+from numdev.reproducing import Workshop, reproduce
 from numdev.sources import open_source
 from numdev.summary import summarise
 from numdev.system import System
@@ -40,15 +52,18 @@ def audit(
     """
     system = System.here(request.device)
     plan = plan_kernels(request.kernels)
+    plan += plan_controls(gradients=request.gradients) if request.control else []
     formats = plan_formats(request.formats, plan)
     source = open_source(request, system)
-    for note in source.notes:
+    said = [*source.notes]
+    for note in said:
         say(note)
     described = source.describe()
     asked = request.model_dump(mode="json")
     head = header(asked, system, plan, described)
     writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
-    with Journal.open(directory, head, overwrite=overwrite) as journal:
+    isolation = runner(isolated=request.isolate, limit_s=request.time_limit)
+    with Journal.open(directory, head, overwrite=overwrite) as journal, isolation as where:
         run = Run(
             journal=journal,
             system=system,
@@ -57,21 +72,42 @@ def audit(
             heads=request.heads,
             progress=progress,
             total=source.count() * len(formats) * len(plan),
+            explain=request.explain,
+            examine=True,
+            gradients=request.gradients,
+            repeats=request.repeats,
+            runner=where,
             writer=writer,
         )
         with writer or contextlib.nullcontext():
             run.over(source, say)
+        for note in source.notes:  # some are known only afterwards
+            if note not in said:
+                say(note)
         weights = tuple(row for name, w in source.weights() for row in run.weight(name, w))
-        rows, cases = run.rows, run.cases
-    if not rows:
-        raise MeasurementError(
-            f"{request.target}: no attention call was selected", hint="check --layers and --heads"
+        rows, cases, attributions = run.rows, run.cases, run.attributions
+        if not rows:
+            raise MeasurementError(
+                f"{request.target}: no attention call was selected",
+                hint="check --layers and --heads",
+            )
+        findings, tested = findings_of(rows)
+        workshop = Workshop(
+            plan=plan,
+            system=system,
+            gradients=request.gradients,
+            run=where,
+            most=request.reproducers,
         )
+        reproduce(findings, source, workshop, directory, say)
     return AuditReport(
         provenance=provenance(system, described, command),
         request=asked,
-        summary=summarise(rows, weights),
+        summary=summarise(rows, weights, attributions, most(run.worst)),
+        findings=findings,
+        tested=tested,
         cases=cases,
         rows=rows,
         weights=weights,
+        attributions=attributions,
     )

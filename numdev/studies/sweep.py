@@ -10,15 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from numdev.bench import recorded
 from numdev.config import Choice, SweepRequest
 from numdev.cost import Cost, estimate
 from numdev.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.execute import Journal
+from numdev.findings import findings_of
 from numdev.formats import Format
 from numdev.kernels import find
-from numdev.loop import Planned, Progress, Run, header, plan_formats, plan_kernels, provenance
+from numdev.loop import (
+    Planned,
+    Progress,
+    Run,
+    header,
+    plan_formats,
+    plan_kernels,
+    provenance,
+    runner,
+)
+from numdev.records import recorded
 from numdev.report import SweepReport, SweepSummary
+from numdev.reproducing import Workshop, reproduce
 from numdev.sources import ConfigSource
 from numdev.system import System
 from numdev.trends import notes, sentences
@@ -58,7 +69,9 @@ def plan(request: SweepRequest) -> Plan:
     return Plan(
         request=request,
         system=system,
-        source=ConfigSource(request.target, request.cases, request.seeds, system),
+        source=ConfigSource(
+            request.target, request.cases, request.seeds, system, gradients=request.gradients
+        ),
         kernels=kernels,
         formats=formats,
         baseline=_planned(request.baseline, kernels),
@@ -79,18 +92,31 @@ def sweep(
     request, system = planned.request, planned.system
     described = planned.source.describe()
     head = header(request.measured(), system, planned.kernels, described)
-    with Journal.open(directory, head, overwrite=overwrite) as journal:
+    isolation = runner(isolated=request.isolate, limit_s=request.time_limit)
+    with Journal.open(directory, head, overwrite=overwrite) as journal, isolation as where:
         run = Run(
             journal=journal,
             system=system,
             formats=planned.formats,
             plan=planned.kernels,
             heads=None,
+            gradients=request.gradients,
+            repeats=request.repeats,
+            runner=where,
             progress=progress,
             total=planned.source.count() * len(planned.formats) * len(planned.kernels),
         )
         run.over(planned.source, say)
         rows, cases = run.rows, run.cases
+        wrong, tested = findings_of(rows)
+        workshop = Workshop(
+            plan=planned.kernels,
+            system=system,
+            gradients=request.gradients,
+            run=where,
+            most=request.reproducers,
+        )
+        reproduce(wrong, planned.source, workshop, directory, say)
     baseline, grid = planned.baseline, planned.grid
     metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
     found = estimates(rows, metrics, (baseline.kernel.name, baseline.options))
@@ -106,6 +132,8 @@ def sweep(
             seeds=request.seeds,
             baseline=called,
         ),
+        findings=wrong,
+        tested=tested,
         figures=figures(curves, grid, called),
         cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in found),
         cases=cases,

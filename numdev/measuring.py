@@ -1,0 +1,273 @@
+"""One task: a kernel on a prepared case, and its rows.
+
+`run_task` turns a task into its rows, and nothing that goes wrong inside a kernel, or in measuring
+what it returned, reaches the other tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from numdev import deviation
+from numdev.attempt import Failure, attempt, one_line
+from numdev.bench import Bench, Prepared
+from numdev.cases import AttentionCase
+from numdev.deviation import Metrics
+from numdev.errors import MeasurementError, UsageError
+from numdev.execute import Task
+from numdev.expectation import returning, unexpected
+from numdev.formats import Format, format_of
+from numdev.kernels import Kernel, Output
+from numdev.kernels.output import GRADIENTS
+from numdev.noise import Noise, noise
+from numdev.records import recorded
+from numdev.report import DeviationRow
+from numdev.suspicion import far_off, suspect
+from numdev.system import System
+
+COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
+"""What measuring may raise on strange outputs, and costs the row, not the audit."""
+
+
+class Runner(Protocol):
+    """Where a kernel is run: `numdev.attempt.attempt`, or a process of its own."""
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        case: AttentionCase,
+        options: Mapping[str, Any],
+        *,
+        gradients: bool = False,
+    ) -> Output | Failure: ...
+
+
+def run_task(
+    task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
+) -> list[DeviationRow]:
+    """The rows of one task: one per head and tensor, or a single one that says why there is none.
+
+    A kernel that is missing or declines is `skipped`; one that raises, or whose output cannot be
+    measured, is `failed`. So is every task of a case too large for its reference. Where the forward
+    pass runs and a training step does not, the output is measured, and one row of dq says why there
+    is no gradient.
+    """
+    missing = kernel.missing(system)
+    if missing:
+        return [_bare_row(task, Failure("skipped", missing))]
+    try:
+        prepared = bench.at(task.format)
+        runs = _runs(task, kernel, prepared, run)
+        lacking: Failure | None = None
+        if isinstance(runs, Failure) and task.gradients and task.role == "kernel":
+            forward = _runs(dataclasses.replace(task, gradients=False), kernel, prepared, run)
+            if not isinstance(forward, Failure):
+                lacking, runs = runs, forward
+        if isinstance(runs, Failure):
+            return [_bare_row(task, runs)]
+        claim = kernel.claims(prepared.case, runs[0], system)
+        bench.last = (task.key, runs[0])
+        rows = _measured_rows(task, runs, prepared, bench, claim)
+        return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
+    except COUNTED as error:
+        return [_bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))]
+
+
+def _runs(task: Task, kernel: Kernel, prepared: Prepared, run: Runner) -> list[Output] | Failure:
+    """What the task's kernel returns, as often as asked; what is prepared already, once."""
+    exact, gradients = prepared.reference, {}
+    if task.role == "baseline":
+        return prepared.baseline if isinstance(prepared.baseline, Failure) else [prepared.baseline]
+    if task.role in ("precision", "floor"):
+        gradients = {n: getattr(exact, n) for n in GRADIENTS if task.gradients}
+        if task.role == "floor":
+            gradients = {n: prepared.yardsticks[n].floor for n in gradients}
+            return [Output(out=prepared.yardstick.floor, **gradients)]
+        return [Output(out=exact.out, **gradients)]
+    case = prepared.measured if task.role == "control" else prepared.case
+    runs = []
+    for _ in range(max(1, task.repeats)):
+        output = run(kernel, case, given(task, kernel), gradients=task.gradients)
+        if isinstance(output, Failure):
+            return output
+        runs.append(output)
+    return runs
+
+
+def _measured_rows(
+    task: Task,
+    runs: Sequence[Output],
+    prepared: Prepared,
+    bench: Bench,
+    claim: Mapping[str, Any] | None,
+) -> list[DeviationRow]:
+    output, exact, rows = runs[0], prepared.reference, []
+    noises = noise(runs) if len(runs) > 1 else {}
+    formats = formats_of(output, prepared)
+    trained = any(getattr(output, name) is not None for name in GRADIENTS)
+    for tensor in prepared.tensors if trained else ("out",):
+        x = getattr(output, tensor)
+        if x is None:
+            raise MeasurementError(f"it returned no {tensor}")
+        chosen = x if x.shape[1] == len(bench.heads_of(tensor)) else bench.select(x, tensor)
+        if task.role == "precision":
+            yardstick = prepared.yardsticks[tensor]
+            unrounded = getattr(prepared.unrounded, tensor)
+            metrics = deviation.measure_plain(chosen, unrounded, yardstick.empty)
+            rows += _rows(task, tensor, metrics, output, bench)
+            continue
+        fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
+        metrics = _metrics(task, tensor, chosen, fmt, prepared, claim, formats)
+        if task.role == "kernel" and tensor == "out":
+            metrics = _with_suspicion(metrics, output, prepared, bench)
+        metrics = _with_noise(metrics, _of(bench, tensor, noises))
+        if tensor in prepared.amplification:
+            metrics = [
+                {**head, "amplification": response}
+                for head, response in zip(metrics, prepared.amplification[tensor], strict=True)
+            ]
+        rows += _rows(task, tensor, metrics, output, bench, fmt)
+    if output.lse is not None and task.role not in ("precision", "control"):
+        lse = deviation.measure_plain(bench.select(output.lse), exact.lse, exact.empty)
+        rows += _rows(task, "lse", _with_noise(lse, _of(bench, "lse", noises)), output, bench)
+    return rows
+
+
+def _metrics(
+    task: Task,
+    tensor: str,
+    x: Tensor,
+    fmt: Format,
+    prepared: Prepared,
+    claim: Mapping[str, Any] | None,
+    formats: Mapping[str, Format],
+) -> list[Metrics]:
+    """One tensor's metrics, beside what the kernel's roundings predict."""
+    yardstick = prepared.yardsticks[tensor].for_format(fmt)
+    if task.role == "floor":
+        return deviation.measure(x, yardstick)
+    why = unexpected(claim, prepared.case.format, fmt)
+    if why is not None:
+        metrics = deviation.measure(x, yardstick)
+        return [_without_prediction(head, why) for head in metrics]
+    expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
+    whose = str((claim or {}).get("preset", "fa2"))
+    return [{**head, "claim": whose} for head in deviation.measure(x, yardstick, expected)]
+
+
+def _without_prediction(head: Metrics, why: str) -> Metrics:
+    nulls = {**head["nulls"], "expected_ratio": why, "worst_row": why}
+    return {**head, "nulls": nulls}
+
+
+def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> list[Noise]:
+    found = noises.get(tensor, ())
+    heads = bench.heads_of(tensor)
+    return list(found) if len(found) == len(heads) else [found[h] for h in heads] if found else []
+
+
+def _with_noise(metrics: Sequence[Metrics], noises: Sequence[Noise]) -> list[Metrics]:
+    """The metrics, with the noise of each head; where there is no number, why."""
+    if not noises:
+        return list(metrics)
+    found = []
+    for head, n in zip(metrics, noises, strict=True):
+        why = None
+        if n.flickering:
+            why = f"{n.flickering} elements are finite in some runs and not in others"
+        elif n.noise is None:
+            why = "no element is finite"
+        nulls = head["nulls"] if why is None else {**head["nulls"], "noise": why}
+        found.append({**head, "noise": None if why else n.noise, "nulls": nulls})
+    return found
+
+
+def _with_suspicion(
+    metrics: Sequence[Metrics], output: Output, prepared: Prepared, bench: Bench
+) -> list[Metrics]:
+    """The metrics, and for heads that are far off what the kernel seems to compute instead."""
+    far = [h for h, head in zip(bench.heads, metrics, strict=True) if far_off(head)]
+    if not far:
+        return list(metrics)
+    found = suspect(prepared.case, output.out, prepared.reference, bench.heads, far)
+    return [
+        {**head, "suspicion": found[h].cause, "suspicion_cut": found[h].cut} if h in found else head
+        for h, head in zip(bench.heads, metrics, strict=True)
+    ]
+
+
+def returned(out: Tensor, case: AttentionCase) -> Format:
+    """The format an output is in: its dtype's, unless it came in the dtype that stores the case's
+    working format. (What a kernel computes in a wider one it must then return in a wider dtype.)"""
+    return case.format if out.dtype == case.q.dtype else format_of(out.dtype)
+
+
+def formats_of(output: Output, prepared: Prepared) -> dict[str, Format]:
+    """The format of every tensor that came back."""
+    given = {name: getattr(output, name) for name in prepared.tensors}
+    return {name: returned(x, prepared.case) for name, x in given.items() if x is not None}
+
+
+def given(task: Task, kernel: Kernel) -> dict[str, Any]:
+    """The options to call the kernel with: those that are not its defaults."""
+    defaults = recorded(kernel.options)
+    return {k: v for k, v in task.options.items() if k not in defaults or v != defaults[k]}
+
+
+def _rows(
+    task: Task,
+    tensor: str,
+    metrics: Sequence[Metrics],
+    output: Output,
+    bench: Bench,
+    out_format: Format | None = None,
+) -> list[DeviationRow]:
+    limited = task.format == "float64" and task.role != "precision"
+    backward = tensor in GRADIENTS
+    shared = {
+        **identity(task),
+        "tensor": tensor,
+        "status": "ok",
+        "reason": "reference-limited" if limited else None,
+        "ran": output.ran_backward if backward else output.ran,
+        "out_format": out_format.name if out_format else None,
+    }
+    return [
+        DeviationRow.model_validate({**shared, "head": head, **values})
+        for head, values in zip(bench.heads_of(tensor), metrics, strict=True)
+    ]
+
+
+def _bare_row(task: Task, failure: Failure) -> DeviationRow:
+    return DeviationRow(
+        **identity(task), head=None, tensor="out", status=failure.status, reason=failure.reason
+    )
+
+
+def _without_gradients(task: Task, failure: Failure) -> DeviationRow:
+    """A kernel whose output was measured, and which has no gradients."""
+    where = "in a training step: " if failure.status == "failed" else ""
+    row = _bare_row(task, Failure(failure.status, where + failure.reason))
+    return row.model_copy(update={"tensor": "dq"})
+
+
+def identity(task: Task) -> dict[str, Any]:
+    """The fields of a row that say what the task was."""
+    ref = task.case
+    return {
+        "case": ref.case,
+        "source": ref.source,
+        "module": ref.module,
+        "layer": ref.layer,
+        "call": ref.call,
+        "seed": ref.seed,
+        "phase": ref.phase,
+        "role": task.role,
+        "kernel": task.kernel,
+        "options": dict(task.options),
+        "format": task.format,
+    }

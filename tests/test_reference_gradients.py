@@ -1,0 +1,368 @@
+"""The reference's gradients: 90 digits, exact finite differences, autograd, and known answers.
+
+Bounds come from `gradient_oracle`, where they are derived. That oracle uses the same calculus, so
+it is itself held to differences of `oracles.attention`, which knows of no derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from gradient_oracle import NAMES, step, with_upstream
+from gradient_oracle import gradients as exact_gradients
+from oracles import DIGITS, FEATURES, U64, assert_within, attention
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.errors import UsageError
+from numdev.formats import FORMATS, round_to
+from numdev.kernels import find
+from numdev.kernels import reference as reference_module
+from numdev.kernels.reference import BACKWARD_BLOCKS, BLOCK_BYTES, Gradients, attend, gradients
+
+nan, inf = math.nan, math.inf
+SATURATED = {"soft cap, saturated": {"softcap": 0.25, "logits": 16.0}}
+LOWER = torch.ones(4, 5, dtype=torch.bool).tril()
+
+
+def assert_is_exact(case: AttentionCase, answer: Gradients | None = None) -> None:
+    """Gradients and their term scales are within the bounds of the oracle's."""
+    answer, exact = answer or gradients(case), exact_gradients(case)
+    for name in NAMES:
+        assert_within(getattr(answer, name), getattr(exact, name), exact.bounds[name])
+        assert_within(getattr(answer, f"{name}_terms"), exact.terms[name], exact.bounds[name])
+
+
+def filled(case: AttentionCase, **tensors: float) -> AttentionCase:
+    new: dict[str, Any] = {k: torch.full_like(getattr(case, k), x) for k, x in tensors.items()}
+    return dataclasses.replace(case, **new)
+
+
+def poisoned(case: AttentionCase, name: str, place: Any, value: float) -> AttentionCase:
+    x = getattr(case, name).clone()
+    x[place] = value
+    changed: dict[str, Any] = {name: x}
+    return dataclasses.replace(case, **changed)
+
+
+def assert_same(a: Gradients, b: Gradients, *names: str) -> None:
+    for name in names or (*NAMES, *(f"{n}_terms" for n in NAMES), "delta", "unseen", "empty"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+# --- the right gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", [FEATURES["everything"], {"softcap": 0.5, "kv_heads": 1}])
+def test_the_oracle_is_the_slope_of_the_output(feature: dict[str, Any]) -> None:
+    """Central differences of the 90-digit output, over steps of 2^-24, are the oracle's gradients.
+    They are off by h^2 / 6 = 6e-16 times third derivatives, which stay below 1e3 here."""
+    small = {"batch": 1, "heads": 2, "q_len": 2, "kv_len": 3, "head_dim": 2, "v_dim": 2}
+    case = step(**{**feature, "kv_heads": 1, **small, "dtype": torch.bfloat16})
+    widened = {n: getattr(case, n).double() for n in ("q", "k", "v", "grad_out")}
+    case = dataclasses.replace(case, **widened)
+    exact, h = exact_gradients(case), 2.0**-24
+    dO = case.grad_out.numpy().astype(object)
+    for name in ("q", "k", "v"):
+        for at in np.ndindex(*getattr(case, name).shape):
+            there = [
+                attention(poisoned(case, name, at, getattr(case, name)[at].item() + x)).out
+                for x in (h, -h)
+            ]
+            with mpmath.workdps(DIGITS):
+                slope = (dO * (there[0] - there[1])).sum() / (2 * h)
+                assert abs(slope - getattr(exact, f"d{name}")[at]) < 1e-12
+
+
+@pytest.mark.parametrize("name", [*FEATURES, *SATURATED])
+def test_equals_the_oracle(name: str) -> None:
+    """Every feature, within the bound of fp64; also where a soft cap leaves almost no slope, which
+    1 - tanh^2 would round away."""
+    assert_is_exact(step(**{**FEATURES, **SATURATED}[name]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_format_is_widened_exactly(dtype: torch.dtype) -> None:
+    """Inputs of fewer bits are taken as they are."""
+    assert_is_exact(step(**FEATURES["everything"], dtype=dtype))
+
+
+@pytest.mark.parametrize("spoil", [1 + 1e-12, 0.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_comparison_rejects(name: str, spoil: float) -> None:
+    """A relative error of 1e-12 in any one gradient is beyond its bound."""
+    case = step()
+    answer = gradients(case)
+    changed: dict[str, Any] = {name: getattr(answer, name) * spoil}
+    with pytest.raises(AssertionError):
+        assert_is_exact(case, dataclasses.replace(answer, **changed))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", FEATURES)
+def test_blocks_do_not_matter(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time, or blocks that do not divide the length."""
+    case = step(**FEATURES[name])
+    whole = gradients(case)
+    per_row = 8 * case.q.shape[0] * case.heads * case.kv_len
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", BACKWARD_BLOCKS * rows * per_row)
+    blocks = reference_module._row_blocks(case, BACKWARD_BLOCKS)
+    assert len(blocks) == math.ceil(case.q_len / rows)
+    assert_is_exact(case, parted := gradients(case))
+    assert_same(parted, whole, "unseen", "empty")
+
+
+def dense(case: AttentionCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The definition, on whole matrices, from operations autograd knows."""
+    k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+    S = q @ k.mT * case.scale
+    if case.softcap is not None:
+        S = case.softcap * torch.tanh(S / case.softcap)
+    i, j = torch.arange(case.q_len)[:, None] + case.causal_offset, torch.arange(case.kv_len)
+    shown = torch.ones(case.q_len, case.kv_len, dtype=torch.bool)
+    if case.is_causal:
+        shown = shown & (j <= i)
+    if case.window is not None:
+        shown = shown & (j >= i - case.window[0])
+    if case.mask is not None:
+        shown = shown & case.mask
+    weights = torch.where(shown, S.exp(), 0.0)
+    l = weights.sum(dim=-1, keepdim=True)
+    if case.sinks is not None:
+        l = l + case.sinks.exp()[:, None, None]
+    return torch.where(l == 0, 0.0, weights / torch.where(l == 0, 1.0, l)) @ v
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"is_causal": True, "causal_offset": 16, "kv_heads": 2},
+        {"is_causal": True, "causal_offset": -9},
+        {"window": (7, None), "softcap": 2.0, "sinks": True},
+        {"mask": ("bool", "bhqk"), "kv_heads": 1, "v_dim": 5},
+    ],
+)
+def test_equals_autograd(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger cases, in several blocks, against autograd of dense attention in fp64. Both are off by
+    less than 500 u of the sums of absolute terms (some 50 keys and 16 features), cancellation
+    inside dP included, which makes these a few times larger than the term scales."""
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", 1 << 16)
+    case = step(**{"batch": 2, "heads": 4, "q_len": 37, "kv_len": 53, "head_dim": 16, **fields})
+    leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    expected = torch.autograd.grad(dense(case, *leaves), leaves, case.grad_out)
+    found = gradients(case)
+    for name, g in zip(NAMES, expected, strict=True):
+        allowed = 4 * 500 * U64 * getattr(found, f"{name}_terms").max()
+        assert (getattr(found, name) - g).abs().max() <= allowed, name
+        assert g.abs().max() > 1e6 * allowed
+
+
+def test_the_forward_is_that_of_attend() -> None:
+    """A step's output, log-sum-exp, term scale and empty rows are what `attend` gives."""
+    case = step(**FEATURES["everything"])
+    found, forward = gradients(case), attend(case)
+    for name in ("out", "lse", "term_scale", "empty"):
+        assert torch.equal(getattr(found, name), getattr(forward, name)), name
+    assert torch.allclose(found.delta, (case.grad_out * forward.out).sum(dim=-1), rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_no_gradient_exceeds_its_terms(name: str) -> None:
+    """|sum| <= sum of absolute terms, up to the rounding of sums of at most 20 terms."""
+    found = gradients(step(**FEATURES[name]))
+    for x in NAMES:
+        assert (getattr(found, x).abs() <= getattr(found, f"{x}_terms") * (1 + 64 * U64)).all()
+
+
+# --- known answers -------------------------------------------------------------------------------
+
+
+def test_equal_values_leave_nothing_to_learn() -> None:
+    """With V = 1 every row's output is 1 whatever the scores: dQ and dK cancel to nothing in their
+    term scale, and the weights of every row, hence dV's sum over keys, add up to dO."""
+    case = filled(step(q_len=6, kv_len=9), v=1.0)
+    found = gradients(case)
+    for name in ("dq", "dk"):
+        terms = getattr(found, f"{name}_terms")
+        assert (terms > 0).all()
+        assert (getattr(found, name).abs() <= 64 * U64 * terms).all()
+    assert torch.allclose(found.dv.sum(dim=2), case.grad_out.sum(dim=2), rtol=1e-13, atol=1e-14)
+
+
+def test_one_key_has_all_the_weight() -> None:
+    """dV is the sum of dO over all rows that share the key, and its q and k do not matter."""
+    case = step(kv_len=1, heads=4, kv_heads=2)
+    found = gradients(case)
+    expected = case.grad_out.reshape(1, 2, 8, 4).sum(dim=2, keepdim=True)
+    assert torch.allclose(found.dv, expected, rtol=1e-14, atol=1e-15)
+    assert (found.dq.abs() <= 8 * U64 * found.dq_terms).all()
+    assert (found.dk.abs() <= 8 * U64 * found.dk_terms).all()
+
+
+def test_equal_scores_spread_the_gradient() -> None:
+    """With q = 0 every key gets the mean of dO, and no key a gradient."""
+    case = filled(step(), q=0.0)
+    found = gradients(case)
+    assert torch.allclose(found.dv, (case.grad_out.sum(dim=2) / 5)[:, :, None], rtol=1e-14)
+    assert (found.dk == 0).all()
+    assert found.dq.abs().min() > 0
+
+
+# --- what is hidden ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 26])
+@pytest.mark.parametrize("value", [nan, inf, -inf, 1e300])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_nobody_sees_have_no_part(
+    name: str, value: float, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a hidden key holds: its own gradients are exactly 0, it is marked, and all others
+    are what they were. One that a single head of the group sees is not marked."""
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", budget)
+    mask = torch.ones(1, 4, 4, 5, dtype=torch.bool)
+    mask[..., 3:] = False
+    mask[:, 0, 2, 3] = True
+    case = step(heads=4, kv_heads=2, mask=mask)
+    found = gradients(poisoned(case, name, (0, slice(None), 4), value))
+    assert_same(found, gradients(case))
+    assert found.unseen.tolist() == [[[False] * 4 + [True], [False] * 3 + [True] * 2]]
+    assert (found.dk[found.unseen] == 0).all()
+    assert (found.dv[found.unseen] == 0).all()
+    assert (found.dv[~found.unseen] != 0).all()
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+@pytest.mark.parametrize("name", ["q", "grad_out"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing_add_nothing(name: str, value: float, sinks: bool) -> None:
+    """An empty row's dq is 0 and its dO goes nowhere, whatever either holds."""
+    mask = LOWER.clone()
+    mask[2] = False
+    case = step(mask=mask, sinks=sinks)
+    found = gradients(poisoned(case, name, (0, slice(None), 2), value))
+    assert_same(found, gradients(case))
+    assert found.empty[:, :, 2].all()
+    assert (found.dq[:, :, 2] == 0).all()
+    assert (found.delta[:, :, 2] == 0).all()
+    assert_is_exact(case)
+
+
+def test_a_key_of_probability_zero_has_no_part() -> None:
+    """A seen key whose probability underflows neither gives a gradient nor gets one, even if its
+    value is NaN, and it is not called unseen."""
+    case = poisoned(step(), "k", (0, slice(None), 1), 0.0)
+    bias = torch.zeros(4, 5, dtype=torch.float64)
+    bias[:, 1] = -2000.0
+    found = gradients(poisoned(dataclasses.replace(case, mask=bias), "v", (0, slice(None), 1), nan))
+    same = gradients(dataclasses.replace(case, mask=bias == 0))
+    assert_same(found, same, "dq", "dk", "dv", "empty")
+    assert not found.unseen.any()
+    assert same.unseen[:, :, 1].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_lowest_number_hides(dtype: torch.dtype) -> None:
+    """finfo.min or -inf in an additive mask and False in a bool one give the same gradients."""
+    lowest = torch.zeros(4, 5, dtype=dtype).masked_fill(~LOWER, torch.finfo(dtype).min)
+    lowest[1] = torch.finfo(dtype).min
+    found = gradients(step(mask=lowest, dtype=dtype))
+    assert_same(found, gradients(step(mask=lowest == 0, dtype=dtype)))
+    minus = lowest.masked_fill(lowest < 0, -inf)
+    assert_same(found, gradients(step(mask=minus, dtype=dtype)))
+    assert found.empty[:, :, 1].all()
+
+
+# --- NaN and infinity that are seen --------------------------------------------------------------
+
+
+def test_nan_goes_where_the_arithmetic_takes_it() -> None:
+    """V_2 reaches dP, and delta of the rows that see it, so their dq, and dk of all they see; dV
+    does not depend on V. dO_3 reaches its own dq row, and dk and dv of what it sees."""
+    case = step(is_causal=True)
+    spoilt = gradients(poisoned(case, "v", (0, 0, 2, 0), nan))
+    assert spoilt.dq[0, 0].isnan().any(dim=-1).tolist() == [False, False, True, True]
+    assert spoilt.dk[0, 0].isnan().any(dim=-1).tolist() == [True] * 4 + [False]
+    assert_same(spoilt, gradients(case), "dv")
+    assert spoilt.dq[0, 1].isfinite().all()
+    spoilt = gradients(poisoned(case, "grad_out", (0, 0, 1, 0), nan))
+    assert spoilt.dq[0, 0].isnan().any(dim=-1).tolist() == [False, True, False, False]
+    for x in (spoilt.dk, spoilt.dv):
+        assert x[0, 0].isnan().any(dim=-1).tolist() == [True, True, False, False, False]
+
+
+def test_a_row_of_nan_cannot_reach_what_is_hidden_from_it() -> None:
+    """exp(-inf - NaN) is NaN, and still the keys a NaN query does not see keep their gradients."""
+    case = step(is_causal=True)
+    spoilt, sound = gradients(poisoned(case, "q", (0, 0, 1, 0), nan)), gradients(case)
+    assert spoilt.dv[0, 0].isnan().any(dim=-1).tolist() == [True, True, False, False, False]
+    for name in ("dk", "dv"):
+        here, there = getattr(spoilt, name)[0, 0, 2:], getattr(sound, name)[0, 0, 2:]
+        assert torch.equal(here, there), name
+
+
+def test_weighing_what_is_seen() -> None:
+    """sum_j w_ij x_j as IEEE arithmetic has it, term by term, over the seen j alone."""
+    generator = torch.Generator().manual_seed(0)
+    choices = torch.tensor([1.5, -2.0, 0.0, inf, -inf, nan], dtype=torch.float64)
+    values = choices[torch.randint(6, (3, 200), generator=generator)]
+    weights = choices[torch.randint(3, (200, 3), generator=generator)]
+    P = torch.randint(2, (200, 3), generator=generator).double()
+    weights = weights * P
+    found = reference_module._weigh_what_is_seen(weights, values, P)
+    expected = torch.zeros(200, 200, dtype=torch.float64)
+    for j in range(3):
+        term = weights[:, j, None] * values[j]
+        expected += torch.where(P[:, j, None] != 0, term, 0.0)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert {inf, -inf} <= set(found.flatten().tolist())
+
+
+# --- as kernels ----------------------------------------------------------------------------------
+
+
+def test_the_reference_kernel_is_the_reference() -> None:
+    """`reference` returns these gradients, and is not rounded."""
+    case = step(**FEATURES["everything"], dtype=torch.bfloat16)
+    output, found = find("reference").gradients(case), gradients(case)
+    for name in ("out", "lse", *NAMES):
+        assert torch.equal(getattr(output, name), getattr(found, name)), name
+
+
+def test_the_floor_rounds_each_gradient_once() -> None:
+    """One key, and rows of dO that add up to 1 + 2^-8 + 2^-40: through fp32 that would be 1.0."""
+    case = filled(step(q_len=3, kv_len=1, dtype=torch.bfloat16), q=0.0)
+    parts = torch.tensor([1.0, 2.0**-8, 2.0**-40]).bfloat16()[:, None].expand(case.q.shape)
+    case = dataclasses.replace(case, grad_out=parts)
+    assert (gradients(case).dv == 1 + 2.0**-8 + 2.0**-40).all()
+    assert (find("floor").gradients(case).dv == 1.0078125).all()
+    case = step(**FEATURES["everything"], dtype=torch.bfloat16)
+    floor, found = find("floor").gradients(case), gradients(case)
+    for name in ("out", *NAMES):
+        rounded = round_to(getattr(found, name), FORMATS["bfloat16"])
+        assert torch.equal(getattr(floor, name), rounded), name
+
+
+def test_formats_torch_has_no_dtype_for() -> None:
+    """The floor of a format like tf32 is on its grid."""
+    case = with_upstream(step()).rounded_to(fmt := FORMATS["tf32"])
+    found = find("floor").gradients(case)
+    assert torch.equal(found.dq, round_to(gradients(case).dq, fmt))
+    assert not torch.equal(found.dq, gradients(case).dq)
+
+
+def test_no_upstream_no_gradient() -> None:
+    """A case without grad_out is asked for it, by name."""
+    case = dataclasses.replace(step(), grad_out=None)
+    with pytest.raises(UsageError, match="attention case 'test' has no grad_out"):
+        gradients(case)
+    with pytest.raises(UsageError, match="no grad_out"):
+        find("reference").gradients(case)

@@ -1,0 +1,323 @@
+"""A training step audited: gradients, noise, planted faults, isolation, worst rows, reproducers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef, empty_rows, visible
+from numdev.cli import cli
+from numdev.execute import Task
+from numdev.gate import calls_of
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels.reference import gradients
+from numdev.measuring import run_task
+from numdev.report import AuditReport, DeviationRow, read
+from numdev.rules import default_rules
+from numdev.system import System
+
+HERE = System.here("cpu")
+KERNELS = Path(__file__).parent / "broken_kernels.py"
+CASES = """
+gradients: true
+cases:
+  - {name: one, batch: 2, heads: 4, kv_heads: 2, seq_len: 70, head_dim: 32, causal: true}
+"""
+
+
+def drawn(**changes: Any) -> AttentionCase:
+    shapes = Shapes(batch=2, heads=4, kv_heads=2, q_len=60, kv_len=60, head_dim=16, v_dim=16)
+    q, k, v, grad_out = (
+        getattr(draw("normal", shapes, seed=0, options={}, gradients=True), n)
+        for n in ("q", "k", "v", "grad_out")
+    )
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "grad_out": grad_out, "scale": 0.25}
+    return AttentionCase(ref=CaseRef(case="x"), **{**given, **changes})
+
+
+def rows_of(
+    kernel: Kernel, case: AttentionCase, heads: tuple[int, ...] | None = None, **changes: Any
+) -> list[DeviationRow]:
+    task = Task(
+        case=case.ref,
+        role=changes.pop("role", "kernel"),
+        kernel=kernel.name,
+        format="bfloat16",
+        heads=heads,
+        gradients=True,
+        **changes,
+    )
+    return run_task(task, kernel, Bench(case.ref, lambda: case, heads, gradients=True), HERE)
+
+
+def invoked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["precision", "floor", "baseline", "kernel"])
+def test_every_role_has_rows_of_every_tensor(role: str) -> None:
+    """out and dq by query head, dk and dv by kv head."""
+    name = {"precision": "reference", "kernel": "sdpa-flash"}.get(role, role)
+    heads: dict[str, list[int | None]] = {}
+    for row in rows_of(find(name), drawn(), role=role):
+        assert row.status == "ok", row.reason
+        heads.setdefault(row.tensor, []).append(row.head)
+    assert heads.pop("lse", None) == ([0, 1, 2, 3] if role == "kernel" else None)
+    assert heads == {"out": [0, 1, 2, 3], "dq": [0, 1, 2, 3], "dk": [0, 1], "dv": [0, 1]}
+
+
+class Unfinished(torch.autograd.Function):
+    """Plain attention whose backward is yet to be written."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) * 0.25).softmax(dim=-1) @ v
+
+    @staticmethod
+    def backward(ctx: Any, *grad_out: Tensor) -> Any:
+        raise NotImplementedError("to be written")
+
+
+def unfinished(case: AttentionCase) -> Output:
+    k, v = (x.repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
+    return Output(out=Unfinished.apply(case.q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "status", "reason"),
+    [
+        (Kernel(name="a", function=unfinished, backward=None), "skipped", "it has no backward"),
+        (
+            Kernel(name="b", function=unfinished),
+            "failed",
+            "in a training step: NotImplementedError: to be written",
+        ),
+    ],
+)
+def test_a_kernel_without_a_backward_has_its_output_measured(
+    kernel: Kernel, status: str, reason: str
+) -> None:
+    """And says in one row, and to the gate, why it has no gradient."""
+    *measured, last = rows_of(kernel, drawn())
+    assert [(r.tensor, r.head, r.status) for r in measured] == [("out", h, "ok") for h in range(4)]
+    assert all((r.floor_ratio or 0) >= 0.9 for r in measured)
+    assert (last.tensor, last.head, last.status, last.reason) == ("dq", None, status, reason)
+    forward, backward = calls_of([*measured, last], default_rules())
+    assert (forward.backward, forward.ok) == (False, 1)
+    assert (backward.backward, getattr(backward, status)) == (True, 1)
+
+
+def test_a_kernel_that_fails_forward_too_is_one_row() -> None:
+    def fails(case: AttentionCase) -> Output:
+        raise RuntimeError("forward")
+
+    (row,) = rows_of(Kernel(name="c", function=fails), drawn())
+    assert (row.tensor, row.status, row.reason) == ("out", "failed", "RuntimeError: forward")
+
+
+def test_gradients_are_held_against_fp64_on_the_rounded_inputs() -> None:
+    """rms of dk against the reference's by hand, and its floor."""
+    case = drawn()
+    rounded = Bench(case.ref, lambda: case, gradients=True).at("bfloat16").case
+    exact, got = gradients(rounded), find("sdpa-flash").gradients(rounded)
+    assert got.dk is not None
+    error = got.dk.double() - exact.dk
+    rows = [r for r in rows_of(find("sdpa-flash"), case) if r.tensor == "dk"]
+    for row in rows:
+        assert row.rms == pytest.approx(float(error[:, row.head].square().mean().sqrt()))
+        assert row.ran == "_scaled_dot_product_flash_attention_for_cpu_backward"
+        assert row.expected_ratio == pytest.approx(1.0, abs=0.1)
+        assert row.amplification is not None
+        assert row.amplification > 0
+
+
+def test_a_selection_of_heads_grows_to_its_groups() -> None:
+    """dk and dv are sums over a group: head 1 alone measures heads 0 and 1, and their kv head's
+    numbers are those of the whole case."""
+    case, kernel = drawn(), find("sdpa-math")
+    whole = {(r.tensor, r.head): r.rms for r in rows_of(kernel, case)}
+    part = {(r.tensor, r.head): r.rms for r in rows_of(kernel, case, heads=(1,))}
+    assert {key for key in part if key[0] in ("out", "dk")} == {("out", 0), ("out", 1), ("dk", 0)}
+    assert all(whole[key] == pytest.approx(value, rel=1e-12) for key, value in part.items())
+
+
+def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
+    """Its value is a convention, so its upstream gradient is 0; a kernel that has the mean of V
+    there is not accused by dv."""
+    mask = torch.ones(60, 60, dtype=torch.bool)
+    mask[7:20] = False
+    case = drawn(mask=mask)
+    bench = Bench(case.ref, lambda: case, gradients=True)
+    assert bench.case.grad_out is not None
+    assert not bench.case.grad_out[:, :, 7:20].any()
+    assert bench.case.grad_out[:, :, 20:].any()
+    lowest = torch.zeros(60, 60).masked_fill(~mask, torch.finfo(torch.float32).min)
+    rows = rows_of(find("sdpa-math"), drawn(mask=lowest))
+    worst = max(r.expected_ratio for r in rows if r.expected_ratio is not None)
+    assert worst == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["bool", "lowest", "inf", "window", "causal"])
+def test_empty_rows_are_those_that_see_no_key(kind: str) -> None:
+    """Against the whole mask, in pieces and in one."""
+    mask = torch.rand(2, 1, 60, 60) > 0.98
+    changes: dict[str, Any] = {
+        "bool": {"mask": mask},
+        "lowest": {"mask": torch.zeros(2, 1, 60, 60).masked_fill(~mask, torch.finfo().min)},
+        "inf": {"mask": torch.zeros(2, 1, 60, 60).masked_fill(~mask, float("-inf"))},
+        "window": {"window": (3, 0), "causal_offset": -5},
+        "causal": {"is_causal": True, "causal_offset": -5},
+    }[kind]
+    case = drawn(**changes)
+    if kind in ("bool", "lowest", "inf"):
+        shown = mask.expand(2, 4, 60, 60)
+    else:
+        whole = visible(case, slice(0, 60), slice(0, 60))
+        assert whole is not None
+        shown = whole.expand(2, 4, 60, 60)
+    assert torch.equal(empty_rows(case), ~shown.any(dim=-1))
+
+
+def test_noise_is_measured_between_runs() -> None:
+    """0 for what repeats itself, the difference of two runs for what does not."""
+    runs: list[int] = []
+
+    def unsteady(case: AttentionCase) -> Output:
+        runs.append(1)
+        out = find("sdpa-math").attend(case).out
+        return Output(out=out + (0.25 if len(runs) % 2 else 0.0) * case.q[..., :1] * 0 + len(runs))
+
+    def attended(case: AttentionCase) -> Tensor:
+        return find("sdpa-math").attend(case).out
+
+    steady = Kernel(name="steady", function=attended)
+    for row in rows_of(steady, drawn(), repeats=2):
+        assert row.noise == 0
+    for row in rows_of(Kernel(name="unsteady", function=unsteady), drawn(), repeats=2):
+        if row.tensor == "out":
+            assert row.noise == pytest.approx(1.0, rel=0.05)  # each run adds one more
+        else:
+            assert row.noise == 0
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(KERNELS.parent)
+    path = tmp_path / "case.yaml"
+    path.write_text(CASES)
+    return path
+
+
+def audited(config: Path, *arguments: str) -> AuditReport:
+    directory = config.parent / "out"
+    done = invoked("audit", str(config), "--output", str(directory), "--overwrite", *arguments)
+    assert done.exit_code == 0, done.output
+    found = read(directory)
+    assert isinstance(found, AuditReport)
+    return found
+
+
+def test_the_report_has_gradients(config: Path) -> None:
+    """In the summary and on the page, beside the floor and what is predicted; drawn, and said."""
+    found = audited(config, "--kernel", "sdpa-flash")
+    kernel = next(k for k in found.summary.kernels if k.role == "kernel")
+    assert [g.tensor for g in kernel.gradients] == ["dq", "dk", "dv"]
+    assert all(g.expected_ratio_worst == pytest.approx(1, abs=0.1) for g in kernel.gradients)
+    assert kernel.noise == 0
+    assert found.cases[0].grad_out is not None
+    assert found.summary.worst_rows
+    assert found.findings == ()
+    page = (config.parent / "out" / "report.html").read_text()
+    assert "dq ×floor" in page
+
+
+def test_planted_faults_are_measured_and_caught(config: Path) -> None:
+    """Every control in every dose beside the kernel; the findings say from which dose they would
+    be caught; the kernel's own ranking is without them."""
+    found = audited(config, "--kernel", "sdpa-math", "--control")
+    doses = {(r.kernel, r.options["dose"]) for r in found.rows if r.role == "control"}
+    assert ("control:scale", 0.03) in doses
+    assert ("control:dq-unscaled", 1.0) in doses
+    assert len(doses) > 20
+    assert not any(k.kernel.startswith("control:") for k in found.summary.kernels)
+    assert any("planted" in line and "scale" in line for line in found.tested)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [("segfault", "SIGSEGV"), ("hangs", "no answer within"), ("exits", "exit code")],
+)
+def test_an_isolated_crash_costs_one_row(config: Path, kernel: str, words: str) -> None:
+    """`failed` with the message, and the other kernel's rows are there."""
+    config.write_text("cases:\n  - {name: one, heads: 2, seq_len: 33, head_dim: 16}\n")
+    name = f"broken_kernels:{kernel}"
+    flags = ("--isolate", "--time-limit", "5", "--reproducers", "0", "--repeats", "1", "--explain")
+    found = audited(config, *flags, "--kernel", name, "--kernel", "sdpa-math")
+    status = {row.kernel: (row.status, row.reason or "") for row in found.rows}
+    assert status[name][0] == "failed"
+    assert words in status[name][1]
+    assert status["sdpa-math"][0] == "ok"
+    assert [f.rule for f in found.findings] == ["runs"]
+
+
+WRONG = """
+import torch
+
+
+def doubled(q, k, v, is_causal=False):
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, enable_gqa=True)
+    return out.clone().index_fill_(2, torch.tensor([33]), float("nan"))
+"""
+
+
+def test_a_finding_comes_with_a_script_that_shows_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with NaN in one row: found, reduced to next to nothing, and shown by a script in a
+    process of its own."""
+    (config.parent / "wrong_kernel.py").write_text(WRONG)
+    monkeypatch.syspath_prepend(config.parent)
+    found = audited(config, "--kernel", "wrong_kernel:doubled")
+    assert found.findings[0].rule == "finiteness"
+    folder = config.parent / "out" / "reproducers"
+    script = next(folder.glob("*out-finiteness*/reproduce.py"))
+    assert sum(f.stat().st_size for f in script.parent.iterdir()) < 200_000
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(config.parent), "PATH": ""},
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "The deviation shows." in done.stdout
+
+
+def test_a_sweep_measures_gradients_too(config: Path) -> None:
+    """`gradients: true` in a sweep's YAML, and `--backward` on the command line."""
+    text = CASES.replace("seq_len: 70", "seq_len: [33, 65]")
+    path = config.parent / "sweep.yaml"
+    for content, flags in ((text, ()), (text.replace("gradients: true", ""), ("--backward",))):
+        path.write_text("seeds: 1\nkernels: [sdpa-math]\n" + content)
+        done = invoked("sweep", str(path), "-o", str(config.parent / "s"), "--overwrite", "--json",
+                       *flags)  # fmt: skip
+        assert done.exit_code == 0, done.output
+        rows = json.loads(done.stdout)["rows"]
+        assert {row["tensor"] for row in rows if row["status"] == "ok"} >= {"out", "dq", "dk", "dv"}
