@@ -1,7 +1,8 @@
 """The first sentences of a report: its numbers in words, one paragraph for each format.
 
-What cannot be counted comes first, then how far from fp64 the kernel is beside the plain baseline,
-then flash deviation beside the deviation of low precision. Every number is one of the summary's.
+That nothing was measured comes first, or what cannot be counted; then how far from fp64 the kernel
+is beside the plain baseline, then flash deviation beside the deviation of low precision. Every
+number is one of the summary's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _paragraph(here: Sequence[KernelSummary]) -> str:
     baseline = next((k for k in here if k.role == "baseline" and k.max_abs is not None), None)
     sentences = [*_not_finite(here, precision)]
     if kernel is None:
-        sentences.append("No kernel under audit could be measured.")
+        sentences.insert(0, "No kernel under audit could be measured.")
     else:
         sentences += [_distance(kernel, baseline), _beside_precision(kernel, baseline, precision)]
     return " ".join(sentences)
@@ -77,9 +78,11 @@ def _expected(kernel: KernelSummary) -> str:
         return ""
     if kernel.format not in BIAS_FORMATS:  # what its arithmetic may err is a bound, no prediction
         return ""
+    ends = kernel.expected_ratio_interval
+    known = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
     return (
         f" That is {kernel.expected_ratio:.2f} x what its roundings predict "
-        f"(worst {kernel.expected_ratio_worst:.2f}, {kernel.expected_ratio_where})."
+        f"(worst {kernel.expected_ratio_worst:.2f}{known}, {kernel.expected_ratio_where})."
     )
 
 

@@ -27,10 +27,10 @@ from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, round_to
 from numdev.kernels import Kernel, Output, Refused, find, fingerprint
+from numdev.kernels.output import GRADIENTS
 
 PREFIX = "control:"
 FORWARD = ("out",)
-GRADIENTS = ("dq", "dk", "dv")
 Results = dict[str, Tensor]
 """By name, of FORWARD and GRADIENTS, in float64 from before the cast."""
 RELATIVE = (0.001, 0.003, 0.01, 0.03)
@@ -73,6 +73,7 @@ class Control:
             options={"dose": 0.0},
             validate=lambda options: self._checked(options["dose"]),
             any_format=True,
+            any_rows=True,
             made_from=fingerprint(self.attend),
             backward=self.gradients,
         )

@@ -153,8 +153,10 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
         kernel=call.kernel,
         options=call.options,
         formats=(call.format,),
+        tensor=("dq" if call.backward else "out") if call.failed else None,
         count=count,
         judged=every,
+        place=call.place,
     )
 
 

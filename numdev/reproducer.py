@@ -24,13 +24,21 @@ from numdev.callcode import call_of, literal
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Kernel
+from numdev.kernels.output import GRADIENTS
 from numdev.showing import BIASES, ENOUGH, FIGURES
 from numdev.system import System
 from numdev.tensorfile import DTYPES, OPTIONAL, REQUIRED
 from numdev.tensorwriter import storage_order
 
 TENSORS = (*REQUIRED, *OPTIONAL)
-GRADIENTS = ("dq", "dk", "dv")
+SHAPES = {
+    "out": "(q.shape[0], q.shape[2], v.shape[3])",
+    "lse": "(q.shape[0], q.shape[2], 1)",
+    "dq": "(q.shape[0], q.shape[2], q.shape[3])",
+    "dk": "(k.shape[0], k.shape[2], k.shape[3])",
+    "dv": "(v.shape[0], v.shape[2], v.shape[3])",
+}
+"""Of one head, as an expression: what a kernel that does not raise should return."""
 RUNS_OF_NOISE = 10
 SHORT = {
     "nonfinite": "elements that are finite or not against the exact result",
@@ -174,6 +182,7 @@ def _facts(case: AttentionCase, tensor: str, head: int, metric: str) -> dict[str
         "hidden_values": not bool(case.v.isfinite().all()),
         "backward": backward,
         "gradient": GRADIENTS.index(tensor) if backward else None,
+        "shape": SHAPES[tensor],
         "args": f"q, k, v{more}",
         "more_args": more,
         "run_args": f"q, k, v{more}{', grad_out' if backward else ''}",

@@ -2,28 +2,33 @@
 
 For a finding the call it is worst in is opened again from the source, rounded as the kernel saw it,
 and reduced for as long as the row that was accused is accused again: by the same measurements and
-the same limit, so that what a script shows is what the report said. A finding that does not come
-again (a kernel that differs from run to run) is said to, and nothing is written for it.
+the same limit, so that what a script shows is what the report said. A kernel that raises is only
+asked whether it still does: nothing is measured. A finding that does not come again (a kernel that
+differs from run to run) is said to, and nothing is written for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from numdev.attempt import Failure
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import NumdevError
 from numdev.execute import Task
-from numdev.loop import Planned
+from numdev.formats import format_named
+from numdev.loop import Planned, sample_of
 from numdev.measuring import Runner, given, run_task
 from numdev.reduction import reduce
 from numdev.report import DeviationRow, Finding
 from numdev.reproducer import write
-from numdev.rules import BIAS_ULP, value_of
+from numdev.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP, value_of
 from numdev.showing import figure_for
 from numdev.sources import Located, Source
 from numdev.system import System
@@ -31,6 +36,9 @@ from numdev.system import System
 FOLDER = "reproducers"
 SECONDS = 20.0
 """How long one finding is reduced."""
+SLOW = 2.0
+"""A kernel that takes so many seconds to fail hangs, or takes its process along: it is not asked
+again and again, and the case is kept whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,9 @@ class Workshop:
     run: Runner
     most: int
     """How many findings get a script, in the order of the rules."""
+    rows: int | None = None
+    """How many query rows of a call are measured, while it has more."""
+    seed: int = 0
 
 
 def reproduce(
@@ -59,7 +70,7 @@ def reproduce(
     shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of an earlier run of this request
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
-        if finding.severity == "exceeded" and finding.place is not None:
+        if finding.severity != "note" and finding.place is not None:
             wanted.setdefault((finding.kernel, finding.tensor, finding.rule), finding)
     chosen = {id(f): f for f in list(wanted.values())[: workshop.most]}
     if not chosen:
@@ -69,14 +80,18 @@ def reproduce(
         for key, finding in list(chosen.items()):
             if _is_here(finding, located.ref):
                 del chosen[key]
+                make = _raising if finding.rule == "runs" else _reproduce
                 try:
-                    script = _reproduce(finding, located, workshop, directory / FOLDER)
+                    script = make(finding, located, workshop, directory / FOLDER)
                 except (NumdevError, RuntimeError, ValueError) as error:
                     say(f"No reproducer for {_name(finding)}: {error}")
                 else:
                     say(f"Reproducer: {script}")
 
-    source.visit(visit)
+    try:
+        source.visit(visit)
+    except RuntimeError as error:  # a fault that ruined the device, so that no model runs on it
+        say(f"No reproducer for {', '.join(map(_name, chosen.values()))}: {error}")
     if len(wanted) > workshop.most:
         say(f"{len(wanted) - workshop.most} more findings have no reproducer.")
 
@@ -93,15 +108,54 @@ def _name(finding: Finding) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
 
 
-def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory: Path) -> Path:
-    """Reduce and write one finding. Raises MeasurementError where it does not show again."""
-    planned = next(
+def _planned(finding: Finding, workshop: Workshop) -> Planned:
+    return next(
         p
         for p in workshop.plan
         if p.kernel.name == finding.kernel and p.options == finding.options and p.role == "kernel"
     )
-    fmt = finding.formats[0]
-    whole = Bench(located.ref, located.load, gradients=workshop.gradients).at(fmt).case
+
+
+def _raising(finding: Finding, located: Located, workshop: Workshop, directory: Path) -> Path:
+    """Reduce and write a call in which a kernel raises. Raises MeasurementError where it does not
+    again."""
+    planned, fmt = _planned(finding, workshop), finding.formats[0]
+    options = given(_task_of(planned, fmt), planned.kernel)
+    backward = finding.tensor == "dq"
+    bench = Bench(located.ref, located.load, gradients=backward)
+    case = bench.case.rounded_to(format_named(fmt))
+    whole = case if backward else dataclasses.replace(case, grad_out=None)
+
+    def fails(case: AttentionCase) -> bool:
+        result = workshop.run(planned.kernel, case, options, gradients=backward)
+        return isinstance(result, Failure) and result.status == "failed"
+
+    began = time.monotonic()
+    small = whole if fails(whole) and _slow(began) else reduce(whole, fails, SECONDS)
+    return write(
+        _free(directory / _name(finding)),
+        small,
+        planned.kernel,
+        options,
+        tensor=finding.tensor or "out",
+        head=0,
+        metric="raises",
+        observed=None,
+        words=finding.sentence,
+        system=workshop.system,
+    )
+
+
+def _slow(began: float) -> bool:
+    return time.monotonic() - began > SLOW
+
+
+def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory: Path) -> Path:
+    """Reduce and write one finding. Raises MeasurementError where it does not show again."""
+    planned, fmt = _planned(finding, workshop), finding.formats[0]
+    loaded = Bench(located.ref, located.load, gradients=workshop.gradients).case
+    whole = loaded.rounded_to(format_named(fmt))
+    sample = sample_of(located.ref, workshop.rows, workshop.seed)
 
     def accused(case: AttentionCase) -> DeviationRow | None:
         task = Task(
@@ -113,7 +167,7 @@ def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory
             gradients=workshop.gradients,
             repeats=3 if finding.metric == "noise_ratio" else 1,
         )
-        bench = Bench(case.ref, lambda: case, gradients=workshop.gradients)
+        bench = Bench(case.ref, lambda: case, gradients=workshop.gradients, sample=sample)
         rows = run_task(task, planned.kernel, bench, workshop.system, workshop.run)
         return next((row for row in _worst_first(rows, finding) if _shows(row, finding)), None)
 
@@ -161,8 +215,6 @@ def _worst_first(rows: Sequence[DeviationRow], finding: Finding) -> list[Deviati
 
 def _shows(row: DeviationRow, finding: Finding) -> bool:
     """Whether a row is accused as the finding's was."""
-    if finding.rule == "runs":
-        return row.status == "failed"
     if row.status != "ok" or row.tensor != (finding.tensor or "out") or finding.metric is None:
         return False
     if finding.metric == "suspicion":
@@ -171,17 +223,18 @@ def _shows(row: DeviationRow, finding: Finding) -> bool:
     if not isinstance(value, int | float):
         return False
     if finding.metric == "bias_size":
-        certain = row.bias_p is not None and row.bias_p <= 0.01 and (row.sequences or 0) >= 8
+        certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
+        certain &= (row.sequences or 0) >= BIAS_SEQUENCES
         return certain and abs(value) >= BIAS_ULP
     return abs(value) > (finding.limit or 0.0)
 
 
 def _figure(row: DeviationRow, finding: Finding) -> tuple[str, float | None, float | None]:
-    """The figure a script shows for the row, its value, and the limit from which it shows."""
-    if finding.rule == "runs" or finding.metric is None:
-        return "raises", None, None
-    metric = {"noise_ratio": "noise", "lse_error": "rms"}.get(finding.metric, finding.metric)
-    figure = figure_for(metric, row.bias_of)
+    """The figure a script shows for the row, its value, and the limit from which it shows. Raises
+    UsageError for a finding that is about none."""
+    named = {"noise_ratio": "noise", "lse_error": "rms"}
+    metric = finding.metric or ""
+    figure = figure_for(named.get(metric, metric), row.bias_of)
     observed = getattr(row, figure)
     if finding.metric == "expected_ratio" and row.expected_ratio and observed:
         return figure, observed, observed * (finding.limit or 1.0) / row.expected_ratio

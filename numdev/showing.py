@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from numdev.attempt import copied
 from numdev.cases import AttentionCase
 from numdev.deviation import Yardstick, measure
 from numdev.errors import UsageError, closest
 from numdev.formats import format_of
 from numdev.kernels import Kernel
 from numdev.kernels.reference import attend
+from numdev.rules import BIAS_ALPHA, BIAS_SEQUENCES
 
 ENOUGH = 0.5
 """A smaller call shows a finding if its figure is at least this part of the one reported."""
-MIN_SEQUENCES, MAX_P = 8, 0.01
-"""What a bias needs to remain one: rounding a single row is biased by nature."""
 BIASES = ("bias", "bias_sign", "bias_feature")
 FIGURES = (
     *("nonfinite", "max_abs", "mean_abs", "rms", "rel", "row_rel", "max_ulp", "floor_ratio"),
@@ -117,7 +117,7 @@ def against(run: Run, exact: Callable[[AttentionCase], Exact]) -> Evaluate:
     """
 
     def evaluate(case: AttentionCase) -> Seen:
-        got, ran = run(_copy(case))
+        got, ran = run(copied(case))
         truth = exact(case)
         nothing = torch.zeros(truth.value.shape[:3], dtype=torch.bool, device=got.device)
         yardstick = Yardstick(
@@ -172,8 +172,8 @@ def differs(run: Run, runs: int = 4) -> Callable[[AttentionCase], bool]:
 
     def answer(case: AttentionCase) -> bool:
         try:
-            first = run(_copy(case))[0]
-            again = [run(_copy(case))[0] for _ in range(runs - 1)]
+            first = run(copied(case))[0]
+            again = [run(copied(case))[0] for _ in range(runs - 1)]
         except Exception:
             return False
         return not all(torch.equal(first.nan_to_num(), x.nan_to_num()) for x in again)
@@ -181,22 +181,13 @@ def differs(run: Run, runs: int = 4) -> Callable[[AttentionCase], bool]:
     return answer
 
 
-def _copy(case: AttentionCase) -> AttentionCase:
-    """A kernel that writes into its inputs spoils a copy."""
-    parts: dict[str, Any] = {
-        f.name: x.detach().clone()
-        for f in dataclasses.fields(case)
-        if isinstance(x := getattr(case, f.name), Tensor)
-    }
-    return dataclasses.replace(case, **parts)
-
-
 def _is_there(head: Mapping[str, Any], figure: str, least: float, observed: float) -> bool:
     value = _value(head, figure)
     if figure not in BIASES:
         return value >= least
     p = head["bias_p"]
-    certain = p is not None and p <= MAX_P and head["sequences"] >= MIN_SEQUENCES
+    # What a bias needs to remain one: rounding a single row is biased by nature.
+    certain = p is not None and p <= BIAS_ALPHA and head["sequences"] >= BIAS_SEQUENCES
     return certain and value * math.copysign(1.0, observed) >= least
 
 

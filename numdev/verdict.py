@@ -54,6 +54,8 @@ class Calls(Record):
     required: bool
     reasons: tuple[str, ...]
     """Why not, where it did not."""
+    place: Place | None = None
+    """The first call in which it failed."""
     outcome: Outcome
 
 

@@ -152,6 +152,29 @@ def test_failing_and_refusing() -> None:
     ]
 
 
+def test_where_a_kernel_failed() -> None:
+    """The first call in which it did, and in which pass; declining has no place."""
+    rows = [
+        row(0, kernel="breaks"),
+        row(None, kernel="breaks", case="d", layer=3, status="skipped", reason="no soft cap"),
+        row(None, kernel="breaks", case="e", layer=4, status="failed", reason="x"),
+        row(None, kernel="breaks", case="f", layer=5, status="failed", reason="y"),
+        row(0, kernel="trains", tensor="dq", case="e"),
+        row(None, kernel="trains", tensor="dq", case="f", layer=5, status="failed", reason="z"),
+        row(0),
+        row(None, case="d", status="skipped", reason="no soft cap"),
+    ]
+    forward, backward, note = found(*rows)
+    assert (forward.kernel, forward.tensor, backward.kernel, backward.tensor) == (
+        "breaks", "out", "trains", "dq",
+    )  # fmt: skip
+    assert forward.place is not None
+    assert backward.place is not None
+    assert (forward.place.case, forward.place.layer, forward.place.head) == ("e", 4, None)
+    assert (backward.place.case, backward.place.layer) == ("f", 5)
+    assert (note.severity, note.tensor, note.place) == ("note", None, None)
+
+
 # --- a sound kernel's page is calm ---------------------------------------------------------------
 
 
