@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, visible
-from numdev.kernels.reference import Reference, attend
+from numdev.kernels.reference import attend
+from numdev.kernels.results import Reference
 from numdev.mistakes import variants
 from numdev.probe import Alternative, Probe
 

@@ -37,7 +37,8 @@ from numdev.conformance_cases import CHECKS, Check, case_of
 from numdev.deviation import Metrics, Yardstick
 from numdev.errors import MeasurementError, Refused
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.reference import Reference, attend
+from numdev.kernels.reference import attend
+from numdev.kernels.results import Reference
 from numdev.report import CheckRecord, ConformanceReport, FeatureRecord
 from numdev.suspicion import far_off, suspect
 from numdev.system import System

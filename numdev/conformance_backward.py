@@ -20,7 +20,8 @@ from numdev.cases import AttentionCase
 from numdev.formats import round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.output import GRADIENTS
-from numdev.kernels.reference import Gradients, floor_of, gradients
+from numdev.kernels.reference import floor_of, gradients
+from numdev.kernels.results import Gradients
 
 FLOORS, BASELINES, IN_FP32, MOST = 8.0, 4.0, 8.0, 0.5
 FACTOR_CUT = 10.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from numdev.deviation import finite
-from numdev.kernels.reference import Reference
+from numdev.kernels.results import Reference
 from numdev.probe import Alternative, Probe
 
 LEAST_ROWS = 8

@@ -22,7 +22,8 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.deviation import finite
 from numdev.formats import format_of
-from numdev.kernels.reference import Reference, attend
+from numdev.kernels.reference import attend
+from numdev.kernels.results import Reference
 
 LEAST_ELEMENTS = 32
 """Fewer numbers than this agree with something by chance."""
@@ -100,11 +101,16 @@ class Probe:
     def answer(self, case: AttentionCase) -> Reference:
         """The fp64 reference of a variant of the case, at the probe's elements."""
         parts = [attend(self.part(case, rows)) for rows in self.blocks]
-        joined = {
-            f.name: torch.cat([getattr(part, f.name) for part in parts], dim=2)
-            for f in dataclasses.fields(Reference)
-        }
-        return Reference(**joined)
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts], dim=2)
+
+        return Reference(
+            out=joined("out"),
+            lse=joined("lse"),
+            term_scale=joined("term_scale"),
+            empty=joined("empty"),
+        )
 
     @cached_property
     def exact(self) -> Reference:

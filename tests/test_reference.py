@@ -24,9 +24,10 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
-from numdev.kernels import find
-from numdev.kernels import reference as reference_module
-from numdev.kernels.reference import BLOCK_BYTES, Reference, attend, floor_of
+from numdev.kernels import blocked, find
+from numdev.kernels.blocked import BLOCK_BYTES
+from numdev.kernels.reference import attend, floor_of
+from numdev.kernels.results import Reference
 from numdev.system import System
 
 GFLOAT = {
@@ -195,7 +196,7 @@ def test_blocks_do_not_matter(name: str, rows: int, monkeypatch: pytest.MonkeyPa
     whole = attend(case)
     per_row = 8 * case.q.shape[0] * case.heads * case.kv_len
     monkeypatch.setitem(BLOCK_BYTES, "cpu", rows * per_row + per_row // 2)
-    assert len(reference_module._row_blocks(case)) == math.ceil(case.q_len / rows)
+    assert len(blocked._row_blocks(case)) == math.ceil(case.q_len / rows)
     assert_is_exact(case)
     assert torch.equal(attend(case).empty, whole.empty)
 

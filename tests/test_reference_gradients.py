@@ -22,9 +22,10 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, round_to
-from numdev.kernels import find
-from numdev.kernels import reference as reference_module
-from numdev.kernels.reference import BACKWARD_BLOCKS, BLOCK_BYTES, Gradients, attend, gradients
+from numdev.kernels import blocked, find
+from numdev.kernels.blocked import BACKWARD_BLOCKS, BLOCK_BYTES
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.results import Gradients
 
 nan, inf = math.nan, math.inf
 SATURATED = {"soft cap, saturated": {"softcap": 0.25, "logits": 16.0}}
@@ -112,7 +113,7 @@ def test_blocks_do_not_matter(name: str, rows: int, monkeypatch: pytest.MonkeyPa
     whole = gradients(case)
     per_row = 8 * case.q.shape[0] * case.heads * case.kv_len
     monkeypatch.setitem(BLOCK_BYTES, "cpu", BACKWARD_BLOCKS * rows * per_row)
-    blocks = reference_module._row_blocks(case, BACKWARD_BLOCKS)
+    blocks = blocked._row_blocks(case, BACKWARD_BLOCKS)
     assert len(blocks) == math.ceil(case.q_len / rows)
     assert_is_exact(case, parted := gradients(case))
     assert_same(parted, whole, "unseen", "empty")
@@ -316,7 +317,7 @@ def test_weighing_what_is_seen() -> None:
     weights = choices[torch.randint(3, (200, 3), generator=generator)]
     P = torch.randint(2, (200, 3), generator=generator).double()
     weights = weights * P
-    found = reference_module._weigh_what_is_seen(weights, values, P)
+    found = blocked._weigh_what_is_seen(weights, values, P)
     expected = torch.zeros(200, 200, dtype=torch.float64)
     for j in range(3):
         term = weights[:, j, None] * values[j]

@@ -1,0 +1,240 @@
+"""The Triton kernels of the fused fp64 reference. Everything in them is fp64.
+
+- `forward` is FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) with one product
+  more, P |V| for the term scale. Where scores are known to be small (BOUNDED) it subtracts no
+  maximum and rescales nothing: fp64 holds 2^-800 to 2^800 as well as it holds 1.
+- `score_gradients` makes S and dP, tile by tile, and writes P, dX = P (dP - delta) and the terms
+  P (|dP| + |delta|) for a run of query rows. What is summed over keys or rows from there is a
+  product of large matrices, in `numdev.kernels.fused`.
+
+Scores are in units of log 2, so that exp is 2^x. Tiles that causality or the window hides are not
+computed. Imported only where it runs: this module needs Triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def exp2(x, SMALL: tl.constexpr = False):
+    """2^x in fp64 for x <= 1023, and 0 below -1021; relative error below 2^-52. SMALL promises
+    |x| <= 1021.
+
+    x = n + f with |f| <= 1/2: 2^f is a minimax polynomial of degree 11, good to 2^-55, and n is
+    added to its exponent. Adding 1.5 * 2^52 rounds x to n, and leaves n in the lowest bits.
+    """
+    shifted = x + 6755399441055744.0
+    f = x - (shifted - 6755399441055744.0)
+    p = f * 4.4558179083360645e-10 + 7.074194297288521e-09
+    p = p * f + 1.0178057087733941e-07
+    p = p * f + 1.3215432535912375e-06
+    p = p * f + 1.5252733841556773e-05
+    p = p * f + 0.00015403530463724353
+    p = p * f + 0.001333355814640647
+    p = p * f + 0.009618129107587256
+    p = p * f + 0.055504108664821625
+    p = p * f + 0.24022650695910158
+    p = p * f + 0.6931471805599453
+    p = p * f + 1.0
+    bits = p.to(tl.int64, bitcast=True) + (shifted.to(tl.int64, bitcast=True) << 52)
+    power = bits.to(tl.float64, bitcast=True)
+    if SMALL:
+        return power
+    return tl.where(x < -1021.0, 0.0, power)
+
+
+@triton.jit
+def product(A, B, rows, columns, rows_ok, columns_ok, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+            WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """A B^T for rows of A and rows of B, both WIDTH wide."""
+    x = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
+    for at in tl.range(0, WIDTH, BLOCK_D, num_stages=STAGES):
+        d = at + tl.arange(0, BLOCK_D)
+        a = tl.load(A + rows[:, None] * WIDTH + d[None, :], mask=rows_ok[:, None], other=0.0)
+        b = tl.load(B + columns[None, :] * WIDTH + d[:, None], mask=columns_ok[None, :], other=0.0)
+        x = tl.dot(a, b, x, out_dtype=tl.float64)
+    return x
+
+
+@triton.jit
+def reaches(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Whether any row at positions i may see any of the keys j, i + low to i + high."""
+    i_min, i_max = tl.min(tl.where(i_ok, i, 2147483647)), tl.max(tl.where(i_ok, i, 0))
+    j_min, j_max = tl.min(tl.where(j_ok, j, 2147483647)), tl.max(tl.where(j_ok, j, 0))
+    found = j_max >= j_min
+    if LOW:
+        found &= j_max >= i_min + low
+    if HIGH:
+        found &= j_min <= i_max + high
+    return found
+
+
+@triton.jit
+def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.constexpr,
+           MASKED: tl.constexpr):  # fmt: skip
+    """The scores with the mask added, -inf where it hides, and which of them are seen."""
+    if LOW:
+        seen &= j[None, :] >= i[:, None] + low
+    if HIGH:
+        seen &= j[None, :] <= i[:, None] + high
+    if MASKED:
+        # In fp64 as it lies, a bool mask too: Triton may want it in the layout of an operand, and
+        # then takes no narrower type.
+        bias = tl.load(MASK + at, mask=seen, other=0.0)
+        seen &= bias > float("-inf")
+        x += bias * 1.4426950408889634
+    return x, seen
+
+
+@triton.jit(do_not_specialize=("heads",))
+def forward(
+    Q, K, V, MASK, POSITIONS, CAP, SINKS, OUT, TERMS, LSE, EMPTY,
+    heads, group, q_len, kv_len, span, low, high, mask_b, mask_h, mask_q, mask_k,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    STAGES: tl.constexpr, BOUNDED: tl.constexpr, SINK: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    AT: tl.constexpr,
+):  # fmt: skip
+    """O, its term scale, L and whether a row is empty, for BLOCK_Q rows of one head and the `span`
+    keys of one part: [parts, BH, q_len, ..]. A sink counts as a key of the first part.
+
+    Q [BH, q_len, D] comes times scale and, without a soft cap, log2(e); K [BH / group, kv_len, D],
+    V [BH / group, kv_len, D_V]; all contiguous. SINKS [heads] are in units of log 2.
+    """
+    # The last rows see most keys under causality: begin with them.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    kv = bh // group
+    r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    r_ok = r < q_len
+    i = r
+    if AT:
+        i = tl.load(POSITIONS + r, mask=r_ok, other=0)
+    c, d, d_v = tl.arange(0, BLOCK_KV), tl.arange(0, D), tl.arange(0, D_V)
+    row = bh * q_len + r
+    q = tl.load(Q + row[:, None] * D + d[None, :], mask=r_ok[:, None], other=0.0)
+
+    # The keys that any row of the tile may see.
+    i_min, i_max = tl.min(tl.where(r_ok, i, 2147483647)), tl.max(tl.where(r_ok, i, 0))
+    first, last = 0, kv_len
+    if HIGH:
+        last = tl.minimum(last, i_max + high + 1)
+    if LOW:
+        first = tl.maximum(first, i_min + low)
+    part = tl.program_id(2)
+    first = tl.maximum(first // BLOCK_KV * BLOCK_KV, part * span)
+    last = tl.minimum(last, (part + 1) * span)
+
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float64)
+    l = tl.zeros([BLOCK_Q], tl.float64)
+    out = tl.zeros([BLOCK_Q, D_V], tl.float64)
+    terms = tl.zeros([BLOCK_Q, D_V], tl.float64)
+    mask_at = (bh // heads) * mask_b + (bh % heads) * mask_h + r[:, None].to(tl.int64) * mask_q
+    cap = 1.0
+    if SOFTCAP:
+        cap = tl.load(CAP)
+    for start in tl.range(first, last, BLOCK_KV, num_stages=STAGES):
+        j = start + c
+        c_ok = j < kv_len
+        key = kv * kv_len + j
+        k = tl.load(K + key[None, :] * D + d[:, None], mask=c_ok[None, :], other=0.0)
+        x = tl.dot(q, k, out_dtype=tl.float64)
+        if SOFTCAP:
+            x = libdevice.tanh(x / cap) * (cap * 1.4426950408889634)
+        at = mask_at + j[None, :].to(tl.int64) * mask_k
+        x, seen = masked(x, i, j, r_ok[:, None] & c_ok[None, :], MASK, at, low, high, LOW,
+                         HIGH, MASKED)  # fmt: skip
+        if BOUNDED:
+            p = tl.where(seen, exp2(x, True), 0.0)
+        else:
+            x = tl.where(seen, x, float("-inf"))
+            above = tl.maximum(m, tl.max(x, 1))
+            shift = tl.where(above == float("-inf"), 0.0, above)
+            p = exp2(x - shift[:, None])
+            fade = exp2(m - shift)
+            m = above
+            l *= fade
+            out *= fade[:, None]
+            terms *= fade[:, None]
+        l += tl.sum(p, 1)
+        v = tl.load(V + key[:, None] * D_V + d_v[None, :], mask=c_ok[:, None], other=0.0)
+        out = tl.dot(p, v, out, out_dtype=tl.float64)
+        terms = tl.dot(p, tl.abs(v), terms, out_dtype=tl.float64)
+
+    empty = l == 0.0
+    if BOUNDED:
+        m = tl.zeros([BLOCK_Q], tl.float64)
+    if SINK:
+        sink = tl.where(part == 0, tl.load(SINKS + bh % heads), float("-inf"))
+        m = tl.where(empty, float("-inf"), m)
+        above = tl.maximum(m, sink)
+        above = tl.where(above == float("-inf"), 0.0, above)
+        fade = exp2(m - above)
+        l = l * fade + exp2(sink - above)
+        out *= fade[:, None]
+        terms *= fade[:, None]
+        m = above
+    whole = tl.where(l == 0.0, 1.0, l)[:, None]
+    m = tl.where(m == float("-inf"), 0.0, m)
+    row += part.to(tl.int64) * tl.num_programs(1) * q_len
+    at = row[:, None] * D_V + d_v[None, :]
+    tl.store(OUT + at, out / whole, mask=r_ok[:, None])
+    tl.store(TERMS + at, terms / whole, mask=r_ok[:, None])
+    tl.store(LSE + row, m * 0.6931471805599453 + tl.log(l), mask=r_ok)
+    tl.store(EMPTY + row, empty.to(tl.int8), mask=r_ok)
+
+
+@triton.jit(do_not_specialize=("heads",))
+def score_gradients(
+    Q, K, V, DO, LSE, DELTA, MASK, POSITIONS, CAP, P, DX, TERMS, SEEN,
+    heads, group, first_row, rows, q_len, first_key, keys, kv_len, low, high,
+    mask_b, mask_h, mask_q, mask_k,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, AT: tl.constexpr,
+):  # fmt: skip
+    """P, dX = P (dP - delta) and its terms P (|dP| + |delta|), times the slope of a soft cap; all 0
+    where hidden. LSE is in units of log 2. SEEN [B * kv_heads, kv_len] becomes 1 for the keys that
+    a row sees."""
+    bh = tl.program_id(2).to(tl.int64)
+    kv = bh // group
+    r = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    c = tl.program_id(0) * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    r_ok, c_ok = r < rows, c < keys
+    i, j = first_row + r, first_key + c
+    row, key = bh * q_len + i, kv * kv_len + j
+    if AT:
+        i = tl.load(POSITIONS + i, mask=r_ok, other=0)
+    inside = r_ok[:, None] & c_ok[None, :]
+    store = (bh * rows + r)[:, None] * keys + c[None, :]
+    if reaches(i, j, r_ok, c_ok, low, high, LOW, HIGH):
+        x = product(Q, K, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D, BLOCK_D, STAGES)
+        dp = product(DO, V, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D_V, BLOCK_D, STAGES)
+        if SOFTCAP:
+            cap = tl.load(CAP)
+            # 1 / cosh^2: 1 - tanh^2 would be nothing but cancellation near the cap.
+            fade = exp2(-2.8853900817779268 * tl.abs(x / cap))
+            slope = 4.0 * fade / ((1.0 + fade) * (1.0 + fade))
+            x = libdevice.tanh(x / cap) * (cap * 1.4426950408889634)
+        at = (bh // heads) * mask_b + (bh % heads) * mask_h
+        at = at + (first_row + r)[:, None].to(tl.int64) * mask_q
+        at = at + j[None, :].to(tl.int64) * mask_k
+        x, seen = masked(x, i, j, inside, MASK, at, low, high, LOW, HIGH,
+                         MASKED)  # fmt: skip
+        lse = tl.load(LSE + row, mask=r_ok, other=0.0)
+        delta = tl.load(DELTA + row, mask=r_ok, other=0.0)
+        p = tl.where(seen, exp2(x - lse[:, None]), 0.0)
+        tl.store(P + store, p, mask=inside)
+        if SOFTCAP:
+            p = p * slope
+        tl.store(DX + store, p * (dp - delta[:, None]), mask=inside)
+        tl.store(TERMS + store, p * (tl.abs(dp) + tl.abs(delta)[:, None]), mask=inside)
+        tl.atomic_or(SEEN + key, tl.max(seen.to(tl.int32), 0), mask=c_ok)
+    else:
+        nothing = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
+        tl.store(P + store, nothing, mask=inside)
+        tl.store(DX + store, nothing, mask=inside)
+        tl.store(TERMS + store, nothing, mask=inside)

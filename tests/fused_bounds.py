@@ -1,0 +1,129 @@
+"""How far the fused fp64 reference may be from the blocked one, and holding it to that.
+
+To first order in u = 2^-53, with n keys, head_dim d, v_dim e, t tiles of keys, m = q_len * group
+terms in a sum over rows. A is the sum of absolute terms of a score, |scale| sum |q||k| + |bias|,
+the largest of a row whose P is not 0 (or its sink); T the term scale of O, L the log-sum-exp.
+
+Forward, per row:
+- A score: Q comes times scale and log2(e), which is rounded itself (3 u), and d products are summed
+  (d u); the soft cap divides, has a tanh good to 2 ulp, and multiplies by a rounded product (at
+  most 8 u more), or the bias is multiplied by log2(e) and added (3 u). In all (d + 12) u A.
+  Subtracting the maximum rounds numbers of at most 2 A, and every step of the maximum in between
+  another difference, which add up to no more than 2 A: (d + 16) u A.
+- exp2 is good to 2 u (`fused_tiles.exp2`), and fades by exp2 and a product: 3 u a tile, one more
+  for a sink. Call it all p = (d + 16) u A + (3 t + 7) u. It is relative in P.
+- l and PV sum n terms, PV multiplies, the quotient rounds: |O error| <= T (2 p + (2 n + 4) u).
+- L = m log(2) + log l: p + (n + 4) u + 5 u (|L| + A).
+
+Backward:
+- P = 2^(S - L), where S has (d + 12) u A, L its error and the rounding of L log2(e), and the
+  difference rounds: w = 2 p + 2 u A + 8 u |L| + (n + 8) u, relative.
+- dP is off by e u D, D = sum |dO||V|; delta by (2 p + (2 n + e + 5) u) E, E = sum |dO| T.
+- 1 / cosh^2(y), y = X / cap, changes by 2 |dy| <= 2 (d + 6) u A / cap, and rounds: 12 u.
+- So dX and its terms are off by c P slope (D + E), where c is 4 p + 8 u (|L| + A) + (3 n + 2 e +
+  20) u and the soft cap's part. dQ and dK sum n and m such products with K or Q, which rounds
+  (n + 6) u and (2 m + 10) u, over runs of rows and with what is left of the scale; dV sums m
+  products P dO, with w.
+
+The blocked path has less of everything (`gradient_oracle`): two paths differ by at most twice this.
+What underflows is at most `TINY`, for inputs below 2^20.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, additive, visible
+from numdev.kernels.results import Gradients, Reference
+
+U = 2.0**-53
+TINY = 2.0**-900
+LEAST_TILE = 16
+"""Keys in a tile, at least: what t goes by."""
+FORWARD = ("out", "term_scale", "lse")
+BACKWARD = ("delta", "dq", "dk", "dv", "dq_terms", "dk_terms", "dv_terms")
+EXACT = ("empty", "unseen")
+
+
+def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
+    """By tensor: the largest difference of the two paths. Holds several [B, H, q_len, kv_len]."""
+    n, d, e, m = case.kv_len, case.q.shape[3], case.v.shape[3], case.q_len * case.group
+    q, dO, k, v = _operands(case)
+    P, A = _weights(case, exact, q, k)
+    L = exact.lse.abs().masked_fill(exact.empty, 0.0)
+    p = (d + 16) * U * A + (3 * math.ceil(n / LEAST_TILE) + 7) * U
+    out = 2 * p + (2 * n + 4) * U
+    E = (dO.abs() * exact.term_scale).sum(-1)
+    w = 2 * p + 2 * U * A + 8 * U * L + (n + 8) * U
+    c = 4 * p + 8 * U * (L + A) + (3 * n + 2 * e + 20) * U
+    slope = torch.ones_like(P)
+    if case.softcap is not None:
+        c = c + (2 * (d + 6) * A / case.softcap + 12) * U
+        slope = (case.scale * q @ k.mT / case.softcap).cosh().square().reciprocal()
+    W = abs(case.scale) * slope * P * (dO.abs() @ v.abs().mT + E[..., None])
+    dq = (c[..., None] + (n + 6) * U) * (W @ k.abs())
+    dk = _of_group(case, ((c[..., None] + (2 * m + 10) * U) * W).mT @ q.abs())
+    dv = _of_group(case, ((w[..., None] + (2 * m + 4) * U) * P).mT @ dO.abs())
+    one_path = {
+        "out": out[..., None] * exact.term_scale,
+        "term_scale": out[..., None] * exact.term_scale,
+        "lse": p + (n + 4) * U + 5 * U * (L + A),
+        "delta": (out + (e + 1) * U) * E,
+        **{"dq": dq, "dk": dk, "dv": dv, "dq_terms": dq, "dk_terms": dk, "dv_terms": dv},
+    }
+    return {name: 2 * x + TINY for name, x in one_path.items()}
+
+
+def shares(
+    case: AttentionCase, found: Reference, exact: Gradients, limits: dict[str, Tensor]
+) -> dict[str, float]:
+    """The largest difference of each tensor as a share of its bound: at most 1 where all is well;
+    infinite where a shape or a number that is not finite differs, or a bool. `found` may be the
+    answer of a forward pass alone."""
+    names = (*FORWARD, *BACKWARD) if isinstance(found, Gradients) else FORWARD
+    flags = [name for name in EXACT if hasattr(found, name)]
+    result = {x: _share(getattr(found, x), getattr(exact, x), limits[x]) for x in names}
+    for name in flags:
+        same = torch.equal(getattr(found, name), getattr(exact, name))
+        result[name] = 0.0 if same else math.inf
+    return result
+
+
+def _share(found: Tensor, exact: Tensor, limit: Tensor) -> float:
+    if found.shape != exact.shape or found.dtype != torch.float64:
+        return math.inf
+    share = torch.where(found == exact, 0.0, (found - exact).abs() / limit)
+    return float(share.nan_to_num(nan=math.inf).max())
+
+
+def _operands(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, dO, and k and v repeated for every query head: fp64."""
+    assert case.grad_out is not None
+    q, dO = (x.detach().double() for x in (case.q, case.grad_out))
+    k, v = (x.detach().double().repeat_interleave(case.group, 1) for x in (case.k, case.v))
+    return q, dO, k, v
+
+
+def _weights(case: AttentionCase, exact: Gradients, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """P, and A [B, H, q_len]."""
+    rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
+    S, size = case.scale * q @ k.mT, abs(case.scale) * q.abs() @ k.abs().mT
+    if case.softcap is not None:
+        S = case.softcap * (S / case.softcap).tanh()
+    added, shown = additive(case, rows, keys), visible(case, rows, keys)
+    if added is not None:
+        S, size = S + added.double(), size + added.double().abs()
+    if shown is not None:
+        S = S.masked_fill(~shown, -math.inf)
+    P = (S - exact.lse.masked_fill(exact.empty, 0.0)[..., None]).exp()
+    A = torch.where(P > 0, size, 0.0).amax(-1)
+    if case.sinks is not None:
+        A = torch.maximum(A, case.sinks.detach().double().abs()[:, None])
+    return P, A
+
+
+def _of_group(case: AttentionCase, x: Tensor) -> Tensor:
+    return x.unflatten(1, (case.kv_heads, case.group)).sum(2)

@@ -1,0 +1,55 @@
+"""What tests in Triton's interpreter share: a process of its own, and a patch inside it.
+
+Triton reads TRITON_INTERPRET when it is imported, so a script runs the kernels in a process of its
+own and prints what came out as JSON; the tests assert. Nothing here imports triton at import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def index_arrays_of_one_element() -> None:
+    """Triton 3.6 takes int() of an array with one element wherever a loop's bound is a tensor;
+    numpy 2.4 refuses. Only the interpreter is concerned."""
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A run of Python that finds numdev and the tests' modules."""
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def results_of(script: str) -> Any:
+    """What a script beside this file printed under the interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    done = python(str(HERE / script), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)

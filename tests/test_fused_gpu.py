@@ -1,0 +1,271 @@
+"""What only a GPU can show of the fused fp64 reference: that its kernels compile for every width
+and feature, agree with the blocked path there to within the bounds that `fused_bounds` derives,
+and keep to the memory they promise. The interpreter has the rest (`test_fused.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_bounds import bounds, shares
+from gradient_oracle import gradients as exact_gradients
+from gradient_oracle import step
+from oracles import FEATURES, assert_within
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from numdev.cases import AttentionCase
+from numdev.kernels import blocked, find, fused, reference
+from numdev.kernels.results import Gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+]
+FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+ENDLESS = 2**31 - 1
+GIB = 1 << 30
+
+
+def on_gpu(case: AttentionCase) -> AttentionCase:
+    """The case with all its tensors there."""
+    held = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
+    moved: dict[str, Any] = {n: x.cuda() for n, x in held.items() if isinstance(x, Tensor)}
+    return dataclasses.replace(case, **moved)
+
+
+def large(**fields: Any) -> AttentionCase:
+    """4 query heads on 2 kv heads, in several tiles of which the last are not whole, on the GPU."""
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 333, "kv_len": 471, "head_dim": 64}
+    return on_gpu(step(**{**shape, "dtype": torch.bfloat16, **fields}))
+
+
+def assert_agree(case: AttentionCase) -> Gradients:
+    """Both passes came by the fused path, and are the blocked path's to within their bounds."""
+    found, forward = reference.gradients(case), reference.attend(case)
+    assert (found.by, forward.by) == ("fused", "fused")
+    exact = blocked.gradients(case)
+    limits = bounds(case, exact)
+    for answer in (found, forward):
+        for name, share in shares(case, answer, exact, limits).items():
+            assert share <= 1.0, (name, share)
+    return found
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_in_every_format(name: str) -> None:
+    """Each feature by itself and combined, soft cap included, in bf16, fp16 and fp32."""
+    for dtype in FORMATS:
+        assert_agree(on_gpu(step(**FEATURES[name], dtype=dtype)))
+
+
+@pytest.mark.parametrize("name", ["plain", "everything", "soft cap", "sinks", "wide logits"])
+def test_the_oracle_agrees(name: str) -> None:
+    """So do gradients in 90 digits: the fused path may be off by twice what the blocked one may."""
+    case = step(**FEATURES[name], dtype=torch.bfloat16)
+    found, exact = reference.gradients(on_gpu(case)), exact_gradients(case)
+    assert found.by == "fused"
+    for x in ("dq", "dk", "dv"):
+        assert_within(getattr(found, x).cpu(), getattr(exact, x), 2 * exact.bounds[x])
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v"),
+    [(16, 16), (24, 8), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (128, 64), (64, 128),
+     (160, 160), (192, 128), (256, 256), (16, 256), (1, 1)],
+)  # fmt: skip
+def test_every_width(d: int, d_v: int) -> None:
+    """Heads from 1 to 256 wide, v as wide as q and otherwise, with and without a maximum."""
+    for logits in (1.0, 200.0 * d**0.5):
+        assert_agree(large(head_dim=d, v_dim=d_v, is_causal=True, logits=logits))
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal, bottom-right": {"is_causal": True, "causal_offset": 138},
+    "causal, rows without keys": {"is_causal": True, "causal_offset": -200},
+    "causal, all seen": {"is_causal": True, "causal_offset": ENDLESS},
+    "window": {"window": (70, 9), "causal_offset": 20},
+    "window, far away": {"window": (10**12 - 50, 0), "causal_offset": 10**12},
+    "bool mask": {"mask": ("bool", "b1qk")},
+    "bool mask per key": {"mask": ("bool", "1h1k"), "is_causal": True},
+    "additive mask": {"mask": ("holes", "1hqk"), "is_causal": True},
+    "sinks": {"sinks": True, "window": (30, None)},
+    "soft cap": {"softcap": 20.0, "logits": 30.0, "is_causal": True},
+    "soft cap, online": {"softcap": 900.0, "logits": 2000.0, "mask": ("bool", "qk")},
+    "one key": {"kv_len": 1},
+    "one query": {"q_len": 1},
+    "huge scores": {"logits": 1e6},
+}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("name", LARGE)
+def test_several_tiles(name: str, dtype: torch.dtype) -> None:
+    """Cases of several tiles in both directions."""
+    if name == "huge scores" and dtype == torch.float16:
+        pytest.skip("float16 holds no such inputs")
+    assert_agree(large(dtype=dtype, **LARGE[name]))
+
+
+def test_float8() -> None:
+    """Formats that torch does not compute in are widened as others are."""
+    made = large()
+    narrow = {x: getattr(made, x).to(torch.float8_e4m3fn) for x in ("q", "k", "v", "grad_out")}
+    assert_agree(dataclasses.replace(made, **narrow))
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_causal": True}, {"window": (50, 3)}])
+def test_some_rows_at_their_positions(fields: dict[str, Any]) -> None:
+    """Rows of a longer call see what they saw there: their results are those of the whole call's,
+    to within the bounds of both."""
+    whole = large(q_len=471, mask=("holes", "1hqk"), **fields)
+    rows = torch.randperm(471, generator=torch.Generator().manual_seed(1))[:90].sort().values
+    part = whole.select_rows(rows)
+    found = assert_agree(part)
+    everything = reference.gradients(whole)
+    exact = blocked.gradients(part)
+    limits = bounds(part, exact)
+    for name in ("out", "lse", "dq"):
+        far = getattr(everything, name)[:, :, rows.cuda()]
+        gap = torch.where(far == getattr(found, name), 0.0, (far - getattr(found, name)).abs())
+        assert (gap <= limits[name]).all(), name
+
+
+def test_views_are_read_where_they_lie() -> None:
+    """Heads that lie behind their rows, rows behind features, a transposed mask, leaves of a
+    graph."""
+    made = large(mask=("bool", "qk"), sinks=True)
+    names = ("q", "k", "v", "grad_out")
+    views = {x: getattr(made, x).mT.contiguous().mT.requires_grad_() for x in names}
+    mask = made.mask.mT.contiguous().mT
+    assert not mask.is_contiguous()
+    assert_agree(dataclasses.replace(made, mask=mask, **views))
+    swapped = {x: getattr(made, x).transpose(1, 2).contiguous().transpose(1, 2) for x in names}
+    assert_agree(dataclasses.replace(made, mask=mask, **swapped))
+
+
+def test_one_query_among_many_keys() -> None:
+    """Decoding: 1 query, 8192 keys, many heads on few."""
+    shape = {"batch": 4, "heads": 32, "kv_heads": 4, "q_len": 1, "kv_len": 8192, "head_dim": 128}
+    assert_agree(large(**shape))
+    assert_agree(large(**shape, is_causal=True, causal_offset=8000, sinks=True))
+
+
+def test_groups_of_heads_and_runs_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kv head at a time and 16 rows at a time: the same forward bit by bit, and gradients
+    within the bounds."""
+    case = large(is_causal=True, sinks=True)
+    whole = reference.attend(case)
+    monkeypatch.setattr(fused, "OPERAND_BYTES", 1)
+    monkeypatch.setattr(fused, "SCRATCH_BYTES", 1)
+    assert len(list(fused._parts(case))) == 2
+    assert len(fused._runs(case)) > 5
+    found = assert_agree(case)
+    for name in ("out", "lse", "term_scale", "empty"):
+        assert torch.equal(getattr(found, name), getattr(whole, name)), name
+
+
+@pytest.mark.parametrize("name", ["full", "causal, bottom-right", "additive mask", "sinks"])
+def test_runs_are_bitwise_reproducible(name: str) -> None:
+    """No sum depends on which program comes first."""
+    case = large(**LARGE[name])
+    a, b = reference.gradients(case), reference.gradients(case)
+    for field in dataclasses.fields(Gradients):
+        if field.name != "by":
+            assert torch.equal(getattr(a, field.name), getattr(b, field.name)), field.name
+
+
+def planted(case: AttentionCase) -> dict[str, AttentionCase]:
+    rounded = float(torch.tensor(case.scale, dtype=torch.float32))
+    return {
+        "scale": dataclasses.replace(case, scale=case.scale * (1 + 1e-9)),
+        "scale in fp32": dataclasses.replace(case, scale=rounded),
+        "one key more": dataclasses.replace(case, causal_offset=case.causal_offset + 1),
+    }
+
+
+def test_the_comparison_rejects_planted_mistakes() -> None:
+    """A scale off by 1e-9, one rounded to fp32, and one key too many are beyond the bound of every
+    tensor."""
+    case = large(is_causal=True, scale=0.1)
+    exact = blocked.gradients(case)
+    limits = bounds(case, exact)
+    for mistake, wrong in planted(case).items():
+        found = shares(case, reference.gradients(wrong), exact, limits)
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert found[name] > 10.0, (mistake, name)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda case: {"v": nan_at(case.v)}, "an input is not finite"),
+        (lambda case: {"grad_out": nan_at(case.grad_out)}, "an input is not finite"),
+        (lambda case: {"mask": nan_at(torch.zeros(333, 471, device="cuda"))}, "not finite"),
+        (lambda case: {"q": case.q.float() * 1e20, "k": case.k.float(), "v": case.v.float()},
+         "scores may reach"),
+        (lambda case: {x: getattr(case, x).double() for x in "qkv"}, "in float64"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses_is_blocked(spoil: Callable[[AttentionCase], Any], words: str) -> None:
+    """The result says why, and is the blocked path's, NaN included."""
+    case = large()
+    case = dataclasses.replace(case, **spoil(case))
+    found, exact = reference.gradients(case), blocked.gradients(case)
+    assert found.by.startswith("blocked: ")
+    assert words in found.by
+    assert reference.attend(case).by == found.by
+    assert find("reference").attend(case).ran == found.by
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(
+            getattr(found, name).nan_to_num(7.0), getattr(exact, name).nan_to_num(7.0)
+        )
+
+
+def nan_at(x: Tensor) -> Tensor:
+    spoilt = x.clone()
+    spoilt.view(-1)[5] = float("nan")
+    return spoilt
+
+
+def test_rows_lifted_by_a_mask() -> None:
+    """A row that a finite mask moves to -1e30 has an output from this path, and gradients from the
+    other, where P sums to 1 in it."""
+    mask = torch.zeros(333, 471)
+    mask[9] = -1e30
+    case = large(mask=mask)
+    assert reference.attend(case).by == "fused"
+    found = reference.gradients(case)
+    assert found.by.startswith("blocked: a row's scores are all about 1e+30")
+    assert found.dq.isfinite().all()
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """What a call takes of the GPU's memory at once, its result included, beyond what is held."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_is_bounded() -> None:
+    """At length 8192 with 8 heads of 128, attend takes less than 1 GiB, and a tenth of what PyTorch
+    takes for the same in fp64; gradients less than 6 GiB: operands, results and a run of rows."""
+    shape = {"batch": 1, "heads": 8, "kv_heads": 8, "q_len": 8192, "kv_len": 8192}
+    case = large(**shape, head_dim=128)
+    wide = [x.double() for x in (case.q, case.k, case.v)]
+    plain = peak(lambda: scaled_dot_product_attention(*wide))
+    mine = peak(lambda: fused.attend(case))
+    assert mine < GIB
+    assert 10 * mine < plain
+    assert peak(lambda: fused.gradients(case)) < 6 * GIB
