@@ -7,6 +7,10 @@ and report rows can speak of it without holding a tensor.
 Where cases come from is not decided here: `numdev.inputs` draws them from a configuration,
 `numdev.capture` takes them out of a running model.
 
+A case may hold some of a call's query rows alone (`select_rows`): then `positions` says where they
+stand, and causality and windows go by that. To such rows it is the same call, since a row of
+attention depends on its own query and on no other. Kernels under audit are given whole calls.
+
 Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is
 [batch, kv_heads, kv_len, head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query
 attention query head h reads kv head h // (heads // kv_heads).
@@ -16,7 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -29,6 +35,8 @@ from numdev.layouts import strided_as
 Window = tuple[int | None, int | None]
 EMPTY_BLOCK = 1024
 Phase = Literal["prefill", "decode"]
+Places = slice | Tensor
+"""Rows or keys of a case: a range, or int64 indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +86,9 @@ class AttentionCase:
     working: Format | None = None
     """The format of the tensors' values where torch has no dtype for it: they are then stored in a
     wider dtype. None: the format is that of the dtype."""
+    positions: Tensor | None = None
+    """int64 [q_len], ascending: where in the call each query stands. None: query i at position i,
+    as in every whole call."""
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -114,6 +125,20 @@ class AttentionCase:
     def restricts_positions(self) -> bool:
         """Whether causality or a window hides keys, apart from the mask."""
         return self.is_causal or self.window is not None
+
+    @cached_property
+    def places(self) -> list[int] | None:
+        """`positions` on the host: one transfer, and one wait for the device, for all tiles."""
+        return None if self.positions is None else self.positions.tolist()
+
+    def is_in(self, fmt: Format) -> bool:
+        """Whether rounding to `fmt` would only copy: all it is about is stored so already, and
+        hangs in no graph of autograd's."""
+        dtype, working = _storage(fmt)
+        parts = (self.q, self.k, self.v, self.mask, self.sinks, self.grad_out)
+        numbers = [x for x in parts if x is not None and x.dtype != torch.bool]
+        stored = all(x.dtype == dtype and not x.requires_grad for x in numbers)
+        return stored and self.working == working
 
     def rounded_to(self, fmt: Format) -> AttentionCase:
         """The same call with q, k, v (and an additive mask, sinks, grad_out) rounded once to `fmt`.
@@ -172,6 +197,24 @@ class AttentionCase:
             grad_out=None if self.grad_out is None else self.grad_out[:, heads],
         )
 
+    def select_rows(self, rows: Tensor) -> AttentionCase:
+        """The same call restricted to some of this case's query rows, int64 indices in ascending
+        order, each seeing what it saw. Of its gradients dq is that of these rows; dk and dv would
+        be sums over them alone."""
+        if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
+            raise UsageError(f"attention case {self.ref.case!r}: rows are not in ascending order")
+        rows = rows.to(self.q.device)
+        mask = self.mask
+        if mask is not None and mask.ndim >= 2 and mask.shape[-2] > 1:
+            mask = mask[..., rows, :]
+        return dataclasses.replace(
+            self,
+            q=self.q[:, :, rows],
+            mask=mask,
+            grad_out=None if self.grad_out is None else self.grad_out[:, :, rows],
+            positions=rows if self.positions is None else self.positions[rows],
+        )
+
 
 def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
     """The dtype for values of `fmt`, and the format itself where the dtype does not say it."""
@@ -184,23 +227,45 @@ def _storage(fmt: Format) -> tuple[torch.dtype, Format | None]:
 
 def key_range(case: AttentionCase, rows: slice) -> slice:
     """The keys that query rows [start, stop) can see at all by causality and window."""
+    return keys_from(case, span(case, rows))
+
+
+def keys_from(case: AttentionCase, positions: slice) -> slice:
+    """The keys that queries at positions [start, stop) of the call can see at all."""
     first, last = 0, case.kv_len
     if case.is_causal:
-        last = min(last, rows.stop + case.causal_offset)
+        last = min(last, positions.stop + case.causal_offset)
     if case.window is not None:
         left, right = case.window
         if right is not None:
-            last = min(last, rows.stop + case.causal_offset + right)
+            last = min(last, positions.stop + case.causal_offset + right)
         if left is not None:
-            first = max(first, rows.start + case.causal_offset - left)
+            first = max(first, positions.start + case.causal_offset - left)
     first = min(first, case.kv_len)
     return slice(first, max(first, last))
 
 
-def visible(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+def span(case: AttentionCase, rows: slice) -> slice:
+    """The positions from that of the first of these rows, of which there is one, to behind that of
+    the last."""
+    if case.places is None:
+        return rows
+    return slice(case.places[rows.start], case.places[rows.stop - 1] + 1)
+
+
+def rows_within(case: AttentionCase, positions: slice) -> slice:
+    """The rows that stand at positions [start, stop)."""
+    if case.places is None:
+        return slice(max(positions.start, 0), min(positions.stop, case.q_len))
+    ends = (bisect_left(case.places, at) for at in (positions.start, positions.stop))
+    return slice(*ends)
+
+
+def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     """Which keys each row may attend to, from causality, window and mask together.
 
-    Returns a bool tensor that broadcasts to [batch, heads, rows, keys], or None when all may. In an
+    Both are ranges, or int64 indices in any order. Returns a bool tensor that broadcasts to
+    [batch, heads, rows, keys], or None when all may. In an
     additive mask the lowest number of its dtype means hidden: that is how models write it, and a
     row of nothing else is a fully masked row, whose value is a convention. (-inf needs no word
     here: added to a score it hides by itself.)
@@ -230,7 +295,7 @@ def empty_rows(case: AttentionCase) -> Tensor:
     return found
 
 
-def additive(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     """The additive mask's block for these rows and keys; None when the case has none."""
     if case.mask is None or case.mask.dtype == torch.bool:
         return None
@@ -251,12 +316,13 @@ def explicit_mask(case: AttentionCase) -> Tensor | None:
     return added if shown is None else added.masked_fill(~shown, -math.inf)
 
 
-def _by_position(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
+def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     if not case.restricts_positions:
         return None
     device = case.q.device
-    i = torch.arange(rows.start, rows.stop, device=device)[:, None] + case.causal_offset
-    j = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    i = _indices(rows, device) if case.positions is None else case.positions[rows]
+    i = i[:, None] + case.causal_offset
+    j = _indices(keys, device)[None, :]
     shown = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
     if case.is_causal:
         shown &= j <= i
@@ -269,7 +335,13 @@ def _by_position(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None
     return shown
 
 
-def _block(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+def _indices(places: Places, device: torch.device) -> Tensor:
+    if isinstance(places, Tensor):
+        return places
+    return torch.arange(places.start, places.stop, device=device)
+
+
+def _block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
     """A broadcasting mask's block: an axis of length 1 stays as it is."""
     if mask.ndim >= 2 and mask.shape[-2] > 1:
         mask = mask[..., rows, :]
@@ -302,6 +374,9 @@ def _problem(case: AttentionCase) -> str | None:
         return f"sinks have shape {list(case.sinks.shape)}; expected [{q.shape[1]}], one per head"
     if case.grad_out is not None and case.grad_out.shape != (*q.shape[:3], v.shape[3]):
         return f"grad_out has shape {list(case.grad_out.shape)}, unlike the output"
+    at = case.positions
+    if at is not None and (at.shape != (q.shape[2],) or at.dtype != torch.int64):
+        return f"positions are {at.dtype} {list(at.shape)}; expected int64 [{q.shape[2]}]"
     return _mask_problem(case)
 
 

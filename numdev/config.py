@@ -152,6 +152,8 @@ class AuditConfig(Strict):
     """Seconds that an isolated kernel may take."""
     reproducers: Annotated[int, Field(ge=0)] | None = None
     """For how many findings, in the order of the rules, a script is written that shows them."""
+    sampled_rows: Positive | None = None
+    """How many query rows of each head are measured, drawn with the seed; None: all."""
 
     @model_validator(mode="after")
     def _one_source(self) -> AuditConfig:
@@ -199,6 +201,8 @@ class AuditRequest(Strict):
     """Seconds that an isolated kernel may take."""
     reproducers: Annotated[int, Field(ge=0)] = 8
     """For how many findings, in the order of the rules, a script is written that shows them."""
+    sampled_rows: Positive | None = None
+    """How many query rows of each head are measured, drawn with the seed; None: all."""
 
 
 def _seeds(value: Any) -> Any:
@@ -257,6 +261,8 @@ class SweepConfig(Strict):
     """Seconds that an isolated kernel may take."""
     reproducers: Annotated[int, Field(ge=0)] | None = None
     """For how many findings, in the order of the rules, a script is written that shows them."""
+    sampled_rows: Positive | None = None
+    """How many query rows of each head are measured, drawn with each case's seed; None: all."""
     rows: RowsOf | None = None
     """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
 
@@ -291,6 +297,8 @@ class SweepRequest(Strict):
     """Seconds that an isolated kernel may take."""
     reproducers: Annotated[int, Field(ge=0)] = 8
     """For how many findings, in the order of the rules, a script is written that shows them."""
+    sampled_rows: Positive | None = None
+    """How many query rows of each head are measured, drawn with each case's seed; None: all."""
 
     def measured(self) -> dict[str, Any]:
         """What decides the numbers, and so whether a finished task can be kept: not how they are

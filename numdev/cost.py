@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numdev.bench import Bench
 from numdev.config import CaseConfig
 from numdev.formats import Format
-from numdev.loop import Planned, task_of
+from numdev.loop import Planned, sample_of, task_of
 from numdev.measuring import run_task
 from numdev.sources import Drawn
 from numdev.system import System
@@ -80,8 +80,11 @@ def estimate(
     formats: Sequence[Format],
     plan: Sequence[Planned],
     system: System | None,
+    rows: int | None = None,
 ) -> Cost:
-    """The cost of a grid; with seconds where there is a system to calibrate on."""
+    """The cost of a grid; with seconds where there is a system to calibrate on. With `rows` query
+    rows measured of each head the seconds are too many: kernels and references are told apart
+    nowhere, and only the small cases are measured so."""
     each = [operations(config) for config in cases]
     whole = Cost(
         cells=len(cases) * len(formats) * len(plan),
@@ -92,7 +95,7 @@ def estimate(
     if system is None:
         return whole
     start = time.perf_counter()
-    fits = list(_calibrate(cases[0], formats, plan, system))
+    fits = list(_calibrate(cases[0], formats, plan, system, rows))
     # Formats that the time did not reach cost what the reached ones do on average.
     scale = seeds * len(formats) * len(plan) / len(fits)
     seconds = scale * sum(a + b * work for a, b in fits for work in each)
@@ -107,13 +110,20 @@ def estimate(
 
 
 def _calibrate(
-    config: CaseConfig, formats: Sequence[Format], plan: Sequence[Planned], system: System
+    config: CaseConfig,
+    formats: Sequence[Format],
+    plan: Sequence[Planned],
+    system: System,
+    rows: int | None,
 ) -> Iterator[tuple[float, float]]:
     """(seconds of overhead, seconds per operation) of every kernel and format, while time lasts."""
     small = [_shrunk(config, length) for length in LENGTHS]
     work = [operations(case) for case in small]
     drawn = [Drawn(config=c, seed=0, source="calibration", device=system.device) for c in small]
-    warm, *benches = (Bench(case.ref, case.load) for case in (drawn[0], *drawn))
+    warm, *benches = (
+        Bench(case.ref, case.load, sample=sample_of(case.ref, rows, 0))
+        for case in (drawn[0], *drawn)
+    )
     end = time.perf_counter() + SECONDS
     for fmt in formats:
         for planned in plan:

@@ -3,6 +3,10 @@
 Reads rows and nothing else, so it runs where there is no torch and no GPU. It fails closed: what
 could not be judged is `unmeasured`, never passed, unless a rule says that it may lack.
 
+Where rows were sampled, an estimate passes if the upper end of its 95 % interval is within the
+limit and fails if the lower end is beyond; between them it is undecided, which is `unmeasured`. A
+maximum over a sample is a lower bound: beyond its limit it fails, and else it says nothing.
+
 Only kernels under audit are judged (a rule may ask for the baseline too); what choosing a format
 costs, and the floor, are no kernel's fault. Planted faults (`role: control`) are put through the
 same rules, each by itself, and what comes of that is the gate's power: from which dose on it
@@ -11,16 +15,27 @@ catches each fault on this data.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import compress, takewhile
 from typing import Any, Literal
 
 from numdev.errors import MeasurementError
-from numdev.report import AnyReport, DeviationRow, Place
-from numdev.rules import Limit, Rules, Threshold, Value, default_rules, holm, value_of
+from numdev.report import NOT_PREDICTED, AnyReport, DeviationRow, Place
+from numdev.rules import (
+    ESTIMATED,
+    MAXIMA,
+    Limit,
+    Rules,
+    Threshold,
+    Value,
+    default_rules,
+    holm,
+    interval_of,
+    value_of,
+)
 from numdev.verdict import Calls, Dose, Judgement, Outcome, Power, Verdict
 
 PLACES = 3
@@ -46,6 +61,16 @@ class _Held:
     limit: Limit
     value: Value
     excess: float
+    interval: tuple[float, float] | None = None
+    """Of an estimate from sampled rows."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the most that the excess may be."""
+        if self.interval is None:
+            return self.excess, self.excess
+        low, high = (self.limit.excess(end) for end in self.interval)
+        return low, high
 
 
 def judge_report(report: AnyReport, rules: Rules | None = None) -> Judgement:
@@ -112,8 +137,8 @@ def verdicts_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Judged]:
 
 def _says_something(row: DeviationRow) -> bool:
     """Not so a head without a row that sees a key, or that overflows as it should: no element is
-    left, and none is missing."""
-    return row.elements != 0 or bool(row.nonfinite)
+    left, and none is missing; unless there are more rows than those that were looked at."""
+    return row.elements != 0 or bool(row.nonfinite) or row.sampled
 
 
 def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Judged:
@@ -130,6 +155,7 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Judged:
     if threshold.heads is not None and held and len(held) < threshold.heads:
         few = f"heads: {len(held)}, and it takes {threshold.heads}"
         lacking, held = [*lacking, *((h.row, few) for h in held)], []
+    held, unsure = _by_interval(threshold, held)
     beyond = _beyond(threshold, held)
     offending = [h for h, is_beyond in zip(held, beyond, strict=True) if is_beyond]
     # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
@@ -137,8 +163,9 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Judged:
     if threshold.heads is not None and held:
         worst = _median(held)
     outcome: Outcome = "passed" if held else "untested"
-    if lacking and threshold.may_lack != "numbers":
+    if unsure or any(not _may_lack(threshold, why) for _, why in lacking):
         outcome = "unmeasured"
+    lacking = [*unsure, *lacking]
     if offending:
         outcome = "exceeded"
     first = rows[0]
@@ -162,6 +189,34 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Judged:
         reasons=tuple(dict.fromkeys(why for _, why in lacking)),
     )
     return Judged(verdict=verdict, offending=tuple(h.row for h in offending))
+
+
+def _may_lack(threshold: Threshold, why: str) -> bool:
+    """Whether a row need not have the number, for this reason."""
+    lenient = threshold.may_lack
+    return lenient == "numbers" or (lenient == "sampled" and why == NOT_PREDICTED)
+
+
+def _by_interval(
+    threshold: Threshold, held: Sequence[_Held]
+) -> tuple[list[_Held], list[tuple[DeviationRow, str]]]:
+    """What is decided, and what is not, with the reason: estimates whose interval contains the
+    limit. For a median all of them, if the median of the lower ends is within and that of the upper
+    ends beyond."""
+    if threshold.heads is None or not held:
+        unsure = [h.ends[0] <= 1 < h.ends[1] for h in held]
+        open_ = [(h.row, _contains(h, h)) for h in compress(held, unsure)]
+        return [h for h, u in zip(held, unsure, strict=True) if not u], open_
+    lowest, highest = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
+    if not lowest.ends[0] <= 1 < highest.ends[1]:
+        return list(held), []
+    return [], [(h.row, _contains(lowest, highest, "the median ")) for h in held]
+
+
+def _contains(lower: _Held, upper: _Held, whose: str = "") -> str:
+    low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
+    what = f"the interval of {whose}{lower.limit.metric}, {low[0]:.3g} to {high[1]:.3g},"
+    return f"{what} contains the limit {_bound(lower.limit):g}: audit more rows"
 
 
 def _first(
@@ -192,11 +247,27 @@ def _held(threshold: Threshold, row: DeviationRow) -> _Held | str:
     for limit in threshold.limits:
         value, reason = value_of(row, limit.metric)
         if value is not None or limit.absent:
-            return _Held(row, limit, value, limit.excess(value))
+            held = _Held(row, limit, value, limit.excess(value))
+            return _of_sample(held) if row.sampled else held
         why = reason or "not measured"
         if reason is None:
             break
     return why
+
+
+def _of_sample(held: _Held) -> _Held | str:
+    """What is known of sampled rows alone, with its interval; or why that says nothing."""
+    metric = held.limit.metric
+    if metric in MAXIMA:
+        # flash-attention's rule compares two maxima: beyond it, the other may be too small.
+        proven = held.excess > 1 and metric != "fa_rule"
+        return held if proven else "a maximum over sampled rows bounds nothing"
+    if metric not in ESTIMATED:
+        return held
+    interval = interval_of(held.row, metric)
+    if interval is None:
+        return f"{metric} of sampled rows has no interval"
+    return replace(held, interval=interval)
 
 
 def _beyond(threshold: Threshold, held: Sequence[_Held]) -> list[bool]:
@@ -241,6 +312,7 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
             failed=count["failed"],
             required=required,
             reasons=tuple(dict.fromkeys(r.reason or "" for r in group if r.status != "ok")),
+            place=next((Place.of(r) for r in group if r.status == "failed"), None),
             outcome=outcome,
         )
 
@@ -252,7 +324,7 @@ def power_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Power]:
         doses = sorted(_grouped(fault, _key), key=lambda group: _size(group[0]))
         tried = [_dose(group, rules) for group in doses]
         measured = [d for d in reversed(tried) if d.outcome != "unmeasured"]
-        caught = list(itertools.takewhile(lambda d: d.outcome == "caught", measured))
+        caught = list(takewhile(lambda d: d.outcome == "caught", measured))
         first = fault[0]
         yield Power(
             fault=first.kernel.removeprefix("control:"),

@@ -60,7 +60,13 @@ DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
     "lse_error": lse_error,
 }
 MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
-"""Extreme values: over sampled rows they bound nothing, and so never pass."""
+"""Extreme values: over sampled rows they are lower bounds, and so never pass."""
+ESTIMATED = frozenset(
+    {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
+    | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error"}
+)
+"""What sampled rows give an estimate of, to be judged by its interval. What else a row holds is of
+the whole output (nonfinite, noise), or has a test of its own (bias)."""
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 """Multiples of an error, and so 0 where there is none, whatever the denominator."""
 _NUMBERS = (float | None, int | None, bool | None)
@@ -73,13 +79,24 @@ METRICS = frozenset(n for n in _FIELDS if not n.endswith("w1")) | {"suspicion", 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
     """A metric of a row, and where it is None, why: the row's own reason, else None again."""
-    if row.sampled and metric in MAXIMA:
-        return None, "a maximum over sampled rows bounds nothing"
     derived = DERIVED.get(metric)
     value: Value = derived(row) if derived else getattr(row, metric)
     if value is None and metric in ERRORS and row.rms == 0:
         return 0.0, None
     return value, row.nulls.get(metric)
+
+
+def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
+    """The interval of a metric that is estimated from sampled rows, where it has one. As in
+    `value_of`, a multiple of an error is 0 where there is none."""
+    if metric in ERRORS and row.rms == 0:
+        return row.interval.get("rms")
+    if metric != "lse_error":
+        return row.interval.get(metric)
+    ends, value = row.interval.get("rms"), lse_error(row)
+    if ends is None or value is None or not row.rms:
+        return ends
+    return ends[0] * value / row.rms, ends[1] * value / row.rms
 
 
 class Limit(Strict):
@@ -227,7 +244,8 @@ class Threshold(Limit):
     certain: Certain | None = None
     heads: Annotated[int, Field(ge=2)] | None = None
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
-    may_lack: Literal["nothing", "rows", "numbers"] = "nothing"
+    may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
+    """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:

@@ -38,9 +38,17 @@ def notes(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
             reason = (row.reason or "no reason given").replace(f" {row.format}", " it")
             key = (row.kernel, row.status, reason)
             found.setdefault(key, {})[row.format] = None
-    return tuple(
-        f"{kernel} {status} in {', '.join(formats)}: {reason}"
-        for (kernel, status, reason), formats in found.items()
+    sampled = max((row.rows_measured or 0 for row in rows), default=0)
+    some = (
+        f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
+        "maxima are lower bounds, and the intervals over seeds have the sampling in them.",
+    )
+    return (
+        *(some if sampled else ()),
+        *(
+            f"{kernel} {status} in {', '.join(formats)}: {reason}"
+            for (kernel, status, reason), formats in found.items()
+        ),
     )
 
 

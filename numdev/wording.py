@@ -74,10 +74,11 @@ def _baseline(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
 
 
 def _worst_row(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
+    of = " sampled" if rows and rows[0].sampled else ""
     return (
-        f"errs beyond what {verdict.format} explains in single rows: one of {_tensor(verdict)} is "
-        f"off by {_number(verdict)} x what is predicted for it, and {verdict.bound:g} x is the "
-        "limit"
+        f"errs beyond what {verdict.format} explains in single{of} rows: one of "
+        f"{_tensor(verdict)} is off by {_number(verdict)} x what is predicted for it, and "
+        f"{verdict.bound:g} x is the limit"
     )
 
 

@@ -19,7 +19,14 @@ from numdev.cli import main
 from numdev.config import bundled
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import judge, judge_report
-from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, write
+from numdev.report import (
+    NOT_PREDICTED,
+    AuditReport,
+    AuditSummary,
+    DeviationRow,
+    Provenance,
+    write,
+)
 from numdev.rules import (
     BIAS_ALPHA,
     BIAS_FORMATS,
@@ -296,7 +303,117 @@ def test_a_maximum_over_sampled_rows_never_passes(metric: str) -> None:
     book = rules(metric=metric, at_most=100)
     assert judge([row(**{metric: 1})], book).exit_code == 0
     assert judge([row(**{metric: 1}, sampled=True)], book).exit_code == 3
-    assert judge([row(sampled=True)], rules(metric="rms", at_most=1)).exit_code == 0
+    assert judge([estimated(rms=(9e-4, 1.1e-3))], rules(metric="rms", at_most=1)).exit_code == 0
+
+
+@pytest.mark.parametrize("metric", ["max_abs", "max_ulp", "worst_row"])
+def test_a_maximum_over_sampled_rows_fails_beyond_its_limit(metric: str) -> None:
+    """It is a lower bound: what it exceeds, all rows exceed. Also where the rule may lack it."""
+    for lenient in ("nothing", "numbers"):
+        book = rules(metric=metric, at_most=100, may_lack=lenient)
+        assert judge([row(**{metric: 101}, sampled=True)], book).exit_code == 1
+    assert judge([row(sampled=True)], rules(metric="fa_rule", at_most=0)).exit_code == 3
+
+
+def estimated(head: int = 0, **intervals: tuple[float, float]) -> DeviationRow:
+    """A row of sampled rows; each metric lies in the middle of its interval."""
+    middles = {metric: sum(ends) / 2 for metric, ends in intervals.items()}
+    return row(head, **middles, sampled=True, rows_measured=64, interval=intervals)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "code"), [(0.9, 1.1, 0), (0.9, 1.2, 3), (1.11, 1.3, 1), (1.0, 1.5, 3)]
+)
+def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: int) -> None:
+    """It passes if all of the interval is within the limit, fails if all of it is beyond, and is
+    undecided otherwise, whatever may be lacking."""
+    for lenient in ("nothing", "rows", "sampled", "numbers"):
+        book = rules(metric="expected_ratio", at_most=1.1, may_lack=lenient)
+        judged = judge([estimated(expected_ratio=(low, high))], book)
+        assert judged.exit_code == code
+        (said,) = judged.verdicts
+        if code == 3:
+            assert said.reasons == (
+                f"the interval of expected_ratio, {low:.3g} to {high:.3g}, contains the limit 1.1: "
+                "audit more rows",
+            )
+            assert said.unjudged == 1
+
+
+def test_what_is_exceeded_for_certain_outweighs_what_is_undecided() -> None:
+    """One head beyond its limit is exit code 1, beside others that are not decided."""
+    book = rules(metric="rms", at_most=1)
+    heads = [estimated(0, rms=(0.5, 2)), estimated(1, rms=(1.5, 2)), estimated(2, rms=(0.1, 0.2))]
+    judged = judge(heads, book)
+    assert judged.exit_code == 1
+    assert (judged.verdicts[0].judged, judged.verdicts[0].offending) == (2, 1)
+    assert judge([heads[0], heads[2]], book).exit_code == 3
+
+
+def test_an_estimate_without_an_interval_is_not_judged() -> None:
+    """A number alone says nothing of the rows that were not measured; but what is counted in all
+    rows, or has a test of its own, needs none."""
+    assert judge([row(sampled=True)], rules(metric="rms", at_most=1)).exit_code == 3
+    assert judge([row(sampled=True)], rules(metric="nonfinite", equals=0)).exit_code == 0
+    assert judge([row(sampled=True)], rules(metric="noise", at_most=0)).exit_code == 0
+
+
+def test_sampled_rows_without_any_error_pass() -> None:
+    """Where no sampled row errs, ratios to what is 0 too are 0, as they are of whole rows."""
+    none = {"expected_ratio": None, "nulls": {"expected_ratio": "0/0"}, "rms": 0.0}
+    exact = row(sampled=True, interval={"rms": (0.0, 0.0)}, **none)
+    assert judge([exact], rules(metric="expected_ratio", at_most=1.1)).exit_code == 0
+
+
+@pytest.mark.parametrize(("width", "code"), [(0.02, 0), (0.2, 3)])
+def test_the_median_of_estimates_is_judged_by_the_medians_of_their_ends(
+    width: float, code: int
+) -> None:
+    """Single heads may be undecided where the median is not: one of nine is beyond here."""
+    centers = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.04, 1.3]
+    heads = [estimated(h, expected_ratio=(c - width, c + width)) for h, c in enumerate(centers)]
+    book = rules(metric="expected_ratio", at_most=1.05, heads=8)
+    judged = judge(heads, book)
+    assert judged.exit_code == code
+    if code == 3:  # of the middle one of nine, 1.0
+        assert (
+            "the interval of the median expected_ratio, 0.8 to 1.2,"
+            in judged.verdicts[0].reasons[0]
+        )
+    high = [estimated(h, expected_ratio=(1.1, 1.12)) for h in range(9)]
+    assert judge(high, book).exit_code == 1
+
+
+def test_the_log_sum_exps_error_has_the_interval_of_its_rms() -> None:
+    """lse_error is derived: its ends are those of rms, over the same size."""
+    book = rules(metric="lse_error", at_most=1e-4)
+    for high, code in ((2e-5, 0), (1e-2, 3)):
+        one = lse(sampled=True, interval={"rms": (1e-6, high)})
+        assert judge([one], book).exit_code == code
+    assert judge([lse(sampled=True)], book).exit_code == 3
+
+
+def test_only_what_no_sample_has_may_be_lacking_in_one() -> None:
+    """`may_lack: sampled`: a key's gradient without a prediction is let pass, and a row that lacks
+    one for another reason is not."""
+    book = rules(metric="expected_ratio", at_most=1.1, may_lack="sampled")
+    judged = estimated(expected_ratio=(1.0, 1.05))
+    for why, code in ((NOT_PREDICTED, 0), ("no emulation stands for this kernel", 3)):
+        lacks = {"expected_ratio": None, "nulls": {"expected_ratio": why}, "sampled": True}
+        assert judge([judged, row(1, tensor="dk", **lacks)], book).exit_code == code
+    strict = rules(metric="expected_ratio", at_most=1.1, may_lack="rows")
+    lacks["nulls"] = {"expected_ratio": NOT_PREDICTED}
+    assert judge([judged, row(1, tensor="dk", **lacks)], strict).exit_code == 3
+
+
+def test_a_head_of_which_no_sampled_row_sees_a_key_is_not_passed() -> None:
+    """Others of its rows may see some, so that it is not a head without anything to judge."""
+    empty = {k: None for k in SOUND if k not in ("nonfinite", "sequences", "elements")}
+    nothing = row(1, **empty, elements=0, sampled=True)
+    sound = estimated(expected_ratio=(1.0, 1.05))
+    book = rules(metric="expected_ratio", at_most=1.1, may_lack="sampled")
+    assert judge([sound, nothing], book).exit_code == 3
+    assert judge([sound, nothing.model_copy(update={"sampled": False})], book).exit_code == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

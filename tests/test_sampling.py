@@ -1,0 +1,318 @@
+"""Sampled rows: which are drawn, and that a case of some rows is the same call to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from gradient_oracle import with_upstream
+from oracles import FEATURES, make_case
+from torch import Tensor
+
+from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask, key_range, visible
+from numdev.errors import Refused, UsageError
+from numdev.formats import FORMATS
+from numdev.inputs import Shapes
+from numdev.inputs import draw as draw_inputs
+from numdev.kernels import Kernel, emulated, find
+from numdev.kernels.key_gradients import key_gradients
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.sites import PRESETS
+from numdev.sampling import Sample, draw
+
+BF16 = FORMATS["bfloat16"]
+
+
+# --- what is drawn -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "count"), [(10, 3), (4096, 256), (1000, 999), (7, 1), (100, 7)])
+def test_one_position_in_each_stratum(length: int, count: int) -> None:
+    """Stratum s is [s L / n, (s + 1) L / n), rounded down; each has one position, in order."""
+    rows = draw(length, count, 0, "queries")
+    assert rows is not None
+    assert rows.dtype == torch.int64
+    assert rows.device.type == "cpu"
+    at = rows.tolist()
+    assert len(at) == count
+    for s, row in enumerate(at):
+        assert s * length // count <= row < (s + 1) * length // count
+
+
+def test_the_same_arguments_draw_the_same_rows_and_others_other_ones() -> None:
+    """Rows depend on seed and label, and on nothing that was drawn before."""
+    first = draw(4096, 64, 3, "queries")
+    torch.rand(5)
+    assert first is not None
+    assert torch.equal(first, draw(4096, 64, 3, "queries"))  # type: ignore[arg-type]
+    for other in (draw(4096, 64, 4, "queries"), draw(4096, 64, 3, "keys")):
+        assert other is not None
+        assert not torch.equal(first, other)
+
+
+def test_every_position_is_drawn_equally_often() -> None:
+    """Over 2000 seeds each of 12 positions is drawn 4/12 of the time, within 4 standard errors."""
+    counts = torch.zeros(12)
+    for seed in range(2000):
+        counts[draw(12, 4, seed, "queries")] += 1
+    assert (counts / 2000 - 1 / 3).abs().max() < 4 * (2 / 9 / 2000) ** 0.5
+
+
+def test_a_count_that_reaches_the_length_samples_nothing() -> None:
+    """Then all rows are measured; no rows at all cannot be asked for."""
+    assert draw(64, 64, 0, "queries") is None
+    assert draw(64, 65, 0, "queries") is None
+    assert Sample(count=64).queries(64) is None
+    assert Sample(count=64).keys(65) is not None
+    with pytest.raises(UsageError, match="1 or more"):
+        draw(64, 0, 0, "queries")
+
+
+# --- a case of some rows -------------------------------------------------------------------------
+
+
+def some(case: AttentionCase, *, last: bool = False) -> Tensor:
+    """Every other row; with `last` those from the second on, the last among them."""
+    return torch.arange(1 if last and case.q_len > 1 else 0, case.q_len, 2)
+
+
+def case_of(feature: str, **changes: Any) -> AttentionCase:
+    made: AttentionCase = make_case(**{**FEATURES[feature], "dtype": torch.bfloat16, **changes})
+    return made
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, NaN at the same places."""
+    return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("last", [False, True])
+def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool) -> None:
+    """Row by row: out, log-sum-exp, term scale within fp64 rounding of sums of at most 10 terms
+    (4e-15 of the terms), and which rows are empty, exactly."""
+    case = case_of(feature)
+    rows = some(case, last=last)
+    whole, part = attend(case), attend(case.select_rows(rows))
+    tolerance = 4e-15 * whole.term_scale[:, :, rows] + 1e-300
+    assert ((part.out - whole.out[:, :, rows]).abs() <= tolerance).all()
+    assert ((part.term_scale - whole.term_scale[:, :, rows]).abs() <= tolerance).all()
+    assert torch.allclose(part.lse, whole.lse[:, :, rows], rtol=1e-14, atol=1e-14)
+    assert torch.equal(part.empty, whole.empty[:, :, rows])
+    assert torch.equal(empty_rows(case.select_rows(rows)), empty_rows(case)[:, :, rows])
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_masks_are_those_of_the_rows(feature: str) -> None:
+    """`visible`, `explicit_mask` and `key_range` go by positions, for a range of keys and for
+    chosen ones."""
+    case = case_of(feature)
+    rows, keys = some(case), slice(0, case.kv_len)
+    part, every = case.select_rows(rows), slice(0, len(some(case)))
+    chosen = torch.arange(0, case.kv_len, 2)
+    shape = (case.q.shape[0], case.heads, case.q_len, case.kv_len)
+    whole = visible(case, slice(0, case.q_len), keys)
+    seen = visible(part, every, keys)
+    assert (whole is None) == (seen is None)
+    if whole is not None and seen is not None:
+        expected = whole.expand(shape)[:, :, rows]
+        assert torch.equal(seen.expand(expected.shape), expected)
+        some_keys = visible(part, every, chosen)
+        assert some_keys is not None
+        wanted = expected[..., chosen]
+        assert torch.equal(some_keys.expand(wanted.shape), wanted)
+    mask, cut = explicit_mask(case), explicit_mask(part)
+    assert (mask is None) == (cut is None)
+    if mask is not None and cut is not None:
+        expected = mask.expand(shape)[:, :, rows]
+        assert same(cut.expand(expected.shape), expected)
+    reach = [key_range(case, slice(i, i + 1)) for i in rows.tolist()]
+    assert key_range(part, every).start <= min(r.start for r in reach)
+    assert key_range(part, every).stop == max(
+        max(r.stop for r in reach), key_range(part, every).start
+    )
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("options", [{}, {"block_kv": 2, "block_q": 2, "kv_order": "descending"}])
+def test_the_emulation_of_some_rows_is_that_of_the_call(
+    feature: str, options: dict[str, Any]
+) -> None:
+    """Bit for bit in the output: roundings are those of each row's own tiles. (Sums in fp64 may
+    differ by their own rounding, which reaches bf16 once in 1e13.)"""
+    case = case_of(feature)
+    rows = some(case, last=True)
+    whole = find("emulated").attend(case, **options)
+    part = find("emulated").attend(case.select_rows(rows), **options)
+    assert same(part.out, whole.out[:, :, rows])
+    assert part.lse is not None
+    assert whole.lse is not None
+    assert torch.allclose(part.lse, whole.lse[:, :, rows], rtol=2e-7, atol=0)
+
+
+def long(regime: str = "normal", length: int = 300, **changes: Any) -> AttentionCase:
+    shapes = Shapes(
+        batch=1, heads=4, kv_heads=2, q_len=length, kv_len=length, head_dim=16, v_dim=16
+    )
+    x = draw_inputs(regime, shapes, seed=0, options={}, gradients=True)
+    fields = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25, **changes}
+    return AttentionCase(ref=CaseRef(case="long"), **fields).rounded_to(BF16)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "offset": {"is_causal": True, "causal_offset": 7},
+    "window": {"is_causal": True, "window": (40, 0)},
+    "both sides": {"window": (33, 20)},
+    "soft cap": {"is_causal": True, "softcap": 2.0},
+    "sinks": {"is_causal": True, "sinks": torch.tensor([0.0, 1.0, -1.0, 2.0])},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_over_many_tiles(kind: str, preset: str) -> None:
+    """Over lengths of several tiles the output and dq of sampled rows are the call's, bit for bit,
+    in every preset; also in the fp32 arithmetic of predictions, but for the 1 % of elements that
+    its own roundings may carry over a boundary."""
+    case, options = long(**KINDS[kind]), {"preset": preset, "block_q": 64, "block_kv": 32}
+    if preset in ("eager", "exact"):
+        options = {"preset": preset}
+    rows = draw(case.q_len, 40, 1, "queries")
+    assert rows is not None
+    part = case.select_rows(rows)
+    whole, few = emulated.gradients(case, **options), emulated.gradients(part, **options)
+    rounded = preset != "exact"
+    for name in ("out", "dq"):
+        a, b = getattr(few, name), getattr(whole, name)[:, :, rows]
+        assert same(a, b) if rounded else torch.allclose(a, b, rtol=1e-12, atol=1e-13), name
+    options["compute"] = "float32"
+    whole, few = emulated.gradients(case, **options), emulated.gradients(part, **options)
+    for name in ("out", "dq"):
+        a, b = getattr(few, name).double(), getattr(whole, name)[:, :, rows].double()
+        assert (a != b).double().mean() < 0.01 if rounded else torch.allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "both sides"])
+def test_truncation_tells_the_blocks_and_they_are_the_calls(kind: str) -> None:
+    """Rounding toward zero O shrinks at every tile its block takes part in, so that there the
+    blocks must be those of the call; and O differs between blocks of 16 and 128."""
+    case = long(length=256, **KINDS[kind])
+    rows = draw(256, 50, 2, "queries")
+    assert rows is not None
+    outs = []
+    for block in (16, 128):
+        options = {"preset": "golden2024", "rounding": "toward_zero", "block_q": block}
+        whole = find("emulated").attend(case, block_kv=16, **options).out
+        part = find("emulated").attend(case.select_rows(rows), block_kv=16, **options).out
+        assert same(part, whole[:, :, rows])
+        outs.append(whole)
+    assert kind == "full" or not same(*outs)
+
+
+def test_the_baseline_of_some_rows_is_that_of_the_call() -> None:
+    """But for the last bit, since a product of other shape may be summed in another order: under
+    1 % of its elements differ."""
+    case = long(is_causal=True)
+    rows = draw(case.q_len, 40, 1, "queries")
+    assert rows is not None
+    whole, part = find("baseline").attend(case), find("baseline").attend(case.select_rows(rows))
+    assert (part.out != whole.out[:, :, rows]).double().mean() < 0.01
+
+
+def test_selections_compose() -> None:
+    """Rows of rows are the rows they name, heads and roundings keep them, and the mask follows."""
+    mask = torch.rand(1, 4, 300, 300, generator=torch.Generator().manual_seed(0)) < 0.7
+    case = long(is_causal=True, mask=mask)
+    outer, inner = torch.arange(3, 300, 7), torch.tensor([0, 4, 11])
+    twice, once = case.select_rows(outer).select_rows(inner), case.select_rows(outer[inner])
+    assert twice.positions is not None
+    assert torch.equal(twice.positions, outer[inner])
+    a, b = (attend(c.select_heads([1, 3]).rounded_to(FORMATS["float16"])) for c in (twice, once))
+    assert torch.equal(a.out, b.out)
+    assert not torch.equal(a.out, attend(case.select_rows(inner).select_heads([1, 3])).out)
+
+
+@pytest.mark.parametrize("rows", [[2, 1], [1, 1]])
+def test_rows_must_be_in_order(rows: list[int]) -> None:
+    """Tiles take rows for a range of positions, so disorder or repetition is refused."""
+    with pytest.raises(UsageError, match="ascending"):
+        long().select_rows(torch.tensor(rows))
+    with pytest.raises(UsageError, match="positions are"):
+        dataclasses.replace(long(), positions=torch.arange(3))
+
+
+def test_a_kernel_under_audit_refuses_some_rows() -> None:
+    """A kernel that computes whole calls would take the rows for neighbours; it never gets them."""
+    case = long(is_causal=True)
+    part = case.select_rows(torch.arange(0, 300, 3))
+    mine = Kernel(name="mine", function=lambda case: case.q)
+    for run in (mine.attend, mine.gradients):
+        with pytest.raises(Refused, match="whole calls"):
+            run(part)
+    with pytest.raises(Refused, match="whole calls"):
+        find("sdpa-flash").attend(part)
+    for name in ("reference", "floor", "baseline", "emulated"):
+        assert find(name).attend(part).out.shape[2] == 100
+
+
+# --- the gradients of some keys ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
+    """dk, dv and their term scales at sampled keys are the rows of the whole backward reference,
+    within fp64 rounding of some 50 operations (1e-14 of the terms), and so is which are unseen."""
+    case = with_upstream(case_of(feature, dtype=torch.float64))
+    keys = torch.arange(0, case.kv_len, 2)
+    whole, part = gradients(case), key_gradients(case, keys)
+    for name in ("dk", "dv"):
+        terms = getattr(whole, f"{name}_terms")[:, :, keys]
+        error = getattr(part, name) - getattr(whole, name)[:, :, keys]
+        assert (error.abs() <= 1e-14 * terms + 1e-300).all()
+        found = getattr(part, f"{name}_terms")
+        assert ((found - terms).abs() <= 1e-14 * terms + 1e-300).all()
+    assert torch.equal(part.unseen, whole.unseen[:, :, keys])
+    assert torch.allclose(part.lse, whole.lse, rtol=1e-15)
+
+
+def test_key_gradients_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory allows a few rows at a time, and the sums are the same."""
+    module = importlib.import_module("numdev.kernels.key_gradients")
+    case, keys = long(is_causal=True), torch.tensor([0, 17, 150, 299])
+    whole = key_gradients(case, keys)
+    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 8 * 4 * 4 * 4 * 37})
+    part = key_gradients(case, keys)
+    assert torch.allclose(part.dk, whole.dk, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(part.dv, whole.dv, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_what_is_not_finite_spreads_as_in_the_reference(name: str) -> None:
+    """A NaN or infinity in one row reaches the same gradients of keys, and no others."""
+    for value in (float("nan"), float("inf")):
+        case = long(is_causal=True, length=40)
+        x = getattr(case, name).clone()
+        x[0, 0, 20, 3] = value
+        changed: dict[str, Any] = {name: x}
+        case = dataclasses.replace(case, **changed)
+        keys = torch.tensor([0, 5, 19, 20, 21, 39])
+        whole, part = gradients(case), key_gradients(case, keys)
+        for tensor in ("dk", "dv"):
+            a, b = getattr(part, tensor), getattr(whole, tensor)[:, :, keys]
+            assert torch.equal(a.isfinite(), b.isfinite()), (tensor, value)
+
+
+def test_dq_of_some_rows_is_the_calls() -> None:
+    """A row of dq, its term scale and its delta depend on the row's own query alone."""
+    case = long(is_causal=True)
+    rows = draw(300, 30, 0, "queries")
+    assert rows is not None
+    whole, part = gradients(case), gradients(case.select_rows(rows))
+    for name in ("dq", "dq_terms", "delta", "out", "lse"):
+        a, b = getattr(part, name), getattr(whole, name)[:, :, rows]
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-14), name
