@@ -1,0 +1,347 @@
+"""The kernel `triton-flash`, on a CPU: in Triton's interpreter, and what of it needs no triton.
+
+The interpreter runs once, in a process of its own (`triton_flash_cases.py`, which derives the
+bounds). What the device does is in `test_triton_flash_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from interpreted import python, results_of
+
+from numdev.cases import AttentionCase, CaseRef, visible
+from numdev.errors import UsageError
+from numdev.formats import FORMATS, round_to
+from numdev.kernels import find
+from numdev.kernels.emulated import emulated
+from numdev.kernels.output import Output
+from numdev.kernels.sites import recipe
+from numdev.kernels.triton_flash_options import CHOICES, EMULATED, in_force
+from numdev.kernels.triton_flash_plan import backward_tiles, forward_tiles, plan_of, size_of
+from numdev.system import System
+
+KERNEL = find("triton-flash")
+TENSORS = ("out", "dq", "dk", "dv")
+SYSTEM = System(device="cuda")
+
+
+def case(**changes: Any) -> AttentionCase:
+    shapes = {"q": (1, 2, 6, 20), "k": (1, 1, 9, 20), "v": (1, 1, 9, 4)}
+    dtype = changes.pop("dtype", torch.bfloat16)
+    tensors = {name: torch.ones(*shape, dtype=dtype) for name, shape in shapes.items()}
+    return AttentionCase(ref=CaseRef(case="small"), **{"scale": 0.5, **tensors, **changes})
+
+
+# --- in the interpreter --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, list[dict[str, Any]]]:
+    """What `triton_flash_cases.py` found."""
+    return results_of("triton_flash_cases.py")
+
+
+@pytest.mark.slow
+def test_every_case_is_within_its_bound(interpreted: dict[str, Any]) -> None:
+    """Output, log-sum-exp and gradients err by less than roundings can add up to: masks, windows,
+    grouped heads, sinks, odd shapes and layouts, in fp16 and fp32."""
+    assert len(interpreted["accuracy"]) == 2 * 19
+    for found in interpreted["accuracy"]:
+        for tensor, share in found["shares"].items():
+            assert share <= 1.0, (found["case"], tensor, share)
+
+
+@pytest.mark.slow
+def test_rows_without_keys_are_zero(interpreted: dict[str, Any]) -> None:
+    """They have out = 0 and dq = 0, whether position or a mask empties them."""
+    empty = {found["case"]: found["empty"] for found in interpreted["accuracy"]}
+    for name in ("causal, rows without keys", "bool mask", "lowest everywhere"):
+        assert empty[f"{name}, torch.float16"] > 0
+    assert all(found["in empty rows"] == 0.0 for found in interpreted["accuracy"])
+
+
+@pytest.mark.slow
+def test_the_bounds_reject_a_wrong_scale(interpreted: dict[str, Any]) -> None:
+    """A scale 1 % off is beyond the bound of every tensor, wherever the scale decides something."""
+    indifferent = ("one key", "no scale", "lowest everywhere")
+    for found in interpreted["accuracy"]:
+        if not found["case"].startswith(indifferent):
+            assert min(found["off"].values()) > 1.0, (found["case"], found["off"])
+
+
+@pytest.mark.slow
+def test_no_range_of_positions_loses_a_key(interpreted: dict[str, Any]) -> None:
+    """Whatever window, offset, lengths and tiles are, fp32 is within its bound: tiles are neither
+    skipped nor taken for full wrongly."""
+    assert len(interpreted["positions"]) == 24
+    for found in interpreted["positions"]:
+        assert max(found["shares"].values()) <= 1.0, found
+
+
+def met(found: dict[str, Any]) -> list[list[bool]]:
+    """By place on the other axis, whether each line meets it."""
+    start, stop, total, first, last = found["given"]
+    return [
+        [
+            (not found["LEFT"] or place >= line + first)
+            and (not found["RIGHT"] or place <= line + last)
+            for line in range(start, stop)
+        ]
+        for place in range(total)
+    ]
+
+
+@pytest.mark.slow
+def test_ranges_of_tiles_are_exact(interpreted: dict[str, Any]) -> None:
+    """The tiles visited are those that some line meets, and those taken for full are full: nothing
+    is lost, and nothing is computed in vain at either end. Without a limit on a side the sweep
+    that checks there is the other one's."""
+    assert len(interpreted["ranges"]) == 400
+    for found in interpreted["ranges"]:
+        begin, full, rest, end = found["places"]
+        block, lines = found["BLOCK"], met(found)
+        assert 0 <= begin <= full <= rest, found
+        assert begin % block == full % block == rest % block == 0, found
+        assert found["LEFT"] or begin == full, found
+        assert all(all(row) for row in lines[full:rest]), found
+        assert rest == full or rest <= len(lines), found
+        some = [place for place, row in enumerate(lines) if any(row)]
+        if some:
+            assert begin == some[0] // block * block, found
+            assert end == some[-1] + 1, found
+            whole = range(0, len(lines) // block * block, block)
+            full_tiles = [t for t in whole if all(map(all, lines[t : t + block]))]
+            assert list(range(full, rest, block)) == full_tiles, found
+
+
+@pytest.mark.slow
+def test_every_option_is_within_its_bound(interpreted: dict[str, Any]) -> None:
+    """So are all options, in fp16, each with what it may add."""
+    for found in interpreted["options"]:
+        assert max(found["shares"].values()) <= 1.0, found
+
+
+@pytest.mark.slow
+def test_options_compute_what_they_claim(interpreted: dict[str, Any]) -> None:
+    """Under its claim every option's rms error is as the emulation has it, to 3 %, and element by
+    element less than 0.2 of it is left: a P whose last bits differ may fall on the other side of a
+    boundary, and in float16 some do."""
+    for found in interpreted["options"]:
+        for tensor, (ratio, residual) in found["claimed"].items():
+            assert abs(ratio - 1.0) < 0.03, (found["options"], tensor, ratio)
+            assert residual < 0.2, (found["options"], tensor, residual)
+
+
+@pytest.mark.slow
+def test_the_comparison_rejects_another_claim(interpreted: dict[str, Any]) -> None:
+    """Held against the emulation of the defaults, an option that rounds otherwise leaves more than
+    0.25 in some tensor: each is really in force."""
+    same = ({}, {"exponential": "exp"})
+    changed = [found for found in interpreted["options"] if found["options"] not in same]
+    assert len(changed) == len(interpreted["options"]) - 2
+    for found in changed:
+        assert max(residual for _, residual in found["plain"].values()) > 0.25, found["options"]
+
+
+def expected_of_ties(score: float, beta: float, dtype: str) -> tuple[float, bool]:
+    """O of two tied scores with V = 1, and whether P is lost: P is the rounded exp of minus the
+    shift, l the sum of those that are not rounded."""
+    below = (beta - 1.0) * score if score > 0 else -score
+    fmt = FORMATS[dtype]
+    # In float32 there is nothing left to round.
+    P = torch.tensor(math.exp(-below), dtype=torch.float32).double()
+    O = float(round_to(round_to(P, fmt) / P, fmt))
+    return O, score > 0 and math.exp(-below) < fmt.smallest_normal
+
+
+@pytest.mark.slow
+def test_stabilised_softmax_of_ties(interpreted: dict[str, Any]) -> None:
+    """Two tied scores with V = 1 are 1 exactly in plain softmax, whose P is 1. Stabilised, P is
+    the rounded exp of the shift, and so the output is off by how that rounds; beyond the format's
+    range the row is NaN, not a number. The log-sum-exp hears nothing of the shift."""
+    assert any(found["stabilised"] < 1.0 for found in interpreted["stabilised"])
+    assert any(math.isnan(found["stabilised"]) for found in interpreted["stabilised"])
+    for found in interpreted["stabilised"]:
+        O, lost = expected_of_ties(found["score"], found["beta"], found["dtype"])
+        assert found["plain"] == 1.0
+        assert found["claim"] is None
+        if lost:
+            assert math.isnan(found["stabilised"]), found
+            assert math.isnan(found["lse"]), found
+        else:
+            assert found["stabilised"] == O, found
+            # m is beta times the score and log l takes it back: 4 roundings of numbers that large.
+            spread = 4 * 2.0**-24 * max(1.0, found["beta"] * abs(found["score"]))
+            assert found["lse"] == pytest.approx(found["score"] + math.log(2.0), abs=spread)
+
+
+@pytest.mark.slow
+def test_stabilised_softmax_without_ties(interpreted: dict[str, Any]) -> None:
+    """Without ties it is plain softmax, bit by bit; with a tolerance that ties every score it is
+    another computation, within the same bounds. Rows without keys stay 0."""
+    none, all_tied = interpreted["unshifted"]
+    assert none["equal"]
+    assert not all_tied["equal"]
+    for found in (none, all_tied):
+        assert max(found["shares"].values()) <= 1.0, found
+
+
+# --- options and claims --------------------------------------------------------------------------
+
+
+def test_it_is_listed_without_triton() -> None:
+    """The kernel is registered, validated and described where triton cannot be imported."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from numdev.kernels import find\n"
+        "k = find('triton-flash'); print(k.with_options({'p': 'float32'})['p'], k.summary)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("float32 Flash attention in Triton")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scores": "bfloat16"}, "scores"),
+        ({"p": "exact"}, "p is"),
+        ({"loop_order": "k"}, "loop_order"),
+        ({"kv_order": "down"}, "kv_order"),
+        ({"delta_from": "O"}, "delta_from"),
+        ({"exponential": "exact"}, "exponential"),
+        ({"softmax": "stable"}, "did you mean"),
+        ({"block_q": 8}, "from 16 on"),
+        ({"block_kv": 48}, "power of two"),
+        ({"block_kv": 64.0}, "whole number"),
+        ({"num_warps": 3}, "power of two"),
+        ({"num_stages": 0}, "from 1 on"),
+        ({"beta": 2.0}, "of the stabilised softmax"),
+        ({"tie_tolerance": 0.0}, "of the stabilised softmax"),
+        ({"softmax": "stabilised", "beta": 0.5}, "from 1.0 on"),
+        ({"softmax": "stabilised", "tie_tolerance": -1.0}, "from 0.0 on"),
+        ({"softmax": "stabilised", "beta": math.nan}, "from 1.0 on"),
+    ],
+)
+def test_senseless_options_are_refused(options: dict[str, Any], words: str) -> None:
+    """Before anything runs, with the option's name and what it could be."""
+    with pytest.raises(UsageError, match=words):
+        KERNEL.with_options(options)
+
+
+def test_stabilised_has_the_authors_values() -> None:
+    """Where they are not given, beta is 2 and the tolerance 1e-3."""
+    options = in_force({"softmax": "stabilised"}, KERNEL.function)
+    assert (options["beta"], options["tie_tolerance"]) == (2.0, 1e-3)
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_shared_options_are_those_of_the_emulation(name: str) -> None:
+    """An option that `emulated` has too takes none but values that `emulated` takes."""
+    from numdev.kernels.sites import SITES
+
+    for value in CHOICES.get(name, (64,)):
+        given = {name: value}
+        made = recipe(sites=given) if name in SITES else recipe(**given)
+        assert (made.sites[name] if name in SITES else getattr(made, name)) == value
+
+
+def claim(**options: Any) -> Any:
+    """What it claims of a run with these options, from what such a run says of itself."""
+    from numdev.kernels.triton_flash import _call
+
+    ran = _call(case(), options).ran
+    return KERNEL.claims(case(), Output(out=torch.zeros(1, 2, 6, 4), ran=ran), SYSTEM)
+
+
+def test_the_claim_is_what_ran() -> None:
+    """Every option in force stands in `ran`, tiles included, and the claim is read off it; a case
+    can be emulated under it."""
+    found = claim(scores="working", block_kv=16, kv_order="descending")
+    assert found["scores"] == "working"
+    assert found["block_kv"] == 16
+    assert found["block_q"] == 128
+    assert found["kv_order"] == "descending"
+    assert (found["p"], found["accumulator"]) == ("working", "float32")
+    emulated(case(), **found)
+
+
+def test_the_stabilised_softmax_claims_nothing() -> None:
+    """No emulation has its shift."""
+    assert claim(softmax="stabilised") is None
+
+
+# --- what follows from a case --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"softcap": 5.0}, "soft cap"),
+        ({"dtype": torch.float64}, "not float64"),
+        ({"mask": torch.zeros(9, dtype=torch.float64)}, "mask is in float64"),
+        ({"v": torch.ones(1, 1, 9, 257, dtype=torch.bfloat16)}, "at most 256 features"),
+        ({"sinks": torch.zeros(2)}, None),
+        ({"dtype": torch.float32}, None),
+    ],
+)
+def test_what_it_cannot_do_has_a_reason(changes: dict[str, Any], reason: str | None) -> None:
+    """A case it cannot run is declined in words; the rest is not."""
+    found = KERNEL.supports(case(**changes))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "causal_offset": -2},
+        {"window": (2, 1)},
+        {"window": (None, 3), "causal_offset": 1},
+        {"window": (1, None)},
+        {"window": (3, 2), "is_causal": True, "causal_offset": 4},
+        {"window": (10**12, 0)},
+    ],
+)
+def test_positions_are_two_limits(changes: dict[str, Any]) -> None:
+    """Causality, offset and window together are a first and a last key beside each row's own
+    number, and show what `visible` shows."""
+    here = case(**changes)
+    plan, size = plan_of(here, in_force({}, KERNEL.function)), size_of(here)
+    i, j = torch.arange(6)[:, None], torch.arange(9)[None, :]
+    shown = torch.ones(6, 9, dtype=torch.bool)
+    if plan.left:
+        shown &= j >= i + size.first
+    if plan.right:
+        shown &= j <= i + size.last
+    expected = visible(here, slice(0, 6), slice(0, 9))
+    assert torch.equal(shown, torch.ones_like(shown) if expected is None else expected)
+    assert abs(size.first) <= 1 << 30
+
+
+def test_tiles_follow_the_widest_head_and_the_products() -> None:
+    """fp32 products have small tiles, also where only P is fp32, and what is asked for is taken."""
+    bf16 = case(v=torch.ones(1, 1, 9, 129, dtype=torch.bfloat16))
+
+    def tiles(here: AttentionCase, **given: Any) -> Any:
+        options = in_force(given, KERNEL.function)
+        plan = plan_of(here, options)
+        return forward_tiles(plan, here.q.dtype, options), *backward_tiles(plan, here.q.dtype)
+
+    assert tiles(case())[0][:2] == (128, 64)
+    assert tiles(bf16)[1][:2] == (64, 32)
+    assert tiles(case(dtype=torch.float32))[2][:2] == (32, 32)
+    assert tiles(case(), p="float32")[0][:2] == (32, 32)
+    assert tiles(case(), p="float32")[1] == tiles(case())[1]
+    assert tiles(case(), block_q=16, num_warps=2)[0][:3] == (16, 64, 2)
+
+
+def test_heads_are_padded_to_powers_of_two() -> None:
+    """20 features take 32 places, 4 take 16, which is the least."""
+    plan = plan_of(case(), in_force({}, KERNEL.function))
+    assert (plan.head_dim, plan.wide, plan.v_dim, plan.v_wide) == (20, 32, 4, 16)
