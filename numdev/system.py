@@ -139,9 +139,18 @@ def _torch_settings() -> dict[str, Any]:
         "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
         "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
         "sdpa_math_reduced_precision": (torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()),
+        "flash_attention_impl": flash_attention_impl(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cpu_capability_override": os.environ.get("ATEN_CPU_CAPABILITY"),
     }
+
+
+def flash_attention_impl() -> str | None:
+    """What was activated in place of PyTorch's own flash attention kernels
+    (`torch.nn.attention.activate_flash_attention_impl`), by its name; None: nothing was."""
+    from torch.nn.attention import current_flash_attention_impl
+
+    return current_flash_attention_impl()
 
 
 def _cpu_name() -> str:

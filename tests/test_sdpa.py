@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from numdev.errors import MeasurementError
 from numdev.inputs import Shapes, draw
 from numdev.kernels import Refused, find, sdpa
 from numdev.kernels.reference import attend
+from numdev.system import System
 
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 ON_CPU = ("sdpa-math", "sdpa-flash", "sdpa-default")
@@ -167,6 +169,60 @@ def test_what_forward_refuses_backward_refuses(field: str) -> None:
         find("sdpa-flash").gradients(case)
     with pytest.raises(Refused, match="same last dimension"):
         find("sdpa-flash").gradients(step(v_dim=7))
+
+
+# --- replaced implementations --------------------------------------------------------------------
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch's CPU flash kernel and its backward replaced by others, through the registry that is
+    there for it, as the implementation `ZEROS`."""
+    from torch.nn.attention import _registry
+
+    class Handle:
+        def __init__(self, library: torch.library.Library) -> None:
+            self.library = library
+
+        def remove(self) -> None:
+            self.library._destroy()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    def backward(dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    def register() -> Handle:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl(CPU_FLASH, forward, "CPU")
+        library.impl(f"{CPU_FLASH}_backward", backward, "CPU")
+        return Handle(library)
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {"ZEROS": register})
+    torch.nn.attention.activate_flash_attention_impl("ZEROS")
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_a_replaced_implementation_is_recorded(replaced: None) -> None:
+    """What was activated in place of PyTorch's flash kernels stands in the settings, and in what
+    ran of both passes of flash attention; the math path is not touched by it."""
+    assert System.here("cpu").settings["flash_attention_impl"] == "ZEROS"
+    for name in ("sdpa-flash", "sdpa-default"):
+        found = find(name).gradients(step(kv_len=4))
+        assert found.ran == f"{CPU_FLASH} (ZEROS)"
+        assert found.ran_backward == f"{CPU_FLASH}_backward (ZEROS)"
+        assert not found.out.any()
+        assert find(name).claims(step(kv_len=4), found, System.here("cpu")) == {"preset": "fa2"}
+    assert find("sdpa-math").attend(make_case()).ran == "math"
+
+
+def test_pytorchs_own_implementation_needs_no_word() -> None:
+    """Nothing is said of an implementation that was not replaced, also after one was."""
+    assert System.here("cpu").settings["flash_attention_impl"] is None
+    assert find("sdpa-flash").attend(make_case(kv_len=4)).ran == CPU_FLASH
 
 
 # --- refusing ------------------------------------------------------------------------------------

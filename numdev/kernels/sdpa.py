@@ -5,6 +5,8 @@ its own words become the reason. Which operator really ran is observed in the di
 measured call itself, and a forced backend whose operator did not run is an error, not a result.
 So it is with the backward pass: every fused operator has one of its own, called as the forward is
 with `_backward` behind it, and autograd shows its dispatch also where a thread of its own runs it.
+Where PyTorch's flash kernels were replaced (`activate_flash_attention_impl`) the operator keeps its
+name, and what stands in its place is part of what ran.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from numdev.errors import MeasurementError
 from numdev.kernels import Output, Refused, Requirement, kernel
 from numdev.kernels.backward import differentiate
 from numdev.kernels.sdpa_claims import claims
+from numdev.system import flash_attention_impl
 
 FUSED = {
     "_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
@@ -101,7 +104,7 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     chosen = FUSED.get(ran, SDPBackend.MATH)
     if backend is not None and chosen != backend:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
-    return Output(out=out, lse=_lse(log.returned, out), ran=ran)
+    return Output(out=out, lse=_lse(log.returned, out), ran=_named(ran))
 
 
 def _step(backend: SDPBackend | None) -> Callable[[AttentionCase], Output]:
@@ -110,13 +113,22 @@ def _step(backend: SDPBackend | None) -> Callable[[AttentionCase], Output]:
     def step(case: AttentionCase) -> Output:
         log = OperatorLog()
         found = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
-        own = f"{found.ran}_backward" if found.ran in FUSED else "math"
+        forward = (found.ran or "").partition(" ")[0]
+        own = f"{forward}_backward" if forward in FUSED else "math"
         ran = log.first(FUSED_BACKWARD)
         if backend is not None and ran != own:
-            raise MeasurementError(f"{found.ran} ran forward, and {ran} instead of {own} backward")
-        return dataclasses.replace(found, ran_backward=ran)
+            raise MeasurementError(f"{forward} ran forward, and {ran} instead of {own} backward")
+        return dataclasses.replace(found, ran_backward=_named(ran))
 
     return step
+
+
+def _named(operator: str) -> str:
+    """An operator as evidence: a flash operator with what was activated in its place, as in
+    `_scaled_dot_product_flash_attention (FA4)`. Nothing is claimed of how that rounds."""
+    active = flash_attention_impl()
+    flash = FUSED.get(operator.removesuffix("_backward")) == SDPBackend.FLASH_ATTENTION
+    return f"{operator} ({active})" if active and flash else operator
 
 
 def _lse(returned: Any, out: Tensor) -> Tensor | None:

@@ -32,8 +32,8 @@ def claims(case: AttentionCase, output: Output, system: System) -> Claim:
     known = {
         "math": _math,
         "_scaled_dot_product_flash_attention_for_cpu": _flash_on_cpu,
-        "_scaled_dot_product_flash_attention": _flash,
-        "_scaled_dot_product_efficient_attention": _efficient,
+        "_scaled_dot_product_flash_attention": flash_attention_2,
+        "_scaled_dot_product_efficient_attention": efficient_attention,
         "_scaled_dot_product_cudnn_attention": _cudnn,
     }
     return known.get(output.ran or "", _fused)(case, system)
@@ -63,7 +63,7 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
     }
 
 
-def _efficient(case: AttentionCase, system: System) -> Claim:
+def efficient_attention(case: AttentionCase, system: System) -> Claim:
     """Its backward keeps P in the working format for both products, and scales dS before it is
     rounded."""
     tile = 64 if case.v.shape[-1] <= 64 else 128
@@ -75,7 +75,7 @@ def _cudnn(case: AttentionCase, system: System) -> Claim:
     return {"preset": "fa2", "block_kv": 128, "ds_scale": "before"}
 
 
-def _flash(case: AttentionCase, system: System) -> Claim:
+def flash_attention_2(case: AttentionCase, system: System) -> Claim:
     """FlashAttention-2, which begins with the last tile. A call too small to fill the GPU divides
     its keys, and then its tiles are larger."""
     d = case.q.shape[-1]

@@ -1,0 +1,382 @@
+"""The adapters for external packages, each against a stand-in of its documented interface.
+
+The stand-ins (stand_ins.py) compute in float64 and round once, so an adapter that says everything
+right returns the reference, rounded once; each of their faults is one that an adapter could have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from gradient_oracle import step
+from oracles import make_case
+from torch import Tensor
+
+from numdev.cases import AttentionCase, empty_rows
+from numdev.errors import UsageError
+from numdev.kernels import Output, Refused, find
+from numdev.kernels.packing import pack, starts, unpack, unpack_lse
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.sdpa_claims import efficient_attention, flash_attention_2
+from numdev.system import System
+
+FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
+NO_GPU = System(device="cpu")
+H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {"varlen": varlen}) for name in FLASH for varlen in (False, True)),
+    *(
+        ("xformers", {"op": op, "varlen": varlen})
+        for op in ("cutlass", "flash")
+        for varlen in (False, True)
+    ),
+)
+# Shapes that no layout can be taken for another in; head dimensions that all of them take.
+SHAPE: dict[str, Any] = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 8}
+LONG: dict[str, Any] = {"q_len": 5, "kv_len": 9, "causal_offset": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one head each": {"heads": 3, "kv_heads": 3},
+    "one query": {"q_len": 1, "kv_len": 9},
+    "causal": {"q_len": 6, "kv_len": 6, "is_causal": True},
+    "causal, more keys": {**LONG, "is_causal": True},
+    "causal, more queries": {"q_len": 9, "kv_len": 5, "causal_offset": -4, "is_causal": True},
+    "sliding window": {**LONG, "is_causal": True, "window": (2, 0)},
+    "sliding window, open to the right": {**LONG, "is_causal": True, "window": (2, None)},
+    "causal with a window that hides nothing": {**LONG, "is_causal": True, "window": (None, None)},
+    "another scale": {"scale": 0.9},
+}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "window": {**LONG, "window": (2, 1)},
+    "window, left only": {**LONG, "window": (1, None)},
+    "window, right only": {**LONG, "window": (None, 2)},
+    "window, own key": {**LONG, "window": (0, 0)},
+}
+SOFTCAP: dict[str, dict[str, Any]] = {"soft cap": {"softcap": 0.75, "logits": 3.0}}
+
+
+def case_of(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> AttentionCase:
+    return make_case(**{**SHAPE, **fields}, dtype=dtype)
+
+
+def assert_rounded(found: Tensor, exact: Tensor, empty: Tensor) -> None:
+    """`found` is the exact answer rounded once to its format, with 1 % for the float64 that both
+    were computed in; rows that see nothing are 0."""
+    u = 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-11
+    expected = exact.masked_fill(empty[..., None], 0.0)
+    # Below the smallest normal number of float16 the spacing is 2^-24.
+    assert ((found.double() - expected).abs() <= 1.01 * u * expected.abs() + 2.0**-24).all()
+
+
+def assert_right(case: AttentionCase, found: Output) -> None:
+    """Output and log-sum-exp are the reference's, the latter to float32."""
+    exact, empty = attend(case), empty_rows(case)
+    assert_rounded(found.out, exact.out, empty)
+    assert found.lse is not None
+    off = (found.lse.double() - exact.lse).masked_fill(empty & (case.sinks is None), 0.0).abs()
+    assert (off <= 2.0**-23 * (1 + exact.lse.masked_fill(empty, 0.0).abs())).all()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    return stand_ins.install(monkeypatch)
+
+
+# --- layouts, alignment, windows, the log-sum-exp ------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize("feature", CASES)
+def test_adapters_say_everything_right(
+    calls: list[dict[str, Any]], name: str, options: dict[str, Any], feature: str, dtype: Any
+) -> None:
+    """Through every interface, batched or packed, a case's output and log-sum-exp are the fp64
+    reference's, rounded once."""
+    case = case_of(CASES[feature], dtype)
+    assert_right(case, find(name).attend(case, **options))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*VARIANTS[:6], ("xformers", {"op": "flash", "varlen": False})]
+)
+@pytest.mark.parametrize("feature", WINDOWS)
+def test_windows_without_causality(
+    calls: list[dict[str, Any]], name: str, options: dict[str, Any], feature: str
+) -> None:
+    """Windows that look both ways are aligned bottom-right too, each side with or without limit."""
+    case = case_of(WINDOWS[feature])
+    assert_right(case, find(name).attend(case, **options))
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS[:6])
+def test_soft_cap(calls: list[dict[str, Any]], name: str, options: dict[str, Any]) -> None:
+    """The soft cap is the packages' own."""
+    case = case_of(SOFTCAP["soft cap"])
+    assert_right(case, find(name).attend(case, **options))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_sinks_of_version_4(calls: list[dict[str, Any]], varlen: bool) -> None:
+    """FlashAttention-4's sinks are a case's: a logit per head that is part of the log-sum-exp."""
+    case = case_of({"sinks": True})
+    assert_right(case, find("flash-attn-4").attend(case, varlen=varlen))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "bool": {"mask": ("bool", "bhqk")},
+    "additive": {"mask": ("float", "bhqk")},
+    "additive, one for all": {"mask": ("holes", "qk")},
+    "per key and causal": {"mask": ("float", "b11k"), "is_causal": True},
+    "per head and window": {"mask": ("bool", "1hqk"), "window": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("feature", MASKS)
+def test_masks_of_xformers(calls: list[dict[str, Any]], feature: str, kv_heads: int) -> None:
+    """A mask of any shape becomes a tensor added to the scores, with causality and windows in it,
+    of the alignment that xFormers asks for."""
+    case = case_of({**MASKS[feature], "kv_heads": kv_heads, "kv_len": 9})
+    assert_right(case, find("xformers").attend(case))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_xformers_aligns_top_left_as_well(calls: list[dict[str, Any]], varlen: bool) -> None:
+    """Causality from the top left, with more keys than queries, is another object there."""
+    case = case_of({"q_len": 5, "kv_len": 9, "is_causal": True})
+    assert_right(case, find("xformers").attend(case, varlen=varlen))
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize(
+    ("fault", "feature"),
+    [
+        ("top-left", "causal, more keys"),
+        ("top-left", "sliding window"),
+        ("window", "sliding window"),
+        ("heads", "plain"),
+        ("lse", "plain"),
+        ("scale", "plain"),
+    ],
+)
+def test_comparing_rejects_what_an_adapter_could_get_wrong(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], fault: str, feature: str
+) -> None:
+    """A wrong alignment, a window wider by one, another order of heads, a log-sum-exp of other
+    heads, and a scale off by 1 % all fail the comparison above."""
+    stand_ins.install(monkeypatch, fault)
+    case = case_of(CASES[feature])
+    with pytest.raises(AssertionError):
+        assert_right(case, find(name).attend(case, **options))
+
+
+def test_packing_and_back() -> None:
+    """Packed sequences lie one after the other, and come back as they were."""
+    x = torch.randn(3, 4, 5, 8)
+    packed = pack(x)
+    assert packed.shape == (15, 4, 8)
+    assert torch.equal(packed[7, 1], x[1, 1, 2])
+    assert torch.equal(unpack(packed, 3), x)
+    assert torch.equal(unpack_lse(packed[..., 0].T, 3), x[..., 0])
+    assert starts(3, 5, x.device).tolist() == [0, 5, 10, 15]
+    assert starts(3, 5, x.device).dtype == torch.int32
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize("feature", ["causal, more keys", "sliding window", "one head each"])
+def test_gradients_come_back_through_the_layouts(
+    calls: list[dict[str, Any]], name: str, options: dict[str, Any], feature: str
+) -> None:
+    """Autograd's dq, dk and dv are the reference's, rounded once, in the case's own layout."""
+    case = case_of(CASES[feature])
+    dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
+    case = dataclasses.replace(case, grad_out=dO)
+    if name == "xformers" and case.group > 1:
+        with pytest.raises(Refused, match="no backward for grouped heads"):
+            find(name).gradients(case, **options)
+        return
+    found, exact = find(name).gradients(case, **options), gradients(case)
+    for tensor in ("dq", "dk", "dv"):
+        g = getattr(exact, tensor)
+        assert_rounded(getattr(found, tensor), g, torch.zeros(g.shape[:-1], dtype=torch.bool))
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_options_reach_the_package(calls: list[dict[str, Any]], varlen: bool) -> None:
+    """What a package knows as its own options it is given, in either call."""
+    case = case_of({})
+    find("flash-attn-2").attend(case, deterministic=True, varlen=varlen)
+    more = {"num_splits": 3, "pack_gqa": False, "deterministic": True}
+    find("flash-attn-3").attend(case, **more, varlen=varlen)
+    find("flash-attn-4").attend(case, **more, varlen=varlen)
+    assert calls == [{"deterministic": True}, more, more]
+
+
+def test_xformers_runs_the_operator_that_was_asked_for(calls: list[dict[str, Any]]) -> None:
+    """Forward and backward are of the operator asked for, and it says which one ran."""
+    case = step(**{**SHAPE, "kv_heads": 4}, dtype=torch.bfloat16)
+    found = find("xformers").gradients(case, op="flash")
+    assert found.ran == "fa2F@2.8.3-pt"
+    assert found.lse is None
+    assert calls[0]["op"][1] == "flash backward"
+    assert find("xformers").attend(case).ran == "cutlassF-pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("xformers", {"op": "cutlas"}, "did you mean 'cutlass'"),
+        ("flash-attn-3", {"num_splits": -1}, "num_splits is -1"),
+        ("flash-attn-4", {"num_splits": 2.0}, "num_splits is 2.0"),
+        ("flash-attn-2", {"num_splits": 2}, "no option 'num_splits'"),
+    ],
+)
+def test_senseless_options(name: str, options: dict[str, Any], says: str) -> None:
+    """Options that mean nothing are usage errors before anything runs."""
+    with pytest.raises(UsageError, match=says):
+        find(name).with_options(options)
+
+
+# --- refusing ------------------------------------------------------------------------------------
+
+
+TOP_LEFT: dict[str, Any] = {"is_causal": True, "q_len": 3, "kv_len": 7}
+
+
+@pytest.mark.parametrize("name", FLASH)
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"dtype": torch.float32}, "takes float16 and bfloat16"),
+        ({"mask": ("bool", "qk")}, "takes no mask"),
+        ({"head_dim": 264}, "head dimensions up to 256"),
+        (TOP_LEFT, "bottom-right, which is an offset of 4 here, and the case has 0"),
+        ({**TOP_LEFT, "causal_offset": 3}, "offset of 4 here, and the case has 3"),
+        ({"window": (1, 1)}, "offset of 1 here, and the case has 0"),
+        ({"window": (-1, 2), "kv_len": 4}, "a window below 0"),
+    ],
+)
+def test_what_flash_attention_cannot_do(name: str, fields: dict[str, Any], says: str) -> None:
+    """A mask, another alignment, a format or size that it does not take is refused in a sentence,
+    without the package."""
+    case = make_case(**{"dtype": torch.bfloat16, "head_dim": 8, **fields})
+    with pytest.raises(Refused, match=says):
+        find(name).attend(case)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("flash-attn-2", {"sinks": True}, "no attention sinks"),
+        ("flash-attn-3", {"sinks": True}, "no attention sinks"),
+        ("flash-attn-4", {"sinks": True, "dtype": torch.float16}, "sinks in bfloat16 only"),
+        ("flash-attn-2", {"v_dim": 16}, "V of the same head dimension"),
+        ("flash-attn-3", {"head_dim": 12}, "multiples of 8"),
+        ("flash-attn-4", {"v_dim": 12}, "multiples of 8"),
+        ("xformers", {"sinks": True}, "no attention sinks"),
+        ("xformers", {"softcap": 2.0}, "no soft cap"),
+        ("xformers", {"dtype": torch.float64}, "takes float16, bfloat16 and float32"),
+        ("xformers", {**TOP_LEFT, "causal_offset": 3}, "offset of 4 here, and the case has 3"),
+        ("xformers", {"window": (1, 1)}, "offset of 1 here, and the case has 0"),
+    ],
+)
+def test_what_one_of_them_cannot_do(name: str, fields: dict[str, Any], says: str) -> None:
+    """What one version takes and another does not is refused by that one."""
+    case = make_case(**{"dtype": torch.bfloat16, "head_dim": 8, **fields})
+    with pytest.raises(Refused, match=says):
+        find(name).attend(case)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "says"),
+    [
+        ({"op": "flash"}, {"mask": ("bool", "qk")}, "^attn_bias type is <class 'torch.Tensor'>$"),
+        ({"op": "flash"}, {"dtype": torch.float32}, "dtype=torch.float32"),
+        ({"op": "cutlass"}, {**LONG, "window": (1, 1)}, "LocalAttentionFromBottomRightMask"),
+        ({"varlen": True}, {"mask": ("bool", "qk")}, "no mask beside packed sequences"),
+        ({"varlen": True}, {**LONG, "window": (1, 1)}, "no window beside packed sequences"),
+    ],
+)
+def test_an_operators_own_reasons(
+    calls: list[dict[str, Any]], options: dict[str, Any], fields: dict[str, Any], says: str
+) -> None:
+    """What an xFormers operator declines is a refusal, in the operator's own words alone."""
+    case = case_of(
+        {k: v for k, v in fields.items() if k != "dtype"}, fields.get("dtype", torch.bfloat16)
+    )
+    with pytest.raises(Refused, match=says):
+        find("xformers").attend(case, **options)
+
+
+def test_other_errors_of_a_package_are_not_refusals(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other ValueError comes out as it is, so that its row is failed."""
+    import sys
+
+    def crash(*_: Any, **__: Any) -> None:
+        raise ValueError("something else")
+
+    fmha = sys.modules["xformers.ops.fmha"]
+    monkeypatch.setattr(fmha, "memory_efficient_attention_forward_requires_grad", crash)
+    with pytest.raises(ValueError, match="something else"):
+        find("xformers").attend(case_of({}))
+
+
+PACKAGES = {
+    "flash-attn-2": "flash-attn",
+    "flash-attn-3": "flash-attn-3",
+    "flash-attn-4": "flash-attn-4",
+    "xformers": "xformers",
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_availability(name: str) -> None:
+    """Without CUDA or the package a kernel is listed with that reason; with both it can run."""
+    package = PACKAGES[name]
+    assert find(name).missing(NO_GPU) == "needs CUDA, and this audit runs on CPU"
+    assert find(name).missing(H200) == f"needs the package {package}, which is not installed"
+    installed = dataclasses.replace(H200, packages={package: "1.0"})
+    assert find(name).missing(installed) is None
+
+
+# --- claims --------------------------------------------------------------------------------------
+
+
+def ran(text: str) -> Output:
+    return Output(out=torch.zeros(1), ran=text)
+
+
+def test_claims() -> None:
+    """Version 2 rounds as PyTorch's copy, packed without splits but in decoding; xFormers' cutlass
+    operator as PyTorch's efficient one; where tiles are not documented there are none; and no
+    emulation stands for an approximate tanh."""
+    case = case_of({"kv_len": 4000})
+    two = find("flash-attn-2").claims
+    claim = flash_attention_2(case, H200)
+    assert claim["splits"] > 1
+    assert two(case, ran("flash_attn.flash_attn_func"), H200) == claim
+    packed = ran("flash_attn.flash_attn_varlen_func")
+    assert two(case, packed, H200) == {**claim, "splits": 1}
+    decoding = case_of({"q_len": 1, "kv_len": 4000})
+    assert two(decoding, packed, H200) == flash_attention_2(decoding, H200)
+    for name in ("flash-attn-3", "flash-attn-4"):
+        assert find(name).claims(case, ran("x"), H200) == {"preset": "fa2"}
+    capped = case_of({"softcap": 2.0})
+    assert all(find(name).claims(capped, ran("x"), H200) is None for name in FLASH)
+    own = find("xformers").claims
+    assert own(case, ran("cutlassF-pt"), H200) == efficient_attention(case, H200)
+    assert own(case, ran("fa2F@2.8.3-pt"), H200) == {"preset": "fa2"}

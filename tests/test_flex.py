@@ -1,0 +1,358 @@
+"""FlexAttention: the right function eager and compiled, what ran, and how it says that it rounds.
+
+The compiled kernel on a CPU takes seconds a shape, so those tests are few and small; what Triton
+makes of it only a GPU can show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from gradient_oracle import step
+from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, make_case
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.execute import Task
+from numdev.expectation import emulation
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Output, find, flex
+from numdev.kernels.reference import attend, floor_of, gradients
+from numdev.measuring import run_task
+from numdev.system import System
+
+FLEX = find("flex")
+CAN = {name: fields for name, fields in FEATURES.items() if "sinks" not in fields}
+# The C++ kernel's exponential is good to 20 ulp, that is 40 u.
+EXP_U20 = 40 * U32
+H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
+CPU = System(device="cpu")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def ran(text: str) -> Output:
+    return Output(out=torch.zeros(1), ran=text)
+
+
+# --- the right function --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", sorted(CAN))
+def test_eager_equals_the_oracle(feature: str) -> None:
+    """In float64 every feature but sinks is within the bounds of softmax attention in float64, and
+    so is the log-sum-exp; a row that sees nothing is 0."""
+    case = make_case(**CAN[feature])
+    exact, found = attention(case), FLEX.attend(case, compiled=False)
+    out_bound, lse_bound = error_bounds(case, exact, U64)
+    assert_within(found.out, exact.out, out_bound)
+    assert found.lse is not None
+    # PyTorch turns its log-sum-exp to the base 2 and back: two roundings of it.
+    finite = exact.lse.astype(float)
+    finite[exact.empty] = 0.0
+    assert_within(found.lse, exact.lse, lse_bound + 2 * U64 * abs(finite))
+    assert found.ran == "flex_attention, eager"
+
+
+SOME = (
+    "one key",
+    "causal, more keys, bottom-right",
+    "sliding window, offset",
+    "soft cap, causal, additive mask",
+    "bool mask",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", [name for name in SOME if name in CAN])
+def test_compiled_equals_the_oracle(feature: str) -> None:
+    """Compiled for the CPU in float32 it is within float32's bounds, and was really compiled."""
+    case = make_case(**{"head_dim": 16, **CAN[feature]}, dtype=torch.float32)
+    exact, found = attention(case), FLEX.attend(case)
+    assert_within(found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0])
+    assert found.ran == "flex_attention, compiled for cpu"
+    assert found.lse is None
+
+
+@pytest.mark.slow
+def test_compiled_with_grouped_heads_and_another_v() -> None:
+    """Grouped heads and a V of another width pass through the compiled call."""
+    fields: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_dim": 24}
+    case = make_case(**fields, dtype=torch.float32)
+    exact, found = attention(case), FLEX.attend(case)
+    assert_within(found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0])
+
+
+@pytest.mark.parametrize(
+    ("feature", "wrong"),
+    [
+        ("causal", {"causal_offset": 1}),
+        ("causal, more keys, bottom-right", {"causal_offset": 0}),
+        ("sliding window", {"window": (3, 0)}),
+        ("bool mask", {"mask": None}),
+        ("additive mask", {"mask": None}),
+        ("soft cap", {"softcap": None}),
+        ("negative scale", {"scale": 0.7}),
+    ],
+)
+def test_comparing_rejects_the_neighbouring_function(feature: str, wrong: dict[str, Any]) -> None:
+    """The tests above fail on a kernel that is given the wrong restriction, cap, mask or scale."""
+    case = make_case(**CAN[feature])
+    exact = attention(case)
+    found = FLEX.attend(dataclasses.replace(case, **wrong), compiled=False)
+    with pytest.raises(AssertionError, match="are off"):
+        assert_within(found.out, exact.out, error_bounds(case, exact, U64)[0])
+
+
+# --- what it refuses -----------------------------------------------------------------------------
+
+
+def test_sinks_are_refused() -> None:
+    """The interface has no word for sinks, and they are not dropped."""
+    with pytest.raises(Refused, match="FlexAttention has no attention sinks"):
+        FLEX.attend(make_case(sinks=True), compiled=False)
+
+
+def test_formats_no_compiled_kernel_takes() -> None:
+    """float64 is refused compiled, in words, and runs eager."""
+    with pytest.raises(Refused, match="takes float16, bfloat16 and float32"):
+        FLEX.attend(make_case())
+
+
+def test_there_is_no_backward_on_a_cpu() -> None:
+    """A training step is refused where PyTorch has no backward, compiled or not."""
+    for compiled in (True, False):
+        with pytest.raises(Refused, match="no backward on a CPU"):
+            FLEX.gradients(step(dtype=torch.float32), compiled=compiled)
+
+
+def test_options_of_the_other_device_are_refused() -> None:
+    """Tile sizes belong to the kernel for CUDA; on a CPU they would be ignored."""
+    with pytest.raises(Refused, match="BLOCK_N: options of FlexAttention's kernel for CUDA"):
+        FLEX.attend(make_case(dtype=torch.float32), block_n=32)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"block_n": 48}, "block_n is 48"),
+        ({"block_m": "64"}, "block_m is '64'"),
+        ({"prescale_qk": "yes"}, "prescale_qk is 'yes'"),
+        ({"backend": "TRITN"}, "did you mean 'TRITON'"),
+        ({"compiled": False, "prescale_qk": True}, "eager FlexAttention ignores PRESCALE_QK"),
+        ({"tile": 3}, "no option 'tile'"),
+    ],
+)
+def test_senseless_options(options: dict[str, Any], says: str) -> None:
+    """Options that mean nothing, or would be ignored, are usage errors before anything runs."""
+    with pytest.raises(UsageError, match=says):
+        FLEX.with_options(options)
+
+
+def test_a_compiled_call_that_was_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler switched off the eager path is not passed off as the compiled kernel."""
+    monkeypatch.setattr(flex, "_compiled", lambda: flex._call)
+    with pytest.raises(MeasurementError, match="ran eagerly"):
+        FLEX.attend(make_case(dtype=torch.float32))
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's limits are lifted during a call, and as they were after one that raised."""
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    during = []
+
+    def crash(*_: Any) -> None:
+        during.append((config.recompile_limit, config.accumulated_recompile_limit))
+        raise ZeroDivisionError
+
+    before = (config.recompile_limit, config.accumulated_recompile_limit)
+    monkeypatch.setattr(flex, "_call", crash)
+    with pytest.raises(ZeroDivisionError):
+        FLEX.attend(make_case(), compiled=False)
+    assert during == [(flex.UNLIMITED, flex.UNLIMITED)]
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
+
+
+# --- how it rounds -------------------------------------------------------------------------------
+
+
+def test_what_ran_says_what_changes_the_numbers() -> None:
+    """The options that are set are part of what ran."""
+    given = {**FLEX.options, "block_n": 32, "prescale_qk": True}
+    asked = flex._kernel_options(given)
+    assert asked == {"BLOCK_N": 32, "PRESCALE_QK": True}
+    expected = "flex_attention, compiled for cuda, BLOCK_N=32, PRESCALE_QK=True"
+    assert flex.described(True, "cuda", asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "system", "claim"),
+    [
+        ({}, "compiled for cuda", H200, {"block_kv": 128}),
+        ({"head_dim": 128}, "compiled for cuda", H200, {"block_kv": 64}),
+        ({"head_dim": 80}, "compiled for cuda", H200, {"block_kv": 64}),
+        ({"head_dim": 256}, "compiled for cuda", H200, {"block_kv": 32}),
+        ({"dtype": torch.float32}, "compiled for cuda", H200, {"block_kv": 32}),
+        ({}, "compiled for cuda, BLOCK_N=16", H200, {"block_kv": 16}),
+        ({"heads": 4}, "compiled for cuda", H200, {"block_kv": 128, "group_sum": "running"}),
+        ({}, "compiled for cuda, BACKEND=FLASH", H200, {}),
+        # Decoding: 132 multiprocessors over 2 kv heads, twice.
+        ({"q_len": 1}, "compiled for cuda", H200, {"block_kv": 64, "splits": 132}),
+        ({"q_len": 1}, "compiled for cuda, BACKEND=TRITON", H200, {"block_kv": 128}),
+        ({}, "compiled for cpu", CPU, {"block_kv": 300}),
+        ({"is_causal": True}, "compiled for cpu", CPU, {"block_kv": 128}),
+    ],
+)
+def test_claims(fields: dict[str, Any], text: str, system: System, claim: dict[str, Any]) -> None:
+    """FlashAttention-2's arithmetic in the tiles of what ran, on a machine we need not have."""
+    shape: dict[str, Any] = {"head_dim": 64, "q_len": 300, "kv_len": 300, "kv_heads": 2}
+    case = make_case(**{**shape, "dtype": torch.bfloat16, **fields})
+    found = FLEX.claims(case, ran(f"flex_attention, {text}"), system)
+    assert found == {"preset": "fa2", **claim}
+    assert emulation(case, found).shape == case.q.shape  # a claim that `emulated` understands
+
+
+def test_nothing_is_claimed_of_a_prescaled_q() -> None:
+    """What is rounded there is Q times scale and log2(e), which no emulation does."""
+    case = make_case(head_dim=64, dtype=torch.bfloat16)
+    text = "flex_attention, compiled for cuda, PRESCALE_QK=True"
+    assert FLEX.claims(case, ran(text), H200) is None
+
+
+def drawn(device: str, dtype: torch.dtype, length: int = 300, **fields: Any) -> AttentionCase:
+    shapes = Shapes(
+        batch=2, heads=4, kv_heads=4, q_len=length, kv_len=length, head_dim=64, v_dim=64
+    )
+    q, k, v = (x.to(dtype).to(device) for x in draw("normal", shapes, seed=3, options={}))
+    return AttentionCase(ref=CaseRef(case="flex"), q=q, k=k, v=v, scale=0.125, **fields)
+
+
+def ratios(case: AttentionCase, **options: Any) -> list[float]:
+    """The size of each head's error by that of its claim."""
+    name = case.format.name
+    task = Task(case=case.ref, role="kernel", kernel="flex", format=name, options=options)
+    system = System.here(case.q.device.type)
+    rows = run_task(task, FLEX, Bench(case.ref, lambda: case), system)
+    assert not [row.reason for row in rows if row.reason]
+    return [row.expected_ratio for row in rows if row.tensor == "out"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_causal": True}, {"softcap": 5.0}])
+def test_eager_rounds_where_it_claims_to(fields: dict[str, Any]) -> None:
+    """In bfloat16 each head's error is within 5 % of what the claim predicts."""
+    for ratio in ratios(drawn("cpu", torch.bfloat16, **fields), compiled=False):
+        assert ratio == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"is_causal": True}])
+def test_compiled_rounds_where_it_claims_to(fields: dict[str, Any]) -> None:
+    """So is it compiled for the CPU."""
+    for ratio in ratios(drawn("cpu", torch.bfloat16, **fields)):
+        assert ratio == pytest.approx(1.0, abs=0.05)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+ON_GPU: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": (50, 0)},
+    "soft cap": {"softcap": 5.0},
+}
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("feature", ON_GPU)
+def test_the_triton_kernel_rounds_where_it_claims_to(dtype: torch.dtype, feature: str) -> None:
+    """The fused kernel runs, and each head's error is within 5 % of what its claim predicts."""
+    case = drawn("cuda", dtype, 1000, **ON_GPU[feature])
+    found = FLEX.attend(case)
+    assert found.ran == "flex_attention, compiled for cuda"
+    assert found.lse is not None
+    # fp32 sums of 1000 terms, and a base changed twice: far below 1e-4.
+    assert (found.lse.double() - attend(case).lse).abs().max() < 1e-4
+    for ratio in ratios(case):
+        assert ratio == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"block_m": 64, "block_n": 32}, {"block_n": 64}, {"backend": "TRITON"}]
+)
+def test_options_reach_the_triton_kernel(options: dict[str, Any]) -> None:
+    """Element by element the errors are those of the claim for these options: at least half of
+    what the kernel errs is the emulation's own."""
+    case = drawn("cuda", torch.bfloat16, 1024)
+    found = FLEX.attend(case, **options)
+    claim = FLEX.claims(case, found, System.here("cuda"))
+    r, e = attend(case).out, emulation(case, claim).double()
+    e = e.to(torch.bfloat16).double()
+    assert (found.out.double() - e).norm() <= 0.5 * (found.out.double() - r).norm()
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_prescaled_q_is_less_exact() -> None:
+    """PRESCALE_QK reaches the kernel: its error is larger, and still within 4 floors."""
+    case = drawn("cuda", torch.bfloat16, 1024)
+    r = attend(case)
+    plain, prescaled = (
+        (FLEX.attend(case, prescale_qk=x).out.double() - r.out).norm() for x in (None, True)
+    )
+    assert plain < prescaled <= 4 * (floor_of(r, case.format).out.double() - r.out).norm()
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_len", [300, 4000])
+def test_decoding_on_a_gpu(kv_heads: int, kv_len: int) -> None:
+    """One query against many keys, split over the GPU, is within 2 floors of fp64."""
+    shapes = Shapes(
+        batch=2, heads=4, kv_heads=kv_heads, q_len=1, kv_len=kv_len, head_dim=64, v_dim=64
+    )
+    q, k, v = (x.to(torch.bfloat16).cuda() for x in draw("normal", shapes, seed=3, options={}))
+    case = AttentionCase(ref=CaseRef(case="flex"), q=q, k=k, v=v, scale=0.125)
+    exact = attend(case)
+    error = (FLEX.attend(case).out.double() - exact.out).norm()
+    assert error <= 2 * (floor_of(exact, case.format).out.double() - exact.out).norm()
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("feature", ON_GPU)
+def test_backward_on_a_gpu(feature: str, compiled: bool) -> None:
+    """Gradients are within 8 floors of fp64, as the conformance check asks, with grouped heads."""
+    case = drawn("cuda", torch.bfloat16, **ON_GPU[feature])
+    dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
+    case = dataclasses.replace(case, k=case.k[:, :2], v=case.v[:, :2], grad_out=dO)
+    found, exact = FLEX.gradients(case, compiled=compiled), gradients(case)
+    floor = floor_of(exact, case.format)
+    for tensor in ("dq", "dk", "dv"):
+        r = getattr(exact, tensor)
+        error, least = ((getattr(x, tensor).double() - r).norm() for x in (found, floor))
+        assert error <= 8 * least, (tensor, float(error / least))
+
+
+@pytest.mark.gpu
+@gpu
+def test_masks_on_a_gpu() -> None:
+    """Bool and additive masks that differ by batch and head are the right function there."""
+    here = drawn("cuda", torch.bfloat16)
+    draws = torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(0)).cuda()
+    for mask in (draws < 0.6, draws.to(torch.bfloat16), (draws < 0.6)[:, :1, :1]):
+        case = dataclasses.replace(here, mask=mask)
+        exact = attend(case)
+        error = (FLEX.attend(case).out.double() - exact.out).norm()
+        assert error <= 3 * (floor_of(exact, case.format).out.double() - exact.out).norm()
