@@ -6,6 +6,9 @@ the reference is then the distance the kernel should have, head by head and on a
 kernel is within a few per cent of it, and one that rounds where it does not say so is not, however
 much worse than both plain attention may be.
 
+It is computed in large blocks where the recipe allows it (`numdev.kernels.emulated_fast`), and is
+then that of the kernel `emulated` up to fp32 rounding.
+
 An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
 that is not small beside the rounding to the working format, or where the output keeps more bits
 than fp32 sums have to give. In float32 a size of error is expected nevertheless (`unexpected`).
@@ -20,8 +23,8 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
-from numdev.kernels.emulated_backward import gradients
-from numdev.kernels.emulated_forward import attend
+from numdev.kernels.emulated_fast import output
+from numdev.kernels.emulated_fast_backward import gradients
 from numdev.kernels.sites import SITES, Recipe, recipe
 
 CASTS: Mapping[str, str] = {"out": "out", "dq": "dq_out", "dk": "dk_out", "dv": "dv_out"}
@@ -38,14 +41,15 @@ def recipe_of(claim: Mapping[str, Any], **overrides: Any) -> Recipe:
 
 
 def emulation(case: AttentionCase, claim: Mapping[str, Any]) -> Tensor:
-    """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does."""
-    return attend(case, recipe_of(claim))[0]
+    """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does; waits for the
+    device once."""
+    return output(case, recipe_of(claim))
 
 
 def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Tensor]:
     """What the claim has of a training step, float32: `out`, as in `emulation`, and `dq`, `dk`,
     `dv`, each in the shape of its input. Raises as `emulated_backward.gradients` does."""
-    out, _, dq, dk, dv = gradients(case, recipe_of(claim))
+    out, dq, dk, dv = gradients(case, recipe_of(claim))
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 

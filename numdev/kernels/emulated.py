@@ -51,7 +51,14 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     )
 
 
-@kernel("emulated", any_format=True, validate=_recipe_of, claims=no_claim, backward=gradients)
+@kernel(
+    "emulated",
+    any_format=True,
+    any_rows=True,
+    validate=_recipe_of,
+    claims=no_claim,
+    backward=gradients,
+)
 def emulated(
     case: AttentionCase,
     *,

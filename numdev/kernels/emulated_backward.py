@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +61,8 @@ from numdev.kernels.rounder import Rounder, plain_arithmetic
 from numdev.kernels.sites import Recipe
 
 T = TypeVar("T")
+Block = tuple[slice, slice]
+"""Rows and keys."""
 
 
 def gradients(case: AttentionCase, made: Recipe) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -71,28 +73,31 @@ def gradients(case: AttentionCase, made: Recipe) -> tuple[Tensor, Tensor, Tensor
     block. Runs without autograd. Raises Refused for a case without grad_out, or with one that the
     `compute` dtype does not hold, and as `emulated` does.
     """
+    r = rounder(case, made)
+    with torch.no_grad(), plain_arithmetic(case.q.device):
+        given, L = read(r, case, made, fwd.forward)
+        found = backward(r, given)
+        return r("out", given.O), L, *cast(r, *found)
+
+
+def rounder(case: AttentionCase, made: Recipe) -> Rounder:
+    """What rounds in both passes; raises Refused as `gradients` does."""
     dtype = fwd.dtype_of(made)
     r = Rounder(made, case, dtype)
     if case.grad_out is None:
         raise Refused("the case has no gradient with respect to its output (grad_out)")
     if not format_of(dtype).contains(format_of(case.grad_out.dtype)):
         raise Refused(f"computing in {made.compute} would round grad_out")
-    with torch.no_grad(), plain_arithmetic(case.q.device):
-        q, k, v, dO = (x.to(dtype) for x in (case.q, case.k, case.v, case.grad_out))
-        q_s = fwd.scaled_q(r, case, made, q)
-        m, l, O = fwd.forward(r, case, made, q_s, k, v)
-        L = r("lse", m + l.log())
-        by_lse = made.p_from == "lse"
-        given = _Given(
-            case=case, made=made, q=q, q_s=q_s, k=k, v=v, dO=dO, O=O,
-            shift=r("lse_read", L if by_lse else m), l=None if by_lse else r("lse_read", l),
-        )  # fmt: skip
-        dQ, dK, dV = _backward(r, given)
-        return r("out", O), L, r("dq_out", dQ), r("dk_out", dK), r("dv_out", dV)
+    return r
+
+
+def cast(r: Rounder, dQ: Tensor, dK: Tensor, dV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients as returned."""
+    return r("dq_out", dQ), r("dk_out", dK), r("dv_out", dV)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Given:
+class Given:
     """What backward reads."""
 
     case: AttentionCase
@@ -110,7 +115,7 @@ class _Given:
     l: Tensor | None
     """By what exp is divided; None where the shift was L."""
 
-    def of_group(self, place: int) -> _Given:
+    def of_group(self, place: int) -> Given:
         """The query heads at one place of their groups: one for every kv head."""
         heads = slice(place, None, self.case.group)
         changes = {
@@ -126,7 +131,26 @@ class _Given:
         return self.made.tile(self.q.shape[-1], self.case.kv_len)
 
 
-def _backward(r: Rounder, given: _Given) -> tuple[Tensor, Tensor, Tensor]:
+def read(
+    r: Rounder, case: AttentionCase, made: Recipe, forward: Callable[..., fwd.State]
+) -> tuple[Given, Tensor]:
+    """What backward reads, from a forward pass (`emulated_forward.forward`, or one like it), and L
+    as it is returned."""
+    assert case.grad_out is not None
+    dtype = fwd.dtype_of(made)
+    q, k, v, dO = (x.to(dtype) for x in (case.q, case.k, case.v, case.grad_out))
+    q_s = fwd.scaled_q(r, case, made, q)
+    m, l, O = forward(r, case, made, q_s, k, v)
+    L = r("lse", m + l.log())
+    by_lse = made.p_from == "lse"
+    given = Given(
+        case=case, made=made, q=q, q_s=q_s, k=k, v=v, dO=dO, O=O,
+        shift=r("lse_read", L if by_lse else m), l=None if by_lse else r("lse_read", l),
+    )  # fmt: skip
+    return given, L
+
+
+def backward(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, and of every kv head dK and dV, from its query heads one after the other."""
     group = given.case.group
     dQ, dK, dV = (torch.zeros_like(x) for x in (given.q, given.k, given.v))
@@ -142,23 +166,15 @@ def _backward(r: Rounder, given: _Given) -> tuple[Tensor, Tensor, Tensor]:
     return dQ, dK, dV
 
 
-def _add_gradients(r: Rounder, given: _Given, dK: Tensor, dV: Tensor) -> Tensor:
+def _add_gradients(r: Rounder, given: Given, dK: Tensor, dV: Tensor) -> Tensor:
     """dQ; adds to dK and dV. As many query heads as kv heads."""
-    case, made, q, k, dO = given.case, given.made, given.q, given.k, given.dO
-    if made.delta_from == "dO*O":
-        delta = r("delta", r("delta_product", dO * r("delta_o", given.O)).sum(dim=-1))
-    else:
-        delta = _delta_of_P(r, given)
-    # Where dS has the scale, the products need it no more; and neither does dK where Q has it.
-    before = made.ds_scale == "before"
-    scale_q = 1.0 if before else case.scale
-    scale_k, q_k = (scale_q, q) if before or made.scale_in == "scores" else (1.0, given.q_s)
+    made, q, k, dO = given.made, given.q, given.k, given.dO
+    delta = delta_of(r, given, _blocks(given))
+    scale_q, scale_k, q_k = scales(given)
     dQ = torch.zeros_like(q)
     for rows, keys in _blocks(given):
-        P, dP, tanh = _again(r, given, rows, keys)
-        less = r("dp_minus_delta", dP.sub_(delta[:, :, rows, None]))
-        dS = r("ds_softmax", r("p_for_ds", P) * less)
-        dS = _of_products(r, given, dS, tanh)
+        P, dP, tanh = again(r, given, rows, keys)
+        dS = of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh)
         _add_over_rows(r, given, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
         _add_over_rows(r, given, "dk", dK[:, :, keys], dS, q_k[:, :, rows], scale_k)
         _add_over_keys(r, given, dQ[:, :, rows], dS, k[:, :, keys], scale_q)
@@ -168,8 +184,8 @@ def _add_gradients(r: Rounder, given: _Given, dK: Tensor, dV: Tensor) -> Tensor:
     return dQ
 
 
-def _again(
-    r: Rounder, given: _Given, rows: slice, keys: slice
+def again(
+    r: Rounder, given: Given, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """P and dP of a block, and under a soft cap its tanh."""
     S, tanh = fwd.scores(r, given.case, given.made, given.q_s, given.k, rows, keys)
@@ -177,22 +193,42 @@ def _again(
     P = r("p_backward", P.exp_())
     if given.l is not None:
         P = r("p_backward", P.div_(nonzero(given.l[:, :, rows, None])))
-    return P, r("dp", given.dO[:, :, rows] @ given.v[:, :, keys].transpose(-1, -2)), tanh
+    dP = fwd.times(given.case, given.dO[:, :, rows], given.v[:, :, keys].transpose(-1, -2))
+    return P, r("dp", dP), tanh
 
 
-def _delta_of_P(r: Rounder, given: _Given) -> Tensor:
+def delta_of(r: Rounder, given: Given, blocks: Iterable[Block]) -> Tensor:
+    """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `_blocks` has them."""
+    if given.made.delta_from == "dP*P":
+        return _delta_of_P(r, given, blocks)
+    return r("delta", r("delta_product", given.dO * r("delta_o", given.O)).sum(dim=-1))
+
+
+def scales(given: Given) -> tuple[float, float, Tensor]:
+    """By what the products for dQ and for dK are multiplied, and the Q of the latter. Where dS has
+    the scale they need it no more; and neither does dK where Q has it."""
+    made, scale = given.made, given.case.scale
+    if made.ds_scale == "before":
+        return 1.0, 1.0, given.q
+    return (scale, scale, given.q) if made.scale_in == "scores" else (scale, 1.0, given.q_s)
+
+
+def _delta_of_P(r: Rounder, given: Given, blocks: Iterable[Block]) -> Tensor:
     """delta as rowsum(dP o P), which takes a pass of its own before that of the gradients."""
     delta = given.q.new_zeros(given.q.shape[:3])
     width = given.tile[1] if r.rounds("delta") else given.case.kv_len
-    for rows, keys in _blocks(given):
-        P, dP, _ = _again(r, given, rows, keys)
+    for rows, keys in blocks:
+        P, dP, _ = again(r, given, rows, keys)
         for tile in _in_order(given, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
             delta[:, :, rows] = r("delta", delta[:, :, rows] + tile.sum(dim=-1))
     return delta
 
 
-def _of_products(r: Rounder, given: _Given, dS: Tensor, tanh: Tensor | None) -> Tensor:
-    """dS, from that of the capped scores to that of Q Kᵀ, as it is multiplied with K and Q."""
+def of_products(r: Rounder, given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> Tensor:
+    """dS, as it is multiplied with K and Q: from P o (dP - delta), the gradient of the capped
+    scores, to that of Q Kᵀ."""
+    less = r("dp_minus_delta", less)
+    dS = r("ds_softmax", r("p_for_ds", P) * less)
     cap = given.case.softcap
     if cap is not None and tanh is not None:
         dS = r("ds_softcap", dS * cap)
@@ -205,7 +241,7 @@ def _of_products(r: Rounder, given: _Given, dS: Tensor, tanh: Tensor | None) -> 
 
 def _add_over_rows(
     r: Rounder,
-    given: _Given,
+    given: Given,
     name: str,
     total: Tensor,
     left: Tensor,
@@ -222,7 +258,7 @@ def _add_over_rows(
 
 
 def _add_over_keys(
-    r: Rounder, given: _Given, dQ: Tensor, dS: Tensor, K: Tensor, scale: float
+    r: Rounder, given: Given, dQ: Tensor, dS: Tensor, K: Tensor, scale: float
 ) -> None:
     """dQ [B, H, rows, d] += scale dS K, one tile of keys after the other."""
     width = given.tile[1] if r.rounds("dq", "dq_product") else dS.shape[3]
@@ -231,7 +267,7 @@ def _add_over_keys(
         dQ.copy_(r("dq", dQ + r("dq_product", (weights @ x).mul_(scale))))
 
 
-def _blocks(given: _Given) -> Iterator[tuple[slice, slice]]:
+def _blocks(given: Given) -> Iterator[Block]:
     """(rows, keys) that hold every pair visible by position once: whole tiles, and as many of them
     as memory allows, rows ascending and keys in the recipe's order."""
     case, (block_q, block_kv) = given.case, given.tile
@@ -247,6 +283,6 @@ def _blocks(given: _Given) -> Iterator[tuple[slice, slice]]:
             yield rows, slice(start, min(start + wide, case.kv_len))
 
 
-def _in_order(given: _Given, tiles: Sequence[T]) -> Sequence[T]:
+def _in_order(given: Given, tiles: Sequence[T]) -> Sequence[T]:
     """Tiles of keys, in the order in which a row meets them."""
     return tiles[::-1] if given.made.kv_order == "descending" else tiles

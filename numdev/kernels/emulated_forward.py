@@ -18,8 +18,9 @@ a = 1, which changes nothing that is rounded already. (`fa1` multiplies O by l a
 again; once O = round(X / l), round(round(O l) / l) is O. A test goes through all significands of
 bf16.) Rounding toward zero, O shrinks at every such tile, so there the size of the block tells. As
 in real kernels, rows take part in a tile as whole blocks of block_q, and a tile that no row of a
-block can see by its position is skipped. The outer loop changes nothing but the rounding at
-`state`; so one order is computed, and rows are processed in as few pieces as memory allows.
+block can see by its position is skipped. (Where a case holds some of a call's rows, its blocks are
+still the call's.) The outer loop changes nothing but the rounding at `state`; so one order is
+computed, and rows are processed in as few pieces as memory allows.
 
 `compute="float32"` does the same in fp32, TF32 and autocast off, and rounds at the same sites
 (float32 sites are then free). How far apart the two modes may be, for `fa2`. Let u be the unit
@@ -53,7 +54,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase, additive, key_range, visible
+from numdev.cases import AttentionCase, additive, keys_from, rows_within, span, visible
 from numdev.kernels.rounder import Rounder, plain_arithmetic
 from numdev.kernels.sites import Recipe
 
@@ -163,7 +164,7 @@ def _fa2(
     m_old, l_old, O_old = before
     m = torch.maximum(m_old, r("max", S.amax(dim=-1)))
     a = _factor(r, m_old, m)
-    P = _exp(r, made, S, m)
+    P = exponential(r, made, S, m)
     P_V = r("p", P)
     l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P_V))
     O = r("accumulator", a[..., None] * O_old)
@@ -179,7 +180,7 @@ def _fa1(
     m_tile = r("max", S.amax(dim=-1))
     m = torch.maximum(m_old, m_tile)
     a, b = _factor(r, m_old, m), _factor(r, m_tile, m)
-    P = _exp(r, made, S, m_tile)
+    P = exponential(r, made, S, m_tile)
     P_V = r("p", P)
     al = r("rescale", a * l_old)
     l = r("row_sum", al + r("rescale", b * _tile_sum(r, made, P, P_V)))
@@ -195,7 +196,7 @@ def _plain(
     m_old, l_old, _ = before
     m = torch.maximum(m_old, r("max", S.amax(dim=-1)))
     a = _factor(r, m_old, m)
-    P = _exp(r, made, S, m)
+    P = exponential(r, made, S, m)
     l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P))
     P_V = r("p", r("normalised", P / nonzero(l)[..., None]))
     return m, l, r("accumulator", r("pv", times(case, P_V, V)))
@@ -209,8 +210,8 @@ def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
-def _exp(r: Rounder, made: Recipe, S: Tensor, m: Tensor) -> Tensor:
-    """exp(S - m). Overwrites S."""
+def exponential(r: Rounder, made: Recipe, S: Tensor, m: Tensor) -> Tensor:
+    """exp(S - m), for m without the last axis of S. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
     return r("exp", _fexp_u20(x) if made.exponential == "fexp_u20" else x.exp_())
 
@@ -234,8 +235,9 @@ def _tile_sum(r: Rounder, made: Recipe, P: Tensor, P_V: Tensor) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """m, with 0 for the maximum of no key at all: any finite shift then gives P = 0, not NaN."""
-    return torch.where(m == -math.inf, 0.0, m)
+    """m, with the lowest number as the maximum of no key at all: any finite shift then gives P = 0,
+    not NaN."""
+    return m.clamp(min=torch.finfo(m.dtype).min)
 
 
 def nonzero(l: Tensor) -> Tensor:
@@ -245,11 +247,16 @@ def nonzero(l: Tensor) -> Tensor:
 
 def _splits(case: AttentionCase, made: Recipe) -> Iterator[slice]:
     """The keys of each split: whole tiles, the same number for each but the last."""
-    _, block_kv = made.tile(case.q.shape[-1], case.kv_len)
-    tiles = -(-case.kv_len // block_kv)
-    step = -(-tiles // (made.splits or 1)) * block_kv
+    step = split_width(case, made)
     for start in range(0, case.kv_len, step):
         yield slice(start, min(start + step, case.kv_len))
+
+
+def split_width(case: AttentionCase, made: Recipe) -> int:
+    """The keys of a split, of which the last may have fewer."""
+    _, block_kv = made.tile(case.q.shape[-1], case.kv_len)
+    tiles = -(-case.kv_len // block_kv)
+    return -(-tiles // (made.splits or 1)) * block_kv
 
 
 def _tiles(case: AttentionCase, made: Recipe, split: slice) -> Iterator[tuple[slice, slice]]:
@@ -264,7 +271,7 @@ def _tiles(case: AttentionCase, made: Recipe, split: slice) -> Iterator[tuple[sl
     step = block_q * max(1, budget // (row_bytes * block_q))
     for first in range(0, case.q_len, step):
         piece = slice(first, min(first + step, case.q_len))
-        keys = key_range(case, piece)
+        keys = keys_from(case, _blocks_of(case, piece, block_q))
         first_key = max(keys.start - keys.start % block_kv, split.start)
         starts = range(first_key, min(keys.stop, split.stop), block_kv)
         for start in reversed(starts) if made.kv_order == "descending" else starts:
@@ -276,7 +283,8 @@ def _tiles(case: AttentionCase, made: Recipe, split: slice) -> Iterator[tuple[sl
 
 def _row_range(case: AttentionCase, keys: slice, piece: slice, block_q: int) -> slice:
     """The rows of `piece` whose block can see any of `keys` by position."""
-    first, last = piece.start, piece.stop
+    blocks = _blocks_of(case, piece, block_q)
+    first, last = blocks.start, blocks.stop
     if case.is_causal:
         first = max(first, keys.start - case.causal_offset)
     if case.window is not None:
@@ -286,8 +294,18 @@ def _row_range(case: AttentionCase, keys: slice, piece: slice, block_q: int) -> 
         if left is not None:
             last = min(last, keys.stop - case.causal_offset + left)
     if first >= last:
-        return slice(first, first)
-    return slice(first - first % block_q, min(last + -last % block_q, piece.stop))
+        return slice(piece.start, piece.start)
+    rows = rows_within(case, slice(first - first % block_q, last + -last % block_q))
+    return slice(max(rows.start, piece.start), min(rows.stop, piece.stop))
+
+
+def _blocks_of(case: AttentionCase, piece: slice, block_q: int) -> slice:
+    """The positions of the blocks that a piece's rows are of. A piece of a whole call is made of
+    blocks, of which the last may be a part."""
+    at = span(case, piece)
+    if case.positions is None:
+        return at
+    return slice(at.start - at.start % block_q, at.stop + -at.stop % block_q)
 
 
 def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:

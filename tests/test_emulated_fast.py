@@ -1,0 +1,377 @@
+"""Predictions in large blocks: the same recipe as tile by tile, up to fp32 rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.expectation import emulated_step, emulation, recipe_of
+from numdev.formats import Format, format_named, ulp
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Refused, emulated_backward, emulated_fast, emulated_fast_backward
+from numdev.kernels import emulated_forward as tile_by_tile
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.rounder import Rounder
+from numdev.kernels.sites import Recipe
+
+ROWS, KEYS, HEADS, KV_HEADS, DIM = 150, 330, 4, 2, 32
+
+RMS = 1e-3
+BEFORE_CAST = {"bfloat16": 1e-2, "float16": 4e-2}
+"""How far apart outputs may lie before their cast, in rms and relative to the error. fp32 sums of n
+terms in two orders lie about sqrt(n) 2^-24, 1e-6, of the term scale apart, and an error is about
+u / 3 of it: 1.3e-3 in bf16 and 1.6e-4 in fp16. That is 1e-3 and 6e-3; the rest is for roundings
+inside that fall on two sides of a boundary."""
+CARRIED = {"bfloat16": 1e-3, "float16": 5e-3}
+"""The share of outputs whose cast may go to the other side: that distance over a spacing, of which
+it is as large a part as of an error, or less."""
+FORMATS = tuple(CARRIED)
+
+
+def drawn(
+    regime: str = "normal",
+    *,
+    fmt: str = "bfloat16",
+    rows: int = ROWS,
+    keys: int = KEYS,
+    options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> AttentionCase:
+    shapes = Shapes(
+        batch=2, heads=HEADS, kv_heads=KV_HEADS, q_len=rows, kv_len=keys, head_dim=DIM, v_dim=DIM
+    )
+    q, k, v = draw(regime, shapes, seed=0, options=dict(options or {}))
+    case = AttentionCase(
+        ref=CaseRef(case="x"), q=q, k=k, v=v, scale=DIM**-0.5, grad_out=noise(*q.shape), **others
+    )
+    return case.rounded_to(format_named(fmt))
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+CAUSAL = {"is_causal": True, "causal_offset": KEYS - ROWS}
+CASES: Mapping[str, Callable[[str], AttentionCase]] = {
+    "plain": lambda fmt: drawn(fmt=fmt),
+    "causal": lambda fmt: drawn(fmt=fmt, **CAUSAL),
+    "causal with empty rows": lambda fmt: drawn(fmt=fmt, is_causal=True, causal_offset=-20),
+    "window": lambda fmt: drawn(fmt=fmt, window=(70, 30), causal_offset=100),
+    "bool mask": lambda fmt: drawn(fmt=fmt, mask=noise(2, 1, ROWS, KEYS) > 0.5),
+    "additive mask": lambda fmt: drawn(fmt=fmt, mask=2 * noise(1, HEADS, ROWS, KEYS)),
+    "sinks": lambda fmt: drawn(fmt=fmt, sinks=4 * noise(HEADS)),
+    "soft cap": lambda fmt: drawn(fmt=fmt, softcap=2.0),
+    "some rows": lambda fmt: drawn(fmt=fmt, **CAUSAL).select_rows(torch.arange(3, ROWS, 7)),
+    "few rows": lambda fmt: drawn(fmt=fmt, rows=60),
+    "large scores": lambda fmt: drawn(fmt=fmt, options={"logits": 16.0}),
+    "ties": lambda fmt: drawn("ties", fmt=fmt),
+    "sink": lambda fmt: drawn("sink", fmt=fmt),
+    "outliers": lambda fmt: drawn("outliers", fmt=fmt),
+}
+"""Everything that makes a call's scores, and inputs that have hurt somebody."""
+
+
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "tiles of 64": {"block_kv": 64},
+    "tiles of 128, descending": {"block_kv": 128, "kv_order": "descending"},
+    "splits": {"block_kv": 64, "splits": 4},
+    "splits, descending": {"block_kv": 32, "splits": 7, "kv_order": "descending"},
+    "l from rounded P": {"preset": "fa2-consistent", "block_kv": 64},
+    "rounded inside": {
+        "block_kv": 64,
+        "scale_in": "q",
+        **{"scores": "e8m10", "bias": "e8m10", "max": "working", "exp": "e8m12"},
+        **{"normalised": "e8m12", "merge": "e8m12", "splits": 2},
+    },
+    "fast exp": {"block_kv": 128, "exponential": "fexp_u20"},
+    "one cast": {"preset": "exact", "out": "working"},
+}
+
+
+@pytest.fixture(params=[False, True], ids=["one block", "many blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as on a GPU, or of few rows and few tiles of keys."""
+    for module in (emulated_fast, emulated_fast_backward):
+        size = 1 << 17 if request.param else 1 << 28
+        monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": size})
+    monkeypatch.setattr(emulated_fast, "FEWEST_ROWS", 30)
+
+
+def keeps_sums(case: AttentionCase, made: Recipe) -> bool:
+    r = Rounder(made, case, tile_by_tile.dtype_of(made))
+    return emulated_fast.keeps_sums(r, case, made)
+
+
+def apart(found: Tensor, tiled: Tensor, error: Tensor) -> float:
+    return float((found.double() - tiled.double()).norm() / error.norm())
+
+
+def carried(found: Tensor, tiled: Tensor, terms: Tensor, fmt: Format) -> float:
+    """The share of elements that differ. None may by more than a cast that goes to the other side,
+    one ulp, and the largest P that does, 2 u of the term scale."""
+    larger = torch.maximum(found.abs(), tiled.abs())
+    limit = ulp(larger, fmt) + 2 * fmt.unit_roundoff * terms
+    assert bool(((found - tiled).abs() <= limit).all())
+    return float((found != tiled).double().mean())
+
+
+def assert_same(case: AttentionCase, claim: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """The claim in blocks is the other tile by tile."""
+    reference, fmt = attend(case), case.format
+    exact = reference.out
+    tiled = tile_by_tile.attend(case, recipe_of(other))[0].double()
+    found = emulation(case, claim).double()
+    error = tiled - exact
+    assert float((found - exact).norm() / error.norm()) == pytest.approx(1.0, abs=RMS)
+    assert carried(found, tiled, reference.term_scale, fmt) <= CARRIED[fmt.name]
+    before = [{**x, "out": "exact"} for x in (claim, other)]
+    tiled = tile_by_tile.attend(case, recipe_of(before[1]))[0]
+    assert apart(emulation(case, before[0]), tiled, error) <= BEFORE_CAST[fmt.name]
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_the_tiles_up_to_fp32_rounding(name: str, fmt: str) -> None:
+    """Every recipe with plain sums, on every feature of a call: what comes before the cast lies
+    apart by a small part of the error, a few casts go to the neighbour, and the rms is the same."""
+    case = CASES[name](fmt)
+    for claim in RECIPES.values():
+        assert keeps_sums(case, recipe_of(claim))
+        assert_same(case, claim, claim)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_kv": 128},
+        {"kv_order": "descending"},
+        {"p": "e8m8"},
+        {"l_from": "rounded"},
+        {"out": "e8m6"},
+        {"splits": 3},
+        {"exponential": "fexp_u20"},
+    ],
+)
+def test_another_recipe_is_not_the_same(wrong: Mapping[str, Any]) -> None:
+    """The comparison rejects every other recipe."""
+    claim = {"preset": "fa2", "block_kv": 64}
+    with pytest.raises(AssertionError):
+        assert_same(drawn(), claim, {**claim, **wrong})
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"preset": "golden2024"},
+        {"preset": "qiu2025"},
+        {"preset": "eager"},
+        {"rounding": "stochastic", "seed": 3},
+        {"rounding": "toward_zero"},
+        {"exponent": "working"},
+        {"accumulator": "e8m12"},
+        {"loop_order": "kv"},
+    ],
+)
+def test_what_is_rounded_between_tiles_goes_tile_by_tile(claim: Mapping[str, Any]) -> None:
+    """Other recipes give the very numbers of the kernel `emulated`."""
+    case, made = drawn(rows=40, keys=100, is_causal=True), recipe_of(claim)
+    assert not keeps_sums(case, made)
+    assert torch.equal(emulation(case, claim), tile_by_tile.attend(case, made)[0])
+
+
+def test_where_only_arithmetic_errs_its_order_is_kept() -> None:
+    """In float32 what is predicted is the fp32 arithmetic, so it goes tile by tile."""
+    case, claim = drawn(fmt="float32"), {"block_kv": 64}
+    assert torch.equal(emulation(case, claim), tile_by_tile.attend(case, recipe_of(claim))[0])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_finite_spreads_as_tile_by_tile(name: str, value: float) -> None:
+    """A number that is none reaches the rows it reaches tile by tile, and no others."""
+    case = drawn(is_causal=True, causal_offset=KEYS - ROWS)
+    spoilt = getattr(case, name).clone()
+    spoilt[0, 1, -10, 3] = value
+    case, claim = dataclasses.replace(case, **{name: spoilt}), {"block_kv": 64, "block_q": 32}
+    tiled = tile_by_tile.attend(case, recipe_of(claim))[0]
+    assert 0 < tiled.isnan().sum() < tiled.numel() / 4
+    assert torch.equal(emulation(case, claim).nan_to_num(7e4), tiled.nan_to_num(7e4))
+
+
+def test_known_answers() -> None:
+    """One key gives its V, equal scores give the mean of V, a row that sees no key gives 0."""
+    one = drawn(rows=5, keys=1)
+    expected = one.v.float().repeat_interleave(2, dim=1).expand(-1, -1, 5, -1)
+    assert torch.equal(emulation(one, {}), expected)
+    case = drawn(rows=5, keys=256)
+    equal = dataclasses.replace(case, k=torch.zeros_like(case.k), v=case.v.sign())
+    mean = equal.v.float().mean(dim=2, keepdim=True).repeat_interleave(2, dim=1)
+    assert torch.equal(emulation(equal, {}), mean.to(torch.bfloat16).float().expand(-1, -1, 5, -1))
+    empty = drawn(is_causal=True, causal_offset=-20)
+    assert not bool(emulation(empty, {})[:, :, :20].any())
+
+
+class Counted(TorchDispatchMode):
+    """How many operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cost_does_not_grow_with_the_number_of_tiles() -> None:
+    """On a GPU an operator is a launch: a prediction has fewer than 100, a step fewer than 220,
+    however many tiles there are."""
+    claim = {"block_kv": 16, "kv_order": "descending"}
+    for work, most in ((emulation, 100), (emulated_step, 220)):
+        calls = []
+        for keys in (160, 640):
+            case = drawn(rows=64, keys=keys, is_causal=True, causal_offset=keys - 64)
+            with Counted() as counted:
+                work(case, claim)
+            calls.append(counted.calls)
+        assert calls[0] == calls[1] < most
+
+
+# --- a training step -----------------------------------------------------------------------------
+
+
+STEPS: Mapping[str, Mapping[str, Any]] = {
+    "fa2": {"block_kv": 64, "kv_order": "descending"},
+    "grouped": {"block_kv": 64, "group_sum": "running", "ds_scale": "before"},
+    "one kind of delta": {"block_kv": 64, "delta_from": "dP*P", "p_for_ds": "working"},
+    "scale in q": {"scale_in": "q", "splits": 2, "dp": "working", "s": "e8m12"},
+    "eager": {"preset": "eager"},
+    "delta tile by tile": {"delta_from": "dP*P", "delta": "working", "block_kv": 64},
+}
+
+
+STEP_APART = 0.1
+"""Relative to the error: what 1e-3 of the last casts make when they go to the other side. That is
+an ulp each, sqrt(12) times the rms of a rounding."""
+RMS_OF_TIES = 2e-2
+"""In a tie a few keys carry all of dk, and one O that is carried over moves delta in all of it."""
+
+
+def assert_same_step(
+    case: AttentionCase, claim: Mapping[str, Any], other: Mapping[str, Any], rms: float = RMS
+) -> None:
+    """The claim in blocks is the other tile by tile, in every tensor: what differs is together a
+    small part of the error, and its rms is the same."""
+    exact = gradients(case)
+    O, _, *gradient = emulated_backward.gradients(case, recipe_of(other))
+    tiled = dict(zip(("out", "dq", "dk", "dv"), (O, *gradient), strict=True))
+    for name, found in emulated_step(case, claim).items():
+        reference = getattr(exact, name)
+        error = tiled[name].double() - reference
+        ratio = (found.double() - reference).norm() / error.norm()
+        assert float(ratio) == pytest.approx(1.0, abs=rms), name
+        assert apart(found, tiled[name], error) <= STEP_APART, name
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_in_blocks_is_that_in_tiles(name: str) -> None:
+    """Both passes, of every recipe whose gradients are plain sums."""
+    case = CASES[name]("bfloat16")
+    for claim in STEPS.values():
+        r = Rounder(recipe_of(claim), case, torch.float32)
+        assert emulated_fast_backward.keeps_sums(r, case, recipe_of(claim))
+        assert_same_step(case, claim, claim, RMS_OF_TIES if name == "ties" else RMS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ds": "exact"},
+        {"p_for_dv": "e8m8"},
+        {"dk_partial": "exact"},
+        {"dp": "working"},
+        {"delta_o": "exact"},
+        {"dq_out": "e8m6"},
+    ],
+)
+def test_another_step_is_not_the_same(wrong: Mapping[str, Any]) -> None:
+    """The comparison rejects another rounding of any gradient."""
+    with pytest.raises(AssertionError):
+        assert_same_step(drawn(), {}, wrong)
+
+
+def test_gradients_summed_in_the_working_format_go_tile_by_tile() -> None:
+    """PyTorch's CPU kernel: forward in blocks, and backward as `emulated` has it."""
+    claim = {"dq": "working", "dk": "working", "dv": "working", "block_kv": 64, "block_q": 32}
+    assert_same_step(drawn(), claim, claim)
+    with pytest.raises(AssertionError):
+        assert_same_step(drawn(), claim, {**claim, "block_q": 64})
+
+
+def test_a_step_of_what_is_not_finite_is_that_in_tiles() -> None:
+    """An upstream gradient that overflowed reaches what it reaches in `emulated`."""
+    case = drawn(is_causal=True)
+    assert case.grad_out is not None
+    case.grad_out[0, 0, 5, 0] = float("inf")
+    tiled = emulated_backward.gradients(case, recipe_of({}))
+    found = emulated_step(case, {})
+    for x, y in zip(found.values(), (tiled[0], *tiled[2:]), strict=True):
+        assert torch.equal(x.nan_to_num(7e4), y.nan_to_num(7e4))
+
+
+def test_a_step_needs_an_upstream_gradient() -> None:
+    """Without grad_out there is no backward pass to predict."""
+    with pytest.raises(Refused, match="grad_out"):
+        emulated_step(dataclasses.replace(drawn(), grad_out=None), {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_the_tiles_on_a_gpu(name: str) -> None:
+    """The same on a GPU, in both passes, with the blocks it has there."""
+    case = on_gpu(CASES[name]("bfloat16"))
+    for claim in RECIPES.values():
+        assert_same(case, claim, claim)
+    for claim in STEPS.values():
+        assert_same_step(case, claim, claim, RMS_OF_TIES if name == "ties" else RMS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_finds_what_is_not_finite() -> None:
+    """One NaN or infinity among numbers is found there too, wherever it stands."""
+    assert finds_what_is_not_finite("cuda")
+
+
+def test_what_is_not_finite_is_found() -> None:
+    """One NaN or infinity among numbers, wherever it stands; no largest number is one."""
+    assert finds_what_is_not_finite("cpu")
+
+
+def finds_what_is_not_finite(device: str) -> bool:
+    largest = torch.full((3, 5000), torch.finfo(torch.float32).max, device=device)
+    found = [emulated_fast.all_finite(largest, -largest)]
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, 2500, 4999):
+            spoilt = largest.clone()
+            spoilt[1, place] = value
+            found.append(not emulated_fast.all_finite(largest, spoilt))
+    return all(found)
+
+
+def on_gpu(case: AttentionCase) -> AttentionCase:
+    tensors = {f.name: getattr(case, f.name) for f in dataclasses.fields(case)}
+    moved = {name: x.cuda() for name, x in tensors.items() if isinstance(x, Tensor)}
+    return dataclasses.replace(case, **moved)
