@@ -7,6 +7,11 @@ kernel returns is measured in `numdev.measuring`.
 Kernels always see the whole call. A selection of heads restricts what is measured: the reference is
 computed for those heads alone, and outputs are cut down to them. With gradients a selection grows
 to whole groups of query heads, since dk and dv are sums over a group.
+
+So does a sample of rows. The reference of some query rows is exact for them at their share of the
+cost, in out, log-sum-exp and dq, and so are emulations; the baseline, whose scores would not fit in
+memory, is computed for these rows alone. dk and dv are measured in a sample of keys, which takes
+one forward reference of all queries; for them there is neither baseline nor prediction.
 """
 
 from __future__ import annotations
@@ -26,10 +31,15 @@ from numdev.attempt import Failure, attempt
 from numdev.cases import AttentionCase, CaseRef, empty_rows
 from numdev.deviation import Yardstick
 from numdev.expectation import emulated_step, emulation
+from numdev.finiteness import inputs_finite
 from numdev.formats import FORMATS, Format, format_named, ulp
 from numdev.kernels import Output, find
+from numdev.kernels.key_gradients import key_gradients
 from numdev.kernels.output import GRADIENTS
-from numdev.kernels.reference import Gradients, Reference, attend, gradients
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.results import Gradients, Reference
+from numdev.sampling import Sample
+from numdev.stopwatch import Stopwatch
 
 KV_TENSORS = ("dk", "dv")
 """Tensors of kv heads; the others are of query heads."""
@@ -42,13 +52,18 @@ class Prepared:
     case: AttentionCase
     """Whole: what kernels are given."""
     measured: AttentionCase
-    """The selected heads of the case."""
+    """The selected heads and query rows of the case."""
     unrounded: Reference
     reference: Reference
-    """Of the selected heads, as is `unrounded`; with gradients where they are wanted."""
+    """Of the selected heads and rows, as is `unrounded`; with gradients where they are wanted."""
+    lse: Tensor
+    """[B, H, q_len] of the selected heads: the reference's, of all queries where it is known."""
     baseline: Output | Failure
     yardsticks: Mapping[str, Yardstick]
     """By tensor: `out`, and with gradients dq, dk and dv."""
+    sampled: bool = False
+    """Whether only some query rows are measured."""
+    watch: Stopwatch
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What emulations return, by recipe."""
 
@@ -65,13 +80,24 @@ class Prepared:
         which is a fraction of the reference's cost and agrees in rms with fp64 to 0.1 %."""
         key = repr(sorted(claim.items()))
         if key not in self.predictions:
-            self.predictions[key] = self._emulated(claim)
+            with self.watch("predictions"):
+                self.predictions[key] = self._emulated(claim)
         return self.predictions[key]
 
     def _emulated(self, claim: Mapping[str, Any]) -> Mapping[str, Tensor]:
         if isinstance(self.reference, Gradients):
-            return emulated_step(self.measured, claim)
+            step = emulated_step(self.measured, claim)
+            return {name: x for name, x in step.items() if name in self.by_row}
         return {"out": emulation(self.measured, claim)}
+
+    @property
+    def by_row(self) -> tuple[str, ...]:
+        """The tensors that the measured queries give alone: of a sample not dk and dv."""
+        return tuple(n for n in self.tensors if not (self.sampled and n in KV_TENSORS))
+
+    @cached_property
+    def inputs_finite(self) -> bool:
+        return inputs_finite(self.case)
 
     @cached_property
     def amplification(self) -> Mapping[str, Sequence[float | None]]:
@@ -79,13 +105,15 @@ class Prepared:
         by one ulp of its format, up or down by chance: how ill-conditioned the problem is."""
         if not isinstance(self.reference, Gradients):
             return {}
-        moved = gradients(_moved_by_an_ulp(self.measured))
+        with self.watch("reference"):
+            moved = gradients(_moved_by_an_ulp(self.measured))
         return {
             name: [
                 head["row_rel"]
                 for head in deviation.measure(getattr(moved, name), self.yardsticks[name])
             ]
             for name in GRADIENTS
+            if name in self.by_row
         }
 
 
@@ -99,8 +127,13 @@ class Bench:
         heads: Sequence[int] | None = None,
         *,
         gradients: bool = False,
+        watch: Stopwatch | None = None,
+        sample: Sample | None = None,
     ) -> None:
+        self.watch = watch or Stopwatch()
+        """Counts what loading, the references, the baseline and predictions take."""
         self.ref, self._load, self._chosen, self.gradients = ref, load, heads, gradients
+        self.sample = sample
         self._at: Prepared | None = None
         self.last: tuple[str, Output] | None = None
         """The task measured last, by its key, and what its kernel returned."""
@@ -109,7 +142,8 @@ class Bench:
     def case(self) -> AttentionCase:
         """The call. What a row that sees no key returns is a convention, and so would be what
         flows back through it: such rows get an upstream gradient of 0."""
-        case = self._load()
+        with self.watch("capture"):
+            case = self._load()
         if not self.gradients or case.grad_out is None:
             return case
         empty = empty_rows(case)[..., None]
@@ -136,14 +170,49 @@ class Bench:
         """The heads of `tensor` that are measured."""
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
+    @cached_property
+    def _drawn(self) -> Tensor | None:
+        """`queries`, on the host."""
+        return None if self.sample is None else self.sample.queries(self.case.q_len)
+
+    @cached_property
+    def queries(self) -> Tensor | None:
+        """The query rows that are measured, where not all are."""
+        return None if self._drawn is None else self._drawn.to(self.case.q.device)
+
+    @cached_property
+    def keys(self) -> Tensor | None:
+        """The keys that dk and dv are measured in, where queries are sampled: some, or all."""
+        if self.sample is None or self.queries is None:
+            return None
+        found, length = self.sample.keys(self.case.kv_len), self.case.kv_len
+        return (torch.arange(length) if found is None else found).to(self.case.q.device)
+
+    def rows_of(self, tensor: str) -> Tensor | None:
+        """Where the measured rows of `tensor` stand in the call; None where all are measured."""
+        return self.keys if tensor in KV_TENSORS else self.queries
+
+    def sampled_from(self, tensor: str) -> int | None:
+        """Of how many rows those of `tensor` are a sample; None where all are measured."""
+        rows = self.rows_of(tensor)
+        length = self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
+        return None if rows is None or len(rows) == length else length
+
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
+        """The measured heads and rows of a tensor [batch, heads, rows, ...], which may be cut down
+        to them already."""
+        x, rows = self.select_heads(x, tensor), self.rows_of(tensor)
+        return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
+
+    def select_heads(self, x: Tensor, tensor: str = "out") -> Tensor:
         """The measured heads of a tensor [batch, heads, ...]."""
         chosen = self.heads_of(tensor)
         return x if len(chosen) == x.shape[1] else x[:, list(chosen)]
 
     @cached_property
-    def _unrounded(self) -> Reference:
-        return self._exact(self._selected(self.case))
+    def _unrounded(self) -> tuple[Reference, Tensor]:
+        case = self.selected(self.case)
+        return self._exact(case, self._rows(case))
 
     def at(self, format_name: str) -> Prepared:
         """The case prepared in a format."""
@@ -153,10 +222,22 @@ class Bench:
             self._at = self._prepare(fmt)
         return self._at
 
-    def _exact(self, case: AttentionCase) -> Reference:
-        return gradients(case) if self.gradients else attend(case)
+    def _exact(self, case: AttentionCase, measured: AttentionCase) -> tuple[Reference, Tensor]:
+        """The reference of the measured rows of a case with the measured heads, and the log-sum-exp
+        of all queries that are known."""
+        with self.watch("reference"):
+            found = gradients(measured) if self.gradients else attend(measured)
+            if self.keys is None or not isinstance(found, Gradients):
+                return found, found.lse
+            keys = dict(vars(key_gradients(case, self.keys)))
+        lse = keys.pop("lse")
+        return dataclasses.replace(found, **keys), lse
 
-    def _selected(self, case: AttentionCase) -> AttentionCase:
+    def _rows(self, case: AttentionCase) -> AttentionCase:
+        return case if self._drawn is None else case.select_rows(self._drawn)
+
+    def selected(self, case: AttentionCase) -> AttentionCase:
+        """A case of this call's shape restricted to the measured heads."""
         if len(self.heads) == case.heads:
             return case
         if self.gradients:
@@ -164,15 +245,22 @@ class Bench:
         return case.select_heads(list(self.heads))
 
     def _prepare(self, fmt: Format) -> Prepared:
-        case = self.case.rounded_to(fmt)
+        case = self.case if self.case.is_in(fmt) else self.case.rounded_to(fmt)
         unchanged = fmt.contains(self.case.format)
-        measured = self._selected(case)
-        exact = self._unrounded if unchanged else self._exact(measured)
-        baseline = attempt(find("baseline"), case, {}, gradients=self.gradients)
+        selected = self.selected(case)
+        measured = self._rows(selected)
+        unrounded = self._unrounded[0]
+        exact, lse = self._unrounded if unchanged else self._exact(selected, measured)
+        with self.watch("baseline"):
+            baseline = self._baseline(case if self.queries is None else measured)
         by_query, by_key = _arithmetic(measured)
 
         def yardstick(
-            tensor: str, terms: Tensor, empty: Tensor, arithmetic: Tensor, lse: Tensor | None = None
+            tensor: str,
+            terms: Tensor,
+            empty: Tensor,
+            arithmetic: Tensor | None,
+            lse: Tensor | None = None,
         ) -> Yardstick:
             plain = getattr(baseline, tensor, None)
             return Yardstick(
@@ -183,7 +271,7 @@ class Bench:
                 lse=lse,
                 arithmetic=arithmetic,
                 baseline=None if plain is None else self.select(plain, tensor),
-                unrounded=getattr(self._unrounded, tensor),
+                unrounded=getattr(unrounded, tensor),
             )
 
         yardsticks = {
@@ -193,16 +281,26 @@ class Bench:
             # A key that no query sees has gradients of exactly 0, and is judged by that.
             none = torch.zeros_like(exact.unseen)
             yardsticks["dq"] = yardstick("dq", exact.dq_terms, exact.empty, by_query, exact.lse)
-            yardsticks["dk"] = yardstick("dk", exact.dk_terms, none, by_key)
-            yardsticks["dv"] = yardstick("dv", exact.dv_terms, none, by_key)
+            beside = by_key if self.keys is None else None  # what is not predicted
+            yardsticks["dk"] = yardstick("dk", exact.dk_terms, none, beside)
+            yardsticks["dv"] = yardstick("dv", exact.dv_terms, none, beside)
         return Prepared(
             case=case,
             measured=measured,
-            unrounded=self._unrounded,
+            unrounded=unrounded,
             reference=exact,
+            lse=lse,
             baseline=baseline,
             yardsticks=yardsticks,
+            sampled=self.queries is not None,
+            watch=self.watch,
         )
+
+    def _baseline(self, case: AttentionCase) -> Output | Failure:
+        found = attempt(find("baseline"), case, {}, gradients=self.gradients)
+        if isinstance(found, Failure) or self.queries is None:
+            return found
+        return dataclasses.replace(found, dk=None, dv=None)  # sums over these rows alone
 
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:

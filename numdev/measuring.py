@@ -20,12 +20,13 @@ from numdev.deviation import Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
 from numdev.expectation import returning, unexpected
+from numdev.finiteness import Elsewhere, all_finite, elsewhere
 from numdev.formats import Format, format_of
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
 from numdev.noise import Noise, noise
 from numdev.records import recorded
-from numdev.report import DeviationRow
+from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.suspicion import far_off, suspect
 from numdev.system import System
 
@@ -60,21 +61,28 @@ def run_task(
     if missing:
         return [_bare_row(task, Failure("skipped", missing))]
     try:
-        prepared = bench.at(task.format)
-        runs = _runs(task, kernel, prepared, run)
-        lacking: Failure | None = None
-        if isinstance(runs, Failure) and task.gradients and task.role == "kernel":
-            forward = _runs(dataclasses.replace(task, gradients=False), kernel, prepared, run)
-            if not isinstance(forward, Failure):
-                lacking, runs = runs, forward
-        if isinstance(runs, Failure):
-            return [_bare_row(task, runs)]
-        claim = kernel.claims(prepared.case, runs[0], system)
-        bench.last = (task.key, runs[0])
-        rows = _measured_rows(task, runs, prepared, bench, claim)
-        return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
+        with bench.watch("metrics"):
+            return _task_rows(task, kernel, bench, system, run)
     except COUNTED as error:
         return [_bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))]
+
+
+def _task_rows(
+    task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner
+) -> list[DeviationRow]:
+    prepared = bench.at(task.format)
+    runs = _runs(task, kernel, prepared, run)
+    lacking: Failure | None = None
+    if isinstance(runs, Failure) and task.gradients and task.role == "kernel":
+        forward = _runs(dataclasses.replace(task, gradients=False), kernel, prepared, run)
+        if not isinstance(forward, Failure):
+            lacking, runs = runs, forward
+    if isinstance(runs, Failure):
+        return [_bare_row(task, runs)]
+    claim = kernel.claims(prepared.case, runs[0], system)
+    bench.last = (task.key, runs[0])
+    rows = _measured_rows(task, runs, prepared, bench, claim)
+    return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
 
 
 def _runs(task: Task, kernel: Kernel, prepared: Prepared, run: Runner) -> list[Output] | Failure:
@@ -86,15 +94,20 @@ def _runs(task: Task, kernel: Kernel, prepared: Prepared, run: Runner) -> list[O
         gradients = {n: getattr(exact, n) for n in GRADIENTS if task.gradients}
         if task.role == "floor":
             gradients = {n: prepared.yardsticks[n].floor for n in gradients}
-            return [Output(out=prepared.yardstick.floor, **gradients)]
+            return [
+                Output(
+                    out=prepared.yardstick.floor, ran=exact.by, ran_backward=exact.by, **gradients
+                )
+            ]
         return [Output(out=exact.out, **gradients)]
     case = prepared.measured if task.role == "control" else prepared.case
     runs = []
-    for _ in range(max(1, task.repeats)):
-        output = run(kernel, case, given(task, kernel), gradients=task.gradients)
-        if isinstance(output, Failure):
-            return output
-        runs.append(output)
+    with prepared.watch("other" if task.role == "control" else "kernels"):
+        for _ in range(max(1, task.repeats)):
+            output = run(kernel, case, given(task, kernel), gradients=task.gradients)
+            if isinstance(output, Failure):
+                return output
+            runs.append(output)
     return runs
 
 
@@ -108,20 +121,26 @@ def _measured_rows(
     output, exact, rows = runs[0], prepared.reference, []
     noises = noise(runs) if len(runs) > 1 else {}
     formats = formats_of(output, prepared)
+    rest = _elsewhere(task, output, formats, prepared, bench)
     trained = any(getattr(output, name) is not None for name in GRADIENTS)
-    for tensor in prepared.tensors if trained else ("out",):
+    # What was computed of sampled queries alone has no dk and dv.
+    given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
+    for tensor in given if trained else ("out",):
         x = getattr(output, tensor)
         if x is None:
             raise MeasurementError(f"it returned no {tensor}")
-        chosen = x if x.shape[1] == len(bench.heads_of(tensor)) else bench.select(x, tensor)
+        chosen = bench.select(x, tensor)
         if task.role == "precision":
-            yardstick = prepared.yardsticks[tensor]
-            unrounded = getattr(prepared.unrounded, tensor)
-            metrics = deviation.measure_plain(chosen, unrounded, yardstick.empty)
+            yardstick, unrounded = prepared.yardsticks[tensor], getattr(prepared.unrounded, tensor)
+            metrics = deviation.measure_plain(
+                chosen, unrounded, yardstick.empty, of=bench.sampled_from(tensor)
+            )
             rows += _rows(task, tensor, metrics, output, bench)
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
-        metrics = _metrics(task, tensor, chosen, fmt, prepared, claim, formats)
+        metrics = _metrics(task, tensor, chosen, fmt, prepared, bench, claim, formats)
+        if tensor in rest:
+            metrics = _with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
             metrics = _with_suspicion(metrics, output, prepared, bench)
         metrics = _with_noise(metrics, _of(bench, tensor, noises))
@@ -132,7 +151,11 @@ def _measured_rows(
             ]
         rows += _rows(task, tensor, metrics, output, bench, fmt)
     if output.lse is not None and task.role not in ("precision", "control"):
-        lse = deviation.measure_plain(bench.select(output.lse), exact.lse, exact.empty)
+        lse = deviation.measure_plain(
+            bench.select(output.lse), exact.lse, exact.empty, of=bench.sampled_from("lse")
+        )
+        if "lse" in rest:
+            lse = _with_the_rest(lse, rest["lse"])
         rows += _rows(task, "lse", _with_noise(lse, _of(bench, "lse", noises)), output, bench)
     return rows
 
@@ -143,25 +166,67 @@ def _metrics(
     x: Tensor,
     fmt: Format,
     prepared: Prepared,
+    bench: Bench,
     claim: Mapping[str, Any] | None,
     formats: Mapping[str, Format],
 ) -> list[Metrics]:
     """One tensor's metrics, beside what the kernel's roundings predict."""
     yardstick = prepared.yardsticks[tensor].for_format(fmt)
+    of = bench.sampled_from(tensor)
     if task.role == "floor":
-        return deviation.measure(x, yardstick)
+        return deviation.measure(x, yardstick, of=of)
     why = unexpected(claim, prepared.case.format, fmt)
+    if tensor not in prepared.by_row:
+        metrics = deviation.measure(x, yardstick, of=of)
+        lacking = ("expected_ratio", "worst_row", "baseline_ratio", "amplification")
+        return [_with_nulls(head, lacking, NOT_PREDICTED) for head in metrics]
     if why is not None:
-        metrics = deviation.measure(x, yardstick)
-        return [_without_prediction(head, why) for head in metrics]
+        metrics = deviation.measure(x, yardstick, of=of)
+        return [_with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics]
     expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
     whose = str((claim or {}).get("preset", "fa2"))
-    return [{**head, "claim": whose} for head in deviation.measure(x, yardstick, expected)]
+    metrics = deviation.measure(x, yardstick, expected, of=of)
+    return [{**head, "claim": whose} for head in metrics]
 
 
-def _without_prediction(head: Metrics, why: str) -> Metrics:
-    nulls = {**head["nulls"], "expected_ratio": why, "worst_row": why}
-    return {**head, "nulls": nulls}
+def _elsewhere(
+    task: Task,
+    output: Output,
+    formats: Mapping[str, Format],
+    prepared: Prepared,
+    bench: Bench,
+) -> dict[str, list[Elsewhere]]:
+    """What of a kernel's tensors is not finite in the rows that are not measured, by tensor;
+    nothing where all that came back is finite, as it should be."""
+    if task.role != "kernel" or not prepared.sampled:
+        return {}
+    formats = dict(formats)
+    if output.lse is not None:
+        formats["lse"] = format_of(output.lse.dtype)
+    whole = {name: bench.select_heads(getattr(output, name), name) for name in formats}
+    if prepared.inputs_finite and all_finite(whole.values()):
+        return {}
+    case = bench.selected(prepared.case)
+    return {
+        name: elsewhere(x, name, case, bench.rows_of(name), formats[name])
+        for name, x in whole.items()
+    }
+
+
+def _with_the_rest(metrics: Sequence[Metrics], rest: Sequence[Elsewhere]) -> list[Metrics]:
+    """`nonfinite` over all rows; where those that are not measured leave it open, why."""
+    found = []
+    for head, there in zip(metrics, rest, strict=True):
+        count = head["nonfinite"] + there.nonfinite
+        if there.unknown and not count:
+            found.append(_with_nulls({**head, "nonfinite": None}, ("nonfinite",), there.unknown))
+        else:
+            found.append({**head, "nonfinite": count})
+    return found
+
+
+def _with_nulls(head: Metrics, names: Sequence[str], why: str) -> Metrics:
+    return {**head, "nulls": {**head["nulls"], **dict.fromkeys(names, why)}}
 
 
 def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> list[Noise]:
@@ -193,7 +258,7 @@ def _with_suspicion(
     far = [h for h, head in zip(bench.heads, metrics, strict=True) if far_off(head)]
     if not far:
         return list(metrics)
-    found = suspect(prepared.case, output.out, prepared.reference, bench.heads, far)
+    found = suspect(prepared.case, output.out, prepared.reference, bench.heads, far, bench.queries)
     return [
         {**head, "suspicion": found[h].cause, "suspicion_cut": found[h].cut} if h in found else head
         for h, head in zip(bench.heads, metrics, strict=True)
@@ -235,11 +300,20 @@ def _rows(
         "reason": "reference-limited" if limited else None,
         "ran": output.ran_backward if backward else output.ran,
         "out_format": out_format.name if out_format else None,
+        **_sampling(bench, tensor),
     }
     return [
         DeviationRow.model_validate({**shared, "head": head, **values})
         for head, values in zip(bench.heads_of(tensor), metrics, strict=True)
     ]
+
+
+def _sampling(bench: Bench, tensor: str) -> dict[str, Any]:
+    """The fields that say of how many rows a row's numbers are."""
+    rows = bench.rows_of(tensor)
+    if rows is None or bench.sampled_from(tensor) is None:
+        return {}
+    return {"sampled": True, "rows_measured": len(rows)}
 
 
 def _bare_row(task: Task, failure: Failure) -> DeviationRow:

@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from numdev.deviation import finite
+from numdev.comparison import widened
 from numdev.errors import MeasurementError
 from numdev.kernels import Output
+from numdev.yardstick import finite
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+ELEMENTS = 1 << 24
+"""Of one run that are compared at a time: 128 MiB in fp64, and some six times that in all."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +62,67 @@ def noise(runs: Sequence[Output]) -> dict[str, list[Noise]]:
         raise MeasurementError(
             f"noise needs at least two runs, not {len(runs)}", hint="repeat the kernel"
         )
-    found = {}
+    kept = {}
     for name in TENSORS:
         tensors = [getattr(run, name, None) for run in runs]
         kinds = {None if x is None else (tuple(x.shape), x.dtype) for x in tensors}
         if len(kinds) > 1:
             raise MeasurementError(f"runs on the same inputs differ in the kind of {name}")
         if kinds != {None}:
-            found[name] = of_tensor([x for x in tensors if x is not None])
-    return found
+            kept[name] = [x for x in tensors if x is not None]
+    return dict(zip(kept, of_tensors(list(kept.values())), strict=True))
 
 
-def of_tensor(runs: Sequence[Tensor]) -> list[Noise]:
-    """The noise per head of one tensor's runs, each [B, H, rows, ...]."""
+def of_tensors(runs: Sequence[Sequence[Tensor]]) -> list[list[Noise]]:
+    """For each of several tensors the noise per head of its runs, each [B, H, rows, ...].
+
+    Runs of the same bits, as nearly all are, are compared as they are, all tensors with one wait
+    for the device. Others are brought to fp64 two at a time, and some heads of them.
+    """
+    return [
+        _without_noise(some) if same else _in_parts([x.detach() for x in tensor])
+        for tensor, (same, *some) in zip(runs, _looked_at(runs), strict=True)
+    ]
+
+
+def _looked_at(runs: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
+    """Of each tensor's runs, whether all are the same bits (those that are not may still be equal),
+    and for each head of the first whether any element is finite."""
+    flags = [torch.cat([_same_bits(tensor)[None], _some_finite(tensor[0])]) for tensor in runs]
+    known: Iterator[bool] = iter(torch.cat(flags).tolist())
+    return [list(itertools.islice(known, len(flag))) for flag in flags]
+
+
+def _same_bits(runs: Sequence[Tensor]) -> Tensor:
+    first, *others = (x.detach().view(_BITS[x.element_size()]) for x in runs)
+    return torch.stack([(first == other).all() for other in others]).all()
+
+
+def _some_finite(x: Tensor) -> Tensor:
+    some: Tensor = finite(widened(x)).transpose(0, 1).flatten(1).any(dim=1)
+    return some
+
+
+def _without_noise(some_finite: Sequence[bool]) -> list[Noise]:
+    return [Noise(noise=0.0 if some else None, flickering=0) for some in some_finite]
+
+
+def _in_parts(runs: Sequence[Tensor]) -> list[Noise]:
+    heads = runs[0].shape[1]
+    step = max(1, ELEMENTS * heads // max(1, runs[0].numel()))
+    parts = ([x[:, at : at + step] for x in runs] for at in range(0, heads, step))
+    return [head for part in parts for head in compared(part)]
+
+
+def compared(runs: Sequence[Tensor]) -> list[Noise]:
+    """The noise per head of any runs, by the definition."""
     heads = runs[0].shape[1]
     squares = torch.zeros(heads, dtype=torch.float64, device=runs[0].device)
     counts = torch.zeros_like(squares)
     differ = torch.zeros(heads, dtype=torch.bool, device=runs[0].device)
     flickers = torch.zeros_like(runs[0], dtype=torch.bool)
-    for a, b in itertools.combinations([x.detach().double() for x in runs], 2):
+    for one, other in itertools.combinations(runs, 2):
+        a, b = one.double(), other.double()
         same = (a == b) | (a.isnan() & b.isnan())
         both = finite(a) & finite(b)
         flickers |= ~same & ~both
@@ -90,7 +136,7 @@ def of_tensor(runs: Sequence[Tensor]) -> list[Noise]:
     rms = torch.where(differ & (rms == 0), math.ulp(0.0), rms)
     return [
         Noise(noise=r if c else None, flickering=int(f))
-        for r, c, f in zip(rms.tolist(), counts.tolist(), flickering.tolist(), strict=True)
+        for r, c, f in torch.stack([rms, counts, flickering], dim=-1).tolist()
     ]
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.formats import Format, round_to
+from numdev.formats import Format, format_of, round_to
 from numdev.report import CaseRecord, WeightRow
+
+WEIGHTS_AT_ONCE = 1 << 24
 
 
 def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:
@@ -45,24 +47,45 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
     """What casting a stored tensor to a format costs.
 
     Elements the format cannot hold, or that were not finite to begin with, are counted and left
-    out of the averages.
+    out of the averages. Sums are fp64; a tensor goes by WEIGHTS_AT_ONCE elements, so that memory
+    does not depend on it.
     """
-    wide = tensor.double()
-    error = round_to(wide, fmt) - wide
-    usable = error.isfinite()
-    size, norm = error[usable].abs(), float(wide[usable].norm())
-    mean = float(size.mean()) if size.numel() else None
+    lossless = fmt.contains(format_of(tensor.dtype))
+    parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
+    sums = [_cast_sums(part, None if lossless else fmt) for part in parts]
+    usable, largest, total, squares, norm = (
+        torch.stack(sums).unbind(dim=1) if sums else torch.zeros(5, 1)
+    )
+    count = int(usable.sum())
+    mean = float(total.sum()) / count if count else None
+    size = float(norm.sum()) ** 0.5
     return WeightRow(
         tensor=name,
         shape=tuple(tensor.shape),
         stored=str(tensor.dtype).removeprefix("torch."),
         format=fmt.name,
         elements=tensor.numel(),
-        nonfinite=int((~usable).sum()),
-        max_abs=float(size.max()) if size.numel() else None,
+        nonfinite=tensor.numel() - count,
+        max_abs=float(largest.max()) if count else None,
         mean_abs=mean,
-        rel=float(size.norm()) / norm if size.numel() and norm else None,
+        rel=float(squares.sum()) ** 0.5 / size if count and size else None,
         w1=mean,
+    )
+
+
+def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
+    """How many elements survive the cast, the largest error, and the sums of |error|, error^2 and
+    x^2 over them, the last at least 1 where the format (None) holds them all and one is not 0."""
+    if fmt is None:  # no need of an error: what is not finite shows in x alone
+        usable = part.abs() < math.inf
+        something, nothing = (usable & (part != 0)).any(), usable.new_zeros(())
+        return torch.stack([usable.sum().double(), nothing, nothing, nothing, something])
+    wide = part.double()
+    error = round_to(wide, fmt) - wide
+    usable = error.isfinite()
+    error, x = (torch.where(usable, y, 0.0) for y in (error.abs_(), wide))
+    return torch.stack(
+        [usable.sum().double(), error.max(), error.sum(), error.square().sum(), x.square().sum()]
     )
 
 

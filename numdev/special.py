@@ -8,13 +8,14 @@ stand out by chance. With fewer than LEAST usual rows nothing is usual, and only
 since scores are seldom equal by chance. That V has one sign among tied keys is said in any case:
 together they make rounding errors of P one-sided.
 
-Pure functions of report rows; how they are measured is said in `numdev.worst`.
+Pure functions of a report's row and of what is usual beside it (`Usual`); how they are measured is
+said in `numdev.worst`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from numdev.report import WorstRow
@@ -45,41 +46,65 @@ NOTHING = "nothing stands out"
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def sentence(row: WorstRow, typical: Sequence[WorstRow]) -> str:
-    """How much the row errs, and what stands out beside `typical` rows of its head."""
-    said = list(_of_key(row, typical) if _is_key(row) else _of_query(row, typical))
+class Usual:
+    """What is usual of a head: how the properties of its usual rows are distributed."""
+
+    def __init__(self, columns: Mapping[str, Sequence[float | None]], rows: int) -> None:
+        """`columns` holds properties of WorstRow by name, a value for each of `rows` usual rows;
+        None where a row has none."""
+        self.rows = rows
+        known = {name: [x for x in columns.get(name, ()) if x is not None] for name in STEPS}
+        self._medians = {name: median(values) for name, values in known.items() if values}
+        self._spans = {
+            name: _span([_compared(x, name) for x in values])
+            for name, values in known.items()
+            if len(values) >= LEAST
+        }
+
+    def span(self, name: str) -> tuple[float, float] | None:
+        """The median and the median absolute deviation, as compared; None of fewer than LEAST."""
+        return self._spans.get(name)
+
+    def value(self, name: str) -> str:
+        """The median in words."""
+        return f"{self._medians[name]:.3g}"
+
+
+def sentence(row: WorstRow, usual: Usual) -> str:
+    """How much the row errs, and what stands out beside the usual rows of its head."""
+    said = list(_of_key(row, usual) if _is_key(row) else _of_query(row, usual))
     if row.rows >= AN_END and row.row in (0, row.rows - 1):
         said.append(f"it is the {'last' if row.row else 'first'} {_kind(row)}")
-    few = f" (with {len(typical)} rows to compare it with)" if len(typical) < LEAST else ""
+    few = f" (with {usual.rows} rows to compare it with)" if usual.rows < LEAST else ""
     return f"{_name(row)} {_errs(row)}: {'; '.join(said) or NOTHING + few}."
 
 
-def stands_out(row: WorstRow, typical: Sequence[WorstRow], name: str) -> int:
+def stands_out(row: WorstRow, usual: Usual, name: str) -> int:
     """1 where a property is above what is usual, -1 where it is below, 0 where it is usual."""
-    value = _value(row, name)
-    usual = [x for x in (_value(t, name) for t in typical) if x is not None]
-    if value is None or (len(usual) < LEAST and name != "tied"):
+    value: float | None = getattr(row, name)
+    span = usual.span(name) or ((1.0, 0.0) if name == "tied" else None)
+    if value is None or span is None:
         return 0
-    middle = median(usual) if len(usual) >= LEAST else 1.0
-    spread = median(abs(x - middle) for x in usual) if len(usual) >= LEAST else 0.0
-    away = value - middle
+    middle, spread = span
+    away = _compared(value, name) - middle
     far = abs(away) >= max(DEVIATIONS * spread, STEPS[name])
     return int(math.copysign(1, away)) if far else 0
 
 
-def _value(row: WorstRow, name: str) -> float | None:
-    value: float | None = getattr(row, name)
-    if value is None or name not in LOGARITHMIC:
-        return value
-    return math.log2(max(value, 2.0**-60))
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    middle = median(values)
+    return middle, median(abs(x - middle) for x in values)
 
 
-def _of_query(row: WorstRow, typical: Sequence[WorstRow]) -> Iterator[str]:
+def _compared(value: float, name: str) -> float:
+    return math.log2(max(value, 2.0**-60)) if name in LOGARITHMIC else value
+
+
+def _of_query(row: WorstRow, usual: Usual) -> Iterator[str]:
     if row.sees == 0:
         yield "it sees no key"
         return
-    out = {name: stands_out(row, typical, name) for name in STEPS}
-    usual = _Usual(typical, "row")
+    out = {name: stands_out(row, usual, name) for name in STEPS}
     tied = out["tied"] > 0
     largest = row.max_probability
     if tied:
@@ -93,65 +118,55 @@ def _of_query(row: WorstRow, typical: Sequence[WorstRow]) -> Iterator[str]:
     elif out["one_sign"] > 0 and (row.carriers or 0) > 1:
         yield (
             f"V mostly keeps its sign at the {counted(row.carriers, 'key')} that carry 90 % of it "
-            f"({row.one_sign:.2f}; {usual('one_sign')})"
+            f"({row.one_sign:.2f}; median row {usual.value('one_sign')})"
         )
     in_sinks = out["first_key"] or out["sink"]
     if out["first_key"]:
-        yield f"key 0 has P = {row.first_key:.2g} ({usual('first_key')})"
+        yield f"key 0 has P = {row.first_key:.2g} (median row {usual.value('first_key')})"
     if out["sink"]:
-        yield f"the sink has P = {row.sink:.2g} ({usual('sink')})"
+        yield f"the sink has P = {row.sink:.2g} (median row {usual.value('sink')})"
     if out["max_probability"] and not tied and not in_sinks:
-        yield f"its largest P is {largest:.2g} ({usual('max_probability')})"
+        yield f"its largest P is {largest:.2g} (median row {usual.value('max_probability')})"
     elif out["entropy"] and not tied and not in_sinks:
-        yield f"its entropy is {row.entropy:.3g} nats ({usual('entropy')})"
+        yield f"its entropy is {row.entropy:.3g} nats (median row {usual.value('entropy')})"
     if out["lse"]:
-        yield f"its log-sum-exp is {row.lse:.4g} ({usual('lse')})"
+        yield f"its log-sum-exp is {row.lse:.4g} (median row {usual.value('lse')})"
     yield from _terms(row, out["cancellation"], usual)
     if out["sees"]:
-        yield f"it sees {counted(row.sees, 'key')} ({usual('sees')})"
+        yield f"it sees {counted(row.sees, 'key')} (median row {usual.value('sees')})"
 
 
-def _of_key(row: WorstRow, typical: Sequence[WorstRow]) -> Iterator[str]:
-    out = {name: stands_out(row, typical, name) for name in STEPS}
-    usual = _Usual(typical, "key")
+def _of_key(row: WorstRow, usual: Usual) -> Iterator[str]:
+    out = {name: stands_out(row, usual, name) for name in STEPS}
     if row.sees == 0:
         yield "no query sees it"
         return
     if out["mass"]:
         yield (
             f"it receives P = {row.mass:.3g} in all, 90 % of it from "
-            f"{counted(row.carriers, 'query')} ({usual('mass')} from {usual.value('carriers')})"
+            f"{counted(row.carriers, 'query')} "
+            f"(median key {usual.value('mass')} from {usual.value('carriers')})"
         )
     elif out["carriers"]:
         yield (
             f"90 % of its probability comes from {counted(row.carriers, 'query')} "
-            f"({usual('carriers')})"
+            f"(median key {usual.value('carriers')})"
         )
     if out["max_probability"]:
-        yield f"its largest P is {row.max_probability:.2g} ({usual('max_probability')})"
+        largest = row.max_probability
+        yield f"its largest P is {largest:.2g} (median key {usual.value('max_probability')})"
     yield from _terms(row, out["cancellation"], usual)
     if out["sees"]:
-        yield f"{counted(row.sees, 'query')} see it ({usual('sees')})"
+        yield f"{counted(row.sees, 'query')} see it (median key {usual.value('sees')})"
 
 
-def _terms(row: WorstRow, out: int, usual: _Usual) -> Iterator[str]:
+def _terms(row: WorstRow, out: int, usual: Usual) -> Iterator[str]:
     """Only cancellation is a hazard; that nothing cancels is none."""
     if out < 0:
-        yield f"its terms cancel to {row.cancellation:.2g} of their size ({usual('cancellation')})"
-
-
-class _Usual:
-    """What is usual of a property, in words: `median row 0.02`."""
-
-    def __init__(self, typical: Sequence[WorstRow], kind: str) -> None:
-        self.typical, self.kind = typical, kind
-
-    def __call__(self, name: str) -> str:
-        return f"median {self.kind} {self.value(name)}"
-
-    def value(self, name: str) -> str:
-        values = [getattr(t, name) for t in self.typical]
-        return f"{median(x for x in values if x is not None):.3g}"
+        yield (
+            f"its terms cancel to {row.cancellation:.2g} of their size "
+            f"(median {_kind(row)} {usual.value('cancellation')})"
+        )
 
 
 def counted(number: int | None, noun: str) -> str:

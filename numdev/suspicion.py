@@ -34,7 +34,7 @@ from numdev.alternatives import alternatives
 from numdev.cases import AttentionCase
 from numdev.deviation import finite
 from numdev.factors import estimated
-from numdev.kernels.reference import Reference
+from numdev.kernels.results import Reference
 from numdev.mistakes import scales
 from numdev.probe import Alternative, Probe, room_for_heads
 
@@ -63,18 +63,25 @@ def far_off(metrics: dict[str, Any]) -> bool:
 
 
 def suspect(
-    case: AttentionCase, out: Tensor, exact: Reference, heads: Sequence[int], far: Sequence[int]
+    case: AttentionCase,
+    out: Tensor,
+    exact: Reference,
+    heads: Sequence[int],
+    far: Sequence[int],
+    rows: Tensor | None = None,
 ) -> dict[int, Suspicion]:
     """Query head to what it computes instead, for those heads of `far` of which that can be said.
 
-    `case` and `out` are whole, `exact` is the reference of `heads`, `far` a selection of `heads`.
+    `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
+    in all, `far` a selection of `heads`.
     First one cause is sought for all heads together (a mistake is seldom in one head, and heads
     that are right speak against wrong causes), then for the worst head alone.
     """
     case = dataclasses.replace(case, grad_out=None)
-    whole = exact.out if len(heads) == case.heads else None
-    errors = _row_errors(out[:, list(heads)], exact)
-    order = sorted(heads, key=lambda h: (h not in far, -float(errors[:, heads.index(h)].sum())))
+    whole = exact.out if len(heads) == case.heads and rows is None else None
+    errors = _row_errors(out[:, list(heads)], exact, rows)
+    sizes = dict(zip(heads, errors.sum(dim=(0, 2)).tolist(), strict=True))
+    order = sorted(heads, key=lambda h: (h not in far, -sizes[h]))
     room = room_for_heads(case)
     worst = [h for h in order if h in far]
     for chosen in dict.fromkeys((tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))):
@@ -132,8 +139,11 @@ def _by_head(
     return held
 
 
-def _row_errors(out: Tensor, exact: Reference) -> Tensor:
-    """||o - r|| of every row [B, H, q_len], over what is finite."""
+def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
+    """||o - r|| of every row [B, H, q_len], over what is finite; 0 in rows that are not known."""
+    if rows is not None:
+        known = _row_errors(out[:, :, rows], exact, None)
+        return known.new_zeros(out.shape[:3]).index_copy_(2, rows, known)
     error = out.double() - exact.out
     usable = finite(error) & ~exact.empty[..., None]
     sizes: Tensor = torch.where(usable, error, 0.0).norm(dim=-1)

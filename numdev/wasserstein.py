@@ -19,12 +19,16 @@ which changes no value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from numdev.errors import UsageError
 
-__all__ = ["w1", "w1_rows"]
+Values = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = ["sorted_rows", "w1", "w1_of_sorted", "w1_rows"]
 
 
 def w1(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -52,8 +56,24 @@ def w1_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     shapes, and for the devices and dtypes `w1` refuses.
     """
     _check_rows(a, b)
-    a, b = a.detach(), b.detach()
-    return _w1_rows_numpy(a, b) if a.device.type == "cpu" else _w1_rows_torch(a, b)
+    return w1_of_sorted(sorted_rows(a), sorted_rows(b))
+
+
+def sorted_rows(x: torch.Tensor) -> torch.Tensor:
+    """Each row of [n, m] in ascending order, NaN last, as a new tensor on its device.
+
+    What is compared with many others is sorted once (`w1_of_sorted`). The dtype is that of `x` or
+    a wider one, with the same values.
+    """
+    x = x.detach()
+    return torch.from_numpy(_sorted_numpy(x)) if x.device.type == "cpu" else _sorted_torch(x)
+
+
+def w1_of_sorted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`w1_rows` of what `sorted_rows` returned, of equal shapes: [n, m] and [n, m] to [n]."""
+    if a.device.type == "cpu":
+        return _gap_numpy(a.numpy(), b.numpy())
+    return _gap_torch(a, b)
 
 
 def _check_rows(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -73,21 +93,29 @@ def _check_rows(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _w1_rows_numpy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _gap_numpy(_sorted_numpy(a), _sorted_numpy(b))
+
+
+def _gap_numpy(a: Values, b: Values) -> torch.Tensor:
     with np.errstate(invalid="ignore"):  # inf - inf is NaN here on purpose
-        gap = np.subtract(_sorted_numpy(a), _sorted_numpy(b), dtype=np.float64)  # [n, m]
+        gap = np.subtract(a, b, dtype=np.float64)  # [n, m]
     np.abs(gap, out=gap)
     # numpy's mean, unlike torch's, adds in the same order however many threads there are.
     return torch.from_numpy(gap.mean(axis=1))
 
 
-def _sorted_numpy(x: torch.Tensor) -> np.ndarray:
+def _sorted_numpy(x: torch.Tensor) -> Values:
     """Each row of a CPU tensor in ascending order, NaN last, as a new array."""
     widened = x if x.dtype == torch.float64 else x.float()
     return np.sort(widened.numpy(), axis=1)
 
 
 def _w1_rows_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    gap = _sorted_torch(a).double().sub_(_sorted_torch(b))  # [n, m]; sub_ widens b as it reads
+    return _gap_torch(_sorted_torch(a), _sorted_torch(b))
+
+
+def _gap_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    gap = a.double() - b  # [n, m]; b is widened as it is read
     return gap.abs_().mean(dim=1)
 
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 from scipy import stats
 
+from numdev.bias import MIN_BIAS_ULP
 from numdev.cases import AttentionCase, CaseRef
-from numdev.deviation import MIN_BIAS_ULP, Metrics, Yardstick, measure
+from numdev.deviation import Metrics, Yardstick, measure
 from numdev.formats import FORMATS
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
@@ -104,7 +105,7 @@ def test_a_single_feature_is_found_and_named() -> None:
 def test_the_price_of_looking_at_a_family_is_paid() -> None:
     """The reciprocal prices of all members sum to 1, for any number of features: the error rate of
     the family stays what it was for one test."""
-    from numdev.deviation import _corrections
+    from numdev.bias import _corrections
 
     for features in (1, 2, 64, 128):
         assert sum(1 / _corrections(2 + features)) == pytest.approx(1.0)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 
+from numdev import noise as noises
 from numdev.errors import MeasurementError
 from numdev.kernels import Output
-from numdev.noise import Noise, noise, of_tensor
+from numdev.noise import Noise, compared, noise, of_tensors
 
 nan, inf = math.nan, math.inf
+
+
+def of_tensor(runs: list[torch.Tensor]) -> list[Noise]:
+    (found,) = of_tensors([runs])
+    return found
+
+
+def identical(runs: list[torch.Tensor]) -> bool:
+    """Whether they are known as such without being compared by the definition."""
+    with mock.patch.object(noises, "_in_parts", return_value=None):
+        return of_tensors([runs]) != [None]
 
 
 def runs(*values: list[list[float]], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -46,6 +59,43 @@ def test_two_runs(
         assert found.noise == (expected if expected is None else pytest.approx(expected))
         assert (found.noise == 0.0) == (expected == 0.0)
         assert found.reproducible == (expected in (0.0, None) and flickering == 0)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn],
+)
+def test_runs_of_the_same_bits(dtype: torch.dtype) -> None:
+    """They are known by their bits, NaN among them and whatever their strides, and give what the
+    definition gives; one bit is a difference, and so is the sign of a zero, which is no noise."""
+    a = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    a[:, 1] = nan
+    a[0, 2, 0, 0] = nan
+    a[1, 0, 3, 2] = 0.0
+    a = a.to(dtype)
+    assert identical([a, a.clone(), a.contiguous()])
+    assert of_tensor([a, a.clone(), a.contiguous()]) == compared([a, a.clone(), a.contiguous()])
+    b = a.clone()
+    b[1, 0, 3, 2] = -0.0
+    assert not identical([a, b])
+    assert not identical([a, a, b])
+    assert of_tensor([a, b]) == of_tensor([a, a])
+    b[0, 0, 0, 0] = 3.0
+    assert of_tensor([a, b]) != of_tensor([a, a])
+
+
+def test_heads_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many at a time, a head's noise is the same, and nothing is left out."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 5, 3, 4, generator=generator).bfloat16() for _ in range(3)]
+    drawn[1][1, 4, 2, 3] = nan
+    whole = of_tensor(drawn)
+    for elements in (1, 2 * 2 * 3 * 4, 3 * 2 * 3 * 4):
+        monkeypatch.setattr(noises, "ELEMENTS", elements)
+        parts = of_tensor(drawn)
+        assert [x.flickering for x in parts] == [x.flickering for x in whole] == [0, 0, 0, 0, 1]
+        # Sums of 24 squares in fp64, in another order.
+        assert [x.noise for x in parts] == pytest.approx([x.noise for x in whole], rel=1e-14)
 
 
 def test_three_runs_are_three_pairs() -> None:

@@ -13,15 +13,16 @@ from oracles import FEATURES, make_case
 from rich.console import Console
 from torch import Tensor
 
-from numdev import cases, worst
+from numdev import worst
 from numdev.cases import AttentionCase, CaseRef
 from numdev.deviation import Yardstick, measure
 from numdev.errors import UsageError
+from numdev.examine import NOTABLE, SHOWN, most
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
 from numdev.render import html, terminal
 from numdev.report import AuditReport, AuditSummary, Provenance, WorstRow
-from numdev.special import LEAST, NOTHING
+from numdev.special import LEAST, NOTHING, Usual
 from numdev.worst import worst_rows
 
 BFLOAT16 = FORMATS["bfloat16"]
@@ -131,7 +132,20 @@ def check_query(case: AttentionCase, w: WorstRow, S: Tensor, P: Tensor) -> None:
     assert w.one_sign == pytest.approx(sum(agree) / len(agree), abs=1e-9)
 
 
-@pytest.mark.parametrize("feature", ["plain", "grouped", "causal", "sinks", "soft cap", "batch"])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "plain",
+        "grouped",
+        "causal",
+        "sinks",
+        "soft cap",
+        "batch",
+        "additive mask per head",
+        "causal, more keys, bottom-right",
+        "sliding window, offset",
+    ],
+)
 @pytest.mark.parametrize("tensor", ["dk", "dv"])
 def test_facts_of_keys(feature: str, tensor: str) -> None:
     """What a key receives, from how many queries, and how many see it."""
@@ -147,27 +161,15 @@ def test_facts_of_keys(feature: str, tensor: str) -> None:
         assert w.rows == case.kv_len
         assert w.mass == pytest.approx(float(column.sum()), rel=1e-9)
         assert w.max_probability == pytest.approx(float(column.max()), rel=1e-9)
-        assert w.sees == int((S[w.batch, group, :, w.row] != -math.inf).sum())
+        shown = S[w.batch, group, :, w.row] != -math.inf
+        assert w.sees == int(shown.sum())
+        assert w.position == int(shown[:, : max(0, w.row - case.causal_offset)].sum())
+        if not w.sees:
+            continue
         descending = column.sort(descending=True).values.cumsum(dim=0)
         assert w.carriers == int((descending < 0.9 * column.sum()).sum()) + 1
         assert w.lse is None
         assert w.tied is None
-
-
-def test_scores_of_single_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than one row or one column of scores is ever asked for, and few of them."""
-    case = make_case(q_len=200, kv_len=200, is_causal=True, dtype=torch.bfloat16)
-    out, y, _ = spoiled(case, (0, 1, 17))
-    asked: list[tuple[slice, slice]] = []
-
-    def visible(case: AttentionCase, rows: slice, keys: slice) -> Tensor | None:
-        asked.append((rows, keys))
-        return cases.visible(case, rows, keys)
-
-    monkeypatch.setattr(worst, "visible", visible)
-    worst_rows(case, out, y, range(2), count=3)
-    assert all(rows.stop - rows.start == 1 for rows, _ in asked)
-    assert 3 <= len(asked) <= 3 + worst.TYPICAL
 
 
 # --- which rows ----------------------------------------------------------------------------------
@@ -245,6 +247,43 @@ def test_empty_rows_and_exact_rows_are_left_out() -> None:
     out = y.reference.clone()
     out[:, :, :2] = math.nan
     assert worst_rows(case, out, y, range(2)) == []
+
+
+def test_the_rows_that_a_plain_loop_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst rows, without repeated ones, and every k-th of the others as usual ones: of 30 all,
+    of 90 every third."""
+    usual: list[list[tuple[int, int]]] = []
+
+    def kept(rows: Any) -> Usual:
+        usual.append([(row["batch"], row["row"]) for row in rows])
+        return Usual({}, len(rows))
+
+    monkeypatch.setattr(worst, "_usual", kept)
+    for batch, length, seed in ((3, 11, 0), (1, 33, 1), (2, 46, 2), (3, 31, 3)):
+        case = make_case(q_len=length, kv_len=length, is_causal=True, heads=1, batch=batch)
+        shared = {n: getattr(case, n).clone() for n in ("q", "k", "v")}
+        for x in shared.values():
+            x[1:, :, : length // 2] = x[:1, :, : length // 2]  # a common beginning
+        y, _ = yardstick(dataclasses.replace(case, **shared))
+        out = y.reference + normal(seed, *y.reference.shape).round()  # many errors are equal, or 0
+        found = worst_rows(dataclasses.replace(case, **shared), out, y, [0], count=5)
+        named, others = by_loops(out, y, count=5)
+        assert [(w.batch, w.row) for w in found] == named
+        step = max(1, math.ceil(len(others) / worst.TYPICAL))
+        assert usual[-1] == others[::step]
+
+
+def by_loops(out: Tensor, y: Yardstick, count: int) -> tuple[list[Any], list[Any]]:
+    """(batch entry, row) of the worst rows of the only head, and of the others, in order."""
+    places = [(b, i) for b in range(out.shape[0]) for i in range(out.shape[2])]
+    r = y.reference[:, 0]
+    size = (out - y.reference)[:, 0].norm(dim=-1) / y.term_scale[:, 0].norm(dim=-1)
+    named: list[Any] = []
+    for b, i in sorted(places, key=lambda place: -float(size[place])):
+        repeats = any(j == i and torch.equal(r[b, i], r[a, j]) for a, j in named)
+        if len(named) < count and size[b, i] > 0 and not repeats:
+            named.append((b, i))
+    return named, [place for place in places if place not in named]
 
 
 def test_a_row_that_repeats_one_is_not_named_again() -> None:
@@ -391,6 +430,35 @@ def test_enough_rows_are_typical() -> None:
     assert LEAST <= worst.TYPICAL // 2
 
 
+# --- which of them -------------------------------------------------------------------------------
+
+
+def kept(head: int, **changes: Any) -> WorstRow:
+    """A row as an audit keeps it, of a sound kernel but for the changes."""
+    fields: dict[str, Any] = {
+        "case": "c", "source": "s", "module": "m", "layer": 0, "call": 0, "seed": 0, "kernel": "k",
+        "format": "bfloat16", "tensor": "out", "head": head, "batch": 0, "row": 1, "rows": 9,
+        "nonfinite": 0, "error": 1e-3, "ratio": 1.4, "predicted": True, "cancellation": 1.0,
+        "sees": 9, "position": 4, "max_probability": 0.5, "sentence": "",
+    }  # fmt: skip
+    return WorstRow(**{**fields, **changes})
+
+
+def test_a_sound_report_shows_no_row() -> None:
+    """What is less than twice what is predicted, or stands beside no prediction, is noise."""
+    assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
+    assert most([kept(0, ratio=50.0, predicted=False)]) == ()
+
+
+def test_the_worst_rows_are_shown() -> None:
+    """What is not finite first, predicted or not, then by ratio; each row once, three in all."""
+    lost = kept(3, nonfinite=4, error=None, ratio=None, predicted=False)
+    large, limit = kept(1, ratio=30.0), kept(0, ratio=NOTABLE)
+    assert most([kept(5), limit, large, lost]) == (lost, large, limit)
+    assert most([large, large.model_copy(update={"kernel": "same"})]) == (large,)
+    assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
+
+
 # --- shown ---------------------------------------------------------------------------------------
 
 
@@ -411,6 +479,9 @@ def test_the_report_shows_them() -> None:
     terminal.show_audit(found, Console(file=file, width=400))
     place = " (bfloat16), layer 8, head 0, out: "
     assert f"[red]<b>k[tile=64]{place}{rows[0].sentence}" in file.getvalue()
+    lines = file.getvalue().splitlines()
+    title = lines.index("The rows that err most")
+    assert lines[title - 1] == ""  # a section of its own
     page = html.page(found)
     assert "<h2>The rows that err most</h2>" in page
     assert f"<strong>[red]&lt;b&gt;k</strong> tile=64{place}row 17" in page

@@ -1,0 +1,318 @@
+"""An output beside a yardstick, row by row: everything that metrics are made of, on the device.
+
+`compare` reduces an output and what an emulation predicts for it to sums and maxima over rows, and
+`Comparison.on_host` brings all of them to the host in one transfer, as `Totals`: sums in groups of
+rows, which an interval needs (`numdev.intervals`), and of which any metric is a function
+(`numdev.deviation`). The device is waited for twice: once to see whether anything is not finite,
+once for the numbers.
+
+What is finite in every row that sees a key, as nearly every output is, is held to the yardstick's
+standard part, of which all that depends on no output is known. Anything else gets a part of its
+own. Elements that are not usable are 0 in every error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from numdev.formats import dtype_of
+from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
+from numdev.yardstick import (
+    SMALLEST_SCALE,
+    Part,
+    Sums,
+    Yardstick,
+    by_head,
+    finite,
+    row_max,
+    row_norm,
+)
+
+GROUPS = 16
+"""Row i is in group i mod GROUPS, so that each group is spread over positions as the rows are."""
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """What an output comes to, on the device."""
+
+    elements: int
+    """Of a head, usable or not."""
+    sums: Sums
+    largest: dict[str, Tensor]
+    """[B, H, rows]: of which the maximum over rows counts."""
+    transport: dict[str, Tensor]
+    """[H]: Wasserstein distances over all elements, those that are not usable being 0."""
+    signed: Signed | None = None
+
+    def on_host(self) -> Totals:
+        """All of it, in one transfer."""
+        grouped = dealt(torch.stack(list(self.sums.values())))
+        largest = torch.stack(list(self.largest.values())).amax(dim=(1, 3))
+        signed = () if self.signed is None else self.signed.tensors
+        sums, maxima, *rest = transferred([grouped, largest, *self.transport.values(), *signed])
+        at = len(self.transport)
+        return Totals(
+            rows=next(iter(self.sums.values())).shape[2],
+            elements=self.elements,
+            groups=dict(zip(self.sums, sums, strict=True)),
+            largest=dict(zip(self.largest, maxima, strict=True)),
+            transport=dict(zip(self.transport, rest[:at], strict=True)),
+            signed=tuple(rest[at:]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Totals:
+    """The same on the host."""
+
+    rows: int
+    elements: int
+    """Of a head, usable or not."""
+    groups: dict[str, Numbers]
+    """[H, GROUPS]."""
+    largest: dict[str, Numbers]
+    transport: dict[str, Numbers]
+    signed: tuple[Numbers, ...]
+
+    @cached_property
+    def sums(self) -> dict[str, Numbers]:
+        """[H]: over all rows."""
+        return {name: x.sum(axis=-1) for name, x in self.groups.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Signed:
+    """Signed differences from the floor, in ulps at the term scale, by sequence."""
+
+    features: Tensor
+    """[B, H, features]: summed over rows."""
+    along: Tensor
+    """[B, H]: summed over rows and features, each counted along the sign of the reference."""
+    counts: Tensor
+    """[B, H, features]: how many there are."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.features, self.along, self.counts
+
+    @classmethod
+    def of(cls, off: Tensor, part: Part, y: Yardstick) -> Signed:
+        """Of differences `off` from the floor, over the elements of `part`."""
+        ulps = part.kept(off / y.spacing)
+        features = ulps.sum(dim=2)
+        along = ulps.mul_(y.reference.sign()).sum(dim=(2, 3))
+        return cls(features, along, part.feature_count)
+
+
+@dataclass(frozen=True, eq=False)
+class Errors:
+    """Differences from the reference, 0 where they are not usable."""
+
+    values: Tensor
+    part: Part
+
+    @classmethod
+    def of(cls, x: Tensor, y: Yardstick, part: Part) -> Errors:
+        return cls(part.kept(x - y.reference), part)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """[B, H, rows]."""
+        return row_norm(self.values)
+
+    def within(self, part: Part) -> Errors:
+        """In a smaller part."""
+        return self if part is self.part else Errors(part.kept(self.values), part)
+
+
+def compare(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Comparison:
+    """All of an output [B, H, q_len, v_dim] beside a yardstick, and beside the output `expected` of
+    the emulation it should be, if there is one."""
+    o = widened(output)
+    error, predicted = _errors(o, None if expected is None else widened(expected), y)
+    part, off = error.part, o - y.floor
+    found = Comparison(
+        elements=o[:, 0].numel(),
+        sums=y.sums | part.sums | _own_sums(error),
+        largest={
+            "max_abs": row_max(error.values),
+            "max_ulp": row_max(part.kept(error.values / y.spacing)),
+        },
+        transport={},
+        signed=Signed.of(off, _for_bias(part, y), y),
+    )
+    if part is not y.standard:
+        differs = (finite(o) != y.floor_finite) & y.seen
+        found.sums["nonfinite"] = differs.sum(dim=-1).double()
+    _transport(found, o, part, y)
+    if y.baseline is not None:
+        _beside_baseline(found, o, off, y.beside(part, y.baseline), y)
+    if predicted is not None:
+        _beside_expected(found, error.within(predicted.part), predicted)
+    return found
+
+
+def _own_sums(error: Errors) -> Sums:
+    return {
+        "absolute": torch.linalg.vector_norm(error.values, 1, dim=-1),
+        "square": error.size.square(),
+        "relative": error.part.relative(error.size).square(),
+    }
+
+
+def _transport(found: Comparison, o: Tensor, part: Part, y: Yardstick) -> None:
+    """Adds the Wasserstein distances; the output is sorted in the format it is in, and once where
+    that will do."""
+    ordered = sorted_rows(by_head(part.kept(o)))
+    found.transport["w1"] = w1_of_sorted(part.sorted_reference, ordered)
+    if y.unrounded is not None:
+        found.transport["precision_w1"] = y.precision_w1
+    if y.baseline is not None:
+        both = y.beside(part, y.baseline)
+        if both is not part:
+            ordered = sorted_rows(by_head(both.kept(o)))
+        found.transport["from_baseline_w1"] = w1_of_sorted(ordered, both.sorted_baseline)
+
+
+def _beside_baseline(found: Comparison, o: Tensor, off: Tensor, both: Part, y: Yardstick) -> None:
+    """Adds what is apart from the baseline, and the parts of flash-attention's own rule."""
+    assert y.baseline is not None
+    apart = both.kept(o.double() - y.baseline)  # in fp64: the two may be of one narrow dtype
+    found.sums.update(apart=row_norm(apart).square(), apart_count=both.count)
+    if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8-bit formats
+        judged = y.beside(both, y.floor)
+        plain, shifted = judged.allowed
+        found.largest.update(
+            from_floor=row_max(judged.kept(off)), plain_from_floor=plain, shifted=shifted
+        )
+
+
+def compare_plain(output: Tensor, reference: Tensor, empty: Tensor) -> Comparison:
+    """Distances alone, of what has no floor; shapes as in `deviation.measure_plain`."""
+    if output.ndim == 3:
+        output, reference = output[..., None], reference[..., None]
+    o, seen = widened(output), ~empty[..., None]
+    here, there = finite(o), finite(reference)
+    usable = seen & here & there
+    a, b = (torch.where(usable, x, 0.0) for x in (o, reference))
+    error = a - b
+    sums = {
+        "count": usable.sum(dim=-1).double(),
+        "absolute": torch.linalg.vector_norm(error, 1, dim=-1),
+        "square": row_norm(error).square(),
+        "reference": row_norm(b).square(),
+        "empty_rows": empty.double(),
+        "nonfinite": ((here != there) & seen).sum(dim=-1).double(),
+    }
+    return Comparison(
+        elements=o[:, 0].numel(),
+        sums=sums,
+        largest={"max_abs": row_max(error)},
+        transport={"w1": w1_rows(by_head(a), by_head(b))},
+    )
+
+
+def typical_row(predicted: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
+    """[H]: the predicted row_rel, or that of an error of u |r_i| / sqrt(12) if it is larger.
+    `predicted` is 0 where it is not usable."""
+    part = y.standard.where(usable)
+    sizes = torch.stack([part.predicted(row_norm(predicted)), part.least])
+    return _typical(part.relative(sizes).square(), part)
+
+
+def row_ratios(
+    error: Tensor, predicted: Tensor, typical: Tensor, usable: Tensor, y: Yardstick
+) -> Tensor:
+    """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
+
+    What is predicted is at least typical of the head (`typical_row` times |term scale_i|): that
+    one row's roundings happen to cancel is no prediction. It is also at least u |r_i| / sqrt(12),
+    and u SMALLEST_SCALE.
+    `error` and `predicted` are 0 where they are not usable.
+    """
+    part = y.standard.where(usable)
+    return _ratios(row_norm(error), part.predicted(row_norm(predicted)), typical, part)
+
+
+def dealt(rows: Tensor) -> Tensor:
+    """[..., B, H, rows], summed over the batch and by group of rows: [..., H, GROUPS]."""
+    missing = -rows.shape[-1] % GROUPS
+    padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+    grouped: Tensor = padded.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
+    return grouped
+
+
+def widened(x: Tensor) -> Tensor:
+    """A tensor one can compute with, of the same values: PyTorch has no arithmetic in 8 bits."""
+    return x.detach() if x.element_size() > 1 else x.detach().float()
+
+
+def transferred(tensors: Sequence[Tensor]) -> list[Numbers]:
+    """The tensors on the host, in fp64, by one copy."""
+    flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()
+    ends = itertools.accumulate(x.numel() for x in tensors)
+    pieces = np.split(flat, list(ends)[:-1])
+    return [piece.reshape(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+def _errors(o: Tensor, expected: Tensor | None, y: Yardstick) -> tuple[Errors, Errors | None]:
+    """The output's errors and those predicted, over all elements that are usable: for the second,
+    in both. What is not finite shows in the rows' sizes, of which one is then not finite either."""
+    error = Errors.of(o, y, y.standard)
+    predicted = None if expected is None else Errors.of(expected, y, y.standard)
+    fine = _finite(error, predicted) if y.settled else (False, False)
+    if not fine[0]:
+        error = Errors.of(o, y, y.standard.where(y.shown, finite(o)))
+    if expected is not None and not all(fine):
+        predicted = Errors.of(expected, y, error.part.where(finite(expected)))
+    return error, predicted
+
+
+def _finite(error: Errors, predicted: Errors | None) -> tuple[bool, ...]:
+    """Of each, whether all its elements are."""
+    sums = torch.stack([e.size.sum() for e in (error, predicted) if e is not None])
+    return tuple(math.isfinite(x) for x in sums.tolist())
+
+
+def _for_bias(part: Part, y: Yardstick) -> Part:
+    if part is y.standard:
+        return y.distinct
+    return part.where(y.floor_finite, ~y.repeated[..., None])
+
+
+def _beside_expected(found: Comparison, error: Errors, predicted: Errors) -> None:
+    """Adds the sums of expected_ratio, and the rows' ratios to what is predicted for each."""
+    part, size = predicted.part, predicted.part.predicted(predicted.size)
+    squares = part.relative(torch.stack([error.size, size, part.least])).square()
+    against, expected, least = squares
+    found.sums.update(against=against, predicted=expected, least_row=least)
+    typical = _typical(squares[1:], part)
+    found.largest["worst_row"] = _ratios(error.size, size, typical, part)
+
+
+def _typical(squares: Tensor, part: Part) -> Tensor:
+    """[H]: the rms over rows of what is predicted relative to the term scale, or of the least that
+    may be if it is larger, from the squares of both, [2, B, H, rows]."""
+    most = squares.sum(dim=(1, 3)).amax(dim=0)
+    typical: Tensor = (most / part.judged_count).sqrt()
+    return typical
+
+
+def _ratios(size: Tensor, predicted: Tensor, typical: Tensor, part: Part) -> Tensor:
+    """As `row_ratios`, of the rows' sizes."""
+    allowed = torch.maximum(predicted, typical[None, :, None] * part.scale)
+    allowed = torch.maximum(allowed, part.least)
+    allowed = allowed.clamp_min(part.format.unit_roundoff * SMALLEST_SCALE)
+    return torch.where(size > 0, size / allowed, 0.0)

@@ -1,0 +1,328 @@
+"""What outputs are measured against, and all that follows from it alone.
+
+A `Yardstick` holds the fp64 reference of a case in one format, its term scale, the baseline and the
+reference of the unrounded inputs. Many outputs are held to one yardstick, so whatever does not
+depend on an output is computed here, once. A `Part` is the elements an output is held to, with
+what is known of them; nearly every output shares one, that of all rows that see a key
+(`Yardstick.standard`), and where every row does it needs no mask.
+
+Whether that is allowed takes a look at the values, and so a wait for the device: one for each
+yardstick (`settled` and what is found with it), however many outputs follow.
+
+What an output comes to beside a yardstick is `numdev.comparison`'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from numdev.formats import Format, dtype_of, round_to, ulp
+from numdev.wasserstein import sorted_rows, w1_of_sorted
+
+SMALLEST_SCALE = 2.0**-100
+"""A row whose terms are smaller is left out of relative errors: its products are numbers that fp32
+keeps as subnormals, as zero, or (where the hardware flushes) either, and a key that hardly anybody
+sees would be 100 % wrong. Its errors are still held to rounding something of this size
+(`comparison.row_ratios`), so that a number where nothing belongs is seen."""
+
+Sums = dict[str, Tensor]
+"""What metrics are made of, by name: sums over a row's elements, [B, H, rows]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Elements of a yardstick's tensors [B, H, rows, features], and what follows from them. It
+    holds the tensors and not the yardstick, which keeps parts: a cycle would outlive its use."""
+
+    usable: Tensor | None
+    """Which elements, bool; None: all."""
+    reference: Tensor
+    term_scale: Tensor
+    floor: Tensor
+    baseline: Tensor | None
+    arithmetic: Tensor | None
+    format: Format
+
+    def where(self, *conditions: Tensor) -> Part:
+        """The elements of this part where all of these hold, which broadcast to them."""
+        known = () if self.usable is None else (self.usable,)
+        usable = functools.reduce(torch.logical_and, (*known, *conditions))
+        return dataclasses.replace(self, usable=usable.expand_as(self.reference))
+
+    def kept(self, x: Tensor) -> Tensor:
+        """x, with 0 wherever it is not usable."""
+        return x if self.usable is None else torch.where(self.usable, x, 0.0)
+
+    @cached_property
+    def count(self) -> Tensor:
+        """[B, H, rows], in fp64 as all sums are."""
+        if self.usable is None:
+            *rows, features = self.reference.shape
+            return self.reference.new_full(rows, features)
+        return self.usable.sum(dim=-1, dtype=torch.float64)
+
+    @cached_property
+    def feature_count(self) -> Tensor:
+        """[B, H, features]: the usable elements of each feature."""
+        if self.usable is None:
+            batch, heads, rows, features = self.reference.shape
+            return self.reference.new_full((batch, heads, features), rows)
+        return self.usable.sum(dim=2, dtype=torch.float64)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """[B, H, rows]: |r_i|."""
+        return row_norm(self.kept(self.reference))
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """[B, H, rows]: |term scale_i|, over its finite elements."""
+        terms = self.kept(self.term_scale)
+        return row_norm(torch.where(finite(terms), terms, 0.0))
+
+    @cached_property
+    def judged(self) -> Tensor:
+        """bool [B, H, rows]: rows that have a relative error."""
+        return (self.scale >= SMALLEST_SCALE) & finite(self.scale)
+
+    @cached_property
+    def judged_count(self) -> Tensor:
+        """[H]."""
+        return self.judged.sum(dim=(0, 2))
+
+    @cached_property
+    def _unit(self) -> Tensor:
+        return torch.where(self.judged, self.scale, math.inf)
+
+    def relative(self, size: Tensor) -> Tensor:
+        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows that are not judged.
+        Sizes are finite."""
+        return size / self._unit
+
+    @cached_property
+    def _arithmetic_size(self) -> Tensor | None:
+        """[B, H, rows]: what fp32 arithmetic may err in a row, and 0 where that is not a number:
+        inputs that are not finite make such rows, and no element of them is usable."""
+        return None if self.arithmetic is None else (self.scale * self.arithmetic).nan_to_num_()
+
+    def predicted(self, size: Tensor) -> Tensor:
+        """[B, H, rows]: rows' predicted errors, which what fp32 arithmetic may err joins in
+        squares."""
+        beside = self._arithmetic_size
+        return size if beside is None else torch.hypot(size, beside)
+
+    @cached_property
+    def least(self) -> Tensor:
+        """[B, H, rows]: u |r_i| / sqrt(12), the least a row's error may be predicted to be."""
+        return self.size * rounding(self.format)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Sums that no error enters."""
+        return {
+            "count": self.count,
+            "counted": self.judged.double(),
+            "reference": self.size.square(),
+            "terms": self.scale.square(),
+        }
+
+    @cached_property
+    def sorted_reference(self) -> Tensor:
+        return sorted_rows(by_head(self.kept(self.reference)))
+
+    @cached_property
+    def sorted_baseline(self) -> Tensor:
+        assert self.baseline is not None
+        return sorted_rows(by_head(self.kept(self.baseline)))
+
+    @cached_property
+    def allowed(self) -> tuple[Tensor, Tensor]:
+        """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of which
+        flash-attention's own test allows twice; ref is the exact answer cast to the format, and
+        the shifts are computed in it."""
+        assert self.baseline is not None
+        plain = row_max(self.kept(self.baseline - self.floor))
+        cast = self.kept(self.floor).to(dtype_of(self.format))  # exact: the floor is representable
+        return plain, row_max(cast + 0.3 - 0.3 - cast).double()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Yardstick:
+    """What outputs of one case in one format are measured against. Shapes [B, H, q_len, v_dim]."""
+
+    reference: Tensor
+    """fp64, from the same rounded inputs the kernel sees; never rounded back."""
+    term_scale: Tensor
+    """fp64, sum_j P_ij |V_jd|: what is added up before anything cancels."""
+    empty: Tensor
+    """bool [B, H, q_len]: fully masked rows."""
+    format: Format
+    """The output's format."""
+    lse: Tensor | None = None
+    """fp64 [B, H, q_len], the reference's log-sum-exp: tells which rows repeat others."""
+    baseline: Tensor | None = None
+    arithmetic: Tensor | None = None
+    """fp64 [B, H, rows]: what fp32 arithmetic may err, relative to a row's term scale. Beside what
+    an emulation predicts, which leaves it out or makes it in another order."""
+    unrounded: Tensor | None = None
+    """fp64, the reference of the inputs before they were rounded to the audited format."""
+
+    @cached_property
+    def floor(self) -> Tensor:
+        return round_to(self.reference, self.format)
+
+    @cached_property
+    def spacing(self) -> Tensor:
+        """One ulp of the format at the term scale."""
+        return ulp(self.term_scale, self.format)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """bool [B, H, q_len, 1]: rows that see a key."""
+        return ~self.empty[..., None]
+
+    @cached_property
+    def shown(self) -> Tensor:
+        """Elements in a row that sees a key, where the reference is finite."""
+        return self.seen & finite(self.reference)
+
+    @cached_property
+    def floor_finite(self) -> Tensor:
+        return finite(self.floor)
+
+    @cached_property
+    def repeated(self) -> Tensor:
+        """bool [B, H, q_len]: rows whose exact result an earlier sequence has at the same place.
+
+        Sequences with a common beginning, or the same text twice, are no independent observations.
+        Results alone can agree by chance (with V = 1 all are 1); the log-sum-exp does not.
+        """
+        r, found = self.reference, torch.zeros_like(self.empty)
+        alike = []
+        for shift in range(1, r.shape[0]):
+            same = r[shift:, ..., 0] == r[:-shift, ..., 0]
+            if self.lse is not None:
+                same &= self.lse[shift:] == self.lse[:-shift]
+            alike.append(same)
+        if alike and bool(torch.cat(alike).any()):  # rarely: sparing a comparison of all features
+            for shift, same in enumerate(alike, 1):
+                found[shift:] |= same & (r[shift:] == r[:-shift]).all(dim=-1)
+        return found
+
+    @cached_property
+    def _facts(self) -> tuple[bool, bool, bool]:
+        """Whether a row is empty, whether one repeats another, and whether something is not finite
+        in a row that sees a key. (Where the floor is finite so is the reference.)"""
+        tensors = [x for x in (self.floor, self.baseline, self.unrounded) if x is not None]
+        wrong = [(self.seen & ~finite(x)).any() for x in tensors]
+        facts = [self.empty.any(), self.repeated.any(), torch.stack(wrong).any()]
+        empty, repeated, lost = torch.stack(facts).tolist()
+        return empty, repeated, lost
+
+    @property
+    def settled(self) -> bool:
+        """Whether floor, baseline and unrounded reference are finite in all rows that see a key."""
+        return not self._facts[2]
+
+    @cached_property
+    def standard(self) -> Part:
+        """All elements of rows that see a key. Of a settled yardstick, what a finite output is held
+        to in every respect but its bias."""
+        some_empty, _, _ = self._facts
+        return Part(
+            usable=self.seen.expand_as(self.reference) if some_empty else None,
+            reference=self.reference,
+            term_scale=self.term_scale,
+            floor=self.floor,
+            baseline=self.baseline,
+            arithmetic=self.arithmetic,
+            format=self.format,
+        )
+
+    @cached_property
+    def distinct(self) -> Part:
+        """The standard part without rows that repeat others."""
+        _, some_repeated, _ = self._facts
+        return self.standard.where(~self.repeated[..., None]) if some_repeated else self.standard
+
+    def beside(self, part: Part, other: Tensor) -> Part:
+        """Elements of `part` where this tensor of the yardstick's own is finite too."""
+        return part if self.settled else part.where(finite(other))
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Of the floor, the baseline and the precision deviation, each over what is finite of it.
+
+        u^2 |r_i|^2 / 12 is the least a rounding floor may count as: it is below the floor of values
+        that fill their binades, and stands in where all are exactly representable (V = 1, or
+        float64) and the floor itself is 0.
+        """
+        whole = self.standard if self.settled else self.standard.where(self.shown)
+        floor = self.beside(whole, self.floor)
+        found = {
+            "empty_rows": self.empty.double(),
+            "floor": _distance(self.floor, self.reference, floor),
+            "least": floor.least.square(),
+            "floor_count": floor.count,
+        }
+        if self.unrounded is not None:
+            moved = self.beside(whole, self.unrounded)
+            found["moved"] = _distance(self.reference, self.unrounded, moved)
+            found["moved_count"] = moved.count
+        if self.baseline is not None:
+            plain = self.beside(whole, self.baseline)
+            found["plain"] = _distance(self.baseline, self.reference, plain)
+            found["plain_count"] = plain.count
+        return found
+
+    @cached_property
+    def precision_w1(self) -> Tensor:
+        """[H]: W1 between the references of rounded and of unrounded inputs, over all elements:
+        those that are not usable are 0 in both."""
+        assert self.unrounded is not None
+        whole = self.standard if self.settled else self.standard.where(self.shown)
+        part = self.beside(whole, self.unrounded)
+        unrounded = sorted_rows(by_head(part.kept(self.unrounded)))
+        return w1_of_sorted(part.sorted_reference, unrounded)
+
+    def for_format(self, fmt: Format) -> Yardstick:
+        """The same yardstick for an output in another format: its own floor."""
+        return self if fmt == self.format else dataclasses.replace(self, format=fmt)
+
+
+def finite(x: Tensor) -> Tensor:
+    """Where x is neither NaN nor infinite (several times faster than isfinite on a CPU)."""
+    return x.abs() < math.inf
+
+
+def rounding(fmt: Format) -> float:
+    """u / sqrt(12): the least rms of a rounding error, relative to what is rounded."""
+    return fmt.unit_roundoff / math.sqrt(12)
+
+
+def row_norm(x: Tensor) -> Tensor:
+    """[B, H, rows, features] to the rows' Euclidean norms [B, H, rows]."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
+
+
+def row_max(x: Tensor) -> Tensor:
+    """[B, H, rows, features] to the rows' largest magnitudes."""
+    largest: Tensor = torch.linalg.vector_norm(x, math.inf, dim=-1)
+    return largest
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[B, H, ...] to [H, all elements]."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def _distance(a: Tensor, b: Tensor, part: Part) -> Tensor:
+    return row_norm(part.kept(a - b)).square()
