@@ -32,7 +32,8 @@ from numdev.errors import Refused
 from numdev.formats import format_named, format_of, round_to
 from numdev.inputs import Shapes, draw
 from numdev.kernels import find
-from numdev.kernels.reference import Reference, attend
+from numdev.kernels.reference import attend
+from numdev.kernels.results import Reference
 from numdev.suspicion import far_off, suspect
 
 REGIMES: dict[str, tuple[str, dict[str, Any]]] = {

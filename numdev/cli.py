@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from numdev import __version__
-from numdev.errors import NumdevError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 
 if TYPE_CHECKING:
     from numdev.config import AuditConfig, AuditRequest, SweepRequest
@@ -116,6 +116,16 @@ def measuring_options(function: F) -> F:
             metavar="N",
             help="Run each kernel N times on the same inputs; from 2 on its noise is measured.  "
             "[2 in audit, 1 in sweep]",
+        ),
+        click.option(
+            "--rows",
+            "sampled_rows",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Measure N query rows of each head, drawn with the seed and spread over "
+            "positions; kernels still run whole. Exact for these rows in the output and dq. With "
+            "--backward also N keys, which takes an fp64 forward pass of all queries. Averages get "
+            "95 % intervals, maxima are lower bounds.  [all]",
         ),
         click.option(
             "--backward",
@@ -323,7 +333,8 @@ def _measuring(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _hand_over(found: AnyReport, directory: Path, *, as_json: bool, quiet: bool) -> None:
-    """Write a finished report, and show it as asked."""
+    """Write a finished report, and show it as asked. Raises MeasurementError, after that, for one
+    in which no kernel was measured: nothing was found, and that is no success."""
     from numdev import report as reports
     from numdev.render import html, terminal
 
@@ -334,6 +345,10 @@ def _hand_over(found: AnyReport, directory: Path, *, as_json: bool, quiet: bool)
     elif not quiet:
         terminal.show(found)
         click.echo(f"Report: {directory / 'report.html'}", err=True)
+    if not found.measured:
+        raise MeasurementError(
+            "no kernel under audit could be measured", hint=f"{directory}/report.json says why"
+        )
 
 
 @cli.command(epilog="Example:  numdev report numdev-reports/demo-1234abcd")
@@ -473,7 +488,8 @@ def _sweep_request(path: Path, flags: dict[str, Any]) -> SweepRequest:
         given["kernels"] = tuple(Choice(name=k) for k in flags["kernels"])
     if flags["formats"]:
         given["formats"] = flags["formats"]
-    for name in ("device", "gradients", "repeats", "isolate", "time_limit", "reproducers"):
+    same = ("device", "gradients", "repeats", "isolate", "time_limit", "reproducers")
+    for name in (*same, "sampled_rows"):
         if flags[name] is not None:
             given[name] = flags[name]
     request = SweepRequest(target=path.name, **given)

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from numdev.cases import CaseRef
 from numdev.errors import UsageError
+from numdev.sampling import Sample
 
 JOURNAL = "rows.jsonl"
 RESULTS = ("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv")
@@ -45,6 +46,8 @@ class Task:
     """Whether it is a training step, and dq, dk and dv are measured too."""
     repeats: int = 1
     """How often the kernel runs on the same inputs; from two on its noise is measured."""
+    sample: Sample | None = None
+    """Which rows are measured; None: all. The kernel runs whole either way."""
 
     @property
     def key(self) -> str:

@@ -17,7 +17,8 @@ from numdev.execute import Task
 from numdev.expectation import CASTS, emulated_step, emulation, returning, unpredictable
 from numdev.explanations import sentence
 from numdev.kernels import Kernel, Output
-from numdev.kernels.reference import Gradients, Reference, attend, gradients
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.results import Gradients, Reference
 from numdev.kernels.sites import SITES
 from numdev.measuring import Runner, given, identity, returned
 from numdev.report import AttributionRow, SiteShare
@@ -47,7 +48,7 @@ def explain(
         if isinstance(output, Failure):
             return []
         claim = kernel.claims(case, output, system)
-        compared = _Compared(case, output, bench.heads)
+        compared = _Compared(case, output, bench.heads, bench.queries)
     except (RuntimeError, TypeError, ValueError, MeasurementError, UsageError) as error:
         return [_row(task, "out", chosen(bench.heads), None, _failed(error))]
     rows = []
@@ -64,9 +65,16 @@ def explain(
 
 
 class _Compared:
-    """Some heads of a kernel's output, the truth, and emulations of them."""
+    """Some heads of a kernel's output, in some query rows if not in all, the truth, and emulations
+    of them."""
 
-    def __init__(self, case: AttentionCase, output: Output, heads: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        case: AttentionCase,
+        output: Output,
+        heads: tuple[int, ...],
+        rows: Tensor | None = None,
+    ) -> None:
         tensors = [t for t in CASTS if getattr(output, t) is not None]
         self.formats = {t: returned(getattr(output, t), case) for t in tensors}
         self.backward = "dq" in self.formats
@@ -77,6 +85,9 @@ class _Compared:
         if self.backward:
             kv = list(self.kv_heads)
             self.case = dataclasses.replace(self.case, k=case.k[:, kv], v=case.v[:, kv])
+        self.rows = rows
+        if rows is not None:
+            self.case = self.case.select_rows(rows)
         self.output = output
         self.exact: Reference | Gradients = (gradients if self.backward else attend)(self.case)
         self.kept: dict[str, dict[str, Tensor]] = {}
@@ -85,11 +96,14 @@ class _Compared:
         return self.kv_heads if tensor in ("dk", "dv") else self.query_heads
 
     def unpredictable(self, tensor: str, claim: Claim | None) -> str | None:
+        if self.rows is not None and tensor in ("dk", "dv"):
+            return "query rows are sampled, and a key's gradient is a sum over all of them"
         return unpredictable(claim or {"preset": "fa2"}, self.case.format, self.formats[tensor])
 
     def attribution(self, tensor: str, claim: Claim | None) -> Attribution | None:
+        output = getattr(self.output, tensor)[:, list(self.heads(tensor))]
         return attribute(
-            getattr(self.output, tensor)[:, list(self.heads(tensor))],
+            output if self.rows is None else output[:, :, self.rows],
             getattr(self.exact, tensor),
             getattr(self.exact, TERMS[tensor]).norm(dim=-1),
             self.case.format,

@@ -21,11 +21,11 @@ import torch
 import numdev
 from numdev.attempt import Failure, attempt
 from numdev.bench import Bench
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseRef
 from numdev.config import Choice
 from numdev.controls import CONTROLS
 from numdev.errors import UsageError
-from numdev.examine import examine, kept
+from numdev.examine import examine, kept, remarkable
 from numdev.execute import Journal, Task
 from numdev.explain import explain
 from numdev.formats import Format, dtype_of, format_named, format_of
@@ -41,7 +41,9 @@ from numdev.report import (
     WeightRow,
     WorstRow,
 )
+from numdev.sampling import Sample
 from numdev.sources import Located, Source
+from numdev.stopwatch import Stopwatch
 from numdev.system import System
 from numdev.tensorwriter import Writer
 
@@ -143,6 +145,17 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
     )
 
 
+def stopwatch(system: System) -> Stopwatch:
+    """A running one; on a GPU it waits for what is under way. A fault of the device is not its to
+    report: whatever touches the device next says so."""
+
+    def settle() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+
+    return Stopwatch(settle) if system.device == "cuda" else Stopwatch()
+
+
 @dataclasses.dataclass(kw_only=True)
 class Run:
     """One pass over a source: what is the same for all its tasks."""
@@ -158,18 +171,24 @@ class Run:
     examine: bool = False
     """Whether the rows that err most are looked at."""
     gradients: bool = False
+    sampled_rows: int | None = None
+    """How many query rows of each head are measured; None: all."""
+    seed: int = 0
+    """From which they are drawn, where a case has no seed of its own."""
     repeats: int = 1
     """How often each kernel under audit runs on the same inputs."""
     runner: Runner = attempt
     """Where kernels under audit run."""
     writer: Writer | None = None
     """Where cases are saved as they come by."""
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     visited: int = 0
 
     def over(self, source: Source, say: Callable[[str], None]) -> None:
         """Every case of the source. `say` is told whether an earlier run was continued."""
         before = self.journal.finished
-        source.visit(self.case)
+        with self.watch("capture"):
+            source.visit(self.case)
         if before and self.journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -194,7 +213,18 @@ class Run:
 
     def case(self, located: Located) -> None:
         """Every kernel in every format on one case; what is finished is not even loaded."""
-        bench = Bench(located.ref, located.load, self.heads, gradients=self.gradients)
+        with self.watch("other"):
+            self._case(located)
+
+    def _case(self, located: Located) -> None:
+        bench = Bench(
+            located.ref,
+            located.load,
+            self.heads,
+            gradients=self.gradients,
+            watch=self.watch,
+            sample=sample_of(located.ref, self.sampled_rows, self.seed),
+        )
         if self.writer is not None:
             self.writer.add(bench.case, located.axes)
         key = f"case {located.ref.case}"  # whatever the seed, it is the same call
@@ -217,7 +247,10 @@ class Run:
             run = self.runner if planned.role == "kernel" else attempt
             rows = run_task(task, planned.kernel, bench, self.system, run)
             if examined:  # before the rows: a task that is finished has both
-                worst = examine(task, planned.kernel, bench, self.system)
+                with self.watch("metrics"):
+                    # The worst of a sample is not the worst: worth a look where it is bad enough.
+                    look = bench.sample is None or remarkable(rows)
+                    worst = examine(task, planned.kernel, bench, self.system) if look else []
                 self.journal.add(f"worst {task.key}", kept(worst), "worst")
             self.journal.add(task.key, [row.model_dump(mode="json") for row in rows])
         if self.explain and planned.role in ("baseline", "kernel"):
@@ -236,8 +269,9 @@ class Run:
         if not tensor.is_floating_point():
             return []
         self.progress(f"weights {name}", self.visited, self.total)
-        tensor = tensor.to(self.system.device)
-        return [weight_row(name, tensor, fmt) for fmt in self.formats]
+        with self.watch("weights"):
+            tensor = tensor.to(self.system.device)
+            return [weight_row(name, tensor, fmt) for fmt in self.formats]
 
 
 def task_of(
@@ -259,7 +293,15 @@ def task_of(
         heads=heads,
         gradients=gradients,
         repeats=repeats if planned.role == "kernel" else 1,
+        sample=bench.sample,
     )
+
+
+def sample_of(ref: CaseRef, rows: int | None, seed: int) -> Sample | None:
+    """Which rows of a case are measured: each seed of a sweep has its own."""
+    if rows is None:
+        return None
+    return Sample(count=rows, seed=seed if ref.seed is None else ref.seed)
 
 
 def _workable(name: str, plan: Sequence[Planned]) -> Format:

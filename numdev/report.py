@@ -26,6 +26,8 @@ SCHEMA_VERSION = 1
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
+NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
+"""Why dk and dv have no expected_ratio, worst_row and baseline_ratio then."""
 
 
 class Record(BaseModel):
@@ -88,7 +90,12 @@ class DeviationRow(Record):
     """The format the kernel returned; its floor is the one `floor_ratio` divides by."""
 
     sampled: bool = False
-    """Whether only some query rows were measured: then a maximum bounds nothing."""
+    """Whether only some rows were measured (keys, for dk and dv): then a maximum is a lower bound,
+    and averages are estimates."""
+    rows_measured: int | None = None
+    """How many of each head, where they are sampled."""
+    interval: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    """Metric name to the 95 % interval of its estimate from sampled rows."""
     elements: int | None = None
     sequences: int | None = None
     empty_rows: int | None = None
@@ -302,6 +309,8 @@ class KernelSummary(Record):
     failed: int
     reasons: tuple[str, ...]
     ran: tuple[str, ...]
+    rows_measured: int | None = None
+    """Query rows of each head, where they are sampled: then maxima are lower bounds."""
     out_formats: tuple[str, ...] = ()
     mean_abs: float | None = None
     max_abs: float | None = None
@@ -322,6 +331,8 @@ class KernelSummary(Record):
     expected_ratio: float | None = None
     expected_ratio_worst: float | None = None
     expected_ratio_where: str | None = None
+    expected_ratio_interval: tuple[float, float] | None = None
+    """Of the worst head, where rows are sampled."""
     worst_row: float | None = None
     """The largest over heads, and where."""
     worst_row_where: str | None = None
@@ -435,6 +446,9 @@ class Report(Record):
     schema_version: Literal[1] = 1
     provenance: Provenance
     request: dict[str, Any]
+    timings: dict[str, float] = Field(default_factory=dict)
+    """Seconds by section (`numdev.stopwatch`), and `total`: of the run that made the report,
+    without what an earlier one had finished."""
 
 
 class AuditReport(Report):
@@ -449,6 +463,12 @@ class AuditReport(Report):
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
     attributions: tuple[AttributionRow, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether any kernel under audit ran, or none was asked for."""
+        status = {row.status for row in self.rows if row.role == "kernel"}
+        return "ok" in status or not status
 
 
 class CheckRecord(Record):
@@ -583,6 +603,11 @@ class SweepReport(Report):
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...] = ()
     """Empty where only cells were asked for."""
+
+    @property
+    def measured(self) -> bool:
+        """As in an audit: whether a kernel has a number, or nobody lacks one."""
+        return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
 
 AnyReport = AuditReport | SweepReport

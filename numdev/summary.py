@@ -137,6 +137,7 @@ def _kernel(rows: Sequence[DeviationRow], group: pd.DataFrame) -> KernelSummary:
         **_spread(ok, "floor_ratio", worst=True, where=True),
         **_spread(ok, "baseline_ratio", worst=True),
         **_spread(ok, "expected_ratio", worst=True, where=True),
+        **_sampled(ok),
         **_worst_row(ok),
         **_noise(rows, group),
         gradients=tuple(_gradients(group)),
@@ -170,6 +171,19 @@ def _spread(
         found[f"{metric}_worst"] = _number(values.max())
     if where:
         found[f"{metric}_where"] = _where(ok.iloc[int(values.to_numpy().argmax())])
+    return found
+
+
+def _sampled(ok: pd.DataFrame) -> dict[str, Any]:
+    """How many rows were measured at most, and how well the worst expected_ratio is known."""
+    sampled = ok[ok["sampled"]]
+    if sampled.empty:
+        return {}
+    found: dict[str, Any] = {"rows_measured": int(sampled["rows_measured"].max())}
+    known = ok[ok["expected_ratio"].notna()]
+    if len(known):
+        worst = known.iloc[int(known["expected_ratio"].astype(float).to_numpy().argmax())]
+        found["expected_ratio_interval"] = worst["interval"].get("expected_ratio")
     return found
 
 

@@ -25,7 +25,7 @@ from numdev.cases import (
     visible,
 )
 from numdev.errors import UsageError
-from numdev.formats import FORMATS
+from numdev.formats import FORMATS, format_named
 from numdev.kernels.reference import attend
 
 BF16, FP16, FP32, FP64 = (FORMATS[n] for n in ("bfloat16", "float16", "float32", "float64"))
@@ -139,6 +139,24 @@ def test_visible_is_what_the_definition_says(name: str) -> None:
             assert torch.equal(shown.expand_as(expected), expected)
 
 
+@pytest.mark.parametrize("name", FEATURES)
+def test_rows_and_keys_may_be_indices(name: str) -> None:
+    """What they see, and what is added to their scores, is what the whole call has there."""
+    case = make_case(**FEATURES[name])
+    n, m = case.q_len, case.kv_len
+    rows, keys = torch.tensor([n - 1, 0, n - 1]), torch.arange(m - 1, -1, -2)
+    for function in (visible, additive):
+        whole = function(case, slice(0, n), slice(0, m))
+        for i, j in ((rows, slice(0, m)), (slice(0, n), keys), (rows, keys)):
+            part = function(case, i, j)
+            if whole is None or part is None:
+                assert whole is part
+                continue
+            expanded = whole.expand(*case.q.shape[:2], n, m)
+            expected = expanded[:, :, i][..., j]
+            assert torch.equal(part.expand_as(expected), expected)
+
+
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(
     q_len=st.integers(1, 7),
@@ -243,6 +261,20 @@ def test_rounding_keeps_the_memory_layout(fmt: Any) -> None:
     q = torch.randn(1, 4, 2, 4).transpose(1, 2)
     rounded = dataclasses.replace(case, q=q).rounded_to(fmt)
     assert rounded.q.stride() == q.stride()
+
+
+def test_what_is_in_a_format_needs_no_rounding() -> None:
+    """A case is in a format if all its tensors are stored so and nothing hangs in a graph."""
+    case = make_case(dtype=torch.bfloat16)
+    assert case.is_in(BF16)
+    assert not case.is_in(FP32)
+    assert not case.is_in(format_named("e8m10"))
+    assert case.rounded_to(format_named("e8m10")).is_in(format_named("e8m10"))
+    assert not case.rounded_to(format_named("e8m10")).is_in(FP32)
+    wide = torch.zeros(case.q_len, case.kv_len)
+    assert not dataclasses.replace(case, mask=wide).is_in(BF16)
+    assert dataclasses.replace(case, mask=wide.bool()).is_in(BF16)
+    assert not dataclasses.replace(case, q=case.q.clone().requires_grad_()).is_in(BF16)
 
 
 def test_rounding_leaves_the_original_alone() -> None:

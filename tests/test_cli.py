@@ -241,6 +241,36 @@ def test_a_selection_of_nothing_is_exit_code_3(run: Any) -> None:
     assert_one_line(ran, 3, "no attention call was selected", "--heads")
 
 
+@pytest.mark.parametrize("flag", ["-q", "--json", None])
+def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
+    """Every kernel was skipped: the report is there, its first sentence says so, and so does the
+    exit code. Beside one that was measured it is 0."""
+    cuda = ("--device", "cpu", "--kernel", "sdpa-cudnn")
+    ran = run("audit", "tiny.yaml", *cuda, "-o", "out", *([flag] if flag else []))
+    assert ran.code == 3
+    assert ran.err.splitlines()[-1] == (
+        "numdev: error: no kernel under audit could be measured; out/report.json says why"
+    )
+    said = "No kernel under audit could be measured."
+    assert report.read(Path("out")).summary.answer[0].startswith(f"bfloat16: {said}")
+    if flag is None:
+        assert ran.out.split()[:7] == ["bfloat16", *said.split()][:7]
+    assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
+    assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
+
+
+def test_a_sweep_without_a_kernel_is_exit_code_3(run: Any) -> None:
+    """Likewise, also where the report has cells alone."""
+    cases = "cases: [{name: tiny, heads: 2, seq_len: [4, 8], head_dim: 8}]\nseeds: 2\n"
+    for rows in ("head", "cell"):
+        Path("sweep.yaml").write_text(f"{cases}kernels: [sdpa-cudnn]\nrows: {rows}\n")
+        ran = run("sweep", "sweep.yaml", "--device", "cpu", "-o", rows, "-q")
+        assert_one_line(ran, 3, "no kernel under audit could be measured")
+        assert report.read(Path(rows)).summary.notes
+    Path("sweep.yaml").write_text(f"{cases}kernels: [sdpa-math]\nrows: cell\n")
+    assert run("sweep", "sweep.yaml", "--device", "cpu", "-o", "good", "-q").code == 0
+
+
 def test_a_directory_with_something_else_is_refused(run: Any) -> None:
     """Another's files are never written beside."""
     Path("thesis").mkdir()

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ BUILT_IN = [
     "sdpa-efficient",
     "sdpa-cudnn",
     "sdpa-default",
+    "triton-flash",
+    "flex",
+    "flash-attn-2",
+    "flash-attn-3",
+    "flash-attn-4",
+    "xformers",
 ]
 CPU = System(device="cpu", cpu="a laptop", packages={"torch": "2.13.0"})
 H200 = System(
@@ -47,11 +53,12 @@ V100 = System(device="cuda", gpu="Tesla V100", capability=(7, 0), packages={"tor
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
-    """A copy of the registry, which the test may fill."""
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
+    """A copy of the registry, which the test may fill; what it installs is forgotten after it."""
     copy = all_kernels()
     monkeypatch.setattr(kernels, "_registry", copy)
-    return copy
+    yield copy
+    kernels.load_all.cache_clear()
 
 
 # --- the registry --------------------------------------------------------------------------------
@@ -115,7 +122,7 @@ def test_registering_the_same_function_again_is_fine() -> None:
     [
         ("sdpa-flsh", "did you mean 'sdpa-flash'?"),
         ("refrence", "did you mean 'reference'?"),
-        ("zzz", "known: baseline, emulated, floor, reference, sdpa-"),
+        ("zzz", "known: baseline, emulated, flash-attn-2, flash-attn-3, flash-attn-4, flex, "),
         ("", "known: baseline"),
     ],
 )
@@ -555,6 +562,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
         return points if group == kernels.ENTRY_POINTS else []
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    kernels.load_all.cache_clear()
 
 
 PLUGIN = """
@@ -575,6 +583,24 @@ def test_a_plugin_is_found(module: Callable[[str], str], monkeypatch: pytest.Mon
     assert find("plugged").options == {"tile": 8}
     with pytest.raises(UsageError, match="did you mean 'plugged'"):
         find("pluged")
+
+
+def test_what_is_installed_is_looked_through_once(
+    module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often kernels are asked for, entry points are listed once a process."""
+    asked: list[str] = []
+    install(monkeypatch, module(PLUGIN))
+    listed = importlib.metadata.entry_points
+
+    def counted(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
+        asked.append(group)
+        return listed(group=group)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", counted)
+    for _ in range(3):
+        assert find("plugged").name in all_kernels()
+    assert asked == [kernels.ENTRY_POINTS]
 
 
 def test_a_plugin_that_takes_a_taken_name(
@@ -619,6 +645,7 @@ def test_a_broken_plugin_leaves_the_name_of_a_kernel_alone(
     name = module("raise RuntimeError")
     point = importlib.metadata.EntryPoint(name="baseline", value=name, group=kernels.ENTRY_POINTS)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
+    kernels.load_all.cache_clear()
     assert all_kernels()["baseline"].broken is None
     assert all_kernels()[f"baseline ({name})"].broken
 
@@ -639,6 +666,9 @@ def test_a_broken_plugin_leaves_the_name_of_a_kernel_alone(
         (H200, "sdpa-cudnn", None),
         (V100, "sdpa-efficient", None),
         (V100, "sdpa-cudnn", "needs compute capability 8.0 or newer; Tesla V100 has 7.0"),
+        (CPU, "triton-flash", "needs CUDA, and this audit runs on CPU"),
+        (H200, "triton-flash", None),
+        (V100, "triton-flash", "needs the package triton, which is not installed"),
     ],
 )
 def test_availability_anywhere(system: System, name: str, missing: str | None) -> None:

@@ -180,10 +180,11 @@ def test_three_doors_give_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_a_soft_cap_of_transformers_is_not_lost(tmp_path: Path) -> None:
-    """Out of a factory Gemma 2 attends eagerly, or drops its cap; here it does neither."""
+    """Out of a factory Gemma 2 attends eagerly, or drops its cap; here it does neither. (No kernel
+    here can run it, and the audit says so with its exit code.)"""
     directory = models.save(models.gemma2(), tmp_path / "gemma2")
     arguments = (directory / "model.safetensors", "--model", "factories:gemma2", *SMALL)
-    assert run("audit", *arguments, "-o", tmp_path / "o", "-q") == 0
+    assert run("audit", *arguments, "-o", tmp_path / "o", "-q") == 3
     assert [c["softcap"] for c in report(tmp_path / "o")["cases"]] == [0.5, 0.5]
 
 

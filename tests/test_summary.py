@@ -161,6 +161,13 @@ def test_everything_skipped_is_a_summary_too() -> None:
     assert summary.kernels[0].ok == 0
 
 
+def test_that_nothing_was_measured_comes_first() -> None:
+    """Before what the format itself does to the inputs."""
+    rows = [precision(nonfinite=7), row(None, status="failed", reason="RuntimeError: no")]
+    (said,) = summarise(rows).answer
+    assert said.startswith("bfloat16: No kernel under audit could be measured. Rounding q, k, v")
+
+
 def test_options_make_a_kernel_of_its_own() -> None:
     """The same name with other options is another line."""
     rows = [row(options={"block": 64}), row(options={"block": 128}, baseline_ratio=0.7), row()]

@@ -309,11 +309,13 @@ SMALL = (*KERNELS, "--length", 16, "--sequences", 2, "--format", "bfloat16", "--
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "gemma2", "gpt_oss"])
 def test_an_audit_of_saved_cases_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    """All fields of all rows and cases, to the last bit, whatever the model passes on."""
+    """All fields of all rows and cases, to the last bit, whatever the model passes on; the exit
+    code too, which says of soft caps and sinks that no kernel here can run them."""
     model = models.save(getattr(models, name)(), tmp_path / name)
     saved, first, again = tmp_path / "saved", tmp_path / "first", tmp_path / "again"
-    assert run("audit", model, *SMALL, "-o", first, "--save-cases", saved, "-q") == 0
-    assert run("audit", saved, *SMALL[:6], *SMALL[10:], "-o", again, "-q") == 0
+    code = 3 if name in ("gemma2", "gpt_oss") else 0
+    assert run("audit", model, *SMALL, "-o", first, "--save-cases", saved, "-q") == code
+    assert run("audit", saved, *SMALL[:6], *SMALL[10:], "-o", again, "-q") == code
     assert rows(again) == rows(first)
     assert any(r["status"] == "ok" for r in rows(first)[0])
 

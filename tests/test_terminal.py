@@ -12,6 +12,7 @@ from numdev.render import terminal
 from numdev.report import (
     AuditReport,
     AuditSummary,
+    DeviationRow,
     Finding,
     HeadMap,
     KernelSummary,
@@ -134,6 +135,33 @@ def assert_fits(text: str, width: int) -> None:
     assert lines
     assert [line for line in lines if cell_len(line) > width] == []
     assert "…" not in text
+
+
+def test_the_last_line_says_where_the_time_went() -> None:
+    """Where a report has times; one by an earlier version has none, and is shown all the same."""
+    timed = report().model_copy(update={"timings": {"kernels": 1.26, "metrics": 0.0, "total": 2.0}})
+    assert shown(timed).splitlines()[-1] == "2.0 s: kernels 1.3"
+    assert shown(report()).splitlines()[-1].endswith("numdev 0.1.0.")
+
+
+def test_a_reference_that_went_the_slow_way_says_why() -> None:
+    """Once for each reason, with the number of calls; the usual paths are not mentioned."""
+
+    def floor(case: str, ran: str, head: int = 0) -> DeviationRow:
+        return DeviationRow(
+            case=case, source="s", module="m", layer=0, call=0, seed=None, role="floor",
+            kernel="floor", format="bfloat16", head=head, tensor="out",
+            status="ok", ran=ran,
+        )  # fmt: skip
+
+    wide = "blocked: the fused one takes operands up to 256 wide, not 320"
+    rows = (floor("a", wide), floor("a", wide, 1), floor("b", wide), floor("c", "fused"))
+    found = " ".join(shown(report().model_copy(update={"rows": rows})).split())
+    assert "reference of 2 calls was computed block by block" in found
+    assert found.count("block by block") == 1
+    assert "as good: the fused one takes operands up to 256 wide, not 320." in found
+    plain = report().model_copy(update={"rows": (floor("a", "blocked"), floor("b", "fused"))})
+    assert "block by block" not in shown(plain)
 
 
 # --- the width -----------------------------------------------------------------------------------

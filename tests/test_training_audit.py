@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
+from numdev import reproducing
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef, empty_rows, visible
 from numdev.cli import cli
@@ -25,6 +26,7 @@ from numdev.measuring import run_task
 from numdev.report import AuditReport, DeviationRow, read
 from numdev.rules import default_rules
 from numdev.system import System
+from numdev.tensorfile import open_cases
 
 HERE = System.here("cpu")
 KERNELS = Path(__file__).parent / "broken_kernels.py"
@@ -241,7 +243,7 @@ def test_the_report_has_gradients(config: Path) -> None:
     assert all(g.expected_ratio_worst == pytest.approx(1, abs=0.1) for g in kernel.gradients)
     assert kernel.noise == 0
     assert found.cases[0].grad_out is not None
-    assert found.summary.worst_rows
+    assert found.summary.worst_rows == ()
     assert found.findings == ()
     page = (config.parent / "out" / "report.html").read_text()
     assert "dq ×floor" in page
@@ -308,6 +310,85 @@ def test_a_finding_comes_with_a_script_that_shows_it(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The deviation shows." in done.stdout
+
+
+RAISING = """
+import time
+
+import torch
+import torch.nn.functional as F
+
+
+def sdpa(q, k, v, is_causal):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+
+def long(q, k, v, is_causal=False):
+    if k.shape[2] > 40:
+        raise RuntimeError(f"no tile for {k.shape[2]} keys")
+    return sdpa(q, k, v, is_causal)
+
+
+class Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise NotImplementedError("no backward yet")
+
+
+def forward_only(q, k, v, is_causal=False):
+    return Stops.apply(sdpa(q, k, v, is_causal))
+
+
+def short(q, k, v, is_causal=False):
+    return sdpa(q, k, v, is_causal)[:, :, 1:]
+
+
+def slow(q, k, v, is_causal=False):
+    time.sleep(1.0)
+    raise RuntimeError("at last")
+"""
+
+
+def test_a_kernel_that_raises_comes_with_a_script(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forward, in backward alone, and by returning no output of the call: each script, in a
+    process of its own, shows what the report quotes; and the case is the smallest that raises,
+    unless that takes too long to ask again."""
+    monkeypatch.setattr(reproducing, "SLOW", 0.5)
+    (config.parent / "raising_kernel.py").write_text(RAISING)
+    monkeypatch.syspath_prepend(config.parent)
+    said = {
+        "long-out-runs": "the kernel raises RuntimeError: no tile for",
+        "forward_only-dq-runs": "the kernel raises NotImplementedError: no backward yet",
+        "short-out-runs": "the kernel returns torch.bfloat16 of shape",
+        "slow-out-runs": "the kernel raises RuntimeError: at last",
+    }
+    kernels = [f"raising_kernel:{name.split('-')[0]}" for name in said]
+    arguments = [part for kernel in kernels for part in ("--kernel", kernel)]
+    found = audited(config, "--kernel", "sdpa-math", *arguments)
+    assert [f.rule for f in found.findings] == ["runs"] * len(said)
+    folder = config.parent / "out" / "reproducers"
+    keys = {}
+    for name, words in said.items():
+        (script,) = folder.glob(f"*{name}*/reproduce.py")
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(config.parent), "PATH": ""},
+            check=False,
+        )
+        assert (done.returncode, words in done.stdout) == (1, True), done.stdout + done.stderr
+        (stored,) = open_cases(script.with_name("tensors.safetensors")).cases
+        keys[name.split("-")[0]] = stored.load().kv_len
+    assert keys["long"] == 41
+    assert keys["forward_only"] == keys["short"] == 1
+    assert keys["slow"] == 70
 
 
 def test_a_sweep_measures_gradients_too(config: Path) -> None:

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from numdev.render import chart
 from numdev.report import AnyReport, SweepReport, replacing
+from numdev.stopwatch import words
 
 
 def write(report: AnyReport, directory: Path) -> None:
@@ -57,6 +58,7 @@ def _facts(report: AnyReport) -> list[tuple[str, str]]:
         "CPU": f"{system.get('cpu')} ({system.get('cpu_capability')})",
         "packages": ", ".join(f"{n} {v}" for n, v in packages.items()),
         "numdev": report.provenance.numdev,
+        "time": words(report.timings),
     }
     return [(name, str(value)) for name, value in facts.items() if value]
 

@@ -6,6 +6,7 @@ messages are foreign text: they go through `_text`, never through rich's markup.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from numdev.report import (
     WeightSummary,
     WorstRow,
 )
+from numdev.stopwatch import words
 
 GRADIENTS = ("dq", "dk", "dv")
 SHADES = ((1.25, "green"), (2.0, "yellow"), (4.0, "dark_orange"), (float("inf"), "bold red"))
@@ -78,7 +80,7 @@ def show_sweep(report: SweepReport, console: Console | None = None) -> None:
     for figure in report.figures:
         out.print(_figure(figure, report.summary.axis, out.width))
     lines = [f"Means over {len(report.summary.seeds)} seeds; intervals are in report.html."]
-    for line in (*lines, *report.summary.notes, _source_line(report)):
+    for line in (*lines, *report.summary.notes, *_last_lines(report)):
         out.print(_text(line, "dim"))
 
 
@@ -147,14 +149,17 @@ def show_audit(report: AuditReport, console: Console | None = None) -> None:
     out.print(*_notes(report), sep="\n")
     for part in _explanations(summary.explanations):
         out.print(part)
-    for line in _worst_rows(summary.worst_rows):
-        out.print(line)
+    sampled = any(k.rows_measured for k in summary.kernels)
+    for row in _worst_rows(summary.worst_rows, sampled=sampled):
+        out.print(row)
     if summary.map is not None:
+        out.print()
         out.print(_head_map(summary.map, out.width))
     out.print()
-    for line in _weights(summary.weights):
-        out.print(line)
-    out.print(_text(_source_line(report), "dim"))
+    for cast in _weights(summary.weights):
+        out.print(cast)
+    for line in _last_lines(report):
+        out.print(_text(line, "dim"))
 
 
 def show_kernels(table: Sequence[Mapping[str, Any]], system: Any) -> None:
@@ -257,8 +262,9 @@ def _amplified(kernels: Sequence[KernelSummary]) -> str:
     """How ill-conditioned the gradients are, beside how far a kernel is off."""
     roles = ("kernel", "baseline")  # the first whose backward ran
     k = next((k for role in roles for k in kernels if k.role == role), kernels[0])
-    moved = ", ".join(f"{g.tensor} by {_si(g.amplification)}" for g in k.gradients)
-    errs = ", ".join(_si(g.row_rel) for g in k.gradients)
+    known = [g for g in k.gradients if g.amplification is not None]  # of a sample, dq alone
+    moved = ", ".join(f"{g.tensor} by {_si(g.amplification)}" for g in known or k.gradients)
+    errs = ", ".join(_si(g.row_rel) for g in known or k.gradients)
     return (
         f"  One ulp on every input moves the exact {moved} of their terms; {k.kernel} errs by "
         f"{errs}. noise: between two runs, over the floor's error."
@@ -271,7 +277,7 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Text]:
         if k.role == "precision" and k.mean_abs:
             yield _text(
                 f"  Rounding q, k, v to {name} alone moved the answer by {_si(k.mean_abs)} on "
-                f"average, {_si(k.max_abs)} at most.",
+                f"average, {_at_least(k)}{_si(k.max_abs)} at most.",
                 "dim",
             )
         others = [f for f in k.out_formats if f != name]
@@ -314,11 +320,16 @@ COLUMNS = (
     Column("×base", lambda k: Text(_ratio(k.baseline_ratio))),
     Column("×pred", lambda k: _expected(k)),
     Column("mean err", lambda k: Text(_si(k.mean_abs))),
-    Column("max err", lambda k: Text(_si(k.max_abs))),
+    Column("max err", lambda k: Text(_at_least(k) + _si(k.max_abs))),
     Column("×format", lambda k: Text(_ratio(_of_kernel(k)))),
     Column("biased", lambda k: _biased(k)),
     Column("NaN/inf", lambda k: Text(str(k.nonfinite), "bold red" if k.nonfinite else "dim")),
 )
+
+
+def _at_least(k: KernelSummary) -> str:
+    """Of sampled rows the maximum is a lower bound."""
+    return "" if k.rows_measured is None or k.max_abs is None else "≥"
 
 
 def _of_kernel(k: KernelSummary) -> float | None:
@@ -352,7 +363,28 @@ def _notes(report: AuditReport) -> list[Text]:
         "how far the kernel is from the baseline, over how far rounding the inputs moved the "
         "answer. biased: heads with a systematic error, of those judged."
     ]
+    rows = max((k.rows_measured or 0 for k in report.summary.kernels), default=0)
+    if rows:
+        lines.append(
+            f"Sampled: {rows} query rows of each head were measured, drawn over all positions. "
+            "Averages and ratios are estimates (their 95 % intervals are in the rows of "
+            "report.json), maxima lower bounds (≥); the baseline was computed for these rows "
+            "alone. What is not finite is counted in all rows."
+        )
+    lines += _slow_references(report)
     return [_text(line, "dim") for line in lines]
+
+
+def _slow_references(report: AuditReport) -> list[str]:
+    """Where the reference could not go by its fast path, and why."""
+    floors = [row for row in report.rows if row.role == "floor" and row.tensor == "out"]
+    reasons = {(row.case, row.ran) for row in floors if (row.ran or "").startswith("blocked: ")}
+    counts = Counter((ran or "").removeprefix("blocked: ") for _, ran in sorted(reasons))
+    return [
+        f"The fp64 reference of {count} {'calls' if count > 1 else 'call'} was computed block by "
+        f"block, slower and as good: {reason}."
+        for reason, count in counts.items()
+    ]
 
 
 def _explanations(found: Sequence[Explanation]) -> Iterator[RenderableType]:
@@ -391,7 +423,6 @@ def _explanations(found: Sequence[Explanation]) -> Iterator[RenderableType]:
     yield _text(
         "  residual: what is left of the error, element by element; up to 0.5 explains it.", "dim"
     )
-    yield ""
 
 
 def _by(e: Explanation) -> str:
@@ -404,17 +435,17 @@ def _by(e: Explanation) -> str:
     return name + some
 
 
-def _worst_rows(rows: Sequence[WorstRow]) -> Iterator[Text]:
+def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[Text]:
     """The rows that err most and what is special about them, under a title."""
     if not rows:
         return
-    yield _text("The rows that err most", "bold")
+    yield Text("")
+    yield _text("The rows that err most" + (", of those sampled" if sampled else ""), "bold")
     for w in rows:
         place = f"layer {w.layer}" if w.layer is not None else w.module or w.case
         rest = f" ({w.format}), {place}, head {w.head}, {w.tensor}: {w.sentence}"
         name = (w.kernel or w.case) + _options(w.options)
         yield Text.assemble(_text(name, "bold"), _text(rest), overflow="fold")
-    yield Text("")
 
 
 def _head_map(found: HeadMap, width: int) -> Group:
@@ -449,6 +480,13 @@ def _weights(weights: Sequence[WeightSummary]) -> Iterator[Text]:
                 f"Stored weights cast to {w.format}: mean change {_si(w.mean_abs)} (= W1), max "
                 f"{_si(w.max_abs)} in {w.max_tensor}{lost}"
             )
+
+
+def _last_lines(report: Report) -> Iterator[str]:
+    """Where the numbers come from, and where the time went."""
+    yield _source_line(report)
+    if report.timings:
+        yield words(report.timings)
 
 
 def _source_line(report: Report) -> str:

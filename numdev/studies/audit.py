@@ -24,6 +24,7 @@ from numdev.loop import (
     plan_kernels,
     provenance,
     runner,
+    stopwatch,
 )
 from numdev.report import AuditReport
 from numdev.reproducing import Workshop, reproduce
@@ -54,7 +55,9 @@ def audit(
     plan = plan_kernels(request.kernels)
     plan += plan_controls(gradients=request.gradients) if request.control else []
     formats = plan_formats(request.formats, plan)
-    source = open_source(request, system)
+    watch = stopwatch(system)
+    with watch("capture"):
+        source = open_source(request, system)
     said = [*source.notes]
     for note in said:
         say(note)
@@ -75,16 +78,20 @@ def audit(
             explain=request.explain,
             examine=True,
             gradients=request.gradients,
+            sampled_rows=request.sampled_rows,
+            seed=request.seed,
             repeats=request.repeats,
             runner=where,
             writer=writer,
+            watch=watch,
         )
         with writer or contextlib.nullcontext():
             run.over(source, say)
         for note in source.notes:  # some are known only afterwards
             if note not in said:
                 say(note)
-        weights = tuple(row for name, w in source.weights() for row in run.weight(name, w))
+        with watch("capture"):
+            weights = tuple(row for name, w in source.weights() for row in run.weight(name, w))
         rows, cases, attributions = run.rows, run.cases, run.attributions
         if not rows:
             raise MeasurementError(
@@ -96,6 +103,8 @@ def audit(
             plan=plan,
             system=system,
             gradients=request.gradients,
+            rows=request.sampled_rows,
+            seed=request.seed,
             run=where,
             most=request.reproducers,
         )
@@ -110,4 +119,5 @@ def audit(
         rows=rows,
         weights=weights,
         attributions=attributions,
+        timings=watch.seconds(),
     )

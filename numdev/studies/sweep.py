@@ -26,6 +26,7 @@ from numdev.loop import (
     plan_kernels,
     provenance,
     runner,
+    stopwatch,
 )
 from numdev.records import recorded
 from numdev.report import SweepReport, SweepSummary
@@ -54,6 +55,7 @@ class Plan:
             self.formats,
             self.kernels,
             self.system if calibrate else None,
+            self.request.sampled_rows,
         )
 
 
@@ -90,6 +92,7 @@ def sweep(
 ) -> SweepReport:
     """Run the plan, journalling into `directory`; returns the report, which the caller writes."""
     request, system = planned.request, planned.system
+    watch = stopwatch(system)
     described = planned.source.describe()
     head = header(request.measured(), system, planned.kernels, described)
     isolation = runner(isolated=request.isolate, limit_s=request.time_limit)
@@ -101,10 +104,12 @@ def sweep(
             plan=planned.kernels,
             heads=None,
             gradients=request.gradients,
+            sampled_rows=request.sampled_rows,
             repeats=request.repeats,
             runner=where,
             progress=progress,
             total=planned.source.count() * len(planned.formats) * len(planned.kernels),
+            watch=watch,
         )
         run.over(planned.source, say)
         rows, cases = run.rows, run.cases
@@ -113,6 +118,7 @@ def sweep(
             plan=planned.kernels,
             system=system,
             gradients=request.gradients,
+            rows=request.sampled_rows,
             run=where,
             most=request.reproducers,
         )
@@ -138,6 +144,7 @@ def sweep(
         cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in found),
         cases=cases,
         rows=rows if request.rows == "head" else (),
+        timings=watch.seconds(),
     )
 
 

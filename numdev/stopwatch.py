@@ -1,0 +1,82 @@
+"""Where an audit's time goes: seconds by section, each second counted once.
+
+A section within another takes its time from it, so that sections add up to the whole. What a
+section is called is its user's business; `words` is how a report's times are said. On a GPU work is
+under way when the call that began it returns: `settle` waits for it, at the borders of sections
+and nowhere else, so nothing that is measured head by head waits more often than it did.
+
+Times belong to a report, never to its rows: those depend on the task alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+SECTIONS = (
+    "capture",
+    "kernels",
+    "reference",
+    "predictions",
+    "metrics",
+    "baseline",
+    "weights",
+    "other",
+)
+"""In the order in which they are reported. `other` is what no section was opened for."""
+TOTAL = "total"
+SHOWN_S = 0.05
+"""What is shorter is 0.0 with one decimal, and not said."""
+
+
+class Stopwatch:
+    """Runs from when it is made. `with watch("reference"):` counts for that section."""
+
+    def __init__(
+        self,
+        settle: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._settle, self._clock = settle, clock
+        self._spent = dict.fromkeys(SECTIONS, 0.0)
+        self._open = ["other"]
+        self._last = clock()
+
+    @contextlib.contextmanager
+    def __call__(self, section: str) -> Iterator[None]:
+        """Count for `section`, one of SECTIONS, until the block is left, however that happens;
+        within the block another may be opened. Raises KeyError for an unknown one."""
+        _ = self._spent[section]
+        if section == self._open[-1]:
+            yield
+            return
+        self._lap()
+        self._open.append(section)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._open.pop()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by section until now, and their sum as `total`."""
+        self._lap()
+        return {**self._spent, TOTAL: sum(self._spent.values())}
+
+    def _lap(self) -> None:
+        """Count the time since the last border for the section that is open."""
+        self._settle()
+        now = self._clock()
+        self._spent[self._open[-1]] += now - self._last
+        self._last = now
+
+
+def words(timings: Mapping[str, float]) -> str:
+    """`12.3 s: capture 2.1, kernels 0.8, ...`, without what is too short to say; empty where there
+    are no times."""
+    if TOTAL not in timings:
+        return ""
+    shares = [f"{s} {timings[s]:.1f}" for s in SECTIONS if timings.get(s, 0.0) >= SHOWN_S]
+    return f"{timings[TOTAL]:.1f} s{': ' if shares else ''}{', '.join(shares)}"
