@@ -25,6 +25,7 @@ case says why (`Refused`), and the row is `skipped`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -44,7 +45,16 @@ __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", 
 
 Claims = Callable[[AttentionCase, "Output", System], Mapping[str, Any] | None]
 """What a kernel that returned this output for this case here claims to compute like."""
-BUILT_IN = ("reference", "baseline", "emulated", "sdpa")
+BUILT_IN = (
+    "reference",
+    "baseline",
+    "emulated",
+    "sdpa",
+    "triton_flash",
+    "flex",
+    "flash_attn",
+    "xformers_attention",
+)
 ENTRY_POINTS = "numdev.kernels"
 NOTHING = Requirement()
 Backward = Literal["autograd"] | Callable[..., Any] | None
@@ -80,6 +90,8 @@ class Kernel:
     """Raises UsageError for options that make no sense together, before anything is run."""
     any_format: bool = False
     """Whether it reads `case.format`, and so takes formats that torch has no dtype for."""
+    any_rows: bool = False
+    """Whether it goes by `case.positions`, and so takes some rows of a call alone."""
     claims: Claims = like_fa2
     """The options of `emulated` that say how it rounds: its errors are held against those of that
     emulation. None: no emulation stands for it."""
@@ -133,6 +145,8 @@ class Kernel:
         """Raises Refused for a case the kernel cannot run."""
         if case.working is not None and not self.any_format:
             raise Refused(f"no torch dtype stores {case.working.name}")
+        if case.positions is not None and not self.any_rows:
+            raise Refused("it computes whole calls, not some of their rows")
         reason = self.supports(case)
         if reason:
             raise Refused(reason)
@@ -148,6 +162,7 @@ def kernel(
     supports: Callable[[AttentionCase], str | None] = lambda case: None,
     validate: Callable[[Mapping[str, Any]], object] | None = None,
     any_format: bool = False,
+    any_rows: bool = False,
     claims: Claims = like_fa2,
     backward: Backward = "autograd",
 ) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
@@ -170,6 +185,7 @@ def kernel(
             summary=summary_of(function),
             options=options_of(function),
             any_format=any_format,
+            any_rows=any_rows,
             claims=claims,
             made_from=fingerprint(function, *([backward] if callable(backward) else [])),
             backward=backward,
@@ -185,14 +201,22 @@ def all_kernels() -> dict[str, Kernel]:
     A plugin that cannot be loaded stops nothing: it is listed, as `broken`, under its entry
     point's name. `find` raises when that is asked for.
     """
-    for module in BUILT_IN:
-        importlib.import_module(f"numdev.kernels.{module}")
-    broken = [b for e in importlib.metadata.entry_points(group=ENTRY_POINTS) if (b := _load(e))]
+    broken = load_all()
     # Whatever happened to be imported first: the order is shown to people.
     place = {f"numdev.kernels.{module}": i for i, module in enumerate(BUILT_IN)}
     last = len(place)
     by_place = sorted(_registry.values(), key=lambda k: place.get(k.function.__module__, last))
     return {k.name: k for k in (*by_place, *broken)}
+
+
+@functools.cache
+def load_all() -> tuple[Kernel, ...]:
+    """Import the built-in modules, then those of entry points: once a process, since looking
+    through what is installed takes milliseconds. Returns the plugins that cannot be loaded."""
+    for module in BUILT_IN:
+        importlib.import_module(f"numdev.kernels.{module}")
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return tuple(broken for entry in entries if (broken := _load(entry)))
 
 
 def find(name: str) -> Kernel:

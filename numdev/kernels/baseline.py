@@ -28,7 +28,7 @@ def _like_eager(case: AttentionCase, output: Output, system: System) -> Mapping[
     return {"preset": "eager"}
 
 
-@kernel("baseline", claims=_like_eager)
+@kernel("baseline", any_rows=True, claims=_like_eager)
 def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format."""
     dtype = case.q.dtype
