@@ -198,11 +198,16 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
         wait_for(note.exists)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with Supervised() as supervised:
-        threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            supervised.run("broken_kernels:hangs", {"note": str(note)}, case)
-        assert supervised.pid is None
+    # Where the tests run in the background of a shell, SIGINT is ignored from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Supervised() as supervised:
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                supervised.run("broken_kernels:hangs", {"note": str(note)}, case)
+            assert supervised.pid is None
+    finally:
+        signal.signal(signal.SIGINT, before)
     for pid in note.read_text().split():
         wait_for(lambda pid=pid: gone(int(pid)))
 
