@@ -92,10 +92,6 @@ def _check_rows(a: torch.Tensor, b: torch.Tensor) -> None:
         raise UsageError("the Wasserstein distance of no values is not defined")
 
 
-def _w1_rows_numpy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return _gap_numpy(_sorted_numpy(a), _sorted_numpy(b))
-
-
 def _gap_numpy(a: Values, b: Values) -> torch.Tensor:
     with np.errstate(invalid="ignore"):  # inf - inf is NaN here on purpose
         gap = np.subtract(a, b, dtype=np.float64)  # [n, m]
@@ -108,10 +104,6 @@ def _sorted_numpy(x: torch.Tensor) -> Values:
     """Each row of a CPU tensor in ascending order, NaN last, as a new array."""
     widened = x if x.dtype == torch.float64 else x.float()
     return np.sort(widened.numpy(), axis=1)
-
-
-def _w1_rows_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return _gap_torch(_sorted_torch(a), _sorted_torch(b))
 
 
 def _gap_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
