@@ -20,10 +20,15 @@ Backward:
   difference rounds: w = 2 p + 2 u A + 8 u |L| + (n + 8) u, relative.
 - dP is off by e u D, D = sum |dO||V|; delta by (2 p + (2 n + e + 5) u) E, E = sum |dO| T.
 - 1 / cosh^2(y), y = X / cap, changes by 2 |dy| <= 2 (d + 6) u A / cap, and rounds: 12 u.
-- So dX and its terms are off by c P slope (D + E), where c is 4 p + 8 u (|L| + A) + (3 n + 2 e +
+- So dX is off by c P slope (D + E), where c is 4 p + 8 u (|L| + A) + (3 n + 2 e +
   20) u and the soft cap's part. dQ and dK sum n and m such products with K or Q, which rounds
   (n + 6) u and (2 m + 10) u, over runs of rows and with what is left of the scale; dV sums m
   products P dO, with w.
+- Their term scales are sums of n or m products of bfloat16 numbers, off by 2^-8 each where a cast
+  cuts off (as in the interpreter), in fp32, taken to lose 2^-22 a term: (2^-7 + (n + 8) 2^-22) of
+  themselves. Terms are scaled to at most 2
+  and operands to at most 1; what is below 2^-133 is lost: n 2^-130 of the largest terms there
+  could be, |dO| |V| of the longest rows times the largest of the other operand.
 
 The blocked path has less of everything (`gradient_oracle`): two paths differ by at most twice this.
 What underflows is at most `TINY`, for inputs below 2^20.
@@ -72,9 +77,25 @@ def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
         "term_scale": out[..., None] * exact.term_scale,
         "lse": p + (n + 4) * U + 5 * U * (L + A),
         "delta": (out + (e + 1) * U) * E,
-        **{"dq": dq, "dk": dk, "dv": dv, "dq_terms": dq, "dk_terms": dk, "dv_terms": dv},
+        **{"dq": dq, "dk": dk, "dv": dv, **_terms(case, exact)},
     }
     return {name: 2 * x + TINY for name, x in one_path.items()}
+
+
+def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
+    """Those of the gradients' term scales."""
+    q, dO, k, v = _operands(case)
+    n, m = case.kv_len, case.q_len * case.group
+    largest = dO.norm(dim=-1).max() * v.norm(dim=-1).max()
+    found = {}
+    for name, count, size in (
+        ("dq_terms", n, abs(case.scale) * largest * k.abs().max()),
+        ("dk_terms", m, abs(case.scale) * largest * q.abs().max()),
+        ("dv_terms", m, dO.abs().max()),
+    ):
+        rounded = (2.0**-7 + (count + 8) * 2.0**-22) * getattr(exact, name)
+        found[name] = rounded + count * 2.0**-130 * size
+    return found
 
 
 def shares(

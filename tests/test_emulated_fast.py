@@ -263,8 +263,9 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 STEP_APART = 0.1
 """Relative to the error: what 1e-3 of the last casts make when they go to the other side. That is
 an ulp each, sqrt(12) times the rms of a rounding."""
-RMS_OF_TIES = 2e-2
-"""In a tie a few keys carry all of dk, and one O that is carried over moves delta in all of it."""
+RMS_OF_FEW = 2e-2
+FEW = ("ties", "sink")
+"""Here a few keys carry all of dk, and one O that is carried over moves delta in all of it."""
 
 
 def assert_same_step(
@@ -291,7 +292,7 @@ def test_a_step_in_blocks_is_that_in_tiles(name: str) -> None:
     for claim in STEPS.values():
         r = Rounder(recipe_of(claim), case, torch.float32)
         assert emulated_fast_backward.keeps_sums(r, case, recipe_of(claim))
-        assert_same_step(case, claim, claim, RMS_OF_TIES if name == "ties" else RMS)
+        assert_same_step(case, claim, claim, RMS_OF_FEW if name in FEW else RMS)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_blocks_are_the_tiles_on_a_gpu(name: str) -> None:
     for claim in RECIPES.values():
         assert_same(case, claim, claim)
     for claim in STEPS.values():
-        assert_same_step(case, claim, claim, RMS_OF_TIES if name == "ties" else RMS)
+        assert_same_step(case, claim, claim, RMS_OF_FEW if name in FEW else RMS)
 
 
 @pytest.mark.gpu

@@ -419,7 +419,8 @@ def test_an_isolated_kernel_gets_the_whole_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math"])
 def test_on_a_gpu_sampled_rows_are_the_calls(name: str) -> None:
     """Reference, prediction and gradients of sampled rows on the device are those of the whole
-    call: every metric of every row within 1e-6 (fp32 predictions 1e-3) of the whole's rows."""
+    call: every metric of every row within 1e-6 (fp32 predictions 1e-3) of the whole's rows. Term
+    scales of gradients are sums in fp32 there."""
     case = drawn(1000)
     tensors = {n: getattr(case, n).to("cuda") for n in ("q", "k", "v", "grad_out")}
     case = dataclasses.replace(case, **tensors)
@@ -439,7 +440,7 @@ def test_on_a_gpu_sampled_rows_are_the_calls(name: str) -> None:
 
         y, z = part.yardsticks[tensor], whole.yardsticks[tensor]
         close(y.reference, z.reference, 1e-11)
-        close(y.term_scale, z.term_scale, 1e-11)
+        close(y.term_scale, z.term_scale, 1e-11 if tensor == "out" else 1e-3)
         if tensor in part.by_row:
             claim = {"preset": "fa2"}
             close(part.predicted(claim)[tensor], whole.predicted(claim)[tensor], 1e-3)

@@ -5,10 +5,12 @@ one and runs wherever this cannot. Results are those of that path to fp64
 rounding (docs/method.md has the bound), and the same from run to run. What this path cannot take
 stands in `numdev.kernels.fused_refusal`.
 
-Forward is one kernel, `fused_tiles.forward`. Backward is eight matrix products, five that every
-backward pass makes and three for term scales. S and dP stay in registers until they have become P,
-dX and the terms of dX (`fused_tiles.score_gradients`); these are written for a run of query rows at
-a time, and the other six are the library's products of large matrices.
+Forward is one kernel, `fused_tiles.forward`. Backward is the five matrix products that every
+backward pass makes, in fp64, and three for the term scales of dq, dk and dv, in bfloat16: these are
+what errors are measured in, sums of numbers of one sign, and good to 1 % (docs/method.md).
+S and dP stay in registers until they have become P, dX and the terms of dX
+(`fused_tiles.score_gradients`); these are written for a run of query rows at a time, and the other
+six are the library's products of large matrices.
 
 Memory is bounded: operands are cast to fp64 a few kv heads at a time (`OPERAND_BYTES`), and runs of
 rows are as long as SCRATCH_BYTES allows. All heads of such a group share every launch.
@@ -31,6 +33,7 @@ from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
 from numdev.kernels.backward import upstream
 from numdev.kernels.fused_refusal import accept, accept_scores, is_additive
+from numdev.kernels.fused_terms import Terms, grouped
 from numdev.kernels.results import Gradients, Reference
 
 OPERAND_BYTES = 1 << 30
@@ -210,14 +213,14 @@ class _Backward:
     """In units of log 2."""
     delta: Tensor
     dq: Tensor
-    """[2, B, H, q_len, D], here and below: the sum and its term scale, which share a launch."""
+    """[B, H, q_len, D]"""
     dk: Tensor
-    """[2 * B * kv_heads, kv_len, D]."""
+    """[B * kv_heads, kv_len, D]"""
     dv: Tensor
-    """[B * kv_heads, kv_len, 2 * D_V], side by side: they are products of the same P."""
-    k: Tensor
-    """[2 * B * kv_heads, kv_len, D], K and |K|."""
+    """[B * kv_heads, kv_len, D_V]"""
+    terms: Terms
     seen: Tensor
+    """[B * kv_heads, kv_len]: not 0 for keys that a row was seen to see, where that is counted."""
 
     @classmethod
     def of(cls, case: AttentionCase, forward: Mapping[str, Tensor]) -> _Backward:
@@ -225,69 +228,81 @@ class _Backward:
         empty, pairs = forward["empty"], case.q.shape[0] * case.kv_heads
         dO = upstream(case).detach().double()
         delta = (dO * forward["out"]).sum(dim=-1).masked_fill_(empty, 0.0)
-        by_key = (pairs, case.kv_len)
+        dO = _padded(dO)
         return cls(
             case=case,
             at=at,
-            dO=_padded(dO),
+            dO=dO,
             lse=(forward["lse"] * LOG2E).masked_fill_(empty, 0.0),
             delta=delta,
-            dq=_room(at.q, 2, *at.q.shape),
-            dk=at.k.new_zeros(2 * pairs, case.kv_len, at.k.shape[-1]),
-            k=torch.cat([at.k, at.k.abs()]).flatten(0, 1),
-            dv=at.v.new_zeros(*by_key, 2 * at.v.shape[-1]),
-            seen=torch.zeros(by_key, dtype=torch.int32, device=at.k.device),
+            dq=torch.empty_like(at.q),
+            dk=torch.zeros_like(at.k).flatten(0, 1),
+            dv=torch.zeros_like(at.v).flatten(0, 1),
+            terms=Terms.of(case, at.q, at.k, at.v, dO),
+            seen=torch.zeros(pairs, case.kv_len, dtype=torch.int32, device=at.k.device),
         )
 
     def add(self, rows: slice) -> None:
         """One run of rows: its dq, and its part of dk and dv."""
         case, keys = self.case, _keys(self.case, rows)
-        P, dX = self._scores(rows, keys)
-        q, dO = (_grouped(case, x[:, :, rows]) for x in (self.at.q, self.dO))
-        self.dq[:, :, :, rows] = torch.bmm(dX, self.k[:, keys]).view(
-            *self.dq.shape[:3], -1, q.shape[-1]
-        )
-        self.dk[:, keys].baddbmm_(dX.mT, torch.cat([q, q.abs()]))
-        self.dv[:, keys].baddbmm_(P.mT, torch.cat([dO, dO.abs()], dim=-1))
+        P, dX, P16, dX_terms = self._scores(rows, keys)
+        q, dO = (grouped(case, x[:, :, rows]) for x in (self.at.q, self.dO))
+        dq = torch.bmm(dX, self.at.k.flatten(0, 1)[:, keys])
+        self.dq[:, :, rows] = dq.view(*self.dq.shape[:2], -1, q.shape[-1])
+        self.dk[:, keys].baddbmm_(dX.mT, q)
+        self.dv[:, keys].baddbmm_(P.mT, dO)
+        self.terms.add(case, rows, keys, P16, dX_terms)
 
-    def _scores(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        """P [B * kv_heads, group * rows, keys], and dX above its terms [2 * B * kv_heads, ..]."""
+    def _scores(self, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+        """P and dX, fp64, and P and the terms of dX times `Terms.unit`, bfloat16: each
+        [B * kv_heads, group * rows, keys]."""
         from numdev.kernels.fused_tiles import score_gradients
 
         case, at, tile = self.case, self.at, BACKWARD
         count, width = rows.stop - rows.start, keys.stop - keys.start
         pairs, heads = case.q.shape[0] * case.kv_heads, case.q.shape[0] * case.heads
-        found = _room(at.q, 3, pairs, case.group * count, width)
+        shape = (2, pairs, case.group * count, width)
+        found = (*_room(at.q, *shape), *at.q.new_empty(shape, dtype=torch.bfloat16))
         _launch(
             score_gradients,
             (-(-width // tile.block_kv), -(-count // tile.block_q), heads),
-            at.q, at.k, at.v, self.dO, self.lse, self.delta, *at.pointers, *found, self.seen,
+            at.q, at.k, at.v, self.dO, self.lse, self.delta, *at.pointers, self.terms.unit, *found,
+            self.seen,
             case.heads, case.group, rows.start, count, case.q_len, keys.start, width, case.kv_len,
             *at.masks,
             D=at.q.shape[-1], D_V=at.v.shape[-1], BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv,
             BLOCK_D=BLOCK_D, STAGES=tile.stages, num_warps=tile.warps, **at.flags,
         )  # fmt: skip
-        return found[0], found[1:].flatten(0, 1)
+        return found
 
     def found(self) -> dict[str, Tensor]:
         """dq, dk, dv, their term scales, delta and unseen, of the shapes of q, k and v."""
         case, d, d_v = self.case, self.case.q.shape[-1], self.case.v.shape[-1]
         # Q came scaled, for the scores: this is what remains of the scale in dK = scale dX^T Q.
         rest = 1.0 if case.softcap else LN2
-        dq, dq_terms = self.dq
-        dk, dk_terms = self.dk.chunk(2)
-        dv, dv_terms = self.dv.view(*case.v.shape[:3], -1).chunk(2, dim=-1)
-        by_key = (*case.k.shape[:3], -1)
+        dq_terms, dk_terms, dv_terms = self.terms.found()
         return {
-            "dq": dq.mul_(case.scale)[..., :d],
+            "dq": self.dq.mul_(case.scale)[..., :d],
             "dq_terms": dq_terms.mul_(abs(case.scale))[..., :d],
-            "dk": dk.mul_(rest).view(by_key)[..., :d],
-            "dk_terms": dk_terms.mul_(rest).view(by_key)[..., :d],
-            "dv": dv[..., :d_v],
-            "dv_terms": dv_terms[..., :d_v],
+            "dk": self.dk.mul_(rest).view_as(self.at.k)[..., :d],
+            "dk_terms": dk_terms.mul_(rest).view_as(self.at.k)[..., :d],
+            "dv": self.dv.view_as(self.at.v)[..., :d_v],
+            "dv_terms": dv_terms.view_as(self.at.v)[..., :d_v],
             "delta": self.delta,
-            "unseen": (self.seen == 0).view(case.k.shape[:3]),
+            "unseen": self._unseen(),
         }
+
+    def _unseen(self) -> Tensor:
+        """The keys that no row sees: counted where a mask or positions decide it, otherwise
+        those that are i + low to i + high for no row i."""
+        case, flags = self.case, self.at.flags
+        if flags["MASKED"] or flags["AT"]:
+            return (self.seen == 0).view(case.k.shape[:3])
+        low, high = _limits(case)
+        j = torch.arange(case.kv_len, device=case.k.device)
+        first = j.new_zeros(()) if high is None else (j - high).clamp_(min=0)
+        last = case.q_len - 1 if low is None else (j - low).clamp_(max=case.q_len - 1)
+        return (first > last).expand(case.k.shape[:3]).clone()
 
 
 def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
@@ -295,8 +310,8 @@ def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
     heads and its kv heads."""
     d, d_v = (_width(x) for x in (case.q, case.v))
     rows, columns = d + 2 * d_v, d + d_v  # of q, out and terms; of k and v
-    if case.grad_out is not None:  # dq and its terms; |k|, dk, dv and their terms
-        rows, columns = rows + 2 * d, columns + 3 * d + 2 * d_v
+    if case.grad_out is not None:  # dO, dq, dk and dv, and in lower precision their terms
+        rows, columns = rows + 2 * d + 2 * d_v, columns + 2 * d + 2 * d_v
     one = 8 * case.q.shape[0] * (case.group * case.q_len * rows + case.kv_len * columns)
     step = max(1, min(case.kv_heads, OPERAND_BYTES // one))
     for first in range(0, case.kv_heads, step):
@@ -307,8 +322,8 @@ def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
 
 
 def _runs(case: AttentionCase) -> list[slice]:
-    """Runs of query rows whose P, dX and terms, 24 bytes a score, fit SCRATCH_BYTES."""
-    n, per_row = case.q_len, 24 * case.q.shape[0] * case.heads * case.kv_len
+    """Runs of query rows whose P and dX, P again and terms, 20 bytes a score, fit SCRATCH_BYTES."""
+    n, per_row = case.q_len, 20 * case.q.shape[0] * case.heads * case.kv_len
     few = -(-n // RUNS) if case.restricts_positions else n
     step = max(LEAST_ROWS, min(few, SCRATCH_BYTES // per_row) // LEAST_ROWS * LEAST_ROWS)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
@@ -384,11 +399,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
             raise
         first = (str(error).strip() or repr(error)).splitlines()[0]
         raise Refused(f"Triton cannot build it ({first})") from error
-
-
-def _grouped(case: AttentionCase, x: Tensor) -> Tensor:
-    """[B, H, rows, X] as [B * kv_heads, group * rows, X]."""
-    return x.reshape(x.shape[0] * case.kv_heads, -1, x.shape[-1])
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""The Triton kernels of the fused fp64 reference. Everything in them is fp64.
+"""The Triton kernels of the fused fp64 reference. Everything they compute is fp64.
 
 - `forward` is FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) with one product
   more, P |V| for the term scale. Where scores are known to be small (BOUNDED) it subtracts no
   maximum and rescales nothing: fp64 holds 2^-800 to 2^800 as well as it holds 1.
-- `score_gradients` makes S and dP, tile by tile, and writes P, dX = P (dP - delta) and the terms
-  P (|dP| + |delta|) for a run of query rows. What is summed over keys or rows from there is a
-  product of large matrices, in `numdev.kernels.fused`.
+- `score_gradients` makes S and dP, tile by tile, and writes P and dX = P (dP - delta) for a run of
+  query rows; and in bfloat16 P once more and the terms P (|dP| + |delta|), which go to term scales.
+  What is summed over keys or rows from there is a product of large matrices, in
+  `numdev.kernels.fused`.
 
 Scores are in units of log 2, so that exp is 2^x. Tiles that causality or the window hides are not
 computed. Imported only where it runs: this module needs Triton.
@@ -47,29 +48,48 @@ def exp2(x, SMALL: tl.constexpr = False):
 
 
 @triton.jit
-def product(A, B, rows, columns, rows_ok, columns_ok, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-            WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """A B^T for rows of A and rows of B, both WIDTH wide."""
+def products(A, B, C, E, rows, columns, rows_ok, columns_ok, BLOCK_Q: tl.constexpr,
+             BLOCK_KV: tl.constexpr, AB: tl.constexpr, CE: tl.constexpr, BLOCK_D: tl.constexpr,
+             STAGES: tl.constexpr):  # fmt: skip
+    """A B^T and C E^T for rows of A and C and rows of B and E, which are AB and CE wide."""
     x = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
-    for at in tl.range(0, WIDTH, BLOCK_D, num_stages=STAGES):
-        d = at + tl.arange(0, BLOCK_D)
-        a = tl.load(A + rows[:, None] * WIDTH + d[None, :], mask=rows_ok[:, None], other=0.0)
-        b = tl.load(B + columns[None, :] * WIDTH + d[:, None], mask=columns_ok[None, :], other=0.0)
-        x = tl.dot(a, b, x, out_dtype=tl.float64)
-    return x
+    y = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
+    # Of one width in one loop, which fills the pipeline once and not twice.
+    for at in tl.range(0, AB, BLOCK_D, num_stages=STAGES):
+        x = add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, AB, BLOCK_D)
+        if AB == CE:
+            y = add_product(y, C, E, rows, columns, rows_ok, columns_ok, at, CE, BLOCK_D)
+    if AB != CE:
+        for at in tl.range(0, CE, BLOCK_D, num_stages=STAGES):
+            y = add_product(y, C, E, rows, columns, rows_ok, columns_ok, at, CE, BLOCK_D)
+    return x, y
 
 
 @triton.jit
-def reaches(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Whether any row at positions i may see any of the keys j, i + low to i + high."""
+def add_product(x, A, B, rows, columns, rows_ok, columns_ok, at, WIDTH: tl.constexpr,
+                BLOCK_D: tl.constexpr):  # fmt: skip
+    """x and what BLOCK_D columns from `at` on add to A B^T."""
+    d = at + tl.arange(0, BLOCK_D)
+    a = tl.load(A + rows[:, None] * WIDTH + d[None, :], mask=rows_ok[:, None], other=0.0)
+    b = tl.load(B + columns[None, :] * WIDTH + d[:, None], mask=columns_ok[None, :], other=0.0)
+    return tl.dot(a, b, x, out_dtype=tl.float64)
+
+
+@triton.jit
+def sight(i, j, i_ok, j_ok, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Whether any row at positions i may see any of the keys j, which are i + low to i + high, and
+    whether all see all."""
     i_min, i_max = tl.min(tl.where(i_ok, i, 2147483647)), tl.max(tl.where(i_ok, i, 0))
     j_min, j_max = tl.min(tl.where(j_ok, j, 2147483647)), tl.max(tl.where(j_ok, j, 0))
-    found = j_max >= j_min
+    some = j_max >= j_min
+    every = some
     if LOW:
-        found &= j_max >= i_min + low
+        some &= j_max >= i_min + low
+        every &= j_min >= i_max + low
     if HIGH:
-        found &= j_min <= i_max + high
-    return found
+        some &= j_min <= i_max + high
+        every &= j_max <= i_min + high
+    return some, every
 
 
 @triton.jit
@@ -189,16 +209,16 @@ def forward(
 
 @triton.jit(do_not_specialize=("heads",))
 def score_gradients(
-    Q, K, V, DO, LSE, DELTA, MASK, POSITIONS, CAP, P, DX, TERMS, SEEN,
+    Q, K, V, DO, LSE, DELTA, MASK, POSITIONS, CAP, UNIT, P, DX, P16, TERMS, SEEN,
     heads, group, first_row, rows, q_len, first_key, keys, kv_len, low, high,
     mask_b, mask_h, mask_q, mask_k,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """P, dX = P (dP - delta) and its terms P (|dP| + |delta|), times the slope of a soft cap; all 0
-    where hidden. LSE is in units of log 2. SEEN [B * kv_heads, kv_len] becomes 1 for the keys that
-    a row sees."""
+    """P and dX = P (dP - delta); in bfloat16 P and the terms P (|dP| + |delta|) times UNIT. dX and
+    its terms come times the slope of a soft cap; all are 0 where hidden. LSE is in units of log 2.
+    With a mask or positions SEEN [B * kv_heads, kv_len] becomes 1 for the keys that a row sees."""
     bh = tl.program_id(2).to(tl.int64)
     kv = bh // group
     r = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -209,32 +229,42 @@ def score_gradients(
     if AT:
         i = tl.load(POSITIONS + i, mask=r_ok, other=0)
     inside = r_ok[:, None] & c_ok[None, :]
-    store = (bh * rows + r)[:, None] * keys + c[None, :]
-    if reaches(i, j, r_ok, c_ok, low, high, LOW, HIGH):
-        x = product(Q, K, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D, BLOCK_D, STAGES)
-        dp = product(DO, V, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D_V, BLOCK_D, STAGES)
+    to = (bh * rows + r)[:, None] * keys + c[None, :]
+    some, every = sight(i, j, r_ok, c_ok, low, high, LOW, HIGH)
+    if some:
+        x, dp = products(Q, K, DO, V, row, key, r_ok, c_ok, BLOCK_Q, BLOCK_KV, D, D_V, BLOCK_D,
+                         STAGES)  # fmt: skip
         if SOFTCAP:
             cap = tl.load(CAP)
             # 1 / cosh^2: 1 - tanh^2 would be nothing but cancellation near the cap.
             fade = exp2(-2.8853900817779268 * tl.abs(x / cap))
             slope = 4.0 * fade / ((1.0 + fade) * (1.0 + fade))
             x = libdevice.tanh(x / cap) * (cap * 1.4426950408889634)
-        at = (bh // heads) * mask_b + (bh % heads) * mask_h
-        at = at + (first_row + r)[:, None].to(tl.int64) * mask_q
-        at = at + j[None, :].to(tl.int64) * mask_k
-        x, seen = masked(x, i, j, inside, MASK, at, low, high, LOW, HIGH,
-                         MASKED)  # fmt: skip
+        if MASKED or AT:
+            at = (bh // heads) * mask_b + (bh % heads) * mask_h
+            at = at + (first_row + r)[:, None].to(tl.int64) * mask_q
+            at = at + j[None, :].to(tl.int64) * mask_k
+            x, seen = masked(x, i, j, inside, MASK, at, low, high, LOW, HIGH,
+                             MASKED)  # fmt: skip
+            x = tl.where(seen, x, float("-inf"))
+            tl.atomic_or(SEEN + key, tl.max(seen.to(tl.int32), 0), mask=c_ok)
+        elif (LOW or HIGH) and not every:
+            x, seen = masked(x, i, j, inside, MASK, to, low, high, LOW, HIGH, False)
+            x = tl.where(seen, x, float("-inf"))
         lse = tl.load(LSE + row, mask=r_ok, other=0.0)
         delta = tl.load(DELTA + row, mask=r_ok, other=0.0)
-        p = tl.where(seen, exp2(x - lse[:, None]), 0.0)
-        tl.store(P + store, p, mask=inside)
+        p = exp2(x - lse[:, None])
+        tl.store(P + to, p, mask=inside, cache_modifier=".cs")
+        tl.store(P16 + to, p.to(tl.float32).to(tl.bfloat16), mask=inside, cache_modifier=".cs")
         if SOFTCAP:
             p = p * slope
-        tl.store(DX + store, p * (dp - delta[:, None]), mask=inside)
-        tl.store(TERMS + store, p * (tl.abs(dp) + tl.abs(delta)[:, None]), mask=inside)
-        tl.atomic_or(SEEN + key, tl.max(seen.to(tl.int32), 0), mask=c_ok)
+        tl.store(DX + to, p * (dp - delta[:, None]), mask=inside, cache_modifier=".cs")
+        terms = p * (tl.abs(dp) + tl.abs(delta)[:, None]) * tl.load(UNIT)
+        tl.store(TERMS + to, terms.to(tl.float32).to(tl.bfloat16), mask=inside,
+                 cache_modifier=".cs")  # fmt: skip
     else:
         nothing = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float64)
-        tl.store(P + store, nothing, mask=inside)
-        tl.store(DX + store, nothing, mask=inside)
-        tl.store(TERMS + store, nothing, mask=inside)
+        tl.store(P + to, nothing, mask=inside)
+        tl.store(DX + to, nothing, mask=inside)
+        tl.store(P16 + to, nothing.to(tl.bfloat16), mask=inside)
+        tl.store(TERMS + to, nothing.to(tl.bfloat16), mask=inside)
