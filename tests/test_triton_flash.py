@@ -155,14 +155,15 @@ def expected_of_ties(score: float, beta: float, dtype: str) -> tuple[float, bool
     # In float32 there is nothing left to round.
     P = torch.tensor(math.exp(-below), dtype=torch.float32).double()
     O = float(round_to(round_to(P, fmt) / P, fmt))
-    return O, score > 0 and math.exp(-below) < fmt.smallest_normal
+    return O, (score > 0 and math.exp(-below) < fmt.smallest_normal) or math.isnan(O)
 
 
 @pytest.mark.slow
 def test_stabilised_softmax_of_ties(interpreted: dict[str, Any]) -> None:
     """Two tied scores with V = 1 are 1 exactly in plain softmax, whose P is 1. Stabilised, P is
     the rounded exp of the shift, and so the output is off by how that rounds; beyond the format's
-    range the row is NaN, not a number. The log-sum-exp hears nothing of the shift."""
+    range the row is NaN, not a number; so it is far below 0, where even l is 0, with a log-sum-exp
+    of -inf. Otherwise the log-sum-exp hears nothing of the shift."""
     assert any(found["stabilised"] < 1.0 for found in interpreted["stabilised"])
     assert any(math.isnan(found["stabilised"]) for found in interpreted["stabilised"])
     for found in interpreted["stabilised"]:
@@ -171,12 +172,45 @@ def test_stabilised_softmax_of_ties(interpreted: dict[str, Any]) -> None:
         assert found["claim"] is None
         if lost:
             assert math.isnan(found["stabilised"]), found
-            assert math.isnan(found["lse"]), found
+            assert math.isnan(found["lse"]) if found["score"] > 0 else found["lse"] == -math.inf
         else:
             assert found["stabilised"] == O, found
             # m is beta times the score and log l takes it back: 4 roundings of numbers that large.
             spread = 4 * 2.0**-24 * max(1.0, found["beta"] * abs(found["score"]))
             assert found["lse"] == pytest.approx(found["score"] + math.log(2.0), abs=spread)
+
+
+@pytest.mark.slow
+def test_the_stabilised_softmax_means_one_thing(interpreted: dict[str, Any]) -> None:
+    """`emulated` with the same words has the same rows, lost ones included; and the same
+    log-sum-exp, to the roundings of numbers as large as m."""
+    for found in interpreted["stabilised"]:
+        assert repr(found["emulated"]) == repr(found["stabilised"]), found
+        spread = 8 * 2.0**-24 * max(1.0, found["beta"] * abs(found["score"]))
+        assert found["lse"] == pytest.approx(found["emulated lse"], abs=spread, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_ties_are_predicted_under_the_stabilised_softmax(interpreted: dict[str, Any]) -> None:
+    """Although nothing is claimed of it: on ties of positive and negative scores `emulated` with
+    the same words has the size of the output's errors to 1 % and less than 0.1 of them left, of dq
+    and dv to 3 % and 0.2. Nearly all of dk is of two keys, and hangs on the rounding of few O:
+    to 15 %, and less than 0.6 is left."""
+    limits = {"out": (0.01, 0.1), "dq": (0.03, 0.2), "dv": (0.03, 0.2), "dk": (0.15, 0.6)}
+    assert len(interpreted["tied"]) == 8
+    for found in interpreted["tied"]:
+        for tensor, (size, left) in limits.items():
+            ratio, residual = found["same words"][tensor]
+            assert abs(ratio - 1.0) < size, (found, tensor)
+            assert residual < left, (found, tensor)
+
+
+@pytest.mark.slow
+def test_the_comparison_rejects_the_plain_softmax(interpreted: dict[str, Any]) -> None:
+    """Of the output's errors on the same ties the emulation of the plain softmax leaves more than
+    0.3."""
+    for found in interpreted["tied"]:
+        assert found["plain"]["out"][1] > 0.3, found
 
 
 @pytest.mark.slow
@@ -271,7 +305,7 @@ def test_the_claim_is_what_ran() -> None:
 
 
 def test_the_stabilised_softmax_claims_nothing() -> None:
-    """No emulation has its shift."""
+    """Which rows it shifts hangs on the last bits of their scores."""
     assert claim(softmax="stabilised") is None
 
 

@@ -225,6 +225,30 @@ def test_stabilised_shifts_ties_and_nothing_else() -> None:
     assert errors[1] <= 2 * errors[0]
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_emulation_of_the_stabilised_softmax(dtype: torch.dtype) -> None:
+    """On two tied keys `emulated` with the same words has the output's errors, and so dq's and
+    dv's; that of the plain softmax has others."""
+    here = case(dtype=dtype, is_causal=True)
+    shapes = Shapes(batch=2, heads=4, kv_heads=2, **SHAPES["whole tiles"])
+    q, k, v = (x.to(dtype).cuda() for x in draw("ties", shapes, seed=3, options={"strength": 4.5}))
+    here = dataclasses.replace(here, q=q, k=k, v=v)
+    words = {"softmax": "stabilised", "tie_tolerance": 0.0}
+    found, exact = KERNEL.gradients(here, **words), gradients(here)
+    plain = KERNEL.claims(here, KERNEL.attend(here), System.here())
+    for claim, same in (({**plain, **words}, True), (plain, False)):
+        predicted = emulated_step(here, claim)
+        for tensor in ("out", "dq", "dv") if same else ("out",):
+            truth = getattr(exact, tensor)
+            error, expected = (
+                x.double() - truth for x in (getattr(found, tensor), predicted[tensor])
+            )
+            residual = float((error - expected).norm() / expected.norm())
+            assert (residual < 0.3) == same, (tensor, residual)
+            if same:
+                assert abs(float(error.norm() / expected.norm()) - 1.0) < 0.03, tensor
+
+
 def test_runs_are_bitwise_reproducible() -> None:
     """No sum depends on which program comes first."""
     here = case("ragged", is_causal=True)

@@ -33,8 +33,10 @@ from interpreted import index_arrays_of_one_element
 
 from numdev.cases import AttentionCase, CaseRef, additive, visible
 from numdev.expectation import emulated_step
+from numdev.inputs import Shapes, draw
 from numdev.kernels import find
 from numdev.kernels.reference import gradients
+from numdev.kernels.stabilised import DEFAULTS
 from numdev.kernels.triton_flash_tiles import within
 from numdev.system import System
 
@@ -307,13 +309,15 @@ def stabilised():
     for dtype, beta, score in (
         (HALF, 2.0, 3.0), (HALF, 2.0, 1.4), (HALF, 2.0, 5.6), (HALF, 7.0, 1.4), (HALF, 2.0, 9.5),
         (HALF, 2.0, 10.0), (SINGLE, 2.0, 10.0), (SINGLE, 7.0, 14.0), (SINGLE, 7.0, 15.0),
-        (HALF, 2.0, -4.0), (HALF, 2.0, 0.0),
+        (HALF, 2.0, -4.0), (HALF, 2.0, 0.0), (HALF, 2.0, -18.0), (SINGLE, 2.0, -110.0),
     ):  # fmt: skip
         made = two_ties(score, dtype)
         for exponential in ("exp", "exp2"):
             plain = KERNEL.attend(made, **TILES, exponential=exponential)
             given = {"softmax": "stabilised", "beta": beta, "exponential": exponential}
             found = KERNEL.attend(made, **TILES, **given)
+            named = {"softmax": "stabilised", "beta": beta}
+            emulated = find("emulated").attend(made, **TILES, **named)
             yield {
                 "dtype": str(dtype).removeprefix("torch."),
                 "beta": beta,
@@ -321,6 +325,8 @@ def stabilised():
                 "plain": float(plain.out[0, 0, 0, 0]),
                 "stabilised": float(found.out[0, 0, 0, 0]),
                 "lse": float(found.lse[0, 0, 0]),
+                "emulated": float(emulated.out[0, 0, 0, 0]),
+                "emulated lse": float(emulated.lse[0, 0, 0]),
                 "claim": KERNEL.claims(made, found, System(device="cpu")),
             }
 
@@ -340,11 +346,46 @@ def unshifted():
         }
 
 
+STABILISED = (
+    {},
+    {"beta": 1.5, "tie_tolerance": 0.5, "delta_from": "dP*P"},
+    {"kv_order": "descending", "l_from": "rounded", "scores": "working", "tie_tolerance": 0.0},
+    {"loop_order": "kv", "accumulator": "working", "row_sum": "working"},
+)
+
+
+def tied(dtype=HALF):
+    """On ties, under every set of options of the stabilised softmax: the error's size and what is
+    left of it, under the emulation of the same words and under that of the plain softmax."""
+    shapes = Shapes(batch=1, heads=2, kv_heads=1, q_len=96, kv_len=96, head_dim=32, v_dim=32)
+    system = System(device="cpu")
+    for given in STABILISED:
+        for regime, strength in (("ties", 5.0), ("one_signed_gradient", 4.0)):
+            drawn = draw(regime, shapes, seed=6, options={"strength": strength})
+            q, k, v = (x.to(dtype) for x in list(drawn)[:3])
+            made = case(dtype, heads=2, kv_heads=1, n=96, m=96, d=32, v_dim=32, seed=7)
+            made = dataclasses.replace(made, q=q, k=k, v=v, scale=32**-0.5, is_causal=True)
+            if regime == "one_signed_gradient":
+                made = dataclasses.replace(made, mask=torch.full((96,), -9.0, dtype=dtype))
+            chosen = {**TILES, **given}
+            beside = {name: chosen.pop(name) for name in DEFAULTS if name in given}
+            plain = KERNEL.claims(made, KERNEL.attend(made, **chosen), system)
+            named = {"softmax": "stabilised", **beside}
+            found, truth = KERNEL.gradients(made, **chosen, **named), Truth(made)
+            yield {
+                "options": given,
+                "regime": regime,
+                "same words": against(found, truth, emulated_step(made, {**plain, **named})),
+                "plain": against(found, truth, emulated_step(made, plain)),
+            }
+
+
 def main() -> None:
     index_arrays_of_one_element()
     torch.set_num_threads(1)
     parts = {
-        f.__name__: list(f()) for f in (accuracy, positions, ranges, options, stabilised, unshifted)
+        f.__name__: list(f())
+        for f in (accuracy, positions, ranges, options, stabilised, unshifted, tied)
     }
     json.dump(parts, sys.stdout)
 

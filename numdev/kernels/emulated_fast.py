@@ -4,7 +4,8 @@ The same recipe at the same sites as `numdev.kernels.emulated_forward`, in a few
 of some twenty small ones a tile, which is what a prediction costs on a GPU. It is for recipes
 of `fa2` in fp32 whose sums over tiles are not rounded below fp32 (`keeps_sums`), as those of nearly
 all kernels are; `output` leaves all others to `emulated_forward`. The kernel `emulated` does not
-use it, so its numbers do not depend on it.
+use it, so its numbers do not depend on it; inside a network that learns
+(`numdev.kernels.emulated_training`) it is used.
 
 What is the same. P is rounded relative to the maximum that had been met when its tile came. That
 is a cumulative maximum over the tiles in their order, so each P is what it is tile by tile, with
@@ -70,12 +71,14 @@ def keeps_sums(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
     """Whether `forward` computes what a recipe says, as far as that is more than fp32 rounding.
 
     With `exponent` rounded a product of factors is not a factor. Rounding toward zero makes a whole
-    ulp of a last bit wherever the exact output is a number of the format.
+    ulp of a last bit wherever the exact output is a number of the format. The stabilised softmax is
+    not written here.
     """
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
     if made.loop_order == "kv":
         between.append("state")
-    return made.algorithm == "fa2" and in_any_order(case, made) and not r.rounds(*between)
+    plainly = made.algorithm == "fa2" and made.softmax == "plain"
+    return plainly and in_any_order(case, made) and not r.rounds(*between)
 
 
 def in_any_order(case: AttentionCase, made: Recipe) -> bool:

@@ -55,6 +55,8 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, keys_from, rows_within, span, visible
+from numdev.formats import format_of
+from numdev.kernels import stabilised
 from numdev.kernels.rounder import Rounder, plain_arithmetic
 from numdev.kernels.sites import Recipe
 
@@ -115,6 +117,8 @@ def _pass(
         O[:, :, rows] = r("state", new) if made.loop_order == "kv" else new
     if made.algorithm == "fa2":
         O = r("normalised", O / nonzero(l)[..., None])
+    if made.softmax == "stabilised":
+        O.masked_fill_(lost(m, l)[..., None], math.nan)
     return m, l, O
 
 
@@ -162,7 +166,7 @@ def _fa2(
 ) -> State:
     """FlashAttention-2, Algorithm 1, lines 8 to 10: O is normalised after the last tile."""
     m_old, l_old, O_old = before
-    m = torch.maximum(m_old, r("max", S.amax(dim=-1)))
+    m = torch.maximum(m_old, maximum(r, case, made, S))
     a = _factor(r, m_old, m)
     P = exponential(r, made, S, m)
     P_V = r("p", P)
@@ -177,7 +181,7 @@ def _fa1(
     """FlashAttention, Algorithm 1, lines 10 to 13: a tile has a maximum of its own, and O is
     normalised after every tile."""
     m_old, l_old, O_old = before
-    m_tile = r("max", S.amax(dim=-1))
+    m_tile = maximum(r, case, made, S)
     m = torch.maximum(m_old, m_tile)
     a, b = _factor(r, m_old, m), _factor(r, m_tile, m)
     P = exponential(r, made, S, m_tile)
@@ -194,7 +198,7 @@ def _plain(
 ) -> State:
     """Softmax over all keys, then P V. There is one tile, and at most a sink before it."""
     m_old, l_old, _ = before
-    m = torch.maximum(m_old, r("max", S.amax(dim=-1)))
+    m = torch.maximum(m_old, maximum(r, case, made, S))
     a = _factor(r, m_old, m)
     P = exponential(r, made, S, m)
     l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P))
@@ -203,6 +207,20 @@ def _plain(
 
 
 STEPS = {"fa2": _fa2, "fa1": _fa1, "plain": _plain}
+
+
+def maximum(r: Rounder, case: AttentionCase, made: Recipe, S: Tensor) -> Tensor:
+    """By what each row of a tile wants to be shifted, [B, H, rows]: its maximum, or what the
+    stabilised softmax takes instead. P is not to fall below the normal numbers that `exp` and `p`
+    have, or the arithmetic where they are exact."""
+    if made.beta is None or made.tie_tolerance is None:
+        return r("max", S.amax(dim=-1))
+    formats = [made.format_at(site, case.format) or format_of(S.dtype) for site in ("exp", "p")]
+    smallest = max(fmt.smallest_normal for fmt in formats)
+    wanted = stabilised.shift(
+        S, beta=made.beta, tie_tolerance=made.tie_tolerance, smallest=smallest
+    )
+    return r("max", wanted)
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
@@ -238,6 +256,11 @@ def finite(m: Tensor) -> Tensor:
     """m, with the lowest number as the maximum of no key at all: any finite shift then gives P = 0,
     not NaN."""
     return m.clamp(min=torch.finfo(m.dtype).min)
+
+
+def lost(m: Tensor, l: Tensor) -> Tensor:
+    """Rows that saw keys and lost every P of theirs, as they may under the stabilised softmax."""
+    return (l == 0) & (m > -math.inf)
 
 
 def nonzero(l: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, format_named
+from numdev.kernels import stabilised
 from numdev.kernels.site_list import BACKWARD, FORWARD, SITES, Site
 
 __all__ = [
@@ -49,6 +50,7 @@ PFrom = Literal["lse", "m_and_l"]
 DeltaFrom = Literal["dO*O", "dP*P"]
 GroupSum = Literal["separate", "running"]
 DsScale = Literal["before", "after"]
+Softmax = Literal["plain", "stabilised"]
 Compute = Literal["float64", "float32"]
 
 WORKING, WIDE, EXACT = "working", "wide", "exact"
@@ -107,6 +109,12 @@ class Recipe:
     exponential: Exponential = "exact"
     """How forward computes exp(S − m); exp in backward is exact. `fexp_u20` is what PyTorch's CPU
     kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
+    softmax: Softmax = "plain"
+    """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
+    of one that is met more than once (`numdev.kernels.stabilised`)."""
+    beta: float | None = None
+    """Of the stabilised softmax, as the next; None with the plain one."""
+    tie_tolerance: float | None = None
     p_from: PFrom = "lse"
     """Backward: whether P is exp(S − L), or exp(S − m) / l as in forward: kept by autograd, or
     recomputed as FlashAttention's first version does (`fa1`, Algorithm 4, line 13)."""
@@ -256,6 +264,8 @@ def recipe(
         changes["tiling"] = "whole"
     if "memory" in changes:
         changes["tiling"] = "fa1"
+    if changes.get("softmax") == "stabilised":
+        changes = {**stabilised.DEFAULTS, **changes}
     made = dataclasses.replace(start, **changes, sites={**start.sites, **given})
     _check_together(made, changes)
     return made
@@ -272,11 +282,12 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "loop_order": get_args(LoopOrder),
     "kv_order": get_args(KvOrder),
     "exponential": get_args(Exponential),
+    "softmax": get_args(Softmax),
     "rounding": get_args(RoundingMode),
     "compute": get_args(Compute),
 }
 _POSITIVE = ("block_q", "block_kv", "memory", "splits")
-_FIELDS = (*_CHOICES, *_POSITIVE, "seed")
+_FIELDS = (*_CHOICES, *_POSITIVE, *stabilised.DEFAULTS, "seed")
 
 
 def _check_fields(changes: Mapping[str, Any]) -> None:
@@ -286,6 +297,8 @@ def _check_fields(changes: Mapping[str, Any]) -> None:
         if name in _CHOICES:
             if value not in _CHOICES[name]:
                 raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
+        elif name in stabilised.DEFAULTS:
+            continue
         elif not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{name} is {value!r}", hint="expected a whole number")
         elif name in _POSITIVE and value < 1:
@@ -312,6 +325,7 @@ def _check_sites(given: Mapping[str, Any]) -> None:
 
 def _check_together(made: Recipe, changes: Iterable[str]) -> None:
     """Refuse what would otherwise be ignored."""
+    stabilised.check(vars(made))
     if made.algorithm == "plain":
         if made.block_kv is not None or made.tiling != "whole":
             raise UsageError(

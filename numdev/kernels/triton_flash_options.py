@@ -5,13 +5,12 @@ Nothing here computes attention or needs triton.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
-from numdev.kernels import Output, options_of
+from numdev.kernels import Output, options_of, stabilised
 from numdev.system import System
 
 FORMATS = ("working", "float32")
@@ -36,8 +35,6 @@ EMULATED = (
 in their last bits alone, which no emulation knows of."""
 SMALLEST = {"block_q": 16, "block_kv": 16, "num_warps": 1, "num_stages": 1}
 """Of sizes; 16 is what Triton's matrix products need."""
-BETA, TIE_TOLERANCE = 2.0, 1e-3
-"""Of the stabilised softmax, as its authors' later runs have them."""
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -49,15 +46,7 @@ def check(options: Mapping[str, Any]) -> None:
             )
     for name, smallest in SMALLEST.items():
         _check_size(name, options[name], smallest)
-    for name, least in (("beta", 1.0), ("tie_tolerance", 0.0)):
-        value = options[name]
-        if value is None:
-            continue
-        if options["softmax"] != "stabilised":
-            raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and least <= value < math.inf):
-            raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")
+    stabilised.check(options)
 
 
 def _check_size(name: str, value: Any, smallest: int) -> None:
@@ -73,7 +62,7 @@ def in_force(given: Mapping[str, Any], function: Callable[..., Any]) -> dict[str
     """All options of the kernel's function, as given or as it has them. Raises as `check` does."""
     options = {**options_of(function), **given}
     check(options)
-    for name, value in (("beta", BETA), ("tie_tolerance", TIE_TOLERANCE)):
+    for name, value in stabilised.DEFAULTS.items():
         options[name] = value if options[name] is None else options[name]
     return options
 
@@ -85,7 +74,7 @@ def described(options: Mapping[str, Any]) -> str:
 
 def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
     """What `emulated` calls the options in force. None with the stabilised softmax: which rows it
-    shifts is decided by the last bits of their scores, and the emulation has no such shift.
+    shifts is decided by the last bits of their scores, which no emulation has.
 
     A group's dK and dV are kept in fp32 until they are summed.
     """
