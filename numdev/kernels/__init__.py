@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
 from numdev.kernels.backward import differentiate, upstream
@@ -100,6 +102,9 @@ class Kernel:
     backward: Backward = "autograd"
     """How its gradients are had: by differentiating `function`, or from a function of a case and
     the same options that returns the Output of forward and backward; None: it has no backward."""
+    training: Callable[..., Tensor] | None = None
+    """Of a case and the same options: the output as one operation of autograd's graph, as
+    `numdev.kernels.training` needs it. None: made of what else there is."""
 
     def missing(self, system: System) -> str | None:
         """Why it cannot run on `system`, as a sentence; None when it can."""
@@ -119,7 +124,7 @@ class Kernel:
     def attend(self, case: AttentionCase, **options: Any) -> Output:
         """Run the case. Raises Refused where the kernel declines it, MeasurementError where what
         it returned is no output of this case."""
-        self._accept(case)
+        self.accept(case)
         return as_output(self.function(case, **options), case)
 
     def gradients(self, case: AttentionCase, **options: Any) -> Output:
@@ -132,7 +137,7 @@ class Kernel:
         upstream(case)
         if self.backward is None:
             raise Refused("it has no backward")
-        self._accept(case)
+        self.accept(case)
         if self.backward == "autograd":
             return differentiate(lambda c: self.function(c, **options), case)
         given = as_output(self.backward(case, **options), case)
@@ -141,7 +146,7 @@ class Kernel:
             raise MeasurementError(f"its backward returned no {' and no '.join(missing)}")
         return given
 
-    def _accept(self, case: AttentionCase) -> None:
+    def accept(self, case: AttentionCase) -> None:
         """Raises Refused for a case the kernel cannot run."""
         if case.working is not None and not self.any_format:
             raise Refused(f"no torch dtype stores {case.working.name}")
@@ -165,6 +170,7 @@ def kernel(
     any_rows: bool = False,
     claims: Claims = like_fa2,
     backward: Backward = "autograd",
+    training: Callable[..., Tensor] | None = None,
 ) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
     """Register a function of a case as the kernel `name`; refuses a name that is taken."""
 
@@ -187,8 +193,9 @@ def kernel(
             any_format=any_format,
             any_rows=any_rows,
             claims=claims,
-            made_from=fingerprint(function, *([backward] if callable(backward) else [])),
+            made_from=fingerprint(function, *(f for f in (backward, training) if callable(f))),
             backward=backward,
+            training=training,
         )
         return function
 

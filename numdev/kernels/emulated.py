@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.kernels import Output, kernel, no_claim
+from numdev.kernels import Output, emulated_training, kernel, no_claim
 from numdev.kernels import emulated_backward as backward
 from numdev.kernels.emulated_forward import attend
 from numdev.kernels.rounder import stored
@@ -51,6 +52,11 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     )
 
 
+def trained(case: AttentionCase, **options: Any) -> Tensor:
+    """The output inside a network that learns, under the options of `emulated`."""
+    return emulated_training.attend(case, _recipe_of({"preset": "fa2", **options}))
+
+
 @kernel(
     "emulated",
     any_format=True,
@@ -58,6 +64,7 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     validate=_recipe_of,
     claims=no_claim,
     backward=gradients,
+    training=trained,
 )
 def emulated(
     case: AttentionCase,
@@ -73,6 +80,9 @@ def emulated(
     l_from: str | None = None,
     scale_in: str | None = None,
     exponential: str | None = None,
+    softmax: str | None = None,
+    beta: float | None = None,
+    tie_tolerance: float | None = None,
     p_from: str | None = None,
     delta_from: str | None = None,
     ds_scale: str | None = None,
@@ -152,6 +162,11 @@ def description(made: Recipe, case: AttentionCase) -> str:
         f"{made.preset}: {made.algorithm}, tiles {block_q} x {block_kv} {made.kv_order}, "
         f"outer loop {made.loop_order}, l from {made.l_from} P, {made.compute}"
         + (f", {made.splits} splits" if made.splits else "")
+        + (
+            f", stabilised softmax (beta {made.beta}, ties within {made.tie_tolerance})"
+            if made.softmax == "stabilised"
+            else ""
+        )
     )
 
 

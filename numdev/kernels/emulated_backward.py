@@ -131,23 +131,50 @@ class Given:
         return self.made.tile(self.q.shape[-1], self.case.kv_len)
 
 
-def read(
-    r: Rounder, case: AttentionCase, made: Recipe, forward: Callable[..., fwd.State]
-) -> tuple[Given, Tensor]:
-    """What backward reads, from a forward pass (`emulated_forward.forward`, or one like it), and L
-    as it is returned."""
-    assert case.grad_out is not None
-    dtype = fwd.dtype_of(made)
-    q, k, v, dO = (x.to(dtype) for x in (case.q, case.k, case.v, case.grad_out))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """What forward leaves for backward; the fields are those of `Given`."""
+
+    case: AttentionCase
+    made: Recipe
+    q: Tensor
+    q_s: Tensor
+    k: Tensor
+    v: Tensor
+    O: Tensor
+    L: Tensor
+    """As it is returned."""
+    m: Tensor
+    l: Tensor
+
+    def with_upstream(self, r: Rounder, dO: Tensor) -> Given:
+        """What backward reads, once the gradient of the output is there."""
+        by_lse = self.made.p_from == "lse"
+        return Given(
+            case=self.case, made=self.made, q=self.q, q_s=self.q_s, k=self.k, v=self.v,
+            dO=dO.to(self.q.dtype), O=self.O, shift=r("lse_read", self.L if by_lse else self.m),
+            l=None if by_lse else r("lse_read", self.l),
+        )  # fmt: skip
+
+
+def kept(r: Rounder, case: AttentionCase, made: Recipe, forward: Callable[..., fwd.State]) -> Kept:
+    """A forward pass (`emulated_forward.forward`, or one like it), with what backward needs."""
+    q, k, v = (x.to(fwd.dtype_of(made)) for x in (case.q, case.k, case.v))
     q_s = fwd.scaled_q(r, case, made, q)
     m, l, O = forward(r, case, made, q_s, k, v)
     L = r("lse", m + l.log())
-    by_lse = made.p_from == "lse"
-    given = Given(
-        case=case, made=made, q=q, q_s=q_s, k=k, v=v, dO=dO, O=O,
-        shift=r("lse_read", L if by_lse else m), l=None if by_lse else r("lse_read", l),
-    )  # fmt: skip
-    return given, L
+    if made.softmax == "stabilised":
+        l = l.masked_fill(fwd.lost(m, l), math.nan)
+    return Kept(case=case, made=made, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=m, l=l)
+
+
+def read(
+    r: Rounder, case: AttentionCase, made: Recipe, forward: Callable[..., fwd.State]
+) -> tuple[Given, Tensor]:
+    """What backward reads, from a forward pass, and L as it is returned."""
+    assert case.grad_out is not None
+    found = kept(r, case, made, forward)
+    return found.with_upstream(r, case.grad_out), found.L
 
 
 def backward(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,7 +50,7 @@ def gradients(case: AttentionCase, made: Recipe) -> Step:
     if any(passes):
         with torch.no_grad(), plain_arithmetic(case.q.device):
             given, _ = bwd.read(r, case, made, fast.forward if passes[0] else fwd.forward)
-            found = _backward(r, given) if passes[1] else bwd.backward(r, given)
+            found = backward(r, given) if passes[1] else bwd.backward(r, given)
             if fast.all_finite(given.O, *found):
                 return r("out", given.O), *bwd.cast(r, *found)
     O, _, dQ, dK, dV = bwd.gradients(case, made)
@@ -64,8 +64,8 @@ def keeps_sums(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
     return fast.in_any_order(case, made) and not r.rounds(*sums)
 
 
-def _backward(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV before their casts."""
+def backward(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV before their casts, for a recipe that `keeps_sums`."""
     case, q, k, v, dO = given.case, given.q, given.k, given.v, given.dO
     delta = bwd.delta_of(r, given, _blocks(given))
     scale_q, scale_k, q_k = bwd.scales(given)

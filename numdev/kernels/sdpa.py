@@ -78,8 +78,6 @@ def _unsupported(case: AttentionCase) -> str | None:
 
 def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     """One SDPA call on `backend` alone (None: PyTorch's own choice). Raises Refused."""
-    by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
-    mask = None if by_flag else explicit_mask(case)
     with (
         warnings.catch_warnings(record=True) as said,
         contextlib.nullcontext() if backend is None else sdpa_kernel([backend]),
@@ -87,15 +85,7 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     ):
         warnings.simplefilter("always")
         try:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                case.q,
-                case.k,
-                case.v,
-                attn_mask=mask,
-                is_causal=by_flag,
-                scale=case.scale,
-                enable_gqa=case.group > 1,
-            )
+            out = _called(case)
         except RuntimeError as error:
             if any(words in str(error).lower() for words in REFUSALS):
                 raise Refused(_reasons(said)) from error
@@ -105,6 +95,19 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     if backend is not None and chosen != backend:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
     return Output(out=out, lse=_lse(log.returned, out), ran=_named(ran))
+
+
+def _called(case: AttentionCase) -> Tensor:
+    by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
+    return torch.nn.functional.scaled_dot_product_attention(
+        case.q,
+        case.k,
+        case.v,
+        attn_mask=None if by_flag else explicit_mask(case),
+        is_causal=by_flag,
+        scale=case.scale,
+        enable_gqa=case.group > 1,
+    )
 
 
 def _step(backend: SDPBackend | None) -> Callable[[AttentionCase], Output]:
@@ -121,6 +124,17 @@ def _step(backend: SDPBackend | None) -> Callable[[AttentionCase], Output]:
         return dataclasses.replace(found, ran_backward=_named(ran))
 
     return step
+
+
+def _training(backend: SDPBackend | None) -> Callable[[AttentionCase], Tensor]:
+    """The call alone, in a network that learns, without watching the dispatcher: whoever trains
+    has seen with `attend` what runs. Forced alone, a backend cannot be replaced there either."""
+
+    def trained(case: AttentionCase) -> Tensor:
+        with contextlib.nullcontext() if backend is None else sdpa_kernel([backend]):
+            return _called(case)
+
+    return trained
 
 
 def _named(operator: str) -> str:
@@ -158,14 +172,24 @@ def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
     return " ".join(sentences) or "PyTorch refuses this case and gives no reason"
 
 
-@kernel("sdpa-math", supports=_unsupported, claims=claims, backward=_step(SDPBackend.MATH))
+@kernel(
+    "sdpa-math",
+    supports=_unsupported,
+    claims=claims,
+    backward=_step(SDPBackend.MATH),
+    training=_training(SDPBackend.MATH),
+)
 def sdpa_math(case: AttentionCase) -> Output:
     """PyTorch's unfused path; for 16-bit inputs it computes in fp32 and casts once."""
     return _attend(case, SDPBackend.MATH)
 
 
 @kernel(
-    "sdpa-flash", supports=_unsupported, claims=claims, backward=_step(SDPBackend.FLASH_ATTENTION)
+    "sdpa-flash",
+    supports=_unsupported,
+    claims=claims,
+    backward=_step(SDPBackend.FLASH_ATTENTION),
+    training=_training(SDPBackend.FLASH_ATTENTION),
 )
 def sdpa_flash(case: AttentionCase) -> Output:
     """PyTorch's flash attention: FlashAttention-2 on CUDA, its own tiled kernel on CPU."""
@@ -178,6 +202,7 @@ def sdpa_flash(case: AttentionCase) -> Output:
     supports=_unsupported,
     claims=claims,
     backward=_step(SDPBackend.EFFICIENT_ATTENTION),
+    training=_training(SDPBackend.EFFICIENT_ATTENTION),
 )
 def sdpa_efficient(case: AttentionCase) -> Output:
     """PyTorch's memory-efficient attention (from xFormers)."""
@@ -190,13 +215,20 @@ def sdpa_efficient(case: AttentionCase) -> Output:
     supports=_unsupported,
     claims=claims,
     backward=_step(SDPBackend.CUDNN_ATTENTION),
+    training=_training(SDPBackend.CUDNN_ATTENTION),
 )
 def sdpa_cudnn(case: AttentionCase) -> Output:
     """cuDNN's fused attention through PyTorch."""
     return _attend(case, SDPBackend.CUDNN_ATTENTION)
 
 
-@kernel("sdpa-default", supports=_unsupported, claims=claims, backward=_step(None))
+@kernel(
+    "sdpa-default",
+    supports=_unsupported,
+    claims=claims,
+    backward=_step(None),
+    training=_training(None),
+)
 def sdpa_default(case: AttentionCase) -> Output:
     """Whatever PyTorch picks for this call: what a user's own call would hit."""
     return _attend(case, None)

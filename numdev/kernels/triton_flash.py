@@ -78,6 +78,30 @@ def step(case: AttentionCase, **options: Any) -> Output:
     return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=ran)
 
 
+class _Trained(torch.autograd.Function):
+    """Forward leaves its output and log-sum-exp to backward, which launches nothing else again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        done = _forward(call)
+        ctx.save_for_backward(done.out, done.lse)
+        ctx.call = call
+        return done.out
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        (dO,) = given
+        out, lse = ctx.saved_tensors
+        return *_backward(ctx.call, Output(out=out, lse=lse), dO), None
+
+
+def trained(case: AttentionCase, **options: Any) -> Tensor:
+    """The output inside a network that learns, under the options of `triton-flash`."""
+    call = _call(case, options)
+    out: Tensor = _Trained.apply(case.q, case.k, case.v, call)  # type: ignore[no-untyped-call]
+    return out
+
+
 @kernel(
     "triton-flash",
     requires=Requirement(device="cuda", package="triton"),
@@ -85,6 +109,7 @@ def step(case: AttentionCase, **options: Any) -> Output:
     validate=check,
     claims=claims,
     backward=step,
+    training=trained,
 )
 def triton_flash(
     case: AttentionCase,

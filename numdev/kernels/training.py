@@ -1,0 +1,74 @@
+"""A kernel inside a network that learns: one operation of autograd's graph.
+
+`Kernel.gradients` takes a whole training step at once, for measuring. In a network forward comes
+long before backward, so `attended` gives the output alone, and gradients reach q, k and v when the
+network's backward pass does. How: by the kernel's own training form where it was registered with
+one (`training=`), which keeps from forward what backward reads; through its function where autograd
+follows that; and else by running the kernel's whole training step in backward, which computes
+forward twice.
+
+Autocast is off in here, in both passes: it would cast matrix products in a custom function's
+forward and not in its backward, so that the two disagree about what was computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.errors import Refused
+from numdev.kernels.output import as_output
+
+if TYPE_CHECKING:
+    from numdev.kernels import Kernel
+
+
+def attended(kernel: Kernel, case: AttentionCase, options: Mapping[str, Any]) -> Tensor:
+    """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q, k and v.
+
+    Raises Refused where the kernel declines the case, has no backward, or autograd cannot follow
+    it, MeasurementError where what it returned is no output of this case.
+    """
+    kernel.accept(case)
+    if kernel.backward is None:
+        raise Refused("it has no backward")
+    with torch.autocast(case.q.device.type, enabled=False):
+        if kernel.training is not None:
+            out = kernel.training(case, **options)
+        elif kernel.backward == "autograd":
+            out = as_output(kernel.function(case, **options), case).out
+        else:
+            tensors = (case.q, case.k, case.v)
+            out = _WholeStep.apply(*tensors, kernel, case, options)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and case.q.requires_grad and not out.requires_grad:
+        raise Refused("it cannot be trained with: autograd cannot follow it")
+    found: Tensor = out
+    return found
+
+
+class _WholeStep(torch.autograd.Function):
+    """Forward runs the kernel; backward its whole training step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Any, case: Any, options: Any
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.kernel, ctx.options = kernel, options
+        ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
+        out: Tensor = kernel.attend(ctx.case, **options).out
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        (dO,) = given
+        case = dataclasses.replace(ctx.case, grad_out=dO)
+        with torch.autocast(dO.device.type, enabled=False):
+            done = ctx.kernel.gradients(case, **ctx.options)
+        needed = zip((done.dq, done.dk, done.dv), ctx.saved_tensors, strict=True)
+        return *(gradient.to(x.dtype) for gradient, x in needed), None, None, None
