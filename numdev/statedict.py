@@ -192,7 +192,7 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         factory=factory,
         build=build,
         config=_config(path),
-        prefix=_prefix(names),
+        prefix=common_prefix(names),
     )
 
 
@@ -215,7 +215,7 @@ def longest(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:
 def _weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     if path.suffix not in storage.PICKLES:
         return storage.read(path)
-    state = _state(path, storage.read_pickle(path))
+    state = state_in(path, storage.read_pickle(path))
     return ((str(name), x) for name, x in state.items() if isinstance(x, Tensor))
 
 
@@ -226,7 +226,7 @@ def _names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _state(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def state_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """The state dict in what torch.save wrote: under one of NESTED, or the whole."""
     for state in (*(content.get(key) for key in NESTED), content):
         if isinstance(state, dict) and any(isinstance(x, Tensor) for x in state.values()):
@@ -246,7 +246,7 @@ def _config(path: Path) -> Mapping[str, Any] | None:
     return storage.read_json(beside) if beside.is_file() else None
 
 
-def _prefix(names: list[str]) -> str:
+def common_prefix(names: list[str]) -> str:
     """The known prefixes that all names have, in whichever order they stand."""
     taken = ""
     while found := next(

@@ -28,20 +28,26 @@ PICKLES = (".bin", ".pt", ".pth")
 
 def shards(index: Path) -> tuple[Path, ...]:
     """The files an index names, all present and all in its own directory."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    files = tuple(sorted(set(weight_map(index).values())))
+    for file in files:
+        if not file.is_file():
+            raise MeasurementError(f"{index}: the shard {file.name} is missing", hint=FETCH)
+    return files
+
+
+def weight_map(index: Path) -> dict[str, Path]:
+    """The name of every tensor and the file that holds it, as an index says; a file may be
+    missing, but none lies anywhere else than beside the index."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
-    shards = []
-    for name in sorted({str(n) for n in weight_map.values()}):
+    for name in sorted({str(n) for n in named.values()}):
         if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
             raise MeasurementError(
                 f"{index}: {name!r} is not the name of a weight file beside it",
                 hint="do not use this checkpoint unless you know why",
             )
-        if not (index.parent / name).is_file():
-            raise MeasurementError(f"{index}: the shard {name} is missing", hint=FETCH)
-        shards.append(index.parent / name)
-    return tuple(shards)
+    return {tensor: index.parent / str(name) for tensor, name in named.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,10 +114,18 @@ def distinct(path: Path, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
     """
     seen = set()
     for name, tensor in named:
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() == 0 or path.suffix not in PICKLES or place not in seen:
+        place = held_at(tensor)
+        if place is None or path.suffix not in PICKLES or place not in seen:
             seen.add(place)
             yield name, tensor
+
+
+def held_at(x: Tensor) -> tuple[Any, ...] | None:
+    """What two tensors that are views of the same values have in common; None for one without
+    elements, and for one that is no plain array (sparse, nested, without values)."""
+    if x.is_nested or x.is_meta or x.layout is not torch.strided or x.numel() == 0:
+        return None
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype)
 
 
 def identity(files: Iterable[Path]) -> str:

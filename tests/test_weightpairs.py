@@ -1,0 +1,223 @@
+"""The numbers of two tensors and of many: against numpy and scipy on all their values at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from scipy.stats import wasserstein_distance
+from torch import Tensor
+
+from numdev.formats import FORMATS
+from numdev.records import weight_row
+from numdev.weightkinds import KINDS, kind_of, layer_of
+from numdev.weightpairs import CASTS, cast_costs, compare, numbers, pooled, unfit
+
+RELATIVE = 1e-12
+"""Sums of 10^4 fp64 terms, in whichever order: n u = 10^4 * 1.1e-16."""
+
+
+def normal(*shape: int, seed: int, size: float = 0.02) -> Tensor:
+    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def measured(of: Tensor, against: Tensor) -> dict[str, Any]:
+    return numbers(compare(of, against, cast_costs(against)))
+
+
+def expected(of: Tensor, against: Tensor) -> dict[str, float]:
+    """The same by numpy and scipy, from the values."""
+    a, b = (x.double().flatten().numpy() for x in (of, against))
+    cast = b.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    return {
+        "max_abs": np.abs(a - b).max(),
+        "mean_abs": np.abs(a - b).mean(),
+        "rel": np.linalg.norm(a - b) / np.linalg.norm(b),
+        "cosine": a @ b / (np.linalg.norm(a) * np.linalg.norm(b)),
+        "equal": (a == b).mean(),
+        "w1": wasserstein_distance(a, b),
+        "spread": np.abs(b - b.mean()).mean(),
+        "bfloat16_mean_abs": np.abs(cast - b).mean(),
+        "bfloat16_w1": wasserstein_distance(cast, b),
+    }
+
+
+def agree(found: dict[str, Any], wanted: dict[str, float]) -> bool:
+    return all(math.isclose(found[k], v, rel_tol=RELATIVE) for k, v in wanted.items())
+
+
+def test_one_tensor_against_numpy_and_scipy() -> None:
+    """All numbers of a tensor pair are those of numpy and scipy, W1 of a cast among them; and the
+    comparison rejects a number that is off by 1e-9."""
+    b = normal(100, 70, seed=0)
+    a = b + normal(100, 70, seed=1, size=1e-4) * (torch.arange(70) % 2)
+    found, wanted = measured(a, b), expected(a, b)
+    assert agree(found, wanted)
+    for name in wanted:
+        assert not agree(found | {name: found[name] * (1 + 1e-9)}, wanted)
+    assert found["bfloat16_times"] == pytest.approx(
+        wanted["mean_abs"] / wanted["bfloat16_mean_abs"], rel=RELATIVE
+    )
+    assert found["nulls"] == {}
+
+
+def test_a_cast_is_once_what_a_cast_changes() -> None:
+    """Weights against themselves cast to bfloat16 differ by exactly one cast to bfloat16, also
+    where they are stored in that format."""
+    b = normal(64, 64, seed=2)
+    found = measured(b.to(torch.bfloat16), b)
+    assert found["bfloat16_times"] == 1
+    assert found["mean_abs"] == found["w1"] == found["bfloat16_w1"]
+
+
+def test_a_group_is_its_tensors_laid_end_to_end() -> None:
+    """Every paired number of several tensors is that of their concatenation; W1 is the mean of
+    theirs, which is never below W1 of the concatenation."""
+    pairs = [(normal(40, n, seed=n), normal(40, n, seed=n + 1, size=0.1)) for n in (3, 50, 77)]
+    pairs.append((torch.zeros(7), torch.zeros(7)))
+    found = numbers(pooled([compare(a, b, cast_costs(b)) for a, b in pairs]))
+    a, b = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))
+    wanted = expected(a, b)
+    of_all = wanted.pop("w1")
+    for name in ("spread", "bfloat16_w1"):  # means of the tensors' too
+        wanted.pop(name)
+    assert agree(found, wanted)
+    each = [
+        (x.numel(), wasserstein_distance(x.flatten().numpy(), y.flatten().numpy()))
+        for x, y in pairs
+    ]
+    mean = sum(n * w for n, w in each) / sum(n for n, _ in each)
+    assert found["w1"] == pytest.approx(mean, rel=1e-6)  # scipy adds float32 up in float32
+    assert found["w1"] >= of_all
+    with pytest.raises(ValueError, match="nothing"):
+        pooled([])
+
+
+def test_a_permuted_tensor_has_no_w1_and_a_difference() -> None:
+    """W1 is 0 for a permutation, which the paired numbers see."""
+    b = normal(1000, seed=3)
+    found = measured(b[torch.randperm(1000, generator=torch.Generator().manual_seed(0))], b)
+    assert found["w1"] == 0
+    assert found["mean_abs"] > 0.01
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
+    """NaN and infinity of either side are counted for it, and the rest gives the numbers that the
+    finite pairs give alone."""
+    a, b = normal(50, seed=4), normal(50, seed=5)
+    clean = measured(a[3:], b[3:])
+    a[0] = a[1] = b[1] = b[2] = bad
+    found = measured(a, b)
+    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (2, 2, 50)
+    same = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
+    assert {k: found[k] for k in same} == {k: clean[k] for k in same}
+
+
+def test_what_means_nothing_is_null_with_a_reason() -> None:
+    """No elements, nothing finite, zeros and a cast that changes nothing."""
+    empty = measured(torch.zeros(0, 3), torch.zeros(0, 3))
+    assert empty["mean_abs"] is None
+    assert set(empty["nulls"].values()) == {"holds no elements"} | {
+        f"{name} holds no element" for name in CASTS
+    }
+    lost = measured(torch.full((3,), math.nan), torch.ones(3))
+    assert lost["nulls"]["w1"] == "no element is finite in both"
+    zeros = measured(torch.ones(3), torch.zeros(3))
+    assert zeros["nulls"]["rel"] == "against is 0 everywhere"
+    assert zeros["nulls"]["bfloat16_times"] == "a cast to bfloat16 changes nothing"
+    assert zeros["mean_abs"] == 1
+
+
+def test_formats_of_8_bits_and_of_64() -> None:
+    """Weights stored in float8 and float64 are compared like any."""
+    b = normal(30, 30, seed=6, size=1.0)
+    found = measured(b.to(torch.float8_e4m3fn), b.double())
+    assert found["max_abs"] == (b.to(torch.float8_e4m3fn).double() - b.double()).abs().max()
+    assert found["float8_e4m3fn_times"] == pytest.approx(1, rel=RELATIVE)
+    assert measured(b, b.to(torch.float8_e4m3fn))["nulls"].keys() == {"float8_e4m3fn_times"} | {
+        f"{name}_times" for name in CASTS
+    }
+
+
+def test_what_is_no_floating_point_array_is_unfit() -> None:
+    """Integers, truth values and sparse tensors have a reason, floats none."""
+    assert "int64" in str(unfit(torch.arange(3)))
+    assert "bool" in str(unfit(torch.ones(2, dtype=torch.bool)))
+    assert "plain" in str(unfit(torch.eye(2).to_sparse()))
+    assert "plain" in str(unfit(torch.zeros(2, device="meta")))
+    assert unfit(torch.zeros(2, dtype=torch.float8_e5m2)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_of_every_16_bit_value(dtype: torch.dtype, name: str) -> None:
+    """What a cast changes is the same, to the last bit, for a 16-bit tensor and for its values in
+    float64."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    x = bits.view(dtype)
+    x = x[x.abs() < 1e30]  # whose sums of squares float64 holds
+    here, there = (weight_row("", y, FORMATS[name]) for y in (x, x.double()))
+    assert here.model_copy(update={"stored": "float64"}) == there
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("transformer.wte.weight", "embedding", None),
+        ("transformer.h.3.attn.c_attn.weight", "attention qkv", "transformer.h.3"),
+        ("transformer.h.3.attn.c_proj.bias", "attention o", "transformer.h.3"),
+        ("transformer.h.3.mlp.c_proj.weight", "mlp", "transformer.h.3"),
+        ("transformer.h.3.ln_1.weight", "norm", "transformer.h.3"),
+        ("transformer.ln_f.bias", "norm", None),
+        ("transformer.h.3.attn.bias", "other", "transformer.h.3"),
+        ("lm_head.weight", "head", None),
+        ("model.embed_tokens.weight", "embedding", None),
+        ("model.layers.10.self_attn.q_proj.weight", "attention q", "model.layers.10"),
+        ("model.layers.10.self_attn.k_norm.weight", "norm", "model.layers.10"),
+        ("model.layers.10.self_attn.o_proj.weight", "attention o", "model.layers.10"),
+        ("model.layers.10.mlp.experts.7.down_proj.weight", "mlp", "model.layers.10"),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "other", "model.layers.0"),
+        ("model.norm.weight", "norm", None),
+        ("tok_embeddings.weight", "embedding", None),
+        ("layers.0.attention.wk.weight", "attention k", "layers.0"),
+        ("layers.0.attention.wo.weight", "attention o", "layers.0"),
+        ("layers.0.feed_forward.w2.weight", "mlp", "layers.0"),
+        ("output.weight", "head", None),
+        ("bert.embeddings.LayerNorm.weight", "norm", None),
+        ("bert.embeddings.word_embeddings.weight", "embedding", None),
+        ("bert.encoder.layer.1.attention.self.value.bias", "attention v", "bert.encoder.layer.1"),
+        (
+            "bert.encoder.layer.1.attention.output.dense.weight",
+            "attention o",
+            "bert.encoder.layer.1",
+        ),
+        ("bert.encoder.layer.1.intermediate.dense.weight", "mlp", "bert.encoder.layer.1"),
+        ("bert.encoder.layer.1.output.dense.weight", "mlp", "bert.encoder.layer.1"),
+        ("cls.predictions.transform.dense.weight", "head", None),
+        ("vit.embeddings.cls_token", "embedding", None),
+        ("vit.encoder.layer.0.layernorm_before.weight", "norm", "vit.encoder.layer.0"),
+        ("classifier.weight", "head", None),
+        ("patch_embed.proj.weight", "embedding", None),
+        ("pos_embed", "embedding", None),
+        ("blocks.11.attn.qkv.weight", "attention qkv", "blocks.11"),
+        ("blocks.11.attn.proj.weight", "attention o", "blocks.11"),
+        ("blocks.11.norm1.weight", "norm", "blocks.11"),
+        ("blocks.11.mlp.fc1.weight", "mlp", "blocks.11"),
+        ("head.weight", "head", None),
+        ("encoder.block.0.layer.0.SelfAttention.o.weight", "attention o", "encoder.block.0"),
+        ("decoder.block.0.layer.2.DenseReluDense.wo.weight", "mlp", "decoder.block.0"),
+        ("encoder.layers.0.self_attn.in_proj_weight", "attention qkv", "encoder.layers.0"),
+        ("encoder.layers.0.linear1.weight", "mlp", "encoder.layers.0"),
+        ("0.weight", "other", "0"),
+        ("conv.weight", "other", None),
+    ],
+)
+def test_kinds_and_layers_by_common_names(name: str, kind: str, layer: str | None) -> None:
+    """Names of GPT-2, Llama, BERT, ViT, timm, T5 and PyTorch's Transformer."""
+    assert kind in KINDS
+    assert (kind_of(name), layer_of(name)) == (kind, layer)
