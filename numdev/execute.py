@@ -21,8 +21,11 @@ from numdev.errors import UsageError
 from numdev.sampling import Sample
 
 JOURNAL = "rows.jsonl"
-RESULTS = ("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv")
-"""What is built from a journal, and goes with it under --overwrite."""
+RESULTS = (
+    *("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv", "distances.csv"),
+    "state.pt",
+)
+"""What is built from a journal or goes on from it, and goes with it under --overwrite."""
 
 
 def digest(data: Any) -> str:

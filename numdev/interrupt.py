@@ -39,3 +39,33 @@ def watching() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """An interrupt that comes in here takes effect at the end, for what must not be done by halves.
+    A second one takes effect at once. Restores the handler.
+
+    Outside the main thread, where Python allows no handlers, it does nothing.
+    """
+    came = 0
+    before: Any = None
+
+    def remember(number: int, frame: Any) -> None:
+        nonlocal came
+        came += 1
+        if came > 1:
+            signal.signal(signal.SIGINT, before)
+            signal.raise_signal(number)
+
+    try:
+        before = signal.signal(signal.SIGINT, remember)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came == 1:
+            signal.raise_signal(signal.SIGINT)

@@ -43,7 +43,7 @@ from numdev.report import (
 )
 from numdev.sampling import Sample
 from numdev.sources import Located, Source
-from numdev.stopwatch import Stopwatch
+from numdev.stopwatch import SECTIONS, Stopwatch
 from numdev.system import System
 from numdev.tensorwriter import Writer
 
@@ -145,7 +145,7 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
     )
 
 
-def stopwatch(system: System) -> Stopwatch:
+def stopwatch(system: System, sections: Sequence[str] = SECTIONS) -> Stopwatch:
     """A running one; on a GPU it waits for what is under way. A fault of the device is not its to
     report: whatever touches the device next says so."""
 
@@ -153,7 +153,9 @@ def stopwatch(system: System) -> Stopwatch:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize()
 
-    return Stopwatch(settle) if system.device == "cuda" else Stopwatch()
+    if system.device != "cuda":
+        return Stopwatch(sections=sections)
+    return Stopwatch(settle, sections=sections)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 SECTIONS = (
     "capture",
@@ -24,7 +24,9 @@ SECTIONS = (
     "weights",
     "other",
 )
-"""In the order in which they are reported. `other` is what no section was opened for."""
+"""Of an audit or a sweep, in the order in which they are reported. `other` is what no section was
+opened for."""
+OF_TRAINING = ("training", "metrics", "saving", "other")
 TOTAL = "total"
 SHOWN_S = 0.05
 """What is shorter is 0.0 with one decimal, and not said."""
@@ -37,16 +39,17 @@ class Stopwatch:
         self,
         settle: Callable[[], None] = lambda: None,
         *,
+        sections: Sequence[str] = SECTIONS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._settle, self._clock = settle, clock
-        self._spent = dict.fromkeys(SECTIONS, 0.0)
+        self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
         self._last = clock()
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Count for `section`, one of SECTIONS, until the block is left, however that happens;
+        """Count for `section`, one of its sections, until the block is left, however that happens;
         within the block another may be opened. Raises KeyError for an unknown one."""
         _ = self._spent[section]
         if section == self._open[-1]:
@@ -78,5 +81,7 @@ def words(timings: Mapping[str, float]) -> str:
     are no times."""
     if TOTAL not in timings:
         return ""
-    shares = [f"{s} {timings[s]:.1f}" for s in SECTIONS if timings.get(s, 0.0) >= SHOWN_S]
+    parts = (*SECTIONS, *OF_TRAINING)
+    known = [s for s in dict.fromkeys(parts) if timings.get(s, 0.0) >= SHOWN_S]
+    shares = [f"{s} {timings[s]:.1f}" for s in known]
     return f"{timings[TOTAL]:.1f} s{': ' if shares else ''}{', '.join(shares)}"

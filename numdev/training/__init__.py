@@ -1,0 +1,1 @@
+"""Small networks, trained side by side: models, data, variants, and the loop that steps them."""

@@ -1,0 +1,847 @@
+"""`numdev train`: lanes that share nothing, runs that continue, and rows that say what happened."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import training_runs
+import yaml
+from scipy.stats import wasserstein_distance
+
+from numdev import cli
+from numdev.config import read_yaml
+from numdev.errors import MeasurementError, UsageError
+from numdev.execute import JOURNAL
+from numdev.interrupt import deferred
+from numdev.kernels import all_kernels
+from numdev.report import read
+from numdev.studies.train import train
+from numdev.trainconfig import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
+from numdev.training.data import load
+from numdev.training.deterministic import WORKSPACE, deterministic
+from numdev.training.lane import Lane, groups_of
+from numdev.training.lockstep import STATE
+from numdev.training.measure import distances, spectral_norms
+from numdev.training.models import build
+from numdev.training.optimiser import rate
+from numdev.training.replay import RECORDABLE, Replay
+from numdev.trainreport import TrainReport
+from numdev.trainspikes import is_spike
+from numdev.trainwords import sentences
+
+ROOT = str(Path(cli.__file__).parents[1])
+GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}
+OTHERS: list[dict[str, Any]] = [
+    {"name": "repeat", "role": "null_repeat"},
+    {"name": "flash", "role": "flash", "kernel": "sdpa-flash"},
+    {"name": "half", "role": "low_precision", "format": "float16"},
+    {"name": "pure", "role": "low_precision", "format": "pure bfloat16"},
+    {"name": "fp32 attention", "role": "attention_precision", "attention_format": "float32"},
+    {"name": "other", "role": "other_seed", "seed": 10},
+    {"name": "order", "data_order": 1},
+    {"name": "noise", "role": "null_rounding"},
+    {"name": "ulp", "role": "null_ulp"},
+    {"name": "sgd", "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5}},
+]
+STATEFUL = [OTHERS[2], OTHERS[7], OTHERS[9]]
+"""With a scaler, a generator, and another optimiser."""
+SMALL: dict[str, Any] = {
+    "model": {"kind": "gpt2", "layers": 2, "width": 16, "heads": 2, "context": 16, "biases": True},
+    "batch": 2,
+    "steps": 6,
+    "record": [1, 2, 4],
+    "optimiser": {"lr": 0.01, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1},
+}
+
+
+def config(tmp_path: Path, *variants: dict[str, Any], **changes: Any) -> Path:
+    """A configuration on disk, whose data is a text file beside it."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    data = {"source": "text", "files": [str(text)]}
+    path = tmp_path / "config.yaml"
+    content = {**SMALL, "data": data, "variants": [GOLDEN, *variants], **changes}
+    path.write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not None}))
+    return path
+
+
+def request(path: Path, **changes: Any) -> TrainRequest:
+    return resolve(read_yaml(path, TrainConfig), path.name, device="cpu", **changes)
+
+
+def run(tmp_path: Path, *variants: dict[str, Any], to: str = "out", **changes: Any) -> TrainReport:
+    found = train(request(config(tmp_path, *variants, **changes)), tmp_path / to)
+    assert found is not None
+    return found
+
+
+def of(report: TrainReport, name: str) -> list[dict[str, Any]]:
+    """All rows of a variant, its distances among them, under one name."""
+    rows = [*report.rows, *report.distances]
+    return [r.model_dump(exclude={"variant"}) for r in rows if r.variant == name]
+
+
+def weights_of(report: TrainReport, name: str, group: str = "all") -> list[Any]:
+    return [d for d in report.distances if (d.variant, d.group, d.of) == (name, group, "weights")]
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+
+def test_a_repeat_is_the_golden_run_bit_for_bit(tmp_path: Path) -> None:
+    """Its rows are the golden run's, and its distances are zero; those of the others are not."""
+    report = run(tmp_path, *OTHERS)
+    golden, repeat = ([r for r in of(report, n) if "loss" in r] for n in ("golden", "repeat"))
+    assert golden == repeat
+    assert {d.equal for d in weights_of(report, "repeat")} == {1.0}
+    assert {d.max_abs for d in weights_of(report, "repeat")} == {0.0}
+    for other in OTHERS[1:]:
+        last = weights_of(report, other["name"])[-1]
+        assert last.max_abs > 0, other["name"]
+
+
+def test_the_order_of_variants_changes_nothing(tmp_path: Path) -> None:
+    """Nor who else runs: the same rows in any order, and alone with the golden run."""
+    forward = run(tmp_path, *OTHERS, to="a")
+    backward = run(tmp_path, *reversed(OTHERS), to="b")
+    alone = run(tmp_path, OTHERS[7], to="c")
+    for name in [v["name"] for v in (GOLDEN, *OTHERS)]:
+        assert of(forward, name) == of(backward, name)
+    assert of(alone, "noise") == of(forward, "noise")
+
+
+def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
+    """fp32, written out with torch alone: the same losses and the same norms."""
+    report = run(tmp_path, {"name": "x", "role": "low_precision", "format": "float32"})
+    asked = request(tmp_path / "config.yaml")
+    from numdev.training.data import load
+
+    data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
+    network = build(asked.model, 256, 0)
+    decayed = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
+    found = {}
+    for step in range(1, 7):
+        batch = data.batch(0, step)
+        logits = network(batch["inputs"])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        done = max(0, step - 2) / 4
+        lr = 0.01 * (step / 2 if step < 3 else 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+        adam.zero_grad()
+        found[step] = (loss.item(), norm.item(), lr)
+    rows = [r for r in report.rows if r.variant == "x" and r.step]
+    assert [r.step for r in rows] == [1, 2, 4, 6]
+    for r in rows:
+        loss, norm, lr = found[r.step]
+        # The kernel is the baseline and not SDPA, and the update is fused: fp32 rounding apart.
+        assert r.loss == pytest.approx(loss, rel=1e-5)
+        assert r.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert r.lr == pytest.approx(lr, rel=1e-12)
+
+
+def test_other_variants_differ_where_they_say(tmp_path: Path) -> None:
+    """Another seed from the start, another order from the first batch, an ulp by an ulp."""
+    report = run(tmp_path, *OTHERS)
+    at_0 = {v["name"]: weights_of(report, v["name"], "attention")[0] for v in OTHERS}
+    assert all(d.step == 0 for d in at_0.values())
+    assert at_0["other"].rel == pytest.approx(math.sqrt(2), rel=0.1)  # independent weights
+    assert 0 < at_0["ulp"].rel < 2**-23
+    assert at_0["pure"].rel == pytest.approx(2**-9, rel=0.5)
+    same = {"repeat", "flash", "half", "fp32 attention", "order", "noise", "sgd"}
+    assert {name for name, d in at_0.items() if d.equal == 1.0} == same
+    gradients = {d.variant: d for d in report.distances if d.of == "gradient" and d.group == "all"}
+    assert all(d.step == 0 for d in gradients.values())
+    assert gradients["repeat"].equal == gradients["sgd"].equal == 1.0
+    assert 0 < gradients["noise"].rel < 0.1 < gradients["order"].rel
+
+
+def test_the_denoiser_trains_too(tmp_path: Path) -> None:
+    model = {"kind": "dit", "layers": 2, "width": 16, "heads": 2, "image": 8, "patch": 2}
+    data = {"source": "images", "images": 8}
+    emulated = {"name": "e", "kernel": {"name": "emulated", "compute": "float32"}}
+    report = run(tmp_path, emulated, model=model, data=data, steps=30, record=[1])
+    losses = [r.loss for r in report.rows if r.variant == "golden" and r.step]
+    assert losses[-1] < losses[0]
+    assert {d.group for d in report.distances} == {
+        *("all", "embedding", "attention", "mlp", "norm", "head")
+    }
+
+
+def test_a_lane_that_is_lost_goes_on_beside_the_others(tmp_path: Path) -> None:
+    """A rate far too high: None, with the reason, and the golden run as if nothing were."""
+    report = run(tmp_path, {"name": "lost", "optimiser": {"lr": 1e30, "warmup": 0}}, to="a")
+    rows = {r.step: r for r in report.rows if r.variant == "lost"}
+    assert rows[1].loss is not None
+    assert rows[6].loss is None
+    assert rows[6].nulls["loss"] == rows[6].nulls["spectral_norm"] == "not finite"
+    last = weights_of(report, "lost")[-1]
+    assert last.w1 is None
+    assert last.nulls["w1"] == "not finite"
+    assert any("not finite from step 2" in s for s in report.summary.answer)
+    assert of(report, "golden") == of(run(tmp_path, to="b"), "golden")
+
+
+def test_a_kernel_that_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementError, match=r"variant odd.*no such thing"):
+        run(tmp_path, {"name": "odd", "kernel": f"{__name__}:refusing"})
+
+
+def refusing(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> torch.Tensor:
+    raise NotImplementedError("no such thing")
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def raises_value(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
+    raise ValueError("boom")
+
+
+class _RaisesKey(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor) -> torch.Tensor:
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        raise KeyError("back")
+
+
+def raises_backward(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
+    return _RaisesKey.apply(q)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(raises_value, "ValueError: boom"), (raises_backward, "KeyError: 'back")],
+)
+def test_a_kernel_that_raises_anything_is_named(
+    tmp_path: Path, function: Callable[..., Any], words: str
+) -> None:
+    """Forward or backward: foreign code is not taken for a bug of numdev."""
+    with pytest.raises(MeasurementError, match=f"variant odd.*{words}") as error:
+        run(tmp_path, {"name": "odd", "kernel": f"{__name__}:{function.__name__}"})
+    assert "leave the variant out" in str(error.value)
+
+
+class Recorded(Replay):
+    """Replays nothing: there is no GPU."""
+
+    def __call__(self, run: Any, batch: Any, *, plain: bool) -> Any:
+        return super().__call__(run, batch, plain=True)
+
+
+def test_a_lane_is_freed_with_its_last_name(tmp_path: Path) -> None:
+    """Without a garbage collection: the next seed's lanes need its memory."""
+    asked = request(config(tmp_path))
+    data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
+    lane = Lane(asked.golden, asked.model, data.vocabulary, 0, torch.device("cpu"))
+    lane._update = Recorded(torch.device("cpu"), None)
+    gc.collect()
+    gc.disable()
+    try:
+        lane.step(data.batch(0, 1), 1, 6)
+        gone = weakref.ref(lane)
+        del lane
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_loaded_lane_forgets_its_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading puts the optimiser's state elsewhere, and a recording has its old addresses."""
+    asked = request(config(tmp_path))
+    lane = Lane(asked.golden, asked.model, 256, 0, torch.device("cpu"))
+    monkeypatch.setattr(Lane, "_recordable", True)
+    lane._update = old = Recorded(torch.device("cpu"), None)
+    lane.load(lane.state())
+    assert lane._update is not None
+    assert lane._update is not old
+
+
+def test_only_known_kernels_are_recorded() -> None:
+    """A user's may begin with any name, and wait for the device."""
+    assert set(all_kernels()) >= RECORDABLE
+    assert not RECORDABLE & {"baseline-mine", "baseline:attention", "sdpa-mine", "emulated"}
+
+
+def test_a_loss_that_is_lost_is_null_beside_its_checkpoint(tmp_path: Path) -> None:
+    """JSON has no NaN."""
+    changes = {"optimiser": {"lr": 1e30, "clip": None}, "checkpoints": {"steps": ["last"]}}
+    run(tmp_path, **changes)
+    (saved,) = (tmp_path / "out" / "checkpoints").iterdir()
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(constant)
+
+    about = json.loads((saved / "training.json").read_text(), parse_constant=refuse)
+    assert about["loss"] is None
+
+
+def test_a_state_that_cannot_be_saved_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is no bug of numdev; torch says it with a RuntimeError of its own."""
+
+    def full(state: Any, path: Path) -> None:
+        path.write_bytes(b"some")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(MeasurementError, match=r"state\.pt: the state cannot be saved.*room"):
+        run(tmp_path, save_every=1e-6)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {JOURNAL}
+
+
+def test_what_is_said_of_a_repeat() -> None:
+    """It is one, it is not, and of weights that are not finite nothing is known."""
+    same = training_runs.distance("null-repeat", 1, 0.0)
+    lost = training_runs.distance("null-repeat", 2, 0.0, equal=None, rel=None)
+    other = training_runs.distance("null-repeat", 3, 1.0)
+    for found, words in (
+        ([same], "bit for bit the run it repeats, at every recorded step."),
+        ([same, lost], "at every recorded step before step 2, where weights are not finite."),
+        ([same, other], "differs from the run it repeats from step 3 on."),
+    ):
+        report = training_runs.report(found, names=("golden", "null-repeat"))
+        said = sentences(report.variants, report.rows, found)
+        assert said[1].startswith("null-repeat: ")
+        assert said[1].endswith(words)
+
+
+def test_a_variant_that_changes_nothing_is_said_to_be_the_golden_run(tmp_path: Path) -> None:
+    found = run(tmp_path, {"name": "same", "kernel": "baseline"})
+    assert found.summary.answer[1].startswith(
+        "same: its weights are the golden run's, bit for bit, at every recorded step. Loss "
+    )
+
+
+def test_what_a_killed_save_left_goes_with_the_end_of_the_run(tmp_path: Path) -> None:
+    asked = request(config(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(3))
+    (tmp_path / "o" / f".{STATE}.partly").write_bytes(b"half")
+    train(asked, tmp_path / "o")
+    assert [path.name for path in (tmp_path / "o").iterdir()] == [JOURNAL]
+
+
+def test_the_first_sentences_are_of_the_figures(tmp_path: Path) -> None:
+    """The golden loss first; a variant's mean over seeds is the number in its curve, and that of
+    runs that re-round at random is set beside it."""
+    found = run(tmp_path, OTHERS[5], OTHERS[7], seeds=[0, 1])
+    first, of_other, of_noise = found.summary.answer
+    loss, rel = (
+        {c.label: c.points[-1].mean for f in found.figures if f.metric == metric for c in f.curves}
+        for metric in ("loss", "rel")
+    )
+    assert first.startswith(f"golden: loss {loss['golden']:.3f} (")
+    assert of_other.startswith("other: weights are off the golden run's, relatively, by ")
+    times = rel["other"] / rel["re-rounded at random"]
+    assert f", {rel['other']:.1e} at step 6 ({times:.0f} x re-rounding)." in of_other
+    assert f"Loss {loss['other']:.3f} (" in of_other
+    assert of_noise.endswith(f", {rel['re-rounded at random']:.1e} at step 6.")
+
+
+def test_distances_are_numpys_and_scipys() -> None:
+    made = torch.Generator().manual_seed(0)
+    shapes = {"wte.weight": (9, 4), "h.0.attn.c_attn.weight": (12, 4), "ln_f.weight": (4,)}
+    a, b = ({n: torch.randn(s, generator=made) for n, s in shapes.items()} for _ in "ab")
+    found = {d.group: d for d in distances(a, b, seed=0, variant="v", step=3, of="weights")}
+    assert list(found) == ["all", "embedding", "attention", "norm"]
+    x, y = (np.concatenate([t.double().numpy().ravel() for t in w.values()]) for w in (a, b))
+    row = found["all"]
+    assert row.elements == 88
+    assert row.rel == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(y), rel=1e-12)
+    assert row.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-12)
+    assert row.w1 == pytest.approx(wasserstein_distance(x, y), rel=1e-12)
+    assert found["embedding"].elements == 36
+
+
+def test_spectral_norms_are_the_largest_singular_values() -> None:
+    """To fp64's precision, by numpy; NaN in the head that holds one, and in no other."""
+    weights = [torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    weights[1][2, 0, 0] = math.nan
+    found = np.array(spectral_norms(weights))
+    for layer, heads in enumerate(weights):
+        for head, w in enumerate(heads):
+            if (layer, head) == (1, 2):
+                assert math.isnan(found[layer, head])
+            else:
+                truth = np.linalg.svd(w.double().numpy(), compute_uv=False)[0]
+                assert found[layer, head] == pytest.approx(truth, rel=1e-13)
+
+
+def test_the_largest_score_is_of_what_a_query_sees() -> None:
+    """By numpy, with grouped heads, causal and not: a large score of a hidden pair is in one."""
+    from numdev.cases import AttentionCase, CaseRef
+    from numdev.training.attention import largest_score
+
+    made = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 5, 8, generator=made), torch.randn(2, 2, 5, 8, generator=made)
+    k[1, 1, 4] = -30 * q[1, 2, 0]
+    scores = np.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(2, dim=1)) * 0.3
+    for causal in (True, False):
+        case = AttentionCase(ref=CaseRef(case="t"), q=q, k=k, v=k, scale=0.3, is_causal=causal)
+        truth = np.abs(np.tril(scores) if causal else scores).max()
+        assert float(largest_score(case)) == pytest.approx(truth, rel=1e-5)
+
+
+def test_every_parameter_has_one_group(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    names = [n for n, _ in build(request(path).model, 256, 0).named_parameters()]
+    groups = groups_of(names)
+    assert sorted(groups.pop("all")) == sorted(n for some in groups.values() for n in some)
+    assert set(groups) == {"embedding", "attention", "mlp", "norm"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "past", "expected"),
+    [
+        (3.0, [2.0, 2.0, 2.0], True),
+        (2.4, [2.0, 2.0, 2.0], False),  # 1.2 times the median, and not above
+        (3.0, [2.0, 2.0], False),  # too little past
+        (3.0, [1.0, 2.0, 3.0, 4.0], False),  # within what is usual there
+        (1.0, [2.0, 2.0, 2.0], False),
+    ],
+)
+def test_what_a_spike_is(loss: float, past: list[float], expected: bool) -> None:
+    assert is_spike(loss, past) is expected
+
+
+def test_recorded_steps() -> None:
+    """The first and the last always; 1, 2, 3, 5 of each decade; multiples; none after the end."""
+    assert recorded_steps("log", None, 12) == (0, 1, 2, 3, 5, 10, 12)
+    assert recorded_steps("log", 50, 120) == (0, 1, 2, 3, 5, 10, 20, 30, 50, 100, 120)
+    assert recorded_steps((4, 2, 900), None, 6) == (0, 2, 4, 6)
+
+
+def test_rates() -> None:
+    """Half a cosine from the warm-up's end to `final` at the last step."""
+    cosine = Optimiser(lr=2.0, schedule="cosine", warmup=4, final=0.1)
+    assert [rate(cosine, s, 24) for s in (1, 4)] == [0.5, 2.0]
+    assert rate(cosine, 14, 24) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rate(cosine, 24, 24) == pytest.approx(0.2)
+    assert rate(Optimiser(lr=2.0), 1, 10) == rate(Optimiser(lr=2.0), 10, 10) == 2.0
+
+
+# --- runs that continue --------------------------------------------------------------------------
+
+
+def comparable(report: TrainReport) -> dict[str, Any]:
+    plain = report.model_dump(mode="json")
+    del plain["timings"], plain["provenance"]["created"], plain["provenance"]["command"]
+    return plain
+
+
+def stops_at(step: int) -> Callable[[str, int, int], None]:
+    """A progress callback in which Ctrl-C arrives."""
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize("kinds", [OTHERS[:5], OTHERS[5:]], ids=["first", "second"])
+def test_an_interrupted_run_ends_with_the_same_report(
+    tmp_path: Path, kinds: list[dict[str, Any]]
+) -> None:
+    """Interrupted again and again, between steps of either seed and after the last; all kinds of
+    variants."""
+    asked = request(config(tmp_path, *kinds, seeds=[0, 1], steps=3, record=[2]))
+    whole = train(asked, tmp_path / "whole")
+    for step in (0, 1, 2, 4, 6):
+        with pytest.raises(KeyboardInterrupt):
+            train(asked, tmp_path / "cut", progress=stops_at(step))
+    again = train(asked, tmp_path / "cut")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+    assert not (tmp_path / "cut" / STATE).exists()
+
+
+def test_a_resumed_run_goes_on_from_its_state(tmp_path: Path) -> None:
+    """And does not begin again: what comes first is the step after."""
+    asked, seen = request(config(tmp_path)), []
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(3))
+    train(asked, tmp_path / "o", progress=lambda what, done, total: seen.append(done))
+    assert seen == [3, 4, 5, 6]
+
+
+def test_rows_newer_than_the_state_are_computed_again(tmp_path: Path) -> None:
+    """As after a kill: the state is of step 1, and the journal has step 4."""
+    asked = request(config(tmp_path, *STATEFUL))
+    whole = train(asked, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(1))
+    state = (tmp_path / "o" / STATE).read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(5))
+    (tmp_path / "o" / STATE).write_bytes(state)
+    again = train(asked, tmp_path / "o")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+
+
+def test_a_step_that_was_broken_off_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, between two lanes of step 4: the state stays that of step 3."""
+    asked = request(config(tmp_path, *STATEFUL))
+    whole = train(asked, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(3))
+    state = (tmp_path / "o" / STATE).read_bytes()
+    step = Lane.step
+
+    def breaks_off(lane: Lane, *given: Any) -> None:
+        if lane.variant.name == "noise":
+            raise KeyboardInterrupt
+        step(lane, *given)
+
+    monkeypatch.setattr(Lane, "step", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o")
+    monkeypatch.undo()
+    assert (tmp_path / "o" / STATE).read_bytes() == state
+    again = train(asked, tmp_path / "o")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+
+
+def _of_a_list() -> bytes:
+    file = io.BytesIO()
+    torch.save([1], file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04", _of_a_list()])
+def test_a_damaged_state_is_no_state(tmp_path: Path, content: bytes) -> None:
+    asked = request(config(tmp_path))
+    whole = train(asked, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(3))
+    (tmp_path / "o" / STATE).write_bytes(content)
+    again = train(asked, tmp_path / "o")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+
+
+def test_a_state_runs_no_code(tmp_path: Path) -> None:
+    """One that would write a file when unpickled does not."""
+
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "harm",))
+
+    asked = request(config(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(3))
+    torch.save({"run": Harm()}, tmp_path / "o" / STATE)
+    assert train(asked, tmp_path / "o") is not None
+    assert not (tmp_path / "harm").exists()
+
+
+def test_another_request_is_refused_and_overwrite_begins_anew(tmp_path: Path) -> None:
+    asked = request(config(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "o", progress=stops_at(3))
+    other = request(config(tmp_path, steps=7))
+    with pytest.raises(UsageError, match="steps was 6, now 7"):
+        train(other, tmp_path / "o")
+    seen: list[int] = []
+    train(other, tmp_path / "o", overwrite=True, progress=lambda w, done, t: seen.append(done))
+    assert seen[0] == 0
+
+
+def test_an_interrupt_waits_for_the_end_of_what_must_not_be_halved() -> None:
+    """One comes in the middle: the rest is done, then KeyboardInterrupt."""
+    done = []
+    # Where the tests run in the background of a shell, SIGINT is ignored from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            with deferred(), deferred():
+                signal.raise_signal(signal.SIGINT)
+                done.append("rest")
+            done.append("never")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["rest"]
+
+
+def lines(journal: Path) -> int:
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill"])
+def test_a_process_that_is_stopped_continues(tmp_path: Path, number: signal.Signals) -> None:
+    """A process of its own, stopped by a real signal in whatever it is doing: the report is that of
+    an undisturbed run. Ctrl-C saves the state and exits with 130."""
+    path = config(tmp_path, *STATEFUL, steps=60, save_every=0.02, record=[1, 2, 50])
+    whole = train(request(path), tmp_path / "whole")
+    command = [sys.executable, "-m", "numdev", "train", str(path), "--device", "cpu", "-q", "-o"]
+    one_thread = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": ROOT,
+    }
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "cut")], env=one_thread, stderr=subprocess.PIPE
+    )
+    journal = tmp_path / "cut" / JOURNAL
+    while process.poll() is None and lines(journal) < 1 + 4 + 6:  # the rows of step 2 are there
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), said
+    assert (tmp_path / "cut" / STATE).exists()
+    again = train(request(path), tmp_path / "cut")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+
+
+# --- around it -----------------------------------------------------------------------------------
+
+
+def test_determinism_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by an exception; settings and environment are as before, a user's own workspace kept."""
+    monkeypatch.delenv(WORKSPACE, raising=False)
+
+    def settings() -> tuple[Any, ...]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            os.environ.get(WORKSPACE),
+        )
+
+    before = settings()
+    with pytest.raises(ZeroDivisionError), deterministic(wanted=True):  # noqa: PT012
+        assert settings() == (True, False, ":4096:8")
+        raise ZeroDivisionError
+    assert settings() == before
+    monkeypatch.setenv(WORKSPACE, ":16:8")
+    with deterministic(wanted=True):
+        assert os.environ[WORKSPACE] == ":16:8"
+    assert os.environ[WORKSPACE] == ":16:8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'"),
+        ({"model": {**SMALL["model"], "widht": 3}}, "model.widht'; did you mean 'width'"),
+        ({"optimiser": {"clipp": 3}}, "optimiser.clipp'; did you mean 'clip'"),
+        ({"model": {**SMALL["model"], "kv_heads": 1}}, "kv_heads is of llama"),
+        ({"data": {"source": "text"}}, "files"),
+        ({"data": {"source": "images"}}, "a dit learns images"),
+        ({"variants": [{"name": "a"}]}, "one variant has the role golden"),
+        ({"variants": [GOLDEN, GOLDEN]}, "golden"),
+        ({"variants": [GOLDEN, {"name": "x"}, {"name": "x"}]}, "2 variants are called 'x'"),
+        ({"variants": [GOLDEN, {"name": "x", "role": "flash"}]}, "gives its `kernel`"),
+        (
+            {"variants": [GOLDEN, {"name": "x", "role": "null_repeat", "seed": 1}]},
+            "differs in nothing else, not in seed",
+        ),
+        ({"checkpoints": {"steps": [1], "variants": ["gold"]}}, "did you mean 'golden'"),
+        ({"checkpoints": {"steps": [7]}}, "checkpoints at step 7 of 6"),
+        (
+            {
+                "checkpoints": {"steps": [1]},
+                "variants": [GOLDEN, {"name": "a b"}, {"name": "a-b"}],
+            },
+            "'a b' and 'a-b' would be in one directory",
+        ),
+        ({"variants": [GOLDEN, {"name": ""}]}, "variants.1.name"),
+        ({"seeds": [2**63 - 5], "variants": [GOLDEN, OTHERS[5]]}, "seeds are below 2**63"),
+        (
+            {"data": {"source": "stdlib", "tokenizer": "bpe", "vocabulary": 257}},
+            "258 or more, not 257",
+        ),
+        (
+            {"model": {"kind": "dit", "layers": 1, "width": 8, "heads": 2, "image": 1, "patch": 1}},
+            "image (1) must be 2 or more",
+        ),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_what_is_wrong_with_a_configuration_is_said(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        request(config(tmp_path, **changes))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "words"),
+    [
+        (None, {"source": "text"}, r"data: cannot be read \(No such file"),
+        (b"\xff" * 99, {"source": "text"}, "data: is not UTF-8 text .*at byte 0"),
+        (b"", {"source": "text"}, "data: holds 0 tokens, and a window takes 17; .*model.context"),
+        (None, {"source": "tokens", "vocabulary": 9}, r"data: cannot be read \(No such file"),
+        (b"\0" * 99, {"source": "tokens", "vocabulary": 9}, "99 bytes are no uint16"),
+        (b"\7\0" * 99, {"source": "tokens", "vocabulary": 7}, "holds the id 7"),
+    ],
+)
+def test_what_is_wrong_with_data_is_said(
+    tmp_path: Path, content: bytes | None, data: dict[str, Any], words: str
+) -> None:
+    """With the file's name, and nothing is begun."""
+    if content is not None:
+        (tmp_path / "data").write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        run(tmp_path, data={**data, "files": [str(tmp_path / "data")]})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("sdpa-efficient", "cannot run here"),
+        ({"name": "emulated", "computed": "float32"}, "did you mean 'compute'"),
+        ("sdpa-flsh", "did you mean 'sdpa-flash'"),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_cannot_be_is_an_error_before_anything_runs(
+    tmp_path: Path, kernel: Any, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(tmp_path, {"name": "x", "kernel": kernel})
+    assert not (tmp_path / "out").exists()
+
+
+def command(*arguments: Any) -> int:
+    try:
+        cli.main(["train", *(str(a) for a in arguments)])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_the_command_shows_and_writes_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = config(tmp_path, *OTHERS, title="A <b>bold</b> run"), tmp_path / "o"
+    assert command(path, "-o", output, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "bit for bit the run it repeats" in shown
+    assert "Distance of all weights" in shown
+    page = (output / "report.html").read_text()
+    assert "A &lt;b&gt;bold&lt;/b&gt; run" in page
+    assert page.count("<svg") == 6
+    assert {p.name for p in output.iterdir()} >= {"rows.csv", "distances.csv", "report.json"}
+    report = read(output)
+    assert isinstance(report, TrainReport)
+    assert cli_report(output, capsys) == shown
+    assert [v.name for v in report.variants] == [v["name"] for v in (GOLDEN, *OTHERS)]
+    assert report.variants[2].ran == "_scaled_dot_product_flash_attention_for_cpu"
+    assert report.variants[-1].differs["optimiser"] == {
+        "name": "sgd", "lr": 0.1, "momentum": 0.5
+    }  # fmt: skip
+
+
+def cli_report(output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    cli.main(["report", str(output)])
+    return capsys.readouterr().out
+
+
+def test_a_run_in_parts_ends_with_the_same_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--stop-after exits with 0, says how to go on, and writes no report."""
+    path, output = config(tmp_path, OTHERS[7], steps=4), tmp_path / "o"
+    parts = 0
+    while not (output / "report.json").exists():
+        assert command(path, "-o", output, "--stop-after", 0.001, "--device", "cpu") == 0
+        said = capsys.readouterr().err
+        assert ("continue with the same command" in said) != (output / "report.json").exists()
+        parts += 1
+    assert parts == 4
+    assert command(path, "-o", tmp_path / "p", "--device", "cpu", "-q") == 0
+    one, other = read(output), read(tmp_path / "p")
+    assert isinstance(one, TrainReport)
+    assert isinstance(other, TrainReport)
+    assert comparable(one) == comparable(other)
+
+
+def test_json_is_the_report_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --steps and --seed in force."""
+    path = config(tmp_path, seeds=[0, 1])
+    more = ("--json", "--steps", 2, "--seed", 5, "--device", "cpu")
+    assert command(path, "-o", tmp_path / "o", *more) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["summary"]["steps"] == 2
+    assert found["summary"]["seeds"] == [5, 6]
+
+
+def test_checkpoints_are_written_as_they_were_at_their_step(tmp_path: Path) -> None:
+    """Of the variants asked for; an audit takes them; --overwrite removes them."""
+    path = config(tmp_path, OTHERS[1], checkpoints={"steps": [3], "variants": ["flash"]})
+    output = tmp_path / "o"
+    assert command(path, "-o", output, "-q", "--device", "cpu") == 0
+    (saved,) = (output / "checkpoints").iterdir()
+    assert saved.name == "flash-seed0-step3"
+    assert json.loads((saved / "training.json").read_text())["step"] == 3
+    cli.main(["audit", str(saved), "-o", str(tmp_path / "a"), "-q", "--length", "16"])
+    assert read(tmp_path / "a").measured
+    other = config(tmp_path, OTHERS[1], checkpoints={"steps": ["last"]})
+    assert command(other, "-o", output, "-q", "--overwrite", "--device", "cpu") == 0
+    names = {path.name for path in (output / "checkpoints").iterdir()}
+    assert names == {"golden-seed0-step6", "flash-seed0-step6"}
+
+
+# --- on the device -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_the_gpu_a_repeat_is_bit_for_bit_and_a_run_continues(tmp_path: Path) -> None:
+    """Deterministic algorithms; every kind of variant, interrupted and not."""
+    triton = {"name": "triton", "kernel": "triton-flash"}
+    emulated = {"name": "emulated", "kernel": {"name": "emulated", "compute": "float32"}}
+    path = config(tmp_path, *OTHERS, triton, emulated, steps=8)
+    asked = resolve(read_yaml(path, TrainConfig), path.name, device="cuda")
+    whole = train(asked, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "cut", progress=stops_at(5))
+    again = train(asked, tmp_path / "cut")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+    assert {d.equal for d in weights_of(whole, "repeat")} == {1.0}

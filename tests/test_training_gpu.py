@@ -1,0 +1,143 @@
+"""Training on a GPU: recorded steps are the steps themselves, and runs come out the same twice."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from numdev.config import read_yaml
+from numdev.errors import MeasurementError
+from numdev.studies.train import train
+from numdev.trainconfig import TrainConfig, TrainRequest, resolve
+from numdev.training.data import load
+from numdev.training.deterministic import deterministic
+from numdev.training.lane import Lane
+from numdev.training.replay import FIRST
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+VARIANTS: list[dict[str, Any]] = [
+    {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"},
+    {"name": "flash", "role": "flash", "kernel": "sdpa-flash"},
+    {"name": "triton", "kernel": "triton-flash"},
+    {"name": "noise", "role": "null_rounding"},
+    {"name": "ulp", "role": "null_ulp"},
+    {"name": "fp32", "role": "low_precision", "format": "float32"},
+    {"name": "half", "role": "low_precision", "format": "float16"},
+    {"name": "pure", "role": "low_precision", "format": "pure bfloat16"},
+    {"name": "repeat", "role": "null_repeat"},
+    {"name": "sgd", "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5}},
+    {"name": "emulated", "kernel": {"name": "emulated", "compute": "float32"}},
+]
+
+
+def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    path = tmp_path / "config.yaml"
+    content = {
+        "model": {"kind": "llama", "layers": 2, "width": 64, "heads": 4, "context": 64},
+        "data": {"source": "text", "files": [str(text)]},
+        "batch": 4,
+        "steps": FIRST + 12,
+        "record": [1, FIRST + 4, FIRST + 12],
+        "optimiser": {"lr": 0.01, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1},
+        "variants": list(variants),
+    }
+    path.write_text(yaml.safe_dump(content))
+    return resolve(read_yaml(path, TrainConfig), path.name, device="cuda")
+
+
+@pytest.mark.parametrize("name", [v["name"] for v in VARIANTS[:6]])
+def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
+    """Weights, loss and norm after steps of which most were replayed from a recording, with one
+    that was watched in between, are those of steps that all ran as they are: the same bits."""
+    asked = request(tmp_path, *VARIANTS[:6])
+    variant = next(v for v in asked.variants if v.name == name)
+    device = torch.device("cuda")
+    data = load(asked.data, asked.model, asked.batch, device)
+    with deterministic(wanted=True):
+        replayed, plain = (Lane(variant, asked.model, data.vocabulary, 0, device) for _ in range(2))
+        assert plain._update is not None
+        plain._update = None
+        for step in range(1, asked.steps + 1):
+            for lane in (replayed, plain):
+                lane.attention.largest = [] if step in asked.recorded else None
+                lane.step(data.batch(0, step), step, asked.steps)
+            assert torch.equal(replayed.loss, plain.loss), step
+            assert torch.equal(replayed.norm, plain.norm), step
+    assert replayed._update is not None
+    assert replayed._update._graph is not None
+    for (key, x), y in zip(replayed.weights().items(), plain.weights().values(), strict=True):
+        assert torch.equal(x, y), key
+
+
+def test_a_loaded_lane_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
+    """Its recording had the addresses of the optimiser's old state: it is made anew."""
+    asked = request(tmp_path, VARIANTS[0])
+    device, steps = torch.device("cuda"), asked.steps
+    data = load(asked.data, asked.model, asked.batch, device)
+    with deterministic(wanted=True):
+        lane, other = (Lane(asked.golden, asked.model, 256, 0, device) for _ in range(2))
+        for step in range(1, FIRST + 3):
+            lane.step(data.batch(0, step), step, steps)
+        lane.load(copy.deepcopy(lane.state()))
+        other.load(copy.deepcopy(lane.state()))
+        other._update = None
+        for step in range(FIRST + 3, steps + 1):
+            for each in (lane, other):
+                each.step(data.batch(0, step), step, steps)
+    assert lane._update is not None
+    assert lane._update._graph is not None
+    for (key, x), y in zip(lane.weights().items(), other.weights().values(), strict=True):
+        assert torch.equal(x, y), key
+
+
+def waits(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
+    float(q.sum())
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def test_a_recording_that_fails_names_its_variant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that waits for the device, taken for one that does not."""
+    name = f"{__name__}:waits"
+    monkeypatch.setattr("numdev.training.lane.RECORDABLE", {name})
+    asked = request(tmp_path, {**VARIANTS[0], "kernel": name})
+    with pytest.raises(MeasurementError, match="variant golden"):
+        train(asked, tmp_path / "out")
+
+
+def test_a_repeat_is_the_golden_run(tmp_path: Path) -> None:
+    """Bit for bit, beside any other variants; and those differ from it."""
+    found = train(request(tmp_path, *VARIANTS), tmp_path / "out")
+    assert found is not None
+    last = {d.variant: d.max_abs for d in found.distances if d.of == "weights" and d.group == "all"}
+    assert last.pop("repeat") == 0.0
+    assert all(distance for distance in last.values())
+    assert len(last) == len(VARIANTS) - 2
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    """What was recorded after the stop equals what an undisturbed run recorded."""
+    asked = request(tmp_path, *VARIANTS)
+    whole = train(asked, tmp_path / "whole")
+    found = train(asked, tmp_path / "parts", stop_after=0.0)
+    assert found is None
+    for _ in range(40):
+        found = train(asked, tmp_path / "parts", stop_after=0.5)
+        if found is not None:
+            break
+    assert found is not None
+    assert whole is not None
+    assert found.rows == whole.rows
+    assert found.distances == whole.distances

@@ -1,0 +1,207 @@
+"""The networks that are trained: they are transformers' models, and open as theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from numdev import cli
+from numdev.config import read_yaml
+from numdev.errors import UsageError
+from numdev.trainconfig import DataConfig, ModelConfig, TrainConfig
+from numdev.training import checkpoints
+from numdev.training.data import load
+from numdev.training.models import build
+from numdev.training.network import sdpa
+
+LLAMA = ModelConfig(kind="llama", layers=2, width=32, heads=4, kv_heads=2, context=16)
+GPT2 = ModelConfig(kind="gpt2", layers=2, width=32, heads=4, context=16, biases=True)
+PLAIN_GPT2 = ModelConfig(kind="gpt2", layers=2, width=32, heads=4, context=16)
+DIT = ModelConfig(kind="dit", layers=2, width=32, heads=4, image=8, patch=2)
+DECODERS = (LLAMA, GPT2, PLAIN_GPT2)
+CPU = torch.device("cpu")
+
+
+def data_of(model: ModelConfig, tmp_path: Path, **changes: Any) -> Any:
+    if model.kind == "dit":
+        return load(DataConfig(source="images", images=16), model, 4, CPU)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    return load(DataConfig(source="text", files=(str(text),), **changes), model, 4, CPU)
+
+
+def trained(model: ModelConfig, tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
+    """A network whose every parameter differs from its initial value, and its data."""
+    data = data_of(model, tmp_path, **changes)
+    network = build(model, data.vocabulary, 0)
+    made = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=made)
+    return network, data
+
+
+def as_transformers_reads_it(network: Any, model: ModelConfig, data: Any, path: Path) -> Any:
+    checkpoints.write(network, model, data, path, {})
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+def furthest(network: Any, theirs: Any) -> float:
+    """The largest difference of logits, relative to the largest logit."""
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours, other = network(ids), theirs(input_ids=ids).logits
+    return float((ours - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize("model", DECODERS, ids=["llama", "gpt2", "gpt2 without biases"])
+def test_a_saved_decoder_gives_the_same_logits_in_transformers(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    """In fp32, by transformers' own eager code; and with one weight off they are not the same."""
+    network, data = trained(model, tmp_path)
+    theirs = as_transformers_reads_it(network, model, data, tmp_path / "saved")
+    assert furthest(network, theirs) < 1e-5
+    with torch.no_grad():
+        next(iter(network.query_weights()))[0, 0, 0] += 0.1
+    assert furthest(network, theirs) > 1e-5
+
+
+@pytest.mark.parametrize("model", DECODERS[:2], ids=["llama", "gpt2"])
+def test_an_audit_takes_a_saved_decoder(model: ModelConfig, tmp_path: Path) -> None:
+    network, data = trained(model, tmp_path)
+    checkpoints.write(network, model, data, tmp_path / "saved", {"step": 3})
+    assert audited(tmp_path / "saved", tmp_path / "report", "--length", 16) == 2
+
+
+def test_an_audit_takes_a_saved_denoiser(tmp_path: Path) -> None:
+    """By its factory, on the inputs that were saved beside it."""
+    network, data = trained(DIT, tmp_path)
+    path = tmp_path / "saved"
+    checkpoints.write(network, DIT, data, path, {})
+    factory = "numdev.training.models:denoiser"
+    inputs = ("--inputs", path / "inputs.safetensors")
+    file = path / "model.safetensors"
+    assert audited(file, tmp_path / "report", "--model", factory, *inputs) == 2
+
+
+def audited(target: Path, output: Path, *more: Any) -> int:
+    """How many layers an audit of the target measured sdpa-flash in."""
+    arguments = ["audit", target, "-o", output, "-q", "--kernel", "sdpa-flash", *more]
+    cli.main([str(a) for a in arguments])
+    rows = json.loads((output / "report.json").read_text())["rows"]
+    return len({r["layer"] for r in rows if r["kernel"] == "sdpa-flash" and r["status"] == "ok"})
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2, DIT], ids=lambda m: m.kind)
+def test_all_attention_goes_through_the_one_function(model: ModelConfig, tmp_path: Path) -> None:
+    """Once a layer, causal in decoders alone; a function that returns zeros changes the loss."""
+    data, calls = data_of(model, tmp_path), []
+
+    def counted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        calls.append(causal)
+        return sdpa(q, k, v, causal)
+
+    batch = data.batch(0, 1)
+    losses = []
+    for attend in (sdpa, counted, lambda q, k, v, causal: torch.zeros_like(q)):
+        network = build(model, data.vocabulary, 0, attend)
+        with torch.no_grad():
+            for parameter in network.parameters():  # a denoiser begins by ignoring its blocks
+                parameter += torch.linspace(-1, 3, parameter.numel()).sin().view_as(parameter) / 9
+        losses.append(network.loss(batch).item())
+    assert calls == [model.kind != "dit"] * model.layers
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2, DIT], ids=lambda m: m.kind)
+def test_weights_follow_from_the_seed_alone(model: ModelConfig) -> None:
+    """Also those of the same seed after torch's own generator was used."""
+    first = build(model, 64, 3).state_dict()
+    torch.rand(5)
+    again, other = build(model, 64, 3).state_dict(), build(model, 64, 4).state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in first.items())
+    matrices = [
+        n for n, x in first.items() if x.ndim == 2 and "modulation" not in n and n[:4] != "head"
+    ]
+    assert not any(torch.equal(first[name], other[name]) for name in matrices)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2, DIT], ids=lambda m: m.kind)
+def test_query_weights_are_what_makes_the_queries(model: ModelConfig, tmp_path: Path) -> None:
+    """Head by head: with those of one head zero, that head's queries are zero, and no other's."""
+    data, queries = data_of(model, tmp_path), []
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        queries.append(q)
+        return sdpa(q, k, v, causal)
+
+    network = build(model, data.vocabulary, 0, watched)
+    weights = list(network.query_weights())
+    assert [list(w.shape) for w in weights] == [[4, 8, 32]] * 2
+    with torch.no_grad():
+        weights[1][2].zero_()
+    network.loss(data.batch(0, 1))
+    zero = [[bool((q[:, head] == 0).all()) for head in range(4)] for q in queries]
+    assert zero == [[False] * 4, [False, False, True, False]]
+
+
+def test_a_trained_tokenizer_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    """AutoTokenizer opens it, text survives it, and windows begin with its first token."""
+    from transformers import AutoTokenizer
+
+    network, data = trained(LLAMA, tmp_path, tokenizer="bpe", vocabulary=300)
+    checkpoints.write(network, LLAMA, data, tmp_path / "saved", {})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    ids = tokenizer("lazy fox")["input_ids"]
+    assert ids[0] == 0
+    assert tokenizer.decode(ids[1:]) == "lazy fox"
+    batch = data.batch(0, 1)
+    assert batch["inputs"][:, 0].tolist() == [0] * 4
+    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert data.vocabulary == len(tokenizer) <= 300
+
+
+def test_batches_follow_from_seed_and_step_alone(tmp_path: Path) -> None:
+    """In any order; targets are inputs one place on; another seed or step is another batch."""
+    data = data_of(LLAMA, tmp_path)
+    later, first = data.batch(0, 7), data.batch(0, 1)
+    assert torch.equal(data.batch(0, 7)["inputs"], later["inputs"])
+    assert torch.equal(first["inputs"][:, 1:], first["targets"][:, :-1])
+    assert not torch.equal(first["inputs"], later["inputs"])
+    assert not torch.equal(first["inputs"], data.batch(1, 1)["inputs"])
+
+
+def test_token_files_are_read_as_they_are(tmp_path: Path) -> None:
+    """uint16 ids in a row; an id beyond the vocabulary is an error that names it."""
+    import numpy as np
+
+    path = tmp_path / "t.bin"
+    np.arange(40, dtype=np.uint16).tofile(path)
+    config = DataConfig(source="tokens", files=(str(path),), vocabulary=40)
+    data = load(config, LLAMA, 2, CPU)
+    assert torch.equal(data.batch(0, 1)["inputs"] + 1, data.batch(0, 1)["targets"])
+    with pytest.raises(UsageError, match="id 39"):
+        load(config.model_copy(update={"vocabulary": 39}), LLAMA, 2, CPU)
+
+
+def test_images_have_mean_0_and_variance_1() -> None:
+    data = load(DataConfig(source="images", images=16), DIT, 4, CPU)
+    flat = data.images.flatten(1).double()
+    assert torch.allclose(flat.mean(1), torch.zeros(16, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(flat.std(1), torch.ones(16, dtype=torch.float64), atol=1e-6)
+
+
+def test_every_bundled_configuration_is_valid() -> None:
+    """configs/train/*.yaml validate, and the main experiment has ten million parameters."""
+    folder = Path(__file__).parent.parent / "configs" / "train"
+    found = {path.name: read_yaml(path, TrainConfig) for path in sorted(folder.glob("*.yaml"))}
+    assert len(found) == 6
+    with torch.device("meta"):
+        network = build(found["bounds-gpt.yaml"].model, 256, None)
+    assert sum(p.numel() for p in network.parameters()) >= 10_000_000
