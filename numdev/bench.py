@@ -32,7 +32,7 @@ from numdev.cases import AttentionCase, CaseRef, empty_rows
 from numdev.deviation import Yardstick
 from numdev.expectation import emulated_step, emulation
 from numdev.finiteness import inputs_finite
-from numdev.formats import FORMATS, Format, format_named, ulp
+from numdev.formats import FORMATS, Format, format_named, next_lower, ulp
 from numdev.kernels import Output, find
 from numdev.kernels.key_gradients import key_gradients
 from numdev.kernels.output import GRADIENTS
@@ -253,6 +253,9 @@ class Bench:
         exact, lse = self._unrounded if unchanged else self._exact(selected, measured)
         with self.watch("baseline"):
             baseline = self._baseline(case if self.queries is None else measured)
+            alone = isinstance(baseline, Failure)  # then there is nothing to set others beside
+            in_fp32 = None if alone or fmt.contains(FORMATS["float32"]) else self._in_fp32
+            lower = None if alone else self._in_lower(case, fmt)
         by_query, by_key = _arithmetic(measured)
 
         def yardstick(
@@ -275,7 +278,12 @@ class Bench:
             )
 
         yardsticks = {
-            "out": yardstick("out", exact.term_scale, exact.empty, by_query, exact.lse),
+            "out": dataclasses.replace(
+                yardstick("out", exact.term_scale, exact.empty, by_query, exact.lse),
+                baseline_fp32=in_fp32,
+                baseline_lower=lower,
+                lower=None if lower is None else next_lower(fmt),
+            ),
         }
         if isinstance(exact, Gradients):
             # A key that no query sees has gradients of exactly 0, and is judged by that.
@@ -301,6 +309,35 @@ class Bench:
         if isinstance(found, Failure) or self.queries is None:
             return found
         return dataclasses.replace(found, dk=None, dv=None)  # sums over these rows alone
+
+    @cached_property
+    def _in_fp32(self) -> Tensor | None:
+        """What the baseline returns in float32 for the unrounded inputs, of what is measured."""
+        fp32 = FORMATS["float32"]
+        return self._plain(self.case if self.case.is_in(fp32) else self.case.rounded_to(fp32))
+
+    def _in_lower(self, case: AttentionCase, fmt: Format) -> Tensor | None:
+        """What it returns in the next lower format. Where PyTorch has no arithmetic in that, in 8
+        bits, q, k and v are rounded to it and the rest is computed in `fmt`."""
+        lower = next_lower(fmt)
+        if lower is None:
+            return None
+        if lower.precision >= 8:
+            return self._plain(self.case.rounded_to(lower))
+        inputs = dataclasses.replace(self.case, mask=None, sinks=None, grad_out=None)
+        return self._plain(_stored_as(case, inputs.rounded_to(lower)))
+
+    def _plain(self, case: AttentionCase) -> Tensor | None:
+        """The baseline's output in the measured heads and rows; None where it cannot run."""
+        whole = case if self.queries is None else self._rows(self.selected(case))
+        found = attempt(find("baseline"), whole, {})
+        return None if isinstance(found, Failure) else self.select(found.out)
+
+
+def _stored_as(case: AttentionCase, other: AttentionCase) -> AttentionCase:
+    """`case` with the values of another's q, k and v in its own dtype, which holds them."""
+    q, k, v = (x.to(case.q.dtype) for x in (other.q, other.k, other.v))
+    return dataclasses.replace(case, q=q, k=k, v=v)
 
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:

@@ -180,6 +180,10 @@ def _transport(found: Comparison, o: Tensor, part: Part, y: Yardstick) -> None:
     if y.unrounded is not None:
         found.transport["precision_w1"] = y.precision_w1
     if y.baseline is not None:
+        if y.baseline_fp32 is not None:
+            found.transport["low_precision_w1"] = y.low_precision_w1
+        if y.baseline_lower is not None:
+            found.transport["lower_w1"] = y.lower_w1
         both = y.beside(part, y.baseline)
         if both is not part:
             ordered = sorted_rows(by_head(both.kept(o)))

@@ -19,17 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from numdev.config import CaseConfig, SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Role, Tick
+from numdev.seedmeans import factor, interval
 
-CONFIDENCE = 0.95
-SQUARED = ("rms", "precision_rms", "from_baseline_rms")
+SQUARED = ("rms", "precision_rms", "from_baseline_rms", "low_precision_rms", "lower_rms")
 LARGEST = ("max_abs", "max_ulp", "worst_row")
 MEDIAN = (
     "row_rel",
@@ -39,6 +37,10 @@ MEDIAN = (
     "expected_ratio",
     "flash_vs_precision",
     "flash_vs_precision_w1",
+    "flash_vs_low_precision",
+    "flash_vs_low_precision_w1",
+    "flash_vs_lower",
+    "flash_vs_lower_w1",
     "w1",
     "from_baseline_w1",
     "precision_w1",
@@ -280,26 +282,6 @@ def pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame
 
 def _frozen(options: Mapping[str, Any]) -> str:
     return repr(sorted(options.items()))
-
-
-def interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """The mean of at least one value, and its 95 % interval; without one for a single value."""
-    mean = float(np.mean(values))
-    n = len(values)
-    if n < 2:
-        return mean, None, None
-    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n))
-    return mean, mean - half, mean + half
-
-
-def factor(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """The geometric mean of ratios and its 95 % interval, from their logarithms: then a ratio and
-    its inverse say the same. The ordinary mean where a ratio is zero."""
-    if min(ratios) <= 0:
-        return interval(ratios)
-    mean, low, high = interval([math.log(ratio) for ratio in ratios])
-    ends = [None if end is None else math.exp(end) for end in (low, high)]
-    return math.exp(mean), ends[0], ends[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

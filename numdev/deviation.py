@@ -45,6 +45,13 @@ __all__ = [
 
 Column = np.ndarray[Any, np.dtype[Any]]
 """[H]: numbers or flags."""
+COUNTS = {
+    "precision_w1": "moved_count",
+    "from_baseline_w1": "apart_count",
+    "low_precision_w1": "cast_count",
+    "lower_w1": "lower_count",
+}
+"""Wasserstein distances, and the count of the elements each is over."""
 Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
 
@@ -64,6 +71,8 @@ def measure(
     metrics = _per_head(columns)
     for head, own in zip(metrics, bias(*found.signed), strict=True):
         head.update(own)
+        if yardstick.lower is not None:
+            head["lower_format"] = yardstick.lower.name
     return _finished(metrics, found, of)
 
 
@@ -104,11 +113,13 @@ def _beside(found: Totals, y: Yardstick) -> dict[str, Column]:
         "max_ulp": largest["max_ulp"],
         "lost": np.sqrt(sums["reference"]) <= u * np.sqrt(sums["terms"]),
     }
-    for name, count in (("precision_w1", "moved_count"), ("from_baseline_w1", "apart_count")):
+    for name, count in COUNTS.items():
         if name in transport:
             columns[name] = transport[name] * (found.elements / sums[count])
-    if columns.keys() >= {"precision_w1", "from_baseline_w1"}:
-        columns["flash_vs_precision_w1"] = columns["from_baseline_w1"] / columns["precision_w1"]
+    for name in ("precision", "low_precision", "lower"):
+        if columns.keys() >= {f"{name}_w1", "from_baseline_w1"}:
+            ratio = columns["from_baseline_w1"] / columns[f"{name}_w1"]
+            columns[f"flash_vs_{name}_w1"] = ratio
     if "from_floor" in largest:  # flash-attention's own test, see `Part.allowed`
         allowed = 2 * largest["plain_from_floor"] + 2 * largest["shifted"]
         columns["fa_rule"] = largest["from_floor"] <= allowed

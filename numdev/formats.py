@@ -44,6 +44,7 @@ __all__ = [
     "dtype_of",
     "format_named",
     "format_of",
+    "next_lower",
     "round_to",
     "ulp",
 ]
@@ -139,6 +140,15 @@ _ALIASES: Mapping[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }
 
+_LOWER: Mapping[str, str] = {
+    "float64": "float32",
+    "float32": "bfloat16",
+    "tf32": "bfloat16",
+    "bfloat16": "float8_e4m3fn",
+    "float16": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e5m2",
+}
+
 _DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -181,6 +191,14 @@ def _ieee_style(exponent_bits: int, fraction_bits: int) -> Format:
         )
     bias = 2 ** (exponent_bits - 1) - 1
     return Format(name=name, precision=fraction_bits + 1, emin=1 - bias, emax=bias)
+
+
+def next_lower(format: Format) -> Format | None:
+    """The catalogue's next format with fewer significant bits that people go down to: float64,
+    float32, bfloat16 (tf32 and float16 are beside it), float8_e4m3fn, float8_e5m2. None below that
+    and for formats that are not of the catalogue."""
+    name = _LOWER.get(format.name)
+    return None if name is None else FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:

@@ -23,7 +23,7 @@ from itertools import compress, takewhile
 from typing import Any, Literal
 
 from numdev.errors import MeasurementError
-from numdev.report import NOT_PREDICTED, AnyReport, DeviationRow, Place
+from numdev.report import NOT_PREDICTED, AuditReport, DeviationRow, Place, SweepReport
 from numdev.rules import (
     ESTIMATED,
     MAXIMA,
@@ -73,7 +73,7 @@ class _Held:
         return low, high
 
 
-def judge_report(report: AnyReport, rules: Rules | None = None) -> Judgement:
+def judge_report(report: AuditReport | SweepReport, rules: Rules | None = None) -> Judgement:
     """A report's rows held to the rules.
 
     Raises MeasurementError for a report from a system that the rules do not hold for.

@@ -64,6 +64,7 @@ MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
 ESTIMATED = frozenset(
     {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
     | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error"}
+    | {"low_precision_rms", "flash_vs_low_precision", "lower_rms", "flash_vs_lower"}
 )
 """What sampled rows give an estimate of, to be judged by its interval. What else a row holds is of
 the whole output (nonfinite, noise), or has a test of its own (bias)."""

@@ -143,6 +143,7 @@ def _kernel(rows: Sequence[DeviationRow], group: pd.DataFrame) -> KernelSummary:
         gradients=tuple(_gradients(group)),
         **_spread(ok, "flash_vs_precision", worst=True, where=True),
         **_spread(ok, "flash_vs_precision_w1"),
+        **_bounds(ok),
         fa_rule_heads=None if ok["fa_rule"].isna().all() else int(ok["fa_rule"].eq(True).sum()),
         **_bias(ok),
     )
@@ -171,6 +172,15 @@ def _spread(
         found[f"{metric}_worst"] = _number(values.max())
     if where:
         found[f"{metric}_where"] = _where(ok.iloc[int(values.to_numpy().argmax())])
+    return found
+
+
+def _bounds(ok: pd.DataFrame) -> dict[str, Any]:
+    """How far a kernel is from the baseline, beside what a change of format does to the latter."""
+    lower = ok["lower_format"].dropna()
+    found = {} if lower.empty else {"lower_format": str(lower.iloc[0])}
+    for metric in ("flash_vs_low_precision", "flash_vs_lower"):
+        found |= _spread(ok, metric) | _spread(ok, f"{metric}_w1")
     return found
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from numdev.curves import Estimate, Grid, Line, factor, interval, placed, words
+from numdev.curves import Estimate, Grid, Line, placed, words
 from numdev.report import DeviationRow
+from numdev.seedmeans import factor, interval
 
 SENTENCES = 12
 """More than these are not read; the others are in the report's figures."""

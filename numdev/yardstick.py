@@ -173,6 +173,11 @@ class Yardstick:
     an emulation predicts, which leaves it out or makes it in another order."""
     unrounded: Tensor | None = None
     """fp64, the reference of the inputs before they were rounded to the audited format."""
+    baseline_fp32: Tensor | None = None
+    """The baseline in float32, of the unrounded inputs; None where that is no wider format."""
+    baseline_lower: Tensor | None = None
+    """The baseline of inputs rounded to `lower`, the next lower format."""
+    lower: Format | None = None
 
     @cached_property
     def floor(self) -> Tensor:
@@ -280,6 +285,11 @@ class Yardstick:
             plain = self.beside(whole, self.baseline)
             found["plain"] = _distance(self.baseline, self.reference, plain)
             found["plain_count"] = plain.count
+        for name, other in (("cast", self.baseline_fp32), ("lower", self.baseline_lower)):
+            if other is not None and self.baseline is not None:
+                both = self._beside_baseline(other)
+                found[f"{name}_apart"] = _distance(self.baseline, other, both)
+                found[f"{name}_count"] = both.count
         return found
 
     @cached_property
@@ -291,6 +301,29 @@ class Yardstick:
         part = self.beside(whole, self.unrounded)
         unrounded = sorted_rows(by_head(part.kept(self.unrounded)))
         return w1_of_sorted(part.sorted_reference, unrounded)
+
+    @cached_property
+    def low_precision_w1(self) -> Tensor:
+        """[H]: W1 between the baseline here and in float32, counted as in `precision_w1`."""
+        assert self.baseline_fp32 is not None
+        return self._w1_from_baseline(self.baseline_fp32)
+
+    @cached_property
+    def lower_w1(self) -> Tensor:
+        """[H]: W1 between the baseline here and in the next lower format."""
+        assert self.baseline_lower is not None
+        return self._w1_from_baseline(self.baseline_lower)
+
+    def _w1_from_baseline(self, other: Tensor) -> Tensor:
+        part = self._beside_baseline(other)
+        moved = sorted_rows(by_head(part.kept(other.double())))
+        return w1_of_sorted(moved, part.sorted_baseline)
+
+    def _beside_baseline(self, other: Tensor) -> Part:
+        """Elements where the baseline and another run of it are finite. Always looked at: inputs
+        that overflow in a lower format are no reason to call a yardstick unsettled."""
+        assert self.baseline is not None
+        return self.standard.where(self.shown, finite(self.baseline), finite(other))
 
     def for_format(self, fmt: Format) -> Yardstick:
         """The same yardstick for an output in another format: its own floor."""

@@ -30,12 +30,13 @@ from numdev.config import (
     read_yaml,
 )
 from numdev.cost import operations
-from numdev.curves import estimates, factor, interval
+from numdev.curves import estimates
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.report import DeviationRow, SweepReport
+from numdev.seedmeans import factor, interval
 from numdev.studies.audit import audit
 from numdev.studies.sweep import plan, sweep
 

@@ -64,6 +64,8 @@ class Chart:
     drawn: tuple[Drawn, ...]
     bars: bool
     """Whether intervals are bars at points, which have no order, and not bands."""
+    marks: tuple[tuple[float, str], ...] = ()
+    """Upright lines: where, and what is said beside each."""
     width: int = WIDTH
     height: int = HEIGHT
     frame: tuple[int, int, int, int] = field(
@@ -79,6 +81,12 @@ def charts(figures: Sequence[Figure], axis: Axis, baseline: str) -> list[Chart]:
         alike = [f for f in figures if (f.metric, f.relative) == (figure.metric, figure.relative)]
         made.append(_chart(figure, alike, axis, styles))
     return made
+
+
+def marked(chart: Chart, axis: Axis, places: Sequence[tuple[float, str]]) -> Chart:
+    """A chart with an upright line at each of these values of its axis, and words beside it."""
+    x = _x_scale(axis)
+    return dataclasses.replace(chart, marks=tuple((x(value), words) for value, words in places))
 
 
 def _styles(figures: Sequence[Figure], baseline: str) -> dict[str, tuple[str, int]]:

@@ -1,0 +1,837 @@
+"""Bounds: what is known of curves made by hand comes back, and what is wrong is seen.
+
+Curves follow the logistic model of `training_runs.chaotic`: exponential growth from a known start
+to a known level. There the exact ratio, the exact delay (ln of the starts' ratio over the rate) and
+the step at which a curve bends can be written down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from test_html import HOSTILE, Seen
+from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
+
+from numdev import report as reports
+from numdev.bounds import found
+from numdev.boundsreport import BoundsReport, Comparison, Delay
+from numdev.checkpointpairs import kind
+from numdev.cli import main
+from numdev.errors import MeasurementError, UsageError
+from numdev.render import html, terminal
+from numdev.saturation import Track, delays, first_passage, ratios, saturation
+from numdev.studies.bounds import claim, of_checkpoints, of_run
+from numdev.trainreport import DistanceRow, TrainReport
+
+DENSE = tuple(range(401))
+
+
+def track(role: str, *seeds: Mapping[int, float]) -> Track:
+    members = {i: {step: (v,) for step, v in s.items()} for i, s in enumerate(seeds)}
+    fields: dict[str, Any] = {"label": role, "role": role, "of": "weights", "group": "all"}
+    return Track(**fields, metric="mean_abs", members=members)
+
+
+def grown(role: str, start: float, steps: tuple[int, ...] = STEPS) -> Track:
+    return track(role, {s: chaotic(start)(s) for s in steps if s})
+
+
+def several(seeds: int = 3, scatter: float = 0.2, **changes: Any) -> list[DistanceRow]:
+    """Runs of several seeds: in each, every start is multiplied by its own factor."""
+    rows = []
+    for seed in range(seeds):
+        draw = random.Random(seed)
+        starts = {name: x * math.exp(draw.gauss(0, scatter)) for name, x in STARTS.items()}
+        rows += curves(starts, seed=seed, **changes)
+    return rows
+
+
+def bounds_of(run: TrainReport, directory: Path) -> BoundsReport:
+    directory.mkdir(exist_ok=True)
+    reports.write(run, directory)
+    return of_run(directory)
+
+
+def comparison(
+    found: BoundsReport, variant: str, against: str, window: str, metric: str = "mean_abs"
+) -> Comparison:
+    [one] = [
+        c
+        for c in found.comparisons
+        if (c.variant, c.against, c.window, c.metric, c.group)
+        == (variant, against, window, metric, "all")
+    ]
+    return one
+
+
+def delay(found: BoundsReport, variant: str, against: str) -> Delay:
+    [one] = [
+        d
+        for d in found.delays
+        if (d.variant, d.against, d.metric, d.group) == (variant, against, "mean_abs", "all")
+    ]
+    return one
+
+
+def said(found: BoundsReport) -> str:
+    return "\n".join(found.summary.answer)
+
+
+# --- where curves merge --------------------------------------------------------------------------
+
+
+def test_proportion_is_lost_where_the_model_says() -> None:
+    """The largest over the null is start ratio * (L - a)/(L - n) in the logistic model: it has
+    halved where the largest is at half its level, and is at most 2 once the null is too."""
+    steps = tuple(range(1, 301))
+    largest, null = 1e-6, 1e-9
+    mark = saturation(
+        "all", [grown("low_precision", largest, steps), grown("null_ulp", null, steps)]
+    )
+    half = math.log((LEVEL - largest) / largest) / RATE
+    assert mark.bends == pytest.approx(half, abs=1.5)
+    # L a e / (L + a(e-1)) = 2 L n e / (L + n(e-1)): e = (L(a - 2n) + a n) / (a n)
+    merged = math.log((LEVEL * (largest - 2 * null) + largest * null) / (largest * null)) / RATE
+    assert mark.saturated == pytest.approx(merged, abs=1.5)
+    assert mark.peak == pytest.approx(largest / null, rel=1e-3)
+    assert (mark.early[-1], mark.late[0]) == (mark.bends - 1, mark.saturated)
+    assert mark.null == "null_ulp"
+
+
+def test_a_scale_changes_no_mark() -> None:
+    """Marks are of ratios: all distances times a thousand, and the same steps come out."""
+    tracks = [grown("flash", 1e-6), grown("null_ulp", 1e-9)]
+    scaled = [
+        track(t.role, *({s: 1e3 * v for s, v in series.items()} for series in t.by_seed.values()))
+        for t in tracks
+    ]
+    assert saturation("all", tracks).early == saturation("all", scaled).early
+
+
+def test_merging_must_last() -> None:
+    """One step at which curves happen to meet is no saturation; where they part again they have
+    not merged."""
+    null = dict.fromkeys((1, 2, 4, 8), 1.0)
+    meets = saturation(
+        "all", [track("flash", {1: 10.0, 2: 1.5, 4: 10.0, 8: 10.0}), track("null_ulp", null)]
+    )
+    assert (meets.bends, meets.saturated, meets.early) == (None, None, (1, 2, 4, 8))
+    stays = saturation(
+        "all", [track("flash", {1: 10.0, 2: 10.0, 4: 1.9, 8: 1.0}), track("null_ulp", null)]
+    )
+    assert (stays.bends, stays.saturated, stays.late) == (4, 4, (4, 8))
+
+
+def test_a_rise_before_the_peak_is_early() -> None:
+    """What is kicked at every step outgrows what was moved once; only after the peak can the
+    proportion be lost."""
+    mark = saturation(
+        "all",
+        [
+            track("flash", {1: 3.0, 2: 9.0, 4: 12.0, 8: 5.0, 16: 1.0}),
+            track("null_ulp", dict.fromkeys((1, 2, 4, 8, 16), 1.0)),
+        ],
+    )
+    assert (mark.early, mark.bends, mark.saturated) == ((1, 2, 4), 8, 16)
+
+
+def test_a_null_as_large_as_all_leaves_no_early_step() -> None:
+    """Then nothing tells a deviation from chance at any step."""
+    mark = saturation("all", [grown("flash", 1e-6), grown("null_rounding", 9e-7)])
+    assert (mark.early, mark.saturated) == ((), 1)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ([], "there is no null run"),
+        ([track("null_repeat", {1: 0.0, 9: 0.0})], "every null run is bitwise the golden one"),
+    ],
+)
+def test_without_a_null_nothing_is_known(others: list[Track], reason: str) -> None:
+    """The first recorded step is all there is to quote, and the reason is given."""
+    mark = saturation("all", [grown("flash", 1e-6), *others])
+    assert (mark.early, mark.late, mark.bends, mark.reason) == ((1,), (), None, reason)
+
+
+def test_chance_decides_where_equal_causes_part() -> None:
+    """Null runs of one kind in one seed are more than twice as far apart as at first: the early
+    window ends there, though means over seeds keep their proportion; the other seed, in which they
+    stay together, and a kind with a single run say nothing."""
+    steps = (1, 2, 4, 8)
+    flash = track("flash", *(dict.fromkeys(steps, 10.0) for _ in range(2)))
+    alone = track("null_ulp", {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})
+    members = {
+        0: {s: (1.0, 3.0) for s in steps},
+        1: {1: (1.0, 1.5), 2: (1.0, 3.0), 4: (0.5, 1.6), 8: (1.0, 1.5)},
+    }
+    equal = dataclasses.replace(track("null_rounding"), members=members)
+    mark = saturation("all", [flash, alone, equal])
+    assert (mark.chance, mark.bends, mark.early) == (4, None, (1, 2))
+    together = dataclasses.replace(equal, members={0: members[0]})
+    assert saturation("all", [flash, alone, together]).chance is None
+    assert saturation("all", [flash, alone]).chance is None
+
+
+def test_a_window_is_not_chosen_for_its_answer() -> None:
+    """However seeds of flash scatter, only nulls end the window: an interval that is wide stays
+    wide."""
+    steps = (1, 2, 4, 8)
+    null = dataclasses.replace(
+        track("null_rounding"), members={s: dict.fromkeys(steps, (1.0, 1.1)) for s in (0, 1)}
+    )
+    scattered = track("flash", {1: 10, 2: 10, 4: 100, 8: 900}, {1: 10, 2: 10, 4: 8, 8: 8})
+    mark = saturation("all", [scattered, null])
+    assert (mark.chance, mark.early) == (None, steps)
+
+
+def test_a_seed_in_which_chance_decides_early_ends_the_window(tmp_path: Path) -> None:
+    """The first sentence names the step, and no ratio of the window has a step from there on."""
+    rows = [
+        r.model_copy(update={"mean_abs": 9 * (r.mean_abs or 0.0)})
+        if (r.seed, r.variant) == (1, "null-rounding-2") and 20 <= r.step <= 70
+        else r
+        for r in several(3)
+    ]
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    assert bounds.summary.answer[0].startswith("Before step 20, where chance begins to decide: ")
+    assert comparison(bounds, "flash", "low-precision", "early").steps[-1] == 15
+    assert "chance begins to decide</text>" in html.page(bounds)
+
+
+def test_the_conclusion_is_in_three_sentences(tmp_path: Path) -> None:
+    """The ratio, chance, and what merging leaves; all others are shorter than two lines of 200."""
+    answer = bounds_of(report(several(3)), tmp_path / "run").summary.answer
+    heads = [s.partition(": ")[0] for s in answer]
+    assert heads[0].startswith("Before step 100")
+    assert heads[1:3] == ["Beside chance", "From step 200 on"]
+    assert len(set(heads)) == len(heads)
+    assert max(map(len, answer)) < 400
+
+
+def test_a_wide_interval_does_not_show_equality(tmp_path: Path) -> None:
+    """One that holds 1 and reaches above 2 says that flash is not told apart from chance, and not
+    that it is no further."""
+    rows = []
+    for seed, factor in enumerate((0.2, 1.0, 5.0)):
+        rows += curves({**STARTS, "flash": 3e-9 * factor}, seed=seed)
+    text = said(bounds_of(report(rows), tmp_path / "run"))
+    assert "not told apart from re-rounding attention at random (1.0 x [" in text
+    assert "no further from the golden run than re-rounding" not in text
+
+
+def test_another_seed_is_no_perturbation() -> None:
+    """It starts apart, so it may not be what bends."""
+    tracks = [grown("flash", 1e-6), grown("null_ulp", 1e-9)]
+    far = track("other_seed", dict.fromkeys(STEPS[1:], 1.0))
+    assert saturation("all", tracks) == saturation("all", [*tracks, far])
+
+
+# --- ratios and delays ---------------------------------------------------------------------------
+
+
+def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:
+    """Over the steps asked for, where neither is zero."""
+    a = track("flash", {0: 0.0, 1: 1.0, 2: 8.0, 3: 5.0}, {1: 3.0})
+    b = track("low_precision", {0: 0.0, 1: 2.0, 2: 4.0, 3: 1.0}, {1: 4.0}, {1: 9.0})
+    assert ratios(a, b, (0, 1, 2)) == pytest.approx({0: math.sqrt(0.5 * 2.0), 1: 0.75})
+    assert ratios(a, b, (7,)) == {}
+    assert ratios(b, track("null_repeat", {1: 0.0}), (1,)) == {}
+    assert ratios(track("flash", {1: 0.0}), b, (1,)) == {0: 0.0}
+
+
+def test_first_passage_is_exact_on_power_laws() -> None:
+    """Between points a curve is a power of the step, which the line in log-log axes is exactly."""
+    series = {s: 3e-7 * s**1.7 for s in (1, 4, 50, 200)}
+    for step in (1.0, 2.5, 7.0, 130.0, 200.0):
+        assert first_passage(series, 3e-7 * step**1.7) == pytest.approx(step, rel=1e-9)
+    assert first_passage(series, 1.0) is None  # never reached
+    assert first_passage(series, 1e-7) is None  # passed before it was recorded
+    assert first_passage({0: 1.0}, 1.0) is None  # step 0 is on no logarithmic axis
+
+
+def test_a_delay_is_that_of_the_starts() -> None:
+    """ln(b/a) / rate, whichever is asked for, in every seed; dense steps make the lines exact."""
+    exact = math.log(1e-6 / 2e-7) / RATE
+    a, b = grown("flash", 2e-7, DENSE), grown("low_precision", 1e-6, DENSE)
+    early = tuple(range(1, 60))
+    assert delays(a, b, early) == pytest.approx({0: exact}, rel=0.01)
+    assert delays(b, a, early) == pytest.approx({0: -exact}, rel=0.01)
+    assert delays(a, a, early) == {0: 0.0}
+
+
+def test_the_check_of_a_delay_rejects_a_wrong_one() -> None:
+    """A start that is off by a fifth moves it beyond what the test above allows."""
+    exact = math.log(1e-6 / 2e-7) / RATE
+    off = delays(grown("flash", 2.4e-7, DENSE), grown("low_precision", 1e-6, DENSE), (1, 2, 5, 20))
+    assert off[0] != pytest.approx(exact, rel=0.01)
+
+
+def test_a_delay_survives_merging() -> None:
+    """It is the same from a run that ends before curves merge and one that ends long after, while
+    the plain ratio of distances has gone to 1."""
+    short, long = tuple(range(1, 90)), tuple(range(1, 400))
+    early = tuple(range(1, 40))
+    both = [
+        delays(grown("flash", 3e-7, s), grown("low_precision", 1e-6, s), early)[0]
+        for s in (short, long)
+    ]
+    assert both[0] == pytest.approx(both[1], rel=1e-9)
+    late = ratios(grown("flash", 3e-7, long), grown("low_precision", 1e-6, long), (300, 399))
+    assert late[0] == pytest.approx(1.0, abs=1e-3)
+
+
+# --- a whole run ---------------------------------------------------------------------------------
+
+
+def test_the_known_ratios_come_back(tmp_path: Path) -> None:
+    """Early ratios are those of the starts, to what the last early steps have lost (at most half of
+    the largest curve's lead, at the last alone); late ones are 1."""
+    bounds = bounds_of(report(curves()), tmp_path / "run")
+    for variant, against in itertools.permutations(
+        ("flash", "low-precision", "attention-precision"), 2
+    ):
+        if (variant, against) in (("flash", "low-precision"), ("flash", "attention-precision")):
+            exact = STARTS[variant] / STARTS[against]
+            first = comparison(bounds, variant, against, "first").ratio
+            early = comparison(bounds, variant, against, "early").ratio
+            assert first == pytest.approx(exact, rel=1e-3)
+            assert early == pytest.approx(exact, rel=0.15)
+            late = comparison(bounds, variant, against, "saturated").ratio
+            assert late == pytest.approx(1.0, abs=0.05)
+    null = comparison(bounds, "flash", "null: one ulp", "first").ratio
+    assert null == pytest.approx(3e-7 / 1e-9, rel=1e-3)
+    ensemble = comparison(bounds, "flash", "null: re-rounded", "first").ratio
+    assert ensemble == pytest.approx(3e-7 / 3e-9, rel=1e-3)
+
+
+def test_the_known_delay_comes_back(tmp_path: Path) -> None:
+    """Also at the few steps that a run records, whose lines in log-log axes lie above the curve."""
+    bounds = bounds_of(report(curves()), tmp_path / "run")
+    exact = math.log(1e-6 / 3e-7) / RATE
+    assert delay(bounds, "flash", "low-precision").steps == pytest.approx(exact, rel=0.2)
+    exact = math.log(3e-7 / 1e-9) / RATE
+    assert delay(bounds, "flash", "null: one ulp").steps == pytest.approx(-exact, rel=0.2)
+
+
+def test_intervals_are_those_of_a_t_test_on_logarithms(tmp_path: Path) -> None:
+    """Over seeds, by scipy's own function; a ratio that is off lies outside."""
+    rows = several(5)
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    c = comparison(bounds, "flash", "low-precision", "first")
+    at = {(r.seed, r.variant): r.mean_abs or 0.0 for r in rows if r.step == 1}
+    logs = [math.log(at[s, "flash"] / at[s, "low-precision"]) for s in range(5)]
+    test = scipy.stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
+    assert c.low is not None
+    assert c.high is not None
+    assert (c.low, c.high) == pytest.approx((math.exp(test.low), math.exp(test.high)))
+    assert c.ratio == pytest.approx(math.exp(sum(logs) / 5))
+    assert len(c.by_seed) == 5
+    assert c.low < 0.3 < c.high < 0.9
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    """The number stands, the interval is null with its reason, and a sentence says so."""
+    bounds = bounds_of(report(curves()), tmp_path / "run")
+    c = comparison(bounds, "flash", "low-precision", "early")
+    assert (c.low, c.high) == (None, None)
+    assert c.nulls == {"low": "one seed has no interval", "high": "one seed has no interval"}
+    assert "one seed, so no interval" in said(bounds)
+
+
+def test_the_answer_comes_first_and_holds_both_windows(tmp_path: Path) -> None:
+    """Early with W1 behind the paired number and the paper's beside it, late, and what that means;
+    the word for what nobody has shown is in none of them."""
+    bounds = bounds_of(report(several(3)), tmp_path / "run")
+    first = bounds.summary.answer[0]
+    assert re.match(
+        r"Before step 100, where curves begin to merge: flash changes weights 0\.\d+ x \[", first
+    )
+    assert "(mean |difference|; W1 0." in first
+    assert "first paper reports 0.2 to 0.5" in first
+    assert "over 3 seeds" in first
+    assert "From step 200 on: flash changes weights 1.0 x" in said(bounds)
+    assert "says how chaotic training is" in said(bounds)
+    assert "steps later" in said(bounds)
+    assert "repeated gives the same bits" in said(bounds)
+    assert bounds.summary.answer[-1].startswith("Proxies: ")
+    assert "stable" not in said(bounds).lower()
+
+
+def test_the_opposite_is_said_too(tmp_path: Path) -> None:
+    """Flash that moves weights more than low precision does is not hidden behind the paper."""
+    rows = [r for seed in range(3) for r in curves({**STARTS, "flash": 5e-6}, seed=seed)]
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    assert comparison(bounds, "flash", "low-precision", "first").ratio == pytest.approx(5, rel=1e-3)
+    assert "more and not less, where the first paper reports" in bounds.summary.answer[0]
+
+
+def test_what_is_no_larger_than_chance_is_called_so(tmp_path: Path) -> None:
+    """Flash at the size of re-rounding, with one ulp far below, so that windows are known."""
+    rows = [r for seed in range(3) for r in curves({**STARTS, "flash": 2e-9}, seed=seed)]
+    text = said(bounds_of(report(rows), tmp_path / "run"))
+    assert "no further from the golden run than re-rounding attention at random (0.67 x" in text
+    assert "2.0 x [2.0 to 2.0] as far as one ulp on every weight" in text
+
+
+def test_a_repeat_that_differs_is_said_first(tmp_path: Path) -> None:
+    """A run that is not deterministic voids what follows."""
+    rows = [r for r in curves() if r.variant != "null-repeat"]
+    rows += [distance("null-repeat", s, chaotic(1e-12)(s) if s else 0.0) for s in STEPS]
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    assert bounds.summary.deterministic is False
+    assert bounds.summary.answer[0].startswith("NOT DETERMINISTIC: ")
+    assert "gives the same bits" not in said(bounds)
+    assert bounds_of(report(curves()), tmp_path / "sound").summary.deterministic is True
+
+
+def test_a_repeat_that_differs_in_one_weight_is_not_the_same(tmp_path: Path) -> None:
+    """Its largest difference decides, at any step."""
+    rows = [r.model_copy(update={"max_abs": 1e-30}) if (r.variant, r.step) == ("null-repeat", 400)
+            else r for r in curves()]  # fmt: skip
+    assert bounds_of(report(rows), tmp_path / "run").summary.deterministic is False
+
+
+def test_w1_never_stands_alone(tmp_path: Path) -> None:
+    """Where it says another thing than the paired distance, a sentence says so; else none does."""
+    rows = [
+        r.model_copy(update={"w1": (r.w1 or 0.0) / 10}) if r.variant == "flash" else r
+        for r in curves()
+    ]
+    disagreeing = said(bounds_of(report(rows), tmp_path / "run"))
+    assert re.search(r"W1 disagrees: flash over low-precision is 0\.03\d x in W1", disagreeing)
+    assert "W1 disagrees" not in said(bounds_of(report(curves()), tmp_path / "agreeing"))
+
+
+def test_windows_are_the_paired_metrics_alone(tmp_path: Path) -> None:
+    """W1 that merges at another step is quoted over the same steps."""
+    rows = [r.model_copy(update={"w1": 1.0}) for r in curves()]
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    same = comparison(
+        bounds_of(report(curves()), tmp_path / "b"), "flash", "low-precision", "early"
+    )
+    assert comparison(bounds, "flash", "low-precision", "early", "w1").steps == same.steps
+    assert comparison(bounds, "flash", "low-precision", "early", "w1").ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        ({"flash"}, "nothing is said of one"),
+        ({"low-precision"}, "so the first paper's ratio is not here"),
+        ({"attention-precision"}, "attention alone in another format"),
+        ({"other-seed"}, "no other seed"),
+        ({"null-repeat"}, "the golden run was not repeated"),
+        ({"null-rounding-1", "null-rounding-2"}, "re-rounded at random"),
+        ({n for n in ROLES if n.startswith("null")}, "no null run"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, gone: set[str], words: str) -> None:
+    """Every role that is not there costs a sentence, and no other does."""
+    names = [n for n in ROLES if n not in gone]
+    bounds = bounds_of(report(curves(), names), tmp_path / "run")
+    [line] = [s for s in bounds.summary.answer if s.startswith("Not known: ")]
+    assert words in line
+    whole = bounds_of(report(curves()), tmp_path / "whole")
+    assert whole.summary.missing == ()
+
+
+def test_without_a_null_only_the_first_step_is_quoted(tmp_path: Path) -> None:
+    """Where curves merge is not known, so no window of several steps is believed."""
+    names = [n for n in ROLES if not n.startswith("null")]
+    bounds = bounds_of(report(curves(), names), tmp_path / "run")
+    assert comparison(bounds, "flash", "low-precision", "early").steps == (1,)
+    assert bounds.summary.answer[0].startswith("At step 1: ")
+    late = comparison(bounds, "flash", "low-precision", "saturated")
+    assert (late.ratio, late.nulls) == (None, {"ratio": "there is no null run"})
+    assert "Merging: where curves merge is not known" in said(bounds)
+
+
+def test_a_run_that_ends_early_has_not_merged(tmp_path: Path) -> None:
+    """All its steps are early, and it says so."""
+    steps = tuple(s for s in STEPS if s <= 40)
+    bounds = bounds_of(report(curves(steps=steps)), tmp_path / "run")
+    assert bounds.summary.answer[0].startswith("Up to step 40, with no sign that curves merge: ")
+    late = comparison(bounds, "flash", "low-precision", "saturated")
+    assert late.nulls == {"ratio": "no curve has merged with the null by step 40"}
+
+
+def test_a_null_as_large_as_flash_leaves_nothing_early(tmp_path: Path) -> None:
+    """And the answer says that nothing can be said."""
+    same = {**dict.fromkeys(STARTS, 1e-6), "null-ulp": 9e-7}
+    bounds = bounds_of(report(curves(same)), tmp_path / "run")
+    assert "Early: nothing can be said, since curves are merged from step 1" in said(bounds)
+
+
+def test_the_first_gradient_has_a_ratio(tmp_path: Path) -> None:
+    """Of step 0, before any update."""
+    rows = curves() + [
+        distance(name, 0, size, of="gradient")
+        for name, size in (("flash", 1e-6), ("low-precision", 4e-6))
+    ]
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    c = comparison(bounds, "flash", "low-precision", "start")
+    assert (c.of, c.steps, c.ratio) == ("gradient", (0,), 0.25)
+    assert "First gradient: flash changes the gradient 0.25 x" in said(bounds)
+
+
+def test_kinds_of_parameters_have_windows_of_their_own(tmp_path: Path) -> None:
+    """Each group is judged by its own curves."""
+    late = {name: start / 100 for name, start in STARTS.items()}
+    rows = curves() + curves(late, group="attention")
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    marks = {s.group: s for s in bounds.saturations}
+    assert set(marks) == {"all", "attention"}
+    assert (marks["attention"].bends or 0) > (marks["all"].bends or 0)
+
+
+def test_a_diverged_seed_is_counted_out(tmp_path: Path) -> None:
+    """Distances that are not finite are null in a run; the seed gives no ratio, and that shows."""
+    rows = [
+        r.model_copy(update={"mean_abs": None, "nulls": {"mean_abs": "not finite"}})
+        if (r.seed, r.variant) == (2, "flash") else r
+        for r in several(3)
+    ]  # fmt: skip
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    assert sorted(comparison(bounds, "flash", "low-precision", "early").by_seed) == [0, 1]
+    assert "95 % over 3 seeds, 2 for some" in said(bounds) or "95 % over 2 of 3" in said(bounds)
+    assert bounds.summary.answer[0].startswith("NOT FINITE: flash has no finite distance in seed 2")
+
+
+def test_a_run_that_diverged_everywhere_is_not_missing_without_a_word(tmp_path: Path) -> None:
+    """With the step from which on it has no distance; and a sound run is not accused."""
+    rows = [
+        r.model_copy(update={"mean_abs": None, "w1": None, "nulls": {"mean_abs": "not finite"}})
+        if r.variant == "flash" and r.step >= 10 else r
+        for r in curves()
+    ]  # fmt: skip
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    assert bounds.summary.answer[0].startswith(
+        "NOT FINITE: flash has no finite distance in seed 0 from step 10 on; "
+    )
+    assert "NOT FINITE" not in said(bounds_of(report(curves()), tmp_path / "sound"))
+
+
+@pytest.mark.parametrize("fault", ["ratio", "null", "level"])
+def test_planted_faults_are_seen(tmp_path: Path, fault: str) -> None:
+    """A ratio that is off by a third, a null of flash's size, a late curve that stays apart: each
+    changes what a sound report says."""
+    changed = {
+        "ratio": curves({**STARTS, "flash": 4e-7}),
+        "null": curves(
+            {**STARTS, "null-ulp": 8e-7, "null-rounding-1": 8e-7, "null-rounding-2": 8e-7}
+        ),
+        "level": [
+            r.model_copy(update={"mean_abs": 9 * (r.mean_abs or 0.0)})
+            if r.variant == "flash"
+            else r
+            for r in curves()
+        ],
+    }[fault]
+    sound = bounds_of(report(curves()), tmp_path / "sound")
+    planted = bounds_of(report(changed), tmp_path / "planted")
+    here, there = (comparison(b, "flash", "low-precision", "early").ratio for b in (sound, planted))
+    assert here == pytest.approx(0.3, rel=0.15)
+    if fault == "ratio":
+        assert there != pytest.approx(0.3, rel=0.15)
+    elif fault == "null":
+        assert there is None
+    else:
+        assert planted.saturations[0].saturated is None
+
+
+def test_the_table_that_asked_for_a_control(tmp_path: Path) -> None:
+    """Measured on one GPU with non-deterministic sums, W1: flash, low precision, and the same run
+    twice. Only the first step is before the repeat has caught up; from 50 on nothing is left."""
+    table = {
+        1: (4.8e-9, 3.5e-8, 1e-15),
+        10: (1.3e-7, 3.7e-7, 1.0e-7),
+        50: (3.2e-6, 6.4e-6, 6.5e-6),
+        100: (1.6e-5, 1.5e-5, 1.5e-5),
+        1000: (2.4e-4, 2.6e-4, 1.7e-4),
+    }
+    names = ("flash", "low-precision", "null-repeat")
+    rows = [
+        distance(name, step, size)
+        for step, sizes in table.items()
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    bounds = bounds_of(report(rows, ("golden", *names)), tmp_path / "run")
+    [mark] = bounds.saturations
+    assert (mark.early, mark.bends, mark.saturated) == ((1,), 10, 50)
+    early, late = (comparison(bounds, *names[:2], w).ratio for w in ("early", "saturated"))
+    assert early == pytest.approx(4.8 / 35)
+    assert late == pytest.approx((3.2 / 6.4 * 1.6 / 1.5 * 2.4 / 2.6) ** (1 / 3))
+    assert bounds.summary.answer[0].startswith("NOT DETERMINISTIC")
+    [ratios_by_step] = [f for f in bounds.figures if f.relative]
+    drawn = {p.x: p.mean for p in ratios_by_step.curves[0].points}
+    assert drawn == pytest.approx({s: a / b for s, (a, b, _) in table.items()})
+
+
+# --- reports, renderers, the command -------------------------------------------------------------
+
+
+def test_a_report_survives_the_disk_and_is_shown(tmp_path: Path) -> None:
+    """Read back it is the same; terminal and page show the sentences, the page its charts with the
+    marks, all escaped and whole."""
+    rows = several(3) + several(3, group="attention")
+    bounds = bounds_of(report(rows), tmp_path / "run")
+    reports.write(bounds, tmp_path)
+    back = reports.read(tmp_path)
+    assert back == bounds
+    assert {p.name for p in tmp_path.glob("*.csv")} == {
+        "comparisons.csv", "delays.csv", "null_runs.csv"
+    }  # fmt: skip
+    for width in (60, 80, 140):
+        console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
+        terminal.show(back, console)
+        text = console.export_text()
+        assert "Proxies" in text
+        assert "low-precision" in text or width < 80  # where it is broken over lines
+        assert max(map(len, text.splitlines())) <= width
+    page = html.page(back)
+    Seen(page)
+    assert page.count("<svg") == 3 + 1 + 3 + 1
+    assert "curves begin to merge</text>" in page
+    assert ">merged</text>" in page
+    assert "Loss, by step" in page
+    assert "stable" not in page.lower()
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda n: ascii(n)[:20])
+def test_names_are_text(tmp_path: Path, name: str) -> None:
+    """Whatever a variant is called, the page has no other element than with an ordinary name."""
+    plain, hostile = report(curves()), report(curves())
+    renamed = [v.model_copy(update={"name": name}) if v.name == "flash" else v
+               for v in hostile.variants]  # fmt: skip
+    rows = [d.model_copy(update={"variant": name}) if d.variant == "flash" else d
+            for d in hostile.distances]  # fmt: skip
+    hostile = hostile.model_copy(update={"variants": tuple(renamed), "distances": tuple(rows)})
+    pages = [
+        Seen(html.page(bounds_of(run, tmp_path / where)))
+        for run, where in ((plain, "plain"), (hostile, "hostile"))
+    ]
+    assert pages[0].tags == pages[1].tags
+    assert pages[0].attributes == pages[1].attributes
+    assert name in pages[1].text
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    """A run's report is enough, wherever it came from."""
+    reports.write(report(curves()), tmp_path)
+    code = (
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'pandas', 'transformers'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "from numdev.cli import main\n"
+        f"main(['bounds', {str(tmp_path)!r}, '-o', {str(tmp_path / 'out')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "where curves begin to merge" in done.stdout
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """Bounds of bounds, and results that would overwrite the run's."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    bounds = bounds_of(report(curves()), run)
+    claim(out, bounds.request, overwrite=False)
+    reports.write(bounds, out)
+    claim(out, bounds.request, overwrite=False)
+    with pytest.raises(UsageError, match="not of a training run"):
+        of_run(out)
+    with pytest.raises(UsageError, match="which would be lost"):
+        claim(run, bounds.request, overwrite=True)
+    with pytest.raises(UsageError, match="bounds of something else"):
+        claim(out, {"run": "other"}, overwrite=False)
+    claim(out, {"run": "other"}, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "words"),
+    [
+        (["flash"], curves(), "no golden run"),
+        (["golden"], curves(), "no distance between weights"),
+    ],
+)
+def test_a_run_without_distances_is_refused(
+    tmp_path: Path, names: list[str], rows: list[DistanceRow], words: str
+) -> None:
+    """With the reason, and not as an empty report."""
+    reports.write(report(rows, names), tmp_path)
+    with pytest.raises(MeasurementError, match=words):
+        of_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["somewhere", "--golden", "a"], ["--golden", "a"], ["--flash", "a"]]
+)
+def test_a_run_or_checkpoints_but_not_both(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anything else is a usage error in one line."""
+    with pytest.raises(SystemExit) as stop:
+        main(["bounds", *arguments])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("numdev: error: ")
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def weights(seed: int, moved: float = 0.0) -> dict[str, torch.Tensor]:
+    """A small state dict; `moved` adds noise of that size from a stream of its own."""
+    g, noise = (torch.Generator().manual_seed(s) for s in (seed, seed + 1000))
+    shapes = {"wte.weight": (40, 8), "h.0.attn.q_proj.weight": (8, 8), "h.0.ln_1.weight": (8,)}
+    state = {n: torch.randn(s, generator=g) * 0.02 for n, s in shapes.items()}
+    moves = {n: torch.randn(x.shape, generator=noise) for n, x in state.items()}
+    return {n: x + moved * moves[n] for n, x in state.items()}
+
+
+def stored(path: Path, state: dict[str, torch.Tensor]) -> Path:
+    if path.suffix == ".pt":
+        torch.save({"model": {f"_orig_mod.{n}": x for n, x in state.items()}}, path)
+    else:
+        save_file(state, path)
+    return path
+
+
+def test_checkpoints_are_compared_by_role(tmp_path: Path) -> None:
+    """Two seeds, safetensors against torch.save under torch.compile's names; distances against
+    numpy on all weights at once."""
+    golden = [stored(tmp_path / f"g{s}.safetensors", weights(s)) for s in (0, 1)]
+    flash = [stored(tmp_path / f"f{s}.pt", weights(s, 1e-6)) for s in (0, 1)]
+    low = [stored(tmp_path / f"l{s}.safetensors", weights(s, 4e-6)) for s in (0, 1)]
+    null = [stored(tmp_path / f"n{i}.safetensors", weights(i % 2, 1e-7 * i)) for i in range(4)]
+    bounds = of_checkpoints(golden, {"flash": flash, "low_precision": low, "null": null})
+    c = comparison(bounds, "flash", "low_precision", "given")
+    for seed in (0, 1):
+        a, b, base = (
+            torch.cat([x.flatten().double() for x in weights(seed, m).values()])
+            for m in (1e-6, 4e-6, 0.0)
+        )
+        exact = float((a - base).abs().mean() / (b - base).abs().mean())
+        assert c.by_seed[seed] == pytest.approx(exact, rel=1e-9)
+        assert exact == pytest.approx(0.25, rel=0.05)
+    assert bounds.summary.answer[0].startswith("These checkpoints: flash changes weights 0.25 x")
+    assert bounds.saturations == ()
+    assert bounds.summary.axis is None
+    assert bounds.delays == ()
+    assert {n.runs for n in bounds.null_runs} == {4}
+    assert {c.group for c in bounds.comparisons} == {"all", "embedding", "attention", "norm"}
+    assert any(words.startswith("no other seed") for words in bounds.summary.missing)
+    html.page(bounds)
+
+
+def test_a_directory_of_transformers_is_a_checkpoint(tmp_path: Path) -> None:
+    """Its weights are read without building the model."""
+    golden, flash = tmp_path / "golden", tmp_path / "flash"
+    for path, moved in ((golden, 0.0), (flash, 1e-3)):
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+        stored(path / "model.safetensors", weights(0, moved))
+    bounds = of_checkpoints([golden], {"flash": [flash], "low_precision": [golden]})
+    c = comparison(bounds, "flash", "low_precision", "given")
+    assert c.nulls == {"ratio": "the distance of low_precision is 0"}
+
+
+def test_a_checkpoint_with_a_nan_has_no_distance(tmp_path: Path) -> None:
+    """One NaN is not averaged away: the groups it is in have no number, and the answer says so."""
+    broken = weights(0, 1e-6)
+    broken["wte.weight"][0, 0] = math.nan
+    golden = stored(tmp_path / "g.safetensors", weights(0))
+    bounds = of_checkpoints(
+        [golden],
+        {
+            "flash": [stored(tmp_path / "f.safetensors", broken)],
+            "low_precision": [stored(tmp_path / "l.safetensors", weights(0, 4e-6))],
+        },
+    )
+    ratios = {
+        c.group: c.ratio
+        for c in bounds.comparisons
+        if (c.variant, c.against, c.metric) == ("flash", "low_precision", "mean_abs")
+    }
+    assert ratios == pytest.approx({"attention": 0.25, "norm": 0.25}, rel=0.6)
+    assert bounds.summary.answer[0].startswith("NOT FINITE: flash has no finite distance in seed 0")
+
+
+def test_what_is_no_plain_array_is_left_out(tmp_path: Path) -> None:
+    """Sparse and without values: the rest of the checkpoint is compared."""
+    odd = {"s": torch.eye(2).to_sparse(), "m": torch.empty(3, device="meta")}
+    paths = [tmp_path / f"{n}.pt" for n in "gfl"]
+    for path, moved in zip(paths, (0.0, 1e-6, 4e-6), strict=True):
+        torch.save({**weights(0, moved), **odd}, path)
+    bounds = of_checkpoints([paths[0]], {"flash": [paths[1]], "low_precision": [paths[2]]})
+    ratio = comparison(bounds, "flash", "low_precision", "given").ratio
+    assert ratio == pytest.approx(0.25, rel=0.1)
+
+
+def test_checkpoints_that_do_not_pair_are_refused(tmp_path: Path) -> None:
+    """Another model, another shape, too few of a role, no weights: each is named."""
+    golden = stored(tmp_path / "g.safetensors", weights(0))
+    more = stored(tmp_path / "more.safetensors", {**weights(0), "extra": torch.ones(2)})
+    wide = stored(tmp_path / "wide.safetensors", {**weights(0), "wte.weight": torch.ones(2, 8)})
+    (tmp_path / "text.txt").write_text("a")
+    for path, words in (
+        (more, "extra"),
+        (wide, r"wte\.weight is \[2, 8\] and \[40, 8\]"),
+        (tmp_path / "text.txt", "is no file of weights"),
+        (tmp_path / "gone.pt", "does not exist"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            of_checkpoints([golden], {"flash": [path]})
+    with pytest.raises(UsageError, match="1 checkpoints of flash for 2 golden"):
+        of_checkpoints([golden, golden], {"flash": [golden]})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("transformer.h.0.attn.c_proj.weight", "attention"),
+        ("model.layers.1.self_attn.q_norm.weight", "norm"),
+        ("model.layers.0.mlp.down_proj.weight", "mlp"),
+        ("lm_head.weight", "head"),
+        ("transformer.ln_f.bias", "norm"),
+        ("something.weight", "other"),
+    ],
+)
+def test_kinds_by_name(name: str, expected: str) -> None:
+    """A literal table."""
+    assert kind(name) == expected
+
+
+def test_found_takes_runs_of_one_null_together() -> None:
+    """The ensemble is one kind of run: its mean and its range over members and seeds."""
+    names = list(ROLES)
+    run = report(several(2), names)
+    facts = found(run.variants, run.distances)
+    [v] = [v for v in facts.variants if v.role == "null_rounding"]
+    assert v.runs == 4
+    [n] = [
+        n for n in facts.null_runs
+        if (n.role, n.metric, n.step) == ("null_rounding", "mean_abs", 1)
+    ]  # fmt: skip
+    rows = [r.mean_abs or 0.0 for r in run.distances
+            if r.variant.startswith("null-rounding") and r.step == 1]  # fmt: skip
+    assert (n.runs, n.smallest, n.largest) == (4, min(rows), max(rows))
+    assert n.mean == pytest.approx(sum(rows) / 4)

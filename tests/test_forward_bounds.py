@@ -1,0 +1,206 @@
+"""The audit's forward bounds: a kernel's distance from the baseline, beside the baseline's own
+change from float32 to the format, and on to the next lower format.
+
+The oracle is numpy and scipy on plain attention written out again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from oracles import make_case
+from test_deviation import changed, output_for, yardstick
+from test_summary import baseline, precision, row
+from test_terminal import kernel, report, shown
+from torch import Tensor
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase
+from numdev.deviation import measure
+from numdev.formats import FORMATS, format_named, next_lower, round_to
+from numdev.render import html
+from numdev.rules import ESTIMATED
+from numdev.summary import summarise
+
+RATIOS = ("flash_vs_low_precision", "flash_vs_lower")
+NEW = (*RATIOS, *(f"{name}_w1" for name in RATIOS), "low_precision_rms", "low_precision_w1",
+       "lower_rms", "lower_w1")  # fmt: skip
+
+
+def plain(case: AttentionCase, dtype: torch.dtype, fmt: str | None = None) -> Tensor:
+    """Attention as eager code writes it, the products in `dtype`, of inputs rounded to `fmt`."""
+    q, k, v = (
+        (x if fmt is None else round_to(x.double(), FORMATS[fmt])).to(dtype)
+        for x in (case.q, case.k, case.v)
+    )
+    s = q @ k.transpose(-1, -2) * case.scale
+    if case.is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -math.inf)
+    return torch.softmax(s, dim=-1, dtype=torch.float32).to(dtype) @ v
+
+
+def drawn(**changes: Any) -> AttentionCase:
+    case = make_case(batch=2, heads=2, q_len=12, kv_len=12, head_dim=8, is_causal=True)
+    return dataclasses.replace(case, **changes)
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).square().mean().sqrt())
+
+
+def transport(a: Tensor, b: Tensor) -> float:
+    return float(scipy.stats.wasserstein_distance(*(x.double().flatten().numpy() for x in (a, b))))
+
+
+@pytest.mark.parametrize(
+    ("name", "lower"),
+    [
+        ("float64", "float32"),
+        ("float32", "bfloat16"),
+        ("float16", "float8_e4m3fn"),
+        ("bfloat16", "float8_e4m3fn"),
+        ("float8_e5m2", None),
+        ("e8m10", None),
+    ],
+)
+def test_the_next_lower_format(name: str, lower: str | None) -> None:
+    """A literal table; each has fewer significant bits."""
+    fmt = format_named(name)
+    found = next_lower(fmt)
+    assert (found and found.name) == lower
+    assert found is None or found.precision < fmt.precision
+
+
+def test_the_metrics_are_what_they_say() -> None:
+    """rms and W1 per head of the baseline's changes, and the kernel's own over them; off by one
+    part in a thousand would show."""
+    y = yardstick(empty=False)
+    g = torch.Generator().manual_seed(5)
+    wide, low = (
+        y.reference + x * torch.randn(y.reference.shape, generator=g, dtype=torch.float64)
+        for x in (0.01, 0.3)
+    )
+    y = changed(y, baseline_fp32=wide, baseline_lower=low, lower=FORMATS["float8_e4m3fn"])
+    output = output_for(y)
+    assert y.baseline is not None
+    for head, found in enumerate(measure(output, y)):
+        o, b, w, l = (x[:, head] for x in (output, y.baseline, wide, low))
+        assert found["low_precision_rms"] == pytest.approx(rms(b, w), rel=1e-9)
+        assert found["lower_rms"] == pytest.approx(rms(l, b), rel=1e-9)
+        assert found["low_precision_w1"] == pytest.approx(transport(b, w), rel=1e-9)
+        assert found["lower_w1"] == pytest.approx(transport(l, b), rel=1e-9)
+        assert found["flash_vs_low_precision"] == pytest.approx(rms(o, b) / rms(b, w), rel=1e-9)
+        assert found["flash_vs_lower"] == pytest.approx(rms(o, b) / rms(l, b), rel=1e-9)
+        ratio = transport(o, b) / transport(l, b)
+        assert found["flash_vs_lower_w1"] == pytest.approx(ratio, rel=1e-9)
+        assert found["flash_vs_lower_w1"] != pytest.approx(1.001 * ratio, rel=1e-9)
+        assert found["lower_format"] == "float8_e4m3fn"
+
+
+def test_what_overflows_below_is_left_out_there_alone() -> None:
+    """NaN of a lower format costs those elements in its own metrics, and changes no other."""
+    y = yardstick(empty=False)
+    low = y.reference + 0.1
+    broken = low.clone()
+    broken[0, 1, 2] = math.nan
+    lower = FORMATS["float8_e4m3fn"]
+    sound = changed(y, baseline_lower=low, lower=lower)
+    output = output_for(y)
+    found = measure(output, changed(y, baseline_lower=broken, lower=lower))[1]
+    usable = ~broken[:, 1].isnan()
+    assert y.baseline is not None
+    there = [x[:, 1][usable] for x in (broken, y.baseline)]
+    assert found["lower_rms"] == pytest.approx(rms(*there), rel=1e-9)
+    assert found["lower_w1"] == pytest.approx(transport(*there), rel=1e-9)
+    before = measure(output, sound)[1]
+    assert all(found[k] == before[k] for k in before if k not in NEW and k != "nulls")
+    nothing = changed(y, baseline_lower=torch.full_like(low, math.nan), lower=lower)
+    lost = measure(output, nothing)[1]
+    assert lost["lower_rms"] is None
+    assert lost["nulls"]["lower_rms"] == "0/0"
+
+
+def test_nothing_else_moves() -> None:
+    """Without the two there are no new metrics, and the others are the same to the bit."""
+    y = yardstick()
+    both = changed(y, baseline_fp32=y.reference, baseline_lower=y.reference + 1)
+    output = output_for(y)
+    for plain_head, head in zip(measure(output, y), measure(output, both), strict=True):
+        assert not plain_head.keys() & set(NEW)
+        assert all(head[k] == plain_head[k] for k in plain_head)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.half)])
+def test_the_bench_runs_the_baseline_in_both(name: str, dtype: torch.dtype) -> None:
+    """In float32 of the unrounded inputs; and in the format itself of inputs that were rounded,
+    once and from the unrounded ones, to 8 bits."""
+    case = drawn()
+    y = Bench(case.ref, lambda: case).at(name).yardstick
+    assert y.baseline_fp32 is not None
+    assert y.baseline_lower is not None
+    exact = plain(case, torch.float32)
+    assert torch.allclose(y.baseline_fp32, exact, rtol=1e-5, atol=1e-6)
+    low = plain(case, dtype, "float8_e4m3fn")
+    assert y.baseline_lower.dtype == dtype
+    assert torch.allclose(y.baseline_lower.double(), low.double(), rtol=0, atol=0)
+    here = plain(case, dtype, name)
+    assert not torch.allclose(here.double(), low.double(), rtol=0, atol=1e-3)
+
+
+def test_float32_goes_down_to_bfloat16_and_up_to_nothing() -> None:
+    """There is no wider format to come from; below it PyTorch computes, in bfloat16 itself."""
+    case = drawn()
+    y = Bench(case.ref, lambda: case).at("float32").yardstick
+    assert y.baseline_fp32 is None
+    assert y.lower == FORMATS["bfloat16"]
+    assert y.baseline_lower is not None
+    low = plain(case, torch.bfloat16, "bfloat16")
+    assert torch.equal(y.baseline_lower, low)
+
+
+def test_heads_and_rows_are_the_measured_ones() -> None:
+    """A selection of heads restricts the new runs as it does the baseline."""
+    case = drawn()
+    whole = Bench(case.ref, lambda: case).at("bfloat16").yardstick
+    one = Bench(case.ref, lambda: case, (1,)).at("bfloat16").yardstick
+    for name in ("baseline_fp32", "baseline_lower"):
+        assert torch.equal(getattr(one, name), getattr(whole, name)[:, 1:2])
+
+
+def test_estimates_from_sampled_rows_are_judged_as_such() -> None:
+    """A gate on one of the ratios looks at its interval."""
+    assert set(RATIOS) <= ESTIMATED
+
+
+def test_the_summary_takes_the_median_head() -> None:
+    """Of the ratios, with the name of the lower format."""
+    values = {0: 0.5, 1: 0.2, 2: 0.9}
+    rows = [
+        row(h, lower_format="float8_e4m3fn", **{name: x for name in NEW if "flash" in name})
+        for h, x in values.items()
+    ]
+    [k] = [k for k in summarise([precision(), baseline(), *rows]).kernels if k.role == "kernel"]
+    assert {getattr(k, name) for name in NEW if "flash" in name} == {0.5}
+    assert k.lower_format == "float8_e4m3fn"
+    assert np.isclose(np.median(list(values.values())), 0.5)
+
+
+@pytest.mark.parametrize("lower", [0.004, 0.5])
+def test_it_is_shown(lower: float) -> None:
+    """In the terminal and on the page, W1 behind the paired number; a small one is not 0.00."""
+    found = report(
+        (kernel(flash_vs_low_precision=0.31, flash_vs_low_precision_w1=0.35, flash_vs_lower=lower,
+                flash_vs_lower_w1=lower, lower_format="float8_e4m3fn"),)
+    )  # fmt: skip
+    text = shown(found, 300)
+    assert "over the baseline's own way from float32 to bfloat16: sdpa-flash 0.31 (W1 0.35)" in text
+    assert "on to float8_e4m3fn: sdpa-flash" in text
+    assert "0.00" not in text
+    page = html.page(found.model_copy(update={"request": {"target": "demo"}}))
+    assert "0.31 x (W1 0.35 x) what the baseline changes by from float32 to bfloat16" in page
