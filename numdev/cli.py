@@ -22,7 +22,7 @@ from numdev.errors import MeasurementError, NumdevError, UsageError
 
 if TYPE_CHECKING:
     from numdev.config import AuditConfig, AuditRequest, SweepRequest
-    from numdev.report import AnyReport
+    from numdev.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_KERNELS = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-default")
@@ -68,8 +68,8 @@ def cli(context: click.Context, debug: bool) -> None:
         click.echo(context.get_help())
 
 
-def output_options(function: F) -> F:
-    """Options every measuring command shares."""
+def result_options(function: F) -> F:
+    """Options of every command that writes a report."""
     for option in (
         click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors."),
         click.option("--json", "as_json", is_flag=True, help="The report on stdout, nothing else."),
@@ -80,13 +80,25 @@ def output_options(function: F) -> F:
             type=click.Path(path_type=Path),
             help="Directory for the results.  [default: numdev-reports/NAME-HASH]",
         ),
-        click.option("--seed", type=click.IntRange(min=0), help="Seed of all drawn numbers.  [0]"),
-        click.option(
-            "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to run.  [auto]"
-        ),
     ):
         function = option(function)
     return function
+
+
+def device_option(function: F) -> F:
+    """Where to compute."""
+    return click.option(
+        "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to run.  [auto]"
+    )(function)
+
+
+def output_options(function: F) -> F:
+    """Options every measuring command shares."""
+    function = result_options(function)
+    seed = click.option(
+        "--seed", type=click.IntRange(min=0), help="Seed of all drawn numbers.  [0]"
+    )
+    return device_option(seed(function))
 
 
 def measuring_options(function: F) -> F:
@@ -312,6 +324,109 @@ def sweep(
     _hand_over(found, directory, as_json=as_json, quiet=quiet)
 
 
+@cli.command(epilog="Example:  numdev train configs/train/tiny-ci.yaml")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps to take, in place of the file's.",
+)
+@click.option(
+    "--stop-after",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Stop then, with everything saved; the same command continues.",
+)
+@output_options
+def train(
+    config: Path,
+    steps: int | None,
+    stop_after: float | None,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    seed: int | None,
+    device: str | None,
+) -> None:
+    """Train small networks side by side, and measure how far their weights drift apart.
+
+    CONFIG is a YAML file. Its variants (another attention kernel, format, seed, optimiser, or a
+    difference of rounding alone) start from the same weights and see the same batches; at recorded
+    steps their weights are compared with the golden run's. With --seed N the seeds are counted from
+    N. The same request into the same directory continues where it stopped, bit for bit.
+    """
+    from numdev.config import read_yaml
+    from numdev.execute import digest
+    from numdev.studies.train import train as run
+    from numdev.trainconfig import TrainConfig, resolve
+
+    request = resolve(
+        read_yaml(config, TrainConfig), config.name, steps=steps, seed=seed, device=device
+    )
+    directory = output or Path("numdev-reports") / f"{config.stem}-{digest(request.measured())[:8]}"
+    with _measuring(show=not (quiet or as_json)) as progress:
+        found = run(
+            request,
+            directory,
+            overwrite=overwrite,
+            stop_after=stop_after,
+            command=_command(),
+            progress=progress,
+        )
+    if found is not None:
+        _hand_over(found, directory, as_json=as_json, quiet=quiet)
+    elif not quiet:
+        click.echo(f"Stopped, and saved in {directory}; continue with the same command.", err=True)
+
+
+@cli.command(epilog="Example:  numdev weights run-1/checkpoint run-2/checkpoint")
+@click.argument("targets", nargs=-1, required=True, metavar="A B [C]...")
+@device_option
+@result_options
+def weights(
+    targets: tuple[str, ...],
+    device: str | None,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare sets of weights tensor by tensor: B, and any further ones, with A.
+
+    Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a directory of
+    either (of a Hugging Face checkpoint, say), a torch.distributed.checkpoint directory, or `demo`.
+    No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
+    the rest was compared and reported.
+    """
+    from numdev.execute import digest
+    from numdev.studies.weights import weights as run
+
+    if len(targets) < 2:
+        raise UsageError(
+            "there is one set of weights and nothing to compare it with", hint="numdev weights A B"
+        )
+    name = f"{Path(targets[0]).stem or 'weights'}-{digest([list(targets), device])[:8]}"
+    directory = output or Path("numdev-reports") / name
+    with _measuring(show=not (quiet or as_json)) as progress:
+        found = run(
+            targets,
+            directory,
+            device=device or "auto",
+            overwrite=overwrite,
+            command=_command(),
+            progress=progress,
+        )
+    _hand_over(found, directory, as_json=as_json, quiet=quiet)
+    if found.damage:
+        first = found.damage[0]
+        raise MeasurementError(
+            f"{first.tensor + ' ' if first.tensor else ''}{first.words}",
+            hint=f"the rest was compared; {directory}/report.json names all that is damaged",
+        )
+
+
 @contextlib.contextmanager
 def _measuring(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     """The progress callback of a study, while a foreign kernel's prints are kept off stdout and no
@@ -332,9 +447,9 @@ def _measuring(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
-def _hand_over(found: AnyReport, directory: Path, *, as_json: bool, quiet: bool) -> None:
+def _hand_over(found: Report, directory: Path, *, as_json: bool, quiet: bool) -> None:
     """Write a finished report, and show it as asked. Raises MeasurementError, after that, for one
-    in which no kernel was measured: nothing was found, and that is no success."""
+    in which nothing was measured: that is no success."""
     from numdev import report as reports
     from numdev.render import html, terminal
 
@@ -346,9 +461,70 @@ def _hand_over(found: AnyReport, directory: Path, *, as_json: bool, quiet: bool)
         terminal.show(found)
         click.echo(f"Report: {directory / 'report.html'}", err=True)
     if not found.measured:
-        raise MeasurementError(
-            "no kernel under audit could be measured", hint=f"{directory}/report.json says why"
+        raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
+
+
+def checkpoint_options(function: F) -> F:
+    """A checkpoint for each role that `bounds` knows."""
+    for name, role in (
+        ("null", "That differs by chance alone: re-rounded at random, or moved by one ulp."),
+        ("other-seed", "From another initialisation."),
+        ("attention-precision", "As the golden one, with attention alone in another format."),
+        ("low-precision", "As the golden one, all of it in another format."),
+        ("flash", "As the golden one, with a flash kernel."),
+        ("golden", "The checkpoint that distances are taken from, in place of RUN."),
+    ):
+        function = click.option(
+            f"--{name}",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            metavar="CHECKPOINT",
+            help=f"{role} Repeatable.",
+        )(function)
+    return function
+
+
+@cli.command(epilog="Example:  numdev bounds numdev-reports/proxy-1234abcd")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@checkpoint_options
+@result_options
+def bounds(
+    run: Path | None,
+    golden: tuple[Path, ...],
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    **others: tuple[Path, ...],
+) -> None:
+    """Set how far flash moves weights beside low precision, another seed, and chance.
+
+    RUN is the report of a `numdev train`, or its directory; it needs neither torch nor a GPU. In
+    its place checkpoints can be given by role, each several times for several seeds: the k-th of a
+    role belongs to the k-th --golden. Distances between weights are proxies.
+    """
+    import hashlib
+    import json
+
+    from numdev.studies.bounds import claim, of_checkpoints, of_run
+
+    roles = {role: paths for role, paths in others.items() if paths}
+    if (run is None) == (not golden) or (run is not None and roles):
+        raise UsageError(
+            "bounds takes the report of a training run, or checkpoints by role",
+            hint="give RUN, or --golden with --flash, --low-precision, --other-seed, --null",
         )
+    if run is not None:
+        found = of_run(run, command=_command())
+    elif roles:
+        found = of_checkpoints(golden, roles, command=_command())
+    else:
+        raise UsageError("--golden alone is nothing to compare", hint="give --flash too")
+    digest = hashlib.sha256(json.dumps(found.request, sort_keys=True).encode()).hexdigest()
+    name = f"bounds-{found.request['target']}-{digest[:8]}"
+    directory = output or Path("numdev-reports") / name
+    claim(directory, found.request, overwrite=overwrite)
+    _hand_over(found, directory, as_json=as_json, quiet=quiet)
 
 
 @cli.command(epilog="Example:  numdev report numdev-reports/demo-1234abcd")
@@ -392,6 +568,11 @@ def gate(context: click.Context, path: Path, rules: Path | None, as_json: bool) 
 
     chosen = read_rules(rules) if rules else default_rules()
     found = reports.read(path)
+    if not isinstance(found, reports.AuditReport | reports.SweepReport):
+        raise UsageError(
+            f"{path}: is a report of numdev {found.kind}, which has no rows to judge",
+            hint="gate the report of an audit or a sweep",
+        )
     judged = judge_report(found, chosen)
     findings, tested = findings_of(found.rows, chosen)
     context.find_root().obj = judged.exit_code

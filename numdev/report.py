@@ -10,6 +10,7 @@ JSON has no NaN: a number that means nothing is null, and the row's `nulls` says
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import tempfile
@@ -116,6 +117,18 @@ class DeviationRow(Record):
     precision_w1: float | None = None
     flash_vs_precision: float | None = None
     flash_vs_precision_w1: float | None = None
+    low_precision_rms: float | None = None
+    """The baseline here from the baseline in float32."""
+    low_precision_w1: float | None = None
+    flash_vs_low_precision: float | None = None
+    """from_baseline_rms over low_precision_rms."""
+    flash_vs_low_precision_w1: float | None = None
+    lower_format: str | None = None
+    lower_rms: float | None = None
+    """The baseline of inputs in this lower format from the baseline here."""
+    lower_w1: float | None = None
+    flash_vs_lower: float | None = None
+    flash_vs_lower_w1: float | None = None
     bias: float | None = None
     bias_sign: float | None = None
     bias_feature: float | None = None
@@ -328,6 +341,13 @@ class KernelSummary(Record):
     flash_vs_precision_worst: float | None = None
     flash_vs_precision_where: str | None = None
     flash_vs_precision_w1: float | None = None
+    flash_vs_low_precision: float | None = None
+    """Median over heads, as the following: how far it is from the baseline, over how far the
+    baseline is from itself in float32; and from itself in `lower_format`."""
+    flash_vs_low_precision_w1: float | None = None
+    lower_format: str | None = None
+    flash_vs_lower: float | None = None
+    flash_vs_lower_w1: float | None = None
     expected_ratio: float | None = None
     expected_ratio_worst: float | None = None
     expected_ratio_where: str | None = None
@@ -449,6 +469,21 @@ class Report(Record):
     timings: dict[str, float] = Field(default_factory=dict)
     """Seconds by section (`numdev.stopwatch`), and `total`: of the run that made the report,
     without what an earlier one had finished."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything in it."""
+        return True
+
+    @property
+    def unmeasured(self) -> str:
+        """What to say of one that is not `measured`."""
+        return "no kernel under audit could be measured"
+
+    def tables(self) -> dict[str, Sequence[Record]]:
+        """What is written as CSV beside it, by the name of the file."""
+        return {}
 
 
 class AuditReport(Report):
@@ -456,7 +491,6 @@ class AuditReport(Report):
 
     kind: Literal["audit"] = "audit"
     summary: AuditSummary
-    findings: tuple[Finding, ...] = ()
     tested: tuple[str, ...] = ()
     """By which rules, and which could not be applied."""
     cases: tuple[CaseRecord, ...] = ()
@@ -469,6 +503,9 @@ class AuditReport(Report):
         """Whether any kernel under audit ran, or none was asked for."""
         status = {row.status for row in self.rows if row.role == "kernel"}
         return "ok" in status or not status
+
+    def tables(self) -> dict[str, Sequence[Record]]:
+        return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
 
 
 class CheckRecord(Record):
@@ -596,7 +633,6 @@ class SweepReport(Report):
 
     kind: Literal["sweep"] = "sweep"
     summary: SweepSummary
-    findings: tuple[Finding, ...] = ()
     tested: tuple[str, ...] = ()
     figures: tuple[Figure, ...]
     cells: tuple[CellRow, ...]
@@ -609,19 +645,25 @@ class SweepReport(Report):
         """As in an audit: whether a kernel has a number, or nobody lacks one."""
         return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
 
+    def tables(self) -> dict[str, Sequence[Record]]:
+        return {"rows": self.rows, **({"cells": self.cells} if self.cells else {})}
 
-AnyReport = AuditReport | SweepReport
-KINDS: dict[str, type[AuditReport] | type[SweepReport]] = {
-    "audit": AuditReport,
-    "sweep": SweepReport,
+
+KINDS = {
+    "audit": "numdev.report:AuditReport",
+    "sweep": "numdev.report:SweepReport",
+    "weights": "numdev.weightreport:WeightsReport",
+    "train": "numdev.trainreport:TrainReport",
+    "bounds": "numdev.boundsreport:BoundsReport",
 }
+"""Where the class of each kind of report is; imported when one is read."""
 
 
 class _Kind(BaseModel):
     kind: str
 
 
-def read(path: Path) -> AnyReport:
+def read(path: Path) -> Report:
     """Read `report.json`, or a directory that holds one.
 
     Raises UsageError where there is none, and MeasurementError for one that cannot be understood
@@ -637,7 +679,9 @@ def read(path: Path) -> AnyReport:
         ) from error
     try:
         kind = _Kind.model_validate_json(text).kind
-        return KINDS.get(kind, AuditReport).model_validate_json(text)
+        module, _, name = KINDS.get(kind, KINDS["audit"]).partition(":")
+        found: Report = getattr(importlib.import_module(module), name).model_validate_json(text)
+        return found
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -647,17 +691,11 @@ def read(path: Path) -> AnyReport:
         ) from error
 
 
-def write(report: AnyReport, directory: Path) -> None:
-    """Write report.json and its lists as CSV (rows, weights, cells); each atomically."""
-    lists: dict[str, Sequence[Record]] = {"rows": report.rows}
-    if isinstance(report, AuditReport):
-        lists["weights"] = report.weights
-    else:
-        lists["cells"] = report.cells
-    for name, rows in lists.items():
-        if rows or name == "rows":
-            with replacing(directory / f"{name}.csv") as file:
-                _write_csv(file, rows)
+def write(report: Report, directory: Path) -> None:
+    """Write report.json and its tables as CSV; each atomically."""
+    for name, rows in report.tables().items():
+        with replacing(directory / f"{name}.csv") as file:
+            _write_csv(file, rows)
     with replacing(directory / "report.json") as file:
         file.write(report.model_dump_json())
 

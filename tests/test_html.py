@@ -15,7 +15,6 @@ import pytest
 
 from numdev.render import chart, html
 from numdev.report import (
-    AnyReport,
     AuditReport,
     AuditSummary,
     Axis,
@@ -26,6 +25,7 @@ from numdev.report import (
     KernelSummary,
     Point,
     Provenance,
+    Report,
     SweepReport,
     SweepSummary,
     Tick,
@@ -150,7 +150,7 @@ def test_names_are_text(made: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("found", [sweep(), audit()], ids=["sweep", "audit"])
-def test_a_page_loads_nothing(found: AnyReport) -> None:
+def test_a_page_loads_nothing(found: Report) -> None:
     """No script, no link, no image, nothing from elsewhere; and its policy forbids them."""
     page = html.page(found)
     assert not Seen(page).tags & {"script", "link", "img", "iframe", "object", "use", "image"}

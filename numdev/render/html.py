@@ -6,6 +6,7 @@ escape everything, the drawings' texts among them.
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,20 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from numdev.render import chart
-from numdev.report import AnyReport, SweepReport, replacing
+from numdev.report import AuditReport, Report, SweepReport, replacing
 from numdev.stopwatch import words
 
 
-def write(report: AnyReport, directory: Path) -> None:
+def write(report: Report, directory: Path) -> None:
     """Write report.html beside report.json, atomically."""
     with replacing(directory / "report.html") as file:
         file.write(page(report))
 
 
-def page(report: AnyReport) -> str:
-    """The report as an HTML page."""
+def page(report: Report) -> str:
+    """The report as an HTML page, from the template of its kind. What is no audit's and no sweep's
+    has a module of its kind beside this one, whose `seen` says what the template gets; `summary`,
+    with its `answer`, is among it."""
     environment = Environment(
         loader=PackageLoader("numdev.render"),
         autoescape=select_autoescape(default=True, default_for_string=True),
@@ -35,16 +38,19 @@ def page(report: AnyReport) -> str:
     environment.filters |= {"si": _si, "ratio": _ratio, "shade": _shade, "said": chart.value}
     seen: dict[str, Any] = {
         "report": report,
-        "summary": report.summary,
         "request": json.dumps(report.request, indent=1, ensure_ascii=False),
         "facts": _facts(report),
     }
+    if not isinstance(report, AuditReport | SweepReport):
+        seen |= importlib.import_module(f"numdev.render.{report.kind}").seen(report)
+    else:
+        seen["summary"] = report.summary
     if isinstance(report, SweepReport):
         seen["charts"] = chart.charts(report.figures, report.summary.axis, report.summary.baseline)
     return environment.get_template(f"{report.kind}.html.j2").render(seen)
 
 
-def _facts(report: AnyReport) -> list[tuple[str, str]]:
+def _facts(report: Report) -> list[tuple[str, str]]:
     """Where the numbers come from, as pairs for a table."""
     system, source = report.provenance.system, report.provenance.source
     packages = system.get("packages", {})

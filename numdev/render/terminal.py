@@ -6,6 +6,7 @@ messages are foreign text: they go through `_text`, never through rich's markup.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from numdev.report import (
-    AnyReport,
     AuditReport,
     Axis,
     ConformanceReport,
@@ -65,12 +65,15 @@ def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
-def show(report: AnyReport, console: Console | None = None) -> None:
-    """Print a report of any kind."""
+def show(report: Report, console: Console | None = None) -> None:
+    """Print a report of any kind. Others than an audit's and a sweep's have a module of their kind
+    beside this one, with a `show`."""
     if isinstance(report, SweepReport):
         show_sweep(report, console)
-    else:
+    elif isinstance(report, AuditReport):
         show_audit(report, console)
+    else:
+        importlib.import_module(f"numdev.render.{report.kind}").show(report, console or Console())
 
 
 def show_sweep(report: SweepReport, console: Console | None = None) -> None:
@@ -121,7 +124,7 @@ def _answer(sentences: Sequence[str], out: Console) -> None:
     out.print()
 
 
-def _answered(report: AnyReport, out: Console) -> None:
+def _answered(report: AuditReport | SweepReport, out: Console) -> None:
     """The answer with the findings under it; but that a kernel computes a different function comes
     first, since then the answer is about that function."""
     leading = [f for f in report.findings if f.metric == "suspicion"]
@@ -289,6 +292,7 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Text]:
             ran = ", ".join(r.removeprefix("_scaled_dot_product_") for r in k.ran)
             same = ", with the numbers above" if _repeats(k, kernels) else ""
             yield _text(f"  sdpa-default ran {ran}{same}.", "dim")
+    yield from (_text(line, "dim") for line in _bounds(name, kernels))
     for reasons in dict.fromkeys(k.reasons for k in kernels if k.skipped or k.failed):
         these = [k for k in kernels if k.reasons == reasons]
         word, style = ("failed", "bold red") if these[0].failed else ("skipped", "yellow")
@@ -296,6 +300,26 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Text]:
         more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
         why = _text(f": {'; '.join(reasons[:3])}{more}")
         yield _text(f"  {names} ").append(word, style).append_text(why)
+
+
+def _bounds(name: str, kernels: Sequence[KernelSummary]) -> Iterator[str]:
+    """How far kernels are from the baseline, beside how far a change of format moves it."""
+    here = [k for k in kernels if k.role == "kernel" and not _repeats(k, kernels)]
+    known = [k for k in here if k.flash_vs_low_precision is not None]
+    if known:
+        said = ", ".join(
+            f"{k.kernel} {_times(k.flash_vs_low_precision)} (W1 "
+            f"{_times(k.flash_vs_low_precision_w1)})"
+            for k in known
+        )
+        yield f"  From the baseline, over the baseline's own way from float32 to {name}: {said}."
+    known = [k for k in here if k.flash_vs_lower is not None]
+    if known:
+        said = ", ".join(
+            f"{k.kernel} {_times(k.flash_vs_lower)} (W1 {_times(k.flash_vs_lower_w1)})"
+            for k in known
+        )
+        yield f"  Over its way on to {known[0].lower_format}: {said}."
 
 
 def _repeats(k: KernelSummary, kernels: Sequence[KernelSummary]) -> bool:
@@ -524,6 +548,11 @@ def _ratio(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 100 else f"{value:.3g}"
+
+
+def _times(value: float | None) -> str:
+    """A ratio that may be far below 1."""
+    return _ratio(value) if value is None or value == 0 or value >= 0.01 else _si(value)
 
 
 def _si(value: float | None) -> str:
