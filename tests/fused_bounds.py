@@ -13,6 +13,11 @@ Forward, per row:
 - exp2 is good to 2 u (`fused_tiles.exp2`), and fades by exp2 and a product: 3 u a tile, one more
   for a sink. Call it all p = (d + 16) u A + (3 t + 7) u. It is relative in P.
 - l and PV sum n terms, PV multiplies, the quotient rounds: |O error| <= T (2 p + (2 n + 4) u).
+- T sums products of P as two bfloat16 numbers, good to 2^-16, and |V| as one, off by 2^-8 where it
+  has more than 8 digits, in fp32, taken to lose 2^-22 a term and a tile. |V| is scaled to at most
+  1: a product below 2^-126 may be lost, n 2^-125 of the largest |V| where a maximum is subtracted,
+  and 2^-45 of it where P goes down to 2^-80 and l as far: T has an error of
+  (2 p + (2 n + 4) u + 2^-16 + 2^-8 + (n + t + 8) 2^-22) T + (n 2^-125 + 2^-45) max |V|.
 - L = m log(2) + log l: p + (n + 4) u + 5 u (|L| + A).
 
 Backward:
@@ -61,6 +66,7 @@ def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
     L = exact.lse.abs().masked_fill(exact.empty, 0.0)
     p = (d + 16) * U * A + (3 * math.ceil(n / LEAST_TILE) + 7) * U
     out = 2 * p + (2 * n + 4) * U
+    size = v.abs().amax() * (n * 2.0**-125 + 2.0**-45)
     E = (dO.abs() * exact.term_scale).sum(-1)
     w = 2 * p + 2 * U * A + 8 * U * L + (n + 8) * U
     c = 4 * p + 8 * U * (L + A) + (3 * n + 2 * e + 20) * U
@@ -74,12 +80,19 @@ def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
     dv = _of_group(case, ((w[..., None] + (2 * m + 4) * U) * P).mT @ dO.abs())
     one_path = {
         "out": out[..., None] * exact.term_scale,
-        "term_scale": out[..., None] * exact.term_scale,
+        "term_scale": (out[..., None] + _in_bfloat16(case)) * exact.term_scale + size,
         "lse": p + (n + 4) * U + 5 * U * (L + A),
         "delta": (out + (e + 1) * U) * E,
         **{"dq": dq, "dk": dk, "dv": dv, **_terms(case, exact)},
     }
     return {name: 2 * x + TINY for name, x in one_path.items()}
+
+
+def _in_bfloat16(case: AttentionCase) -> float:
+    """What the term scale of O is off by, as a part of itself, for being summed from bfloat16."""
+    exact = case.v.dtype == torch.bfloat16 or case.v.element_size() == 1
+    n = case.kv_len
+    return 2.0**-8 + (0.0 if exact else 2.0**-8) + (n + -(-n // LEAST_TILE) + 8) * 2.0**-22
 
 
 def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:

@@ -25,13 +25,13 @@ import triton
 import triton.language as tl
 from fused_bounds import bounds, shares
 from gradient_oracle import step
-from interpreted import index_arrays_of_one_element
+from interpreted import index_arrays_of_one_element, multiply_bfloat16
 from oracles import FEATURES
 from triton.runtime.interpreter import TensorHandle
 
 from numdev.cases import AttentionCase
 from numdev.kernels import blocked, fused, fused_tiles
-from numdev.kernels.fused_tiles import exp2
+from numdev.kernels.fused_tiles import exp2, in_bfloat16
 
 SINGLE, HALF = torch.float32, torch.float16
 SMALL = fused.Tile(32, 32, 1, 1)
@@ -147,7 +147,10 @@ def shaped_cases() -> Iterator[tuple[str, AttentionCase]]:
     """Shapes, sizes of scores, and formats."""
     yield "plain", large()
     yield "float16", large(HALF, is_causal=True)
+    yield "bfloat16", large(torch.bfloat16, is_causal=True)
     yield "float8", in_eight_bits()
+    yield "two halves of v", large(HALF, head_dim=20, v_dim=100, is_causal=True)
+    yield "two halves of v, online", large(v_dim=128, logits=300.0, sinks=True)
     yield "grouped", large(batch=2, heads=4, kv_heads=2, q_len=33, is_causal=True)
     yield "one kv head", large(heads=3, kv_heads=1, q_len=19, window=(5, None))
     yield "one query", large(batch=2, heads=4, kv_heads=2, q_len=1)
@@ -221,7 +224,7 @@ PARTED = ("grouped", "one kv head", "positions, causal", "additive mask", "bool 
           "sinks, empty rows", "causal, rows without keys", "another layout")  # fmt: skip
 
 
-def parted() -> Iterator[dict[str, Any]]:
+def in_parts() -> Iterator[dict[str, Any]]:
     """Shares where heads come in several groups and rows in several runs, that of the forward pass
     alone, and whether groups of heads change a bit of that."""
     named = dict(large_cases())
@@ -321,15 +324,36 @@ def worst(x: torch.Tensor, y: torch.Tensor) -> float:
         return float(max(abs(b / mpmath.power(2, a) - 1) for a, b in pairs) * 2**53)
 
 
+@triton.jit
+def narrowed(X, FOUND, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(FOUND + at, in_bfloat16(tl.load(X + at)))
+
+
+def narrow() -> Iterator[dict[str, Any]]:
+    """What becomes of 0, of numbers of all sizes, and of some between two bfloat16 numbers."""
+    made = torch.Generator().manual_seed(4)
+    sizes = torch.linspace(-110, 110, 2048, dtype=torch.float64).exp2()
+    x = sizes * (1 + torch.rand(2048, generator=made, dtype=torch.float64))
+    x[:257] = 1 + torch.arange(257, dtype=torch.float64) / 256
+    x[257:260] = torch.tensor([0.0, 2.0**-600, 2.0**-1060], dtype=torch.float64)
+    found = torch.empty(2048, dtype=torch.bfloat16)
+    narrowed[(2,)](x, found, 1024)
+    yield {"x": x.tolist(), "found": found.tolist()}
+
+
 def main() -> None:
     index_arrays_of_one_element()
+    multiply_bfloat16()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")  # numpy's, of log(0) and -inf - -inf, which are meant
     fused.accept = lambda case: None
     fused_tiles.libdevice = Libdevice
     fused.FORWARD, fused.BACKWARD = {256: SMALL}, SMALL
-    parts = {f.__name__: list(f()) for f in (accuracy, parted, divided, tiles, exponentials)}
+    parts = {
+        f.__name__: list(f()) for f in (accuracy, in_parts, divided, tiles, exponentials, narrow)
+    }
     json.dump(parts, sys.stdout)
 
 

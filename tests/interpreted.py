@@ -33,6 +33,27 @@ def index_arrays_of_one_element() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def multiply_bfloat16() -> None:
+    """Triton 3.6 multiplies the bits of bfloat16 operands, as whole numbers, in the interpreter and
+    nowhere else."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def in_fp32(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        bits = x.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return multiply(self, in_fp32(a), in_fp32(b), *others)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A run of Python that finds numdev and the tests' modules."""
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])

@@ -82,9 +82,9 @@ def test_the_bounds_reject_planted_mistakes(interpreted: dict[str, Any]) -> None
 def test_groups_of_heads_and_runs_of_rows_agree(interpreted: dict[str, Any]) -> None:
     """So do gradients that are put together from one kv head at a time and 9 rows at a time; the
     forward pass is then the same bit by bit, and that of `attend` alone."""
-    assert all(found["runs"] >= 3 for found in interpreted["parted"])
-    assert sum(found["parts"] == 2 for found in interpreted["parted"]) == 7
-    for found in interpreted["parted"]:
+    assert all(found["runs"] >= 3 for found in interpreted["in_parts"])
+    assert sum(found["parts"] == 2 for found in interpreted["in_parts"]) == 7
+    for found in interpreted["in_parts"]:
         assert found["same"], found["case"]
         assert max(*found["shares"].values(), *found["forward"].values()) <= 1.0, found
 
@@ -115,6 +115,20 @@ def test_exp2_is_as_good_as_it_says(interpreted: dict[str, Any]) -> None:
         below, known = found["values"][:3], found["values"][3:]
         assert known == [2.0**-1021, 2.0**1021, 1.0]
         assert found["small"] or below == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_probabilities_become_bfloat16(interpreted: dict[str, Any]) -> None:
+    """The nearest one; 0 and what is far too small become 0."""
+    given = interpreted["narrow"][0]
+    x, found = (torch.tensor(given[name], dtype=torch.float64) for name in ("x", "found"))
+    assert (x == 0).sum() == 1
+    nothing = x < 2.0**-500
+    assert nothing.sum() == 3
+    assert (found[nothing] == 0).all()
+    x, found = x[~nothing], found[~nothing]
+    assert ((found - x).abs() <= 2.0**-8 * 2.0 ** x.log2().floor()).all()
+    assert (found != x).sum() > 1000
 
 
 # --- the comparison ------------------------------------------------------------------------------

@@ -440,7 +440,7 @@ def test_on_a_gpu_sampled_rows_are_the_calls(name: str) -> None:
 
         y, z = part.yardsticks[tensor], whole.yardsticks[tensor]
         close(y.reference, z.reference, 1e-11)
-        close(y.term_scale, z.term_scale, 1e-11 if tensor == "out" else 1e-3)
+        close(y.term_scale, z.term_scale, 2.0**-7)
         if tensor in part.by_row:
             claim = {"preset": "fa2"}
             close(part.predicted(claim)[tensor], whole.predicted(claim)[tensor], 1e-3)

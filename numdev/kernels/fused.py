@@ -5,9 +5,10 @@ one and runs wherever this cannot. Results are those of that path to fp64
 rounding (docs/method.md has the bound), and the same from run to run. What this path cannot take
 stands in `numdev.kernels.fused_refusal`.
 
-Forward is one kernel, `fused_tiles.forward`. Backward is the five matrix products that every
-backward pass makes, in fp64, and three for the term scales of dq, dk and dv, in bfloat16: these are
-what errors are measured in, sums of numbers of one sign, and good to 1 % (docs/method.md).
+Forward is one kernel, `fused_tiles.forward`: two products in fp64, and one for the term scale of
+the output. Backward is the five matrix products that every backward pass makes, in fp64, and three
+for the term scales of dq, dk and dv. Those for term scales are in bfloat16: these are what errors
+are measured in, sums of numbers of one sign, and good to 1 % (docs/method.md).
 S and dP stay in registers until they have become P, dX and the terms of dX
 (`fused_tiles.score_gradients`); these are written for a run of query rows at a time, and the other
 six are the library's products of large matrices.
@@ -33,7 +34,7 @@ from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
 from numdev.kernels.backward import upstream
 from numdev.kernels.fused_refusal import accept, accept_scores, is_additive
-from numdev.kernels.fused_terms import Terms, grouped
+from numdev.kernels.fused_terms import Terms, grouped, scaled
 from numdev.kernels.results import Gradients, Reference
 
 OPERAND_BYTES = 1 << 30
@@ -46,9 +47,10 @@ RUNS = 16
 """Under causality a run computes with all keys its last row sees: there are at least so many runs,
 if they have LEAST_ROWS."""
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
-BOUND = 800.0
-"""In units of log 2: scores up to this size need no maximum subtracted. P reaches 2^800; its
-products with V, which 16-bit formats and fp32 keep below 2^128, and their sums stay finite."""
+BOUND = 80.0
+"""In units of log 2: scores up to this size need no maximum subtracted. P and its sums stay well
+within what bfloat16 and fp32 hold, for term scales, whose |V| comes times a power of two that
+brings it to at most 1."""
 FAR = (1 << 30) - 1
 """Beyond every row and key, and yet int32 holds the sum of such a number and a position."""
 BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")
@@ -65,8 +67,9 @@ class Tile:
     stages: int
 
 
-FORWARD = {64: Tile(64, 32, 4, 3), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}
-"""By the width of the widest operand."""
+FORWARD = {64: Tile(64, 32, 4, 3), 128: Tile(64, 16, 4, 3), 256: Tile(16, 32, 4, 1)}
+"""By the width of the widest operand, for 16 and 8 bits. fp32, whose operands take twice the room,
+has one stage less."""
 BACKWARD = Tile(32, 64, 4, 3)
 BLOCK_D = 16
 """How much of S's and dP's inner axis a step of the backward kernel takes."""
@@ -154,6 +157,7 @@ def _forward(case: AttentionCase) -> dict[str, Tensor]:
     from numdev.kernels.fused_tiles import forward
 
     at, tile = _Operands.of(case), _forward_tile(case)
+    options = _forward_options(case, at, tile)
     b, h, n = case.q.shape[:3]
     grid = (-(-n // tile.block_q), b * h)
     span = _span(case, tile, math.prod(grid))
@@ -163,13 +167,14 @@ def _forward(case: AttentionCase) -> dict[str, Tensor]:
     lse = _room(at.q, parts, b, h, n)
     empty = torch.empty(parts, b, h, n, dtype=torch.int8, device=at.q.device)
     sinks = at.q if case.sinks is None else case.sinks.detach().double() * LOG2E
+    k, v = (_upper(x) if options["UPPER"] else x for x in (at.k, at.v))
+    size, unit = scaled(at.v.abs())
     _launch(
         forward,
         (*grid, parts),
-        at.q, at.k, at.v, *at.pointers, sinks, out, terms, lse, empty,
+        at.q, k, v, size, unit, *at.pointers, sinks, out, terms, lse, empty,
         h, case.group, n, case.kv_len, span, *at.masks,
-        D=d, D_V=d_v, BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv, STAGES=tile.stages,
-        BOUNDED=at.bounded(case), SINK=case.sinks is not None, num_warps=tile.warps, **at.flags,
+        D=d, D_V=d_v, **options,
     )  # fmt: skip
     out, terms, lse = _merged(out, terms, lse)
     width = case.v.shape[-1]
@@ -179,6 +184,35 @@ def _forward(case: AttentionCase) -> dict[str, Tensor]:
         "lse": lse,
         "empty": empty.bool().all(dim=0),
     }
+
+
+def _forward_options(case: AttentionCase, at: _Operands, tile: Tile) -> dict[str, Any]:
+    """How the forward kernel is compiled, but for widths."""
+    upper, bounded, d_v = _is_short(case), at.bounded(case), at.v.shape[-1]
+    return {
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "STAGES": tile.stages if upper else max(1, tile.stages - 1),
+        "num_warps": tile.warps,
+        "BOUNDED": bounded,
+        # Pays with tiles of few keys.
+        "WHOLE": bounded and not at.flags["MASKED"] and tile.block_kv < 32,
+        "SINK": case.sinks is not None,
+        "UPPER": upper,
+        "PART": d_v // 2 if d_v == 128 else d_v,
+        **at.flags,
+    }
+
+
+def _is_short(case: AttentionCase) -> bool:
+    """Whether the lower halves of K and V in fp64 are 0: formats of 16 and 8 bits have at most 11
+    significant bits, and fp64 has 21 in the upper half."""
+    return max(x.element_size() for x in (case.k, case.v)) <= 2
+
+
+def _upper(x: Tensor) -> Tensor:
+    """The upper 32 bits of fp64 numbers."""
+    return x.view(torch.int32)[..., 1::2].contiguous()
 
 
 def _forward_tile(case: AttentionCase) -> Tile:

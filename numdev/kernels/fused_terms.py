@@ -1,4 +1,5 @@
-"""The term scales of the fused backward pass: in bfloat16, as nothing but a unit for errors.
+"""The term scales of the fused reference: in bfloat16, as nothing but a unit for errors. Those of a
+backward pass are summed here, that of the output where the output is (`fused_tiles.forward`).
 
 A term scale is a sum of numbers of one sign, so rounding its terms to 8 bits moves it by less than
 1 % (docs/method.md), and by much less where there are many.
@@ -40,7 +41,7 @@ class Terms:
         """Of the fp64 operands of `fused`: q comes with the scale."""
         # |dP| is at most |dO| |V|, and so is delta, an average of dP.
         largest = dO.norm(dim=-1).amax() * v.norm(dim=-1).amax()
-        (q, of_q), (k, of_k), (dO, of_dO) = (_scaled(x.abs()) for x in (q, k, dO))
+        (q, of_q), (k, of_k), (dO, of_dO) = (scaled(x.abs()) for x in (q, k, dO))
         by_key = (case.q.shape[0] * case.kv_heads, case.kv_len)
         return cls(
             q=q,
@@ -81,7 +82,7 @@ def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """x in bfloat16, times a power of two that brings it to at most 1, and that power."""
     unit = _unit(x.amax())
     return (x * unit).bfloat16(), unit

@@ -1,8 +1,9 @@
-"""The Triton kernels of the fused fp64 reference. Everything they compute is fp64.
+"""The Triton kernels of the fused fp64 reference. Everything they compute is fp64, but for term
+scales, which are sums of products of bfloat16 numbers in fp32.
 
 - `forward` is FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) with one product
   more, P |V| for the term scale. Where scores are known to be small (BOUNDED) it subtracts no
-  maximum and rescales nothing: fp64 holds 2^-800 to 2^800 as well as it holds 1.
+  maximum and rescales nothing: bfloat16 holds 2^-80 to 2^80 as well as it holds 1.
 - `score_gradients` makes S and dP, tile by tile, and writes P and dX = P (dP - delta) for a run of
   query rows; and in bfloat16 P once more and the terms P (|dP| + |delta|), which go to term scales.
   What is summed over keys or rows from there is a product of large matrices, in
@@ -109,20 +110,60 @@ def masked(x, i, j, seen, MASK, at, low, high, LOW: tl.constexpr, HIGH: tl.const
     return x, seen
 
 
+@triton.jit
+def whole(x, UPPER: tl.constexpr):
+    """fp64 numbers; UPPER ones come as their upper 32 bits, and the lower are 0."""
+    if UPPER:
+        x = (x.to(tl.int64) << 32).to(tl.float64, bitcast=True)
+    return x
+
+
+@triton.jit
+def in_bfloat16(p):
+    """Numbers from 0 to below 2^127 to nearest, ties away from 0. Below 2^-126 they become less
+    than that, 0 becomes 0.
+
+    Half of the last place is added to the bits, the exponent's bias made that of bfloat16, and the
+    rest cut off. A cast would be as long as the product it is for.
+    """
+    upper = (p.to(tl.int64, bitcast=True) >> 32).to(tl.int32)
+    return (tl.maximum(upper - 939520000, 0) >> 13).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def add_values(out, terms, p, p16, V, ABS, at, ok, UPPER: tl.constexpr):
+    """out and terms with P V and P |V| added; p16 is p in bfloat16."""
+    v = tl.load(V + at, mask=ok[:, None], other=0)
+    size = tl.load(ABS + at, mask=ok[:, None], other=0.0)
+    terms = tl.dot(p16, size, terms)
+    return tl.dot(p, whole(v, UPPER), out, out_dtype=tl.float64), terms
+
+
+@triton.jit
+def store_values(out, terms, factor, unit, OUT, TERMS, at, ok):
+    """out and terms times factor, by row; terms came times unit."""
+    tl.store(OUT + at, out * factor[:, None], mask=ok[:, None])
+    tl.store(TERMS + at, terms.to(tl.float64) * (factor / unit)[:, None], mask=ok[:, None])
+
+
 @triton.jit(do_not_specialize=("heads",))
 def forward(
-    Q, K, V, MASK, POSITIONS, CAP, SINKS, OUT, TERMS, LSE, EMPTY,
+    Q, K, V, ABS, UNIT, MASK, POSITIONS, CAP, SINKS, OUT, TERMS, LSE, EMPTY,
     heads, group, q_len, kv_len, span, low, high, mask_b, mask_h, mask_q, mask_k,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     STAGES: tl.constexpr, BOUNDED: tl.constexpr, SINK: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    AT: tl.constexpr,
+    AT: tl.constexpr, UPPER: tl.constexpr, PART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """O, its term scale, L and whether a row is empty, for BLOCK_Q rows of one head and the `span`
     keys of one part: [parts, BH, q_len, ..]. A sink counts as a key of the first part.
 
     Q [BH, q_len, D] comes times scale and, without a soft cap, log2(e); K [BH / group, kv_len, D],
-    V [BH / group, kv_len, D_V]; all contiguous. SINKS [heads] are in units of log 2.
+    V [BH / group, kv_len, D_V], both UPPER as `whole` takes them; ABS is |V| times UNIT, in
+    bfloat16; all contiguous. SINKS [heads] are in units of log 2. PART columns of V are taken at a
+    time, D_V or half of it: Triton gives a warp rows of its own where a product is no wider than
+    high, and P then stays in its registers. WHOLE, which needs BOUNDED and not MASKED, hides keys
+    only in the tiles where some are hidden.
     """
     # The last rows see most keys under causality: begin with them.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -133,7 +174,7 @@ def forward(
     i = r
     if AT:
         i = tl.load(POSITIONS + r, mask=r_ok, other=0)
-    c, d, d_v = tl.arange(0, BLOCK_KV), tl.arange(0, D), tl.arange(0, D_V)
+    c, d, d_v = tl.arange(0, BLOCK_KV), tl.arange(0, D), tl.arange(0, PART)
     row = bh * q_len + r
     q = tl.load(Q + row[:, None] * D + d[None, :], mask=r_ok[:, None], other=0.0)
 
@@ -147,11 +188,18 @@ def forward(
     part = tl.program_id(2)
     first = tl.maximum(first // BLOCK_KV * BLOCK_KV, part * span)
     last = tl.minimum(last, (part + 1) * span)
+    # From tiles that begin here nothing is hidden from any row.
+    whole_from, whole_to = first, kv_len - BLOCK_KV + 1
+    if HIGH:
+        whole_to = tl.minimum(whole_to, i_min + high - BLOCK_KV + 2)
+    if LOW:
+        whole_from = tl.maximum(first, i_max + low)
 
     m = tl.full([BLOCK_Q], float("-inf"), tl.float64)
     l = tl.zeros([BLOCK_Q], tl.float64)
-    out = tl.zeros([BLOCK_Q, D_V], tl.float64)
-    terms = tl.zeros([BLOCK_Q, D_V], tl.float64)
+    out = tl.zeros([BLOCK_Q, PART], tl.float64)
+    terms = tl.zeros([BLOCK_Q, PART], tl.float32)
+    out_b, terms_b = out, terms
     mask_at = (bh // heads) * mask_b + (bh % heads) * mask_h + r[:, None].to(tl.int64) * mask_q
     cap = 1.0
     if SOFTCAP:
@@ -160,14 +208,18 @@ def forward(
         j = start + c
         c_ok = j < kv_len
         key = kv * kv_len + j
-        k = tl.load(K + key[None, :] * D + d[:, None], mask=c_ok[None, :], other=0.0)
-        x = tl.dot(q, k, out_dtype=tl.float64)
+        k = tl.load(K + key[None, :] * D + d[:, None], mask=c_ok[None, :], other=0)
+        x = tl.dot(q, whole(k, UPPER), out_dtype=tl.float64)
         if SOFTCAP:
             x = libdevice.tanh(x / cap) * (cap * 1.4426950408889634)
         at = mask_at + j[None, :].to(tl.int64) * mask_k
         x, seen = masked(x, i, j, r_ok[:, None] & c_ok[None, :], MASK, at, low, high, LOW,
                          HIGH, MASKED)  # fmt: skip
-        if BOUNDED:
+        if WHOLE:
+            p = exp2(x, True)
+            if start < whole_from or start >= whole_to:
+                p = tl.where(seen, p, 0.0)
+        elif BOUNDED:
             p = tl.where(seen, exp2(x, True), 0.0)
         else:
             x = tl.where(seen, x, float("-inf"))
@@ -178,15 +230,21 @@ def forward(
             m = above
             l *= fade
             out *= fade[:, None]
-            terms *= fade[:, None]
+            terms *= fade[:, None].to(tl.float32)
+            if PART < D_V:
+                out_b *= fade[:, None]
+                terms_b *= fade[:, None].to(tl.float32)
         l += tl.sum(p, 1)
-        v = tl.load(V + key[:, None] * D_V + d_v[None, :], mask=c_ok[:, None], other=0.0)
-        out = tl.dot(p, v, out, out_dtype=tl.float64)
-        terms = tl.dot(p, tl.abs(v), terms, out_dtype=tl.float64)
+        p16 = in_bfloat16(p)
+        at = key[:, None] * D_V + d_v[None, :]
+        out, terms = add_values(out, terms, p, p16, V, ABS, at, c_ok, UPPER)
+        if PART < D_V:
+            out_b, terms_b = add_values(out_b, terms_b, p, p16, V, ABS, at + PART, c_ok, UPPER)
 
     empty = l == 0.0
     if BOUNDED:
         m = tl.zeros([BLOCK_Q], tl.float64)
+    fade = tl.full([BLOCK_Q], 1.0, tl.float64)
     if SINK:
         sink = tl.where(part == 0, tl.load(SINKS + bh % heads), float("-inf"))
         m = tl.where(empty, float("-inf"), m)
@@ -194,15 +252,15 @@ def forward(
         above = tl.where(above == float("-inf"), 0.0, above)
         fade = exp2(m - above)
         l = l * fade + exp2(sink - above)
-        out *= fade[:, None]
-        terms *= fade[:, None]
         m = above
-    whole = tl.where(l == 0.0, 1.0, l)[:, None]
+    factor = fade / tl.where(l == 0.0, 1.0, l)
+    unit = tl.load(UNIT)
     m = tl.where(m == float("-inf"), 0.0, m)
     row += part.to(tl.int64) * tl.num_programs(1) * q_len
     at = row[:, None] * D_V + d_v[None, :]
-    tl.store(OUT + at, out / whole, mask=r_ok[:, None])
-    tl.store(TERMS + at, terms / whole, mask=r_ok[:, None])
+    store_values(out, terms, factor, unit, OUT, TERMS, at, r_ok)
+    if PART < D_V:
+        store_values(out_b, terms_b, factor, unit, OUT, TERMS, at + PART, r_ok)
     tl.store(LSE + row, m * 0.6931471805599453 + tl.log(l), mask=r_ok)
     tl.store(EMPTY + row, empty.to(tl.int8), mask=r_ok)
 
