@@ -46,6 +46,8 @@ def tally(x: Tensor, device: torch.device, at_once: int) -> Tally:
     Counted on `device`, where at most `at_once` values are at a time.
     """
     bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
+    if device.type != "cpu" and x.numel() <= at_once:  # the few that occur, without a table of all
+        return tally_of_runs(bits.to(device), x.dtype)
     counts = np.zeros(256**x.dtype.itemsize, dtype=np.int64)
     for part in slices(x.numel(), at_once):
         counts += pattern_counts(bits[part].to(device))
@@ -53,6 +55,14 @@ def tally(x: Tensor, device: torch.device, at_once: int) -> Tally:
     counts = counts[order]
     present = np.flatnonzero(counts)
     return Tally(values[present], counts[present])
+
+
+def tally_of_runs(bits: Tensor, dtype: torch.dtype) -> Tally:
+    """The tally of [n] patterns of a format, on any device."""
+    patterns, counts = _runs(bits)
+    values = torch.from_numpy(patterns).view(dtype).double().numpy()
+    order = np.argsort(values, kind="stable")
+    return Tally(values[order], counts[order])
 
 
 @functools.cache
@@ -80,12 +90,21 @@ def _counted_by_numpy(bits: Values, size: int) -> Values:
 
 
 def _counted_by_torch(bits: Tensor, size: int) -> Values:
-    # This sorts the keys alone and counts runs: one value takes as long as a thousand. A histogram
-    # by atomic additions waits wherever many elements have the same value, as weights do.
-    found, often = torch.unique(bits, return_counts=True)
+    patterns, often = _runs(bits)
     counts = np.zeros(size, dtype=np.int64)
-    counts[_unsigned(found.cpu().numpy())] = often.cpu().numpy()
+    counts[_unsigned(patterns)] = often
     return counts
+
+
+def _runs(bits: Tensor) -> tuple[Values, Values]:
+    """The patterns that occur, in the dtype of [n] bits, and how often each does.
+
+    This sorts the keys alone and counts runs: one value takes as long as a thousand. A histogram
+    by atomic additions waits wherever many elements have the same value, as weights do, and was
+    slower on an H200 with a copy for every 64 neighbours too (docs/log.md).
+    """
+    found, often = torch.stack([x.long() for x in torch.unique(bits, return_counts=True)]).cpu()
+    return found.to(bits.dtype).numpy(), often.numpy()
 
 
 def _unsigned(bits: Values) -> Values:

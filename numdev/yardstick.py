@@ -222,14 +222,19 @@ class Yardstick:
         return found
 
     @cached_property
-    def _facts(self) -> tuple[bool, bool, bool]:
+    def _facts(self) -> tuple[bool, bool, bool, bool]:
         """Whether a row is empty, whether one repeats another, and whether something is not finite
-        in a row that sees a key. (Where the floor is finite so is the reference.)"""
-        tensors = [x for x in (self.floor, self.baseline, self.unrounded) if x is not None]
-        wrong = [(self.seen & ~finite(x)).any() for x in tensors]
-        facts = [self.empty.any(), self.repeated.any(), torch.stack(wrong).any()]
-        empty, repeated, lost = torch.stack(facts).tolist()
-        return empty, repeated, lost
+        in a row that sees a key: of floor, baseline and unrounded reference, and of these or the
+        baselines in other formats. (Where the floor is finite so is the reference.)"""
+        tensors = (self.floor, self.baseline, self.unrounded)
+        lost, beside = (
+            [(self.seen & ~finite(x)).any() for x in some if x is not None]
+            for some in (tensors, (self.baseline_fp32, self.baseline_lower))
+        )
+        any_lost = torch.stack(lost).any()
+        facts = [self.empty.any(), self.repeated.any(), any_lost, torch.stack([any_lost, *beside])]
+        empty, repeated, unsettled, unfinished = torch.stack([x.any() for x in facts]).tolist()
+        return empty, repeated, unsettled, unfinished
 
     @property
     def settled(self) -> bool:
@@ -240,7 +245,7 @@ class Yardstick:
     def standard(self) -> Part:
         """All elements of rows that see a key. Of a settled yardstick, what a finite output is held
         to in every respect but its bias."""
-        some_empty, _, _ = self._facts
+        some_empty = self._facts[0]
         return Part(
             usable=self.seen.expand_as(self.reference) if some_empty else None,
             reference=self.reference,
@@ -254,7 +259,7 @@ class Yardstick:
     @cached_property
     def distinct(self) -> Part:
         """The standard part without rows that repeat others."""
-        _, some_repeated, _ = self._facts
+        some_repeated = self._facts[1]
         return self.standard.where(~self.repeated[..., None]) if some_repeated else self.standard
 
     def beside(self, part: Part, other: Tensor) -> Part:
@@ -288,7 +293,7 @@ class Yardstick:
         for name, other in (("cast", self.baseline_fp32), ("lower", self.baseline_lower)):
             if other is not None and self.baseline is not None:
                 both = self._beside_baseline(other)
-                found[f"{name}_apart"] = _distance(self.baseline, other, both)
+                found[f"{name}_apart"] = _distance(self.baseline.double(), other, both)
                 found[f"{name}_count"] = both.count
         return found
 
@@ -316,13 +321,15 @@ class Yardstick:
 
     def _w1_from_baseline(self, other: Tensor) -> Tensor:
         part = self._beside_baseline(other)
-        moved = sorted_rows(by_head(part.kept(other.double())))
+        moved = sorted_rows(by_head(part.kept(other)))  # in its own dtype, which sorts faster
         return w1_of_sorted(moved, part.sorted_baseline)
 
     def _beside_baseline(self, other: Tensor) -> Part:
-        """Elements where the baseline and another run of it are finite. Always looked at: inputs
-        that overflow in a lower format are no reason to call a yardstick unsettled."""
+        """Elements where the baseline and another run of it are finite. Inputs that overflow in a
+        lower format are no reason to call a yardstick unsettled."""
         assert self.baseline is not None
+        if not self._facts[3]:
+            return self.standard
         return self.standard.where(self.shown, finite(self.baseline), finite(other))
 
     def for_format(self, fmt: Format) -> Yardstick:

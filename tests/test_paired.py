@@ -216,7 +216,8 @@ def test_the_gpu_is_waited_for_once(monkeypatch) -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_the_gpu_holds_no_wide_copies(monkeypatch) -> None:
-    """Beyond what W1 of bfloat16 takes by counting, a few blocks: three float64 copies are 24 B."""
+    """Beyond what sorting bfloat16 patterns for W1 takes (they and a copy of them, and what the
+    sort wants), a few blocks: one float64 copy is 8 B a value, and three would be 24."""
     monkeypatch.setattr(blockwise, "_DEVICE_BLOCK", 2**18)
     a = torch.randn(2**23, device="cuda").bfloat16()
     b = a.flip(0)
@@ -224,4 +225,4 @@ def test_the_gpu_holds_no_wide_copies(monkeypatch) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     _sums(a, b)
-    assert torch.cuda.max_memory_allocated() - before < 4 * 2**23
+    assert torch.cuda.max_memory_allocated() - before < 6 * 2**23

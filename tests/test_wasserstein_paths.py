@@ -19,7 +19,14 @@ from scipy.stats import wasserstein_distance
 from numdev import blockwise, wasserstein_ranges
 from numdev.errors import UsageError
 from numdev.wasserstein import w1, w1_of_sorted, w1_rows
-from numdev.wasserstein_counts import Tally, _counted_by_torch, pattern_counts, w1_of_tallies
+from numdev.wasserstein_counts import (
+    Tally,
+    _counted_by_torch,
+    pattern_counts,
+    tally,
+    tally_of_runs,
+    w1_of_tallies,
+)
 from numdev.wasserstein_sorted import both_sorted, weights
 
 # Every term is positive and correctly rounded; a hundred of them are added in float64.
@@ -150,6 +157,19 @@ def test_both_ways_to_count(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(_counted_by_torch(bits, len(counts)), counts)
     for pattern in bits[:50].tolist():
         assert counts[pattern % len(counts)] == int((bits == pattern).sum())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_tally_of_runs_is_that_of_the_table(dtype: torch.dtype) -> None:
+    """Value by value, with both zeros and a NaN; equal values come in the order of patterns."""
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.randn(3000, generator=drawn), torch.tensor([0.0, -0.0, nan])]).to(dtype)
+    bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
+    table, runs = tally(x, torch.device("cpu"), 2**20), tally_of_runs(bits, dtype)
+    np.testing.assert_array_equal(runs.values, table.values)
+    for value in np.unique(table.values):
+        same = np.isnan(table.values) if np.isnan(value) else table.values == value
+        assert sorted(runs.counts[same]) == sorted(table.counts[same])
 
 
 def test_counts_beyond_2_to_the_53_are_exact() -> None:
