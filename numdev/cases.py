@@ -5,7 +5,7 @@ reference included, is a function of a case. A `CaseRef` names a case in plain d
 and report rows can speak of it without holding a tensor.
 
 Where cases come from is not decided here: `numdev.inputs` draws them from a configuration,
-`numdev.capture` takes them out of a running model.
+`numdev.capturing` takes them out of a running model.
 
 A case may hold some of a call's query rows alone (`select_rows`): then `positions` says where they
 stand, and causality and windows go by that. To such rows it is the same call, since a row of
@@ -192,6 +192,21 @@ class AttentionCase:
             q=self.q[:, heads],
             k=self.k[:, kv],
             v=self.v[:, kv],
+            mask=mask,
+            sinks=None if self.sinks is None else self.sinks[heads],
+            grad_out=None if self.grad_out is None else self.grad_out[:, heads],
+        )
+
+    def one_of_each_group(self, place: int) -> AttentionCase:
+        """The same call restricted to the query heads at one place of their groups: one for every
+        kv head. Its tensors are views."""
+        heads = slice(place, None, self.group)
+        mask = self.mask
+        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+            mask = mask[..., heads, :, :]
+        return dataclasses.replace(
+            self,
+            q=self.q[:, heads],
             mask=mask,
             sinks=None if self.sinks is None else self.sinks[heads],
             grad_out=None if self.grad_out is None else self.grad_out[:, heads],

@@ -147,6 +147,9 @@ class VariantConfig(Strict):
     name: Name
     role: VariantRole = "variant"
     kernel: Named | None = None
+    backward_kernel: Named | None = None
+    """Whose gradients it has: those of this kernel's whole training step, its forward pass
+    included. None: its own kernel's, whatever the golden run has."""
     format: Format | None = None
     attention_format: AttentionFormat | None = None
     """q, k and v are cast to it, and the output back. In the golden run None: the network's."""
@@ -172,6 +175,7 @@ def _check_variants(variants: tuple[VariantConfig, ...]) -> tuple[VariantConfig,
 
 def _check_role(v: VariantConfig) -> None:
     changes = {"kernel", "format", "attention_format", "seed", "data_order", "optimiser"}
+    changes |= {"backward_kernel"}
     made = {name for name in changes if getattr(v, name) is not None}
     needs = {
         "golden": "kernel",
@@ -192,6 +196,8 @@ def _check_role(v: VariantConfig) -> None:
         )
     if v.role == "golden" and made & {"seed", "data_order"}:
         raise ValueError(f"{v.name}: the golden run has the seeds of the run")
+    if v.role == "golden" and v.backward_kernel is not None:
+        raise ValueError(f"{v.name}: the golden run has the gradients of its own kernel")
 
 
 def folder_of(variant: str) -> str:
@@ -260,11 +266,17 @@ class Variant(Strict):
     name: str
     role: VariantRole
     kernel: Choice
+    backward_kernel: Choice | None = None
     format: Format
     attention_format: AttentionFormat | None
     seed: int = 0
     data_order: int = 0
     optimiser: Optimiser
+
+    @property
+    def kernels(self) -> tuple[Choice, ...]:
+        """All that it runs: its own, and the one behind it."""
+        return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
 class TrainRequest(Strict):
@@ -347,6 +359,7 @@ def _complete(v: VariantConfig, golden: VariantConfig, base: Optimiser) -> Varia
         name=v.name,
         role=v.role,
         kernel=kernel,
+        backward_kernel=v.backward_kernel,
         format=v.format or golden.format or "bfloat16",
         attention_format=v.attention_format or golden.attention_format,
         seed=v.seed or 0,

@@ -302,3 +302,22 @@ def test_choosing_heads_changes_nothing_for_them(heads: list[int], axes: str, ki
     torch.testing.assert_close(part.out, whole.out[:, heads], rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(part.lse, whole.lse[:, heads], rtol=1e-13, atol=1e-15)
     assert torch.equal(chosen.grad_out, case.grad_out[:, heads])
+
+
+def test_one_of_each_group_is_a_selection_of_heads() -> None:
+    """The query heads at one place of their groups read every kv head once; masks, sinks and
+    gradients go with them, as where the same heads are selected by number."""
+    n = torch.Generator().manual_seed(0)
+    q, k, v, dO = (torch.randn(2, h, 5, 4, generator=n) for h in (6, 3, 3, 6))
+    case = AttentionCase(
+        ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.5, grad_out=dO,
+        mask=torch.randn(2, 6, 5, 5, generator=n), sinks=torch.randn(6, generator=n),
+    )  # fmt: skip
+    for place in (0, 1):
+        found, wanted = (
+            case.one_of_each_group(place),
+            case.select_heads([place, 2 + place, 4 + place]),
+        )
+        for name in ("q", "k", "v", "mask", "sinks", "grad_out"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    assert not torch.equal(case.one_of_each_group(0).q, case.one_of_each_group(1).q)

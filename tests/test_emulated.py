@@ -543,7 +543,7 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
         shown = torch.ones(case.q_len, case.kv_len, dtype=torch.bool) if shown is None else shown
         count = torch.zeros(shown.shape)
         made = recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits)
-        tiles = [t for s in module._splits(case, made) for t in module._tiles(case, made, s)]
+        tiles = [t for s in module.splits(case, made) for t in module._tiles(case, made, s)]
         for rows, keys in tiles:
             count[rows, keys] += 1
             assert rows.start % block_q == 0

@@ -372,7 +372,7 @@ def test_blocks_cover_what_is_visible_once(monkeypatch: pytest.MonkeyPatch) -> N
                 case=case, made=made, q=x, q_s=x, k=x, v=x, dO=x, O=x, shift=x, l=None
             )
             count = torch.zeros(q_len, kv_len)
-            for rows, keys in module._blocks(given):
+            for rows, keys in module.blocks(given):
                 count[rows, keys] += 1
                 assert rows.start % tile[0] == 0
                 assert keys.start % min(tile[1], kv_len) == 0

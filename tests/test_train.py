@@ -125,6 +125,41 @@ def test_the_order_of_variants_changes_nothing(tmp_path: Path) -> None:
     assert of(alone, "noise") == of(forward, "noise")
 
 
+def test_the_gradients_of_another_kernel(tmp_path: Path) -> None:
+    """With a kernel behind it that is its own, a variant's run is that kernel's; with another one
+    its first loss is its kernel's and its first gradient the other's. The report names both."""
+    exact = {"name": "emulated", "preset": "exact", "compute": "float32"}
+    rough = {**exact, "scores": "e8m3"}
+    report = run(
+        tmp_path,
+        {"name": "exact", "kernel": exact},
+        {"name": "rough", "kernel": rough},
+        {"name": "same", "kernel": rough, "backward_kernel": rough},
+        {"name": "crossed", "kernel": exact, "backward_kernel": rough},
+    )
+    first = {r.variant: (r.loss, r.grad_norm) for r in report.rows if r.step == 1}
+    assert of(report, "same") == of(report, "rough")
+    assert first["crossed"][0] == first["exact"][0] != first["rough"][0]
+    assert first["crossed"][1] != first["exact"][1]
+    differs = {v.name: v.differs for v in report.variants}
+    assert differs["crossed"] == {
+        "backward_kernel": {
+            "name": "emulated",
+            "options": {k: rough[k] for k in rough if k != "name"},
+        }
+    }
+    assert differs["rough"] == {}
+
+
+def test_the_golden_run_has_its_own_gradients(tmp_path: Path) -> None:
+    """What all are compared with is one kernel; an option the other kernel lacks is refused too."""
+    with pytest.raises(UsageError, match="gradients of its own kernel"):
+        request(config(tmp_path, variants=[{**GOLDEN, "backward_kernel": "sdpa-flash"}]))
+    odd = {"name": "x", "backward_kernel": {"name": "baseline", "dp": "working"}}
+    with pytest.raises(UsageError, match="no option 'dp'"):
+        run(tmp_path, odd)
+
+
 def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
     """fp32, written out with torch alone: the same losses and the same norms."""
     report = run(tmp_path, {"name": "x", "role": "low_precision", "format": "float32"})
@@ -288,7 +323,7 @@ def test_a_loaded_lane_forgets_its_recording(
 def test_only_known_kernels_are_recorded() -> None:
     """A user's may begin with any name, and wait for the device."""
     assert set(all_kernels()) >= RECORDABLE
-    assert not RECORDABLE & {"baseline-mine", "baseline:attention", "sdpa-mine", "emulated"}
+    assert not RECORDABLE & {"baseline-mine", "baseline:attention", "sdpa-mine"}
 
 
 def test_a_loss_that_is_lost_is_null_beside_its_checkpoint(tmp_path: Path) -> None:
@@ -510,6 +545,38 @@ def test_rows_newer_than_the_state_are_computed_again(tmp_path: Path) -> None:
     assert whole is not None
     assert again is not None
     assert comparable(again) == comparable(whole)
+
+
+DRAWING: list[dict[str, Any]] = [
+    {"name": "emulated", "compute": "float32", "rounding": "stochastic"},
+    {"name": "emulated", "compute": "float32", "delta_sign": "random"},
+]
+
+
+def test_an_interrupted_run_draws_on(tmp_path: Path) -> None:
+    """What a recipe draws is part of a lane's state: a run in two parts has the rows of the
+    whole."""
+    variants = [{"name": f"drawing {i}", "kernel": given} for i, given in enumerate(DRAWING)]
+    asked = request(config(tmp_path, *variants))
+    whole = train(asked, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, tmp_path / "cut", progress=stops_at(3))
+    again = train(asked, tmp_path / "cut")
+    assert whole is not None
+    assert again is not None
+    assert comparable(again) == comparable(whole)
+
+
+def test_a_repeat_draws_what_the_golden_run_drew(tmp_path: Path) -> None:
+    """So it is that run bit for bit also where that rounds at random; another seed of the recipe
+    draws other numbers."""
+    golden = {**GOLDEN, "kernel": DRAWING[0]}
+    others = [{"name": "repeat", "role": "null_repeat"}]
+    others.append({"name": "another", "kernel": {**DRAWING[0], "seed": 7}})
+    report = run(tmp_path, variants=[golden, *others])
+    of_weights = {name: weights_of(report, name)[-1].max_abs for name in ("repeat", "another")}
+    assert of_weights["repeat"] == 0.0
+    assert of_weights["another"] > 0.0
 
 
 def test_a_step_that_was_broken_off_is_not_saved(

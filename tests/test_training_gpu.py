@@ -44,7 +44,14 @@ def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     path = tmp_path / "config.yaml"
     content = {
-        "model": {"kind": "llama", "layers": 2, "width": 64, "heads": 4, "context": 64},
+        "model": {
+            "kind": "llama",
+            "layers": 2,
+            "width": 64,
+            "heads": 4,
+            "kv_heads": 2,
+            "context": 64,
+        },
         "data": {"source": "text", "files": [str(text)]},
         "batch": 4,
         "steps": FIRST + 12,
@@ -56,11 +63,42 @@ def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
     return resolve(read_yaml(path, TrainConfig), path.name, device="cuda")
 
 
-@pytest.mark.parametrize("name", [v["name"] for v in VARIANTS[:6]])
+EMULATED: list[dict[str, Any]] = [
+    {
+        "name": "emulated, fa2",
+        "kernel": {"name": "emulated", "compute": "float32"},
+        "attention_format": "bfloat16",
+    },
+    {
+        "name": "emulated, rounded products",
+        "kernel": {
+            "name": "emulated",
+            "compute": "float32",
+            "scores": "working",
+            "pv": "working",
+            "dp": "working",
+            "delta_from": "dP*P",
+        },
+        "attention_format": "bfloat16",
+    },
+    {
+        "name": "emulated, qiu2025",
+        "kernel": {"name": "emulated", "preset": "qiu2025", "compute": "float32"},
+        "attention_format": "bfloat16",
+    },
+    {
+        "name": "emulated, eager",
+        "kernel": {"name": "emulated", "preset": "eager", "compute": "float32"},
+        "attention_format": "bfloat16",
+    },
+]
+
+
+@pytest.mark.parametrize("name", [v["name"] for v in (*VARIANTS[:6], *EMULATED)])
 def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
     """Weights, loss and norm after steps of which most were replayed from a recording, with one
     that was watched in between, are those of steps that all ran as they are: the same bits."""
-    asked = request(tmp_path, *VARIANTS[:6])
+    asked = request(tmp_path, *VARIANTS[:6], *EMULATED)
     variant = next(v for v in asked.variants if v.name == name)
     device = torch.device("cuda")
     data = load(asked.data, asked.model, asked.batch, device)
@@ -109,12 +147,17 @@ def waits(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
 def test_a_recording_that_fails_names_its_variant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that waits for the device, taken for one that does not."""
+    """A kernel that waits for the device, taken for one that does not. Random numbers can be drawn
+    afterwards, and are those that would have been."""
     name = f"{__name__}:waits"
     monkeypatch.setattr("numdev.training.lane.RECORDABLE", {name})
     asked = request(tmp_path, {**VARIANTS[0], "kernel": name})
     with pytest.raises(MeasurementError, match="variant golden"):
         train(asked, tmp_path / "out")
+    torch.cuda.manual_seed(3)
+    drawn = torch.randn(5, device="cuda")
+    other = torch.randn(5, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    assert torch.equal(drawn, other)
 
 
 def test_a_repeat_is_the_golden_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
 from numdev.kernels import Kernel, find
 from numdev.kernels.output import Output
-from numdev.kernels.training import attended
+from numdev.kernels.training import attended, crossed
 
 EMULATED: list[dict[str, Any]] = [
     {"compute": "float32"},
@@ -165,9 +165,11 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
 
 def test_triton_flash_in_the_interpreter() -> None:
     """fp16: output and gradients are those of `triton-flash`'s own training step, bit for bit, also
-    under autocast, with grouped heads and the stabilised softmax."""
+    under autocast, with grouped heads, the stabilised softmax, and the guarded one with dP in
+    fp16."""
     found = results_of("training_triton_cases.py")
-    assert found == {"plain": [True] * 4, "stabilised": [True] * 4, "differ": True}
+    same = dict.fromkeys(("plain", "stabilised", "guarded"), [True] * 4)
+    assert found == {**same, "differ": True}
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -197,3 +199,40 @@ def test_on_the_gpu_the_numbers_are_those_of_the_kernels_own_step(
         ours, theirs = in_network(kernel, given, made), alone(kernel, given, made)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b) if name != "emulated" else apart(a, b) < 0.1 * 2**-9
+
+
+# --- the output of one kernel, the gradients of another ------------------------------------------
+
+S_IN_BF16 = {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind"), [("sdpa-flash", "emulated"), ("emulated", "sdpa-flash")]
+)
+def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
+    """The output is the first one's and the gradients are the other's, bit for bit, under autocast;
+    and the two do differ, in both."""
+    given = case()
+    options = {
+        name: find(name).with_options(S_IN_BF16 if name == "emulated" else {})
+        for name in (ahead, behind)
+    }
+    one, other = (in_network(find(name), given, options[name]) for name in (ahead, behind))
+    q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
+    inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
+    with torch.autocast("cpu", BF16):
+        out = crossed(find(ahead), inside, options[ahead], find(behind), options[behind])
+    assert given.grad_out is not None
+    out.backward(given.grad_out.to(out.dtype))
+    assert torch.equal(out.detach(), one[0])
+    for found, theirs, not_theirs in zip((q.grad, k.grad, v.grad), other[1:], one[1:], strict=True):
+        assert found is not None
+        assert torch.equal(found, theirs)
+        assert not torch.equal(found, not_theirs)
+
+
+def test_a_kernel_without_a_backward_cannot_stand_behind_another() -> None:
+    """It is refused before anything runs."""
+    forward_only = Kernel(name="f", function=lambda case: Output(out=case.q), backward=None)
+    with pytest.raises(Refused, match="f has no backward"):
+        crossed(find("baseline"), case(), {}, forward_only, {})

@@ -128,23 +128,52 @@ def test_every_option_is_within_its_bound(interpreted: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_options_compute_what_they_claim(interpreted: dict[str, Any]) -> None:
     """Under its claim every option's rms error is as the emulation has it, to 3 %, and element by
-    element less than 0.2 of it is left: a P whose last bits differ may fall on the other side of a
-    boundary, and in float16 some do."""
+    element less than 0.2 of it is left (of dk 0.25): a P whose last bits differ may fall on the
+    other side of a boundary, and in float16 some do."""
     for found in interpreted["options"]:
         for tensor, (ratio, residual) in found["claimed"].items():
             assert abs(ratio - 1.0) < 0.03, (found["options"], tensor, ratio)
-            assert residual < 0.2, (found["options"], tensor, residual)
+            assert residual < (0.25 if tensor == "dk" else 0.2), (
+                found["options"],
+                tensor,
+                residual,
+            )
 
 
 @pytest.mark.slow
 def test_the_comparison_rejects_another_claim(interpreted: dict[str, Any]) -> None:
     """Held against the emulation of the defaults, an option that rounds otherwise leaves more than
-    0.25 in some tensor: each is really in force."""
+    0.3 in some tensor: each is really in force."""
     same = ({}, {"exponential": "exp"})
     changed = [found for found in interpreted["options"] if found["options"] not in same]
     assert len(changed) == len(interpreted["options"]) - 2
     for found in changed:
-        assert max(residual for _, residual in found["plain"].values()) > 0.25, found["options"]
+        assert max(residual for _, residual in found["plain"].values()) > 0.3, found["options"]
+
+
+@pytest.mark.slow
+def test_the_guarded_softmax_is_within_the_bounds(interpreted: dict[str, Any]) -> None:
+    """In every case, in fp16, and rows without keys are 0."""
+    assert len(interpreted["guarded"]) == 19
+    for found in interpreted["guarded"]:
+        for tensor, share in found["shares"].items():
+            assert share <= 1.0, (found["case"], tensor, share)
+        assert found["in empty rows"] == 0.0
+
+
+@pytest.mark.slow
+def test_the_guarded_softmax_hears_nothing_of_a_shift(interpreted: dict[str, Any]) -> None:
+    """Ties within and across tiles, and with a sink, under shifts of all scores from -200 to 200:
+    the same bits (scores here are exact), right to 4 roundings of V, which is 3 at most, and its
+    fp32 arithmetic to 8; the log-sum-exp to 4 roundings of numbers as large as the shift. In
+    float16 `emulated` has the same bits."""
+    assert len(interpreted["shifts"]) == 4 * 7
+    for found in interpreted["shifts"]:
+        assert found["equal"], found
+        half = found["u"] > 2.0**-20
+        assert found["error"] <= (4 if half else 8) * 3 * found["u"], found
+        assert found["lse"] <= 4 * 2.0**-24 * max(2.0, abs(found["shift"])), found
+        assert found["emulated"] == 0.0 or not half, found
 
 
 def expected_of_ties(score: float, beta: float, dtype: str) -> tuple[float, bool]:
@@ -247,6 +276,9 @@ def test_it_is_listed_without_triton() -> None:
         ({"loop_order": "k"}, "loop_order"),
         ({"kv_order": "down"}, "kv_order"),
         ({"delta_from": "O"}, "delta_from"),
+        ({"delta_from": "dP*P", "delta_o": "float32"}, "delta_o"),
+        ({"dp": "exact"}, "dp is"),
+        ({"softmax": "guarded", "beta": 2.0}, "of the stabilised softmax"),
         ({"exponential": "exact"}, "exponential"),
         ({"softmax": "stable"}, "did you mean"),
         ({"block_q": 8}, "from 16 on"),
@@ -305,8 +337,11 @@ def test_the_claim_is_what_ran() -> None:
 
 
 def test_the_stabilised_softmax_claims_nothing() -> None:
-    """Which rows it shifts hangs on the last bits of their scores."""
+    """Which rows it shifts hangs on the last bits of their scores. The guarded one asks none, and
+    is part of the claim."""
     assert claim(softmax="stabilised") is None
+    assert claim(softmax="guarded", dp="working")["softmax"] == "guarded"
+    assert claim(softmax="guarded", dp="working")["dp"] == "working"
 
 
 # --- what follows from a case --------------------------------------------------------------------

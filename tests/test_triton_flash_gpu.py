@@ -169,6 +169,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"row_sum": "working"},
     {"l_from": "rounded"},
     {"delta_from": "dP*P"},
+    {"delta_o": "float32"},
+    {"dp": "working"},
+    {"dp": "working", "delta_from": "dP*P"},
+    {"softmax": "guarded"},
+    {"softmax": "guarded", "accumulator": "working", "kv_order": "descending"},
     {"exponential": "exp"},
     {"scores": "working", "accumulator": "working", "row_sum": "working", "loop_order": "kv",
      "kv_order": "descending", "l_from": "rounded", "delta_from": "dP*P", "exponential": "exp"},
@@ -247,6 +252,70 @@ def test_the_emulation_of_the_stabilised_softmax(dtype: torch.dtype) -> None:
             assert (residual < 0.3) == same, (tensor, residual)
             if same:
                 assert abs(float(error.norm() / expected.norm()) - 1.0) < 0.03, tensor
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("options", [{}, {"accumulator": "working", "l_from": "rounded"}], ids=str)
+def test_the_guarded_softmax_of_ties(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """On two tied keys it has the errors it claims, of the output, dq and dv; those of the plain
+    softmax are others."""
+    here = case(dtype=dtype, is_causal=True)
+    shapes = Shapes(batch=2, heads=4, kv_heads=2, **SHAPES["whole tiles"])
+    q, k, v = (x.to(dtype).cuda() for x in draw("ties", shapes, seed=3, options={"strength": 4.5}))
+    here = dataclasses.replace(here, q=q, k=k, v=v)
+    found, exact = KERNEL.gradients(here, softmax="guarded", **options), gradients(here)
+    claim = KERNEL.claims(here, found, System.here())
+    for words, same in ((claim, True), ({**claim, "softmax": "plain"}, False)):
+        predicted = emulated_step(here, words)
+        for tensor in ("out", "dq", "dv") if same else ("out",):
+            truth = getattr(exact, tensor)
+            error, expected = (
+                x.double() - truth for x in (getattr(found, tensor), predicted[tensor])
+            )
+            residual = float((error - expected).norm() / expected.norm())
+            assert (residual < 0.3) == same, (tensor, residual)
+            if same:
+                assert abs(float(error.norm() / expected.norm()) - 1.0) < 0.03, tensor
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_guarded_softmax_hears_nothing_of_a_shift(dtype: torch.dtype) -> None:
+    """Whole scores with ties in every tile, shifted by -200 to 200: the same bits, exp taken of
+    differences that are exact, and near fp64."""
+    scores = -torch.randint(1, 10, (500,), generator=torch.Generator().manual_seed(4)).float()
+    scores[::7] = 0.0
+    v = -2.0 - torch.rand(1, 1, 500, 64, generator=torch.Generator().manual_seed(5))
+    q, k = torch.zeros(1, 1, 333, 64), torch.zeros(1, 1, 500, 64)
+    q[..., 0] = 1.0
+    outputs = []
+    for shift in (0.0, -200.0, -24.0, 4.0, 24.0, 200.0):
+        k[..., 0] = scores + shift
+        tensors = (x.to(dtype).cuda() for x in (q, k, v))
+        here = AttentionCase(
+            ref=CaseRef(case="shifts"), **dict(zip("qkv", tensors, strict=True)), scale=1.0
+        )
+        outputs.append(KERNEL.attend(here, softmax="guarded", exponential="exp").out)
+        error = (outputs[-1].double() - find("reference").attend(here).out).abs().max()
+        assert error <= 4 * 3 * torch.finfo(dtype).eps / 2
+    assert all(torch.equal(outputs[0], out) for out in outputs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_row_of_one_key_has_no_gradient(is_causal: bool) -> None:
+    """Scores of 10,000 on the diagonal and 0 beside it: P is 1 there, whatever the tile, so O is V,
+    delta is dP, and dS is 0 to the last bits of two sums in another order. Where scale S - m is one
+    fused step, P is 1 only to 5e-4, and dq to 0.1."""
+    made = torch.Generator().manual_seed(7)
+    v, dO = (torch.randn(2, 3, n, 64, generator=made).bfloat16().cuda() for n in (192, 64))
+    q = (114.0 * torch.eye(64)).bfloat16().cuda().expand(2, 3, 64, 64).contiguous()
+    k = torch.zeros_like(v)
+    k[:, :, 64:128] = q  # one whole tile of forward
+    one = AttentionCase(
+        ref=CaseRef(case="one key"), q=q, k=k, v=v, scale=0.77, grad_out=dO,
+        is_causal=is_causal, causal_offset=128,
+    )  # fmt: skip
+    found = KERNEL.gradients(one, **KERNEL.with_options({"delta_o": "float32"}))
+    assert found.dq.abs().max() < 1e-3
 
 
 def test_runs_are_bitwise_reproducible() -> None:

@@ -30,8 +30,9 @@ def main() -> None:
         ref=CaseRef(case="t"), q=q, k=k, v=v, scale=0.25, is_causal=True, grad_out=dO
     )
     found: dict[str, Any] = {}
-    for softmax in ("plain", "stabilised"):
-        options = KERNEL.with_options({**TILES, "softmax": softmax})
+    for softmax in ("plain", "stabilised", "guarded"):
+        dp = "working" if softmax == "guarded" else "float32"
+        options = KERNEL.with_options({**TILES, "softmax": softmax, "dp": dp})
         done = KERNEL.gradients(case, **options)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         inside = dict(zip("qkv", leaves, strict=True), grad_out=None)

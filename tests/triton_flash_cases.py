@@ -15,8 +15,8 @@ in one direction. Where P is subnormal in float16 it is off by up to 2^-25, and 
 
 In backward P = exp(S - L) is off by what L and S are, e = 2 A + t + 1 as far as options have it; dS
 by that, by its rounding and by delta's error, which is that of O; dq and dk are cast: e + o + 2,
-with o of the output, of X = |scale| sum P (D + E) |K|, D = sum |dO||V|, E = sum |dO| T. dv has e +
-2 of sum P |dO|. (dS subnormal: 2^-25 a term, as P.)
+with o of the output, of X = |scale| sum P (D + E) |K|, D = sum |dO||V|, E = sum |dO| T, and 1
+more where dP is rounded. dv has e + 2 of sum P |dO|. (dS subnormal: 2^-25 a term, as P.)
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from numdev.cases import AttentionCase, CaseRef, additive, visible
 from numdev.expectation import emulated_step
 from numdev.inputs import Shapes, draw
 from numdev.kernels import find
+from numdev.kernels.reference import attend as reference
 from numdev.kernels.reference import gradients
 from numdev.kernels.stabilised import DEFAULTS
 from numdev.kernels.triton_flash_tiles import within
@@ -126,9 +127,14 @@ OPTIONS = (
     {"row_sum": "working"},
     {"l_from": "rounded"},
     {"delta_from": "dP*P"},
+    {"delta_o": "float32"},
+    {"dp": "working"},
+    {"softmax": "guarded"},
     {"exponential": "exp"},
     {"scores": "working", "accumulator": "working", "row_sum": "working", "loop_order": "kv",
      "kv_order": "descending", "l_from": "rounded", "delta_from": "dP*P", "exponential": "exp"},
+    {"softmax": "guarded", "kv_order": "descending", "loop_order": "kv", "l_from": "rounded",
+     "dp": "working", "delta_from": "dP*P"},
 )  # fmt: skip
 """Each by itself, and together those that may be."""
 
@@ -182,7 +188,8 @@ class Truth:
         arithmetic = (2 * case.q.shape[-1] + n + 8 * t + 20) * (1 + self.A) * W
         lost = n * 2.0**-25 * (1 + u) if case.q.dtype == HALF else 0.0
         found_shares = {}
-        for name, count in (("out", o), ("dq", e + o + 2), ("dk", e + o + 2), ("dv", e + 2)):
+        of_dS = e + o + 2 + has("dp", "working")
+        for name, count in (("out", o), ("dq", of_dS), ("dk", of_dS), ("dv", e + 2)):
             bound = (count * u + 3 * arithmetic) * self.terms[name] + lost * self.largest[name]
             error = (getattr(found, name).double() - getattr(self.exact, name)).abs()
             share = torch.where(error == 0, 0.0, error / bound)
@@ -346,6 +353,57 @@ def unshifted():
         }
 
 
+def guarded():
+    """The guarded softmax: shares of the bounds for every case, what remains under its claim, and
+    how its plain counterpart rounds."""
+    for name, made in masked_cases(HALF):
+        truth = Truth(made)
+        found = KERNEL.gradients(made, **TILES, softmax="guarded")
+        empty = truth.exact.empty
+        yield {
+            "case": name,
+            "shares": truth.shares(found, {}),
+            "in empty rows": float(found.out[empty].abs().sum() + found.dq[empty].abs().sum()),
+        }
+
+
+def shifted_ties(shift: float, dtype: torch.dtype, sink: bool) -> AttentionCase:
+    """Whole scores from shift - 9 to shift, of which every seventh key has the largest: ties within
+    and across tiles of 16, and with the sink; the last tile is not full."""
+    made = torch.Generator().manual_seed(4)
+    scores = shift - torch.randint(1, 10, (53,), generator=made)
+    scores[::7] = shift
+    q, k = torch.zeros(1, 1, 40, 16), torch.zeros(1, 1, 53, 16)
+    q[..., 0], k[..., 0] = 1.0, scores
+    v = -2.0 - torch.rand(1, 1, 53, 16, generator=made)
+    sinks = torch.tensor([shift]) if sink else None
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    ref = CaseRef(case="shifted ties")
+    changes = {"sinks": None if sinks is None else sinks.to(dtype)}
+    return AttentionCase(ref=ref, q=q, k=k, v=v, scale=1.0, is_causal=True, **changes)
+
+
+def shifts():
+    """Outputs of the same ties under shifts of all scores, and those of `emulated`."""
+    for dtype in (HALF, SINGLE):
+        for sink in (False, True):
+            words = {**TILES, "softmax": "guarded", "exponential": "exp"}
+            first = KERNEL.attend(shifted_ties(0.0, dtype, sink), **words).out
+            for shift in (-200.0, -24.0, -1.0, 1.0, 4.0, 24.0, 200.0):
+                made = shifted_ties(shift, dtype, sink)
+                found, exact = KERNEL.attend(made, **words), reference(made)
+                claim = KERNEL.claims(made, found, System(device="cpu"))
+                emulated = find("emulated").attend(made, **claim)
+                yield {
+                    "shift": shift,
+                    "equal": torch.equal(found.out, first),
+                    "error": float((found.out.double() - exact.out).abs().max()),
+                    "lse": float((found.lse.double() - exact.lse).abs().max()),
+                    "emulated": float((found.out.double() - emulated.out.double()).abs().max()),
+                    "u": torch.finfo(dtype).eps / 2,
+                }
+
+
 STABILISED = (
     {},
     {"beta": 1.5, "tie_tolerance": 0.5, "delta_from": "dP*P"},
@@ -383,10 +441,10 @@ def tied(dtype=HALF):
 def main() -> None:
     index_arrays_of_one_element()
     torch.set_num_threads(1)
-    parts = {
-        f.__name__: list(f())
-        for f in (accuracy, positions, ranges, options, stabilised, unshifted, tied)
-    }
+    sections = (
+        accuracy, positions, ranges, options, guarded, shifts, stabilised, unshifted, tied,
+    )  # fmt: skip
+    parts = {f.__name__: list(f()) for f in sections}
     json.dump(parts, sys.stdout)
 
 

@@ -105,6 +105,11 @@ class Kernel:
     training: Callable[..., Tensor] | None = None
     """Of a case and the same options: the output as one operation of autograd's graph, as
     `numdev.kernels.training` needs it. None: made of what else there is."""
+    draws: Callable[[Mapping[str, Any]], bool] = lambda options: False
+    """Whether it draws random numbers under some options. `training` then takes a `generator` to
+    draw them from, on the case's device."""
+    adapted: Callable[..., Any] | None = None
+    """The plain function of q, k and v that `function` calls, where it is made of one."""
 
     def missing(self, system: System) -> str | None:
         """Why it cannot run on `system`, as a sentence; None when it can."""
@@ -171,8 +176,22 @@ def kernel(
     claims: Claims = like_fa2,
     backward: Backward = "autograd",
     training: Callable[..., Tensor] | None = None,
+    draws: Callable[[Mapping[str, Any]], bool] = lambda options: False,
 ) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
-    """Register a function of a case as the kernel `name`; refuses a name that is taken."""
+    """Register a function of a case as the kernel `name`: a decorator.
+
+    The function takes an AttentionCase, and its options as keyword-only parameters with defaults;
+    it returns an Output, or the tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out
+    and the log-sum-exp [batch, heads, q_len]. `requires`: what it needs of the machine. `supports`:
+    of a case, why it cannot run it, or None. `validate`: raises UsageError for options that make no
+    sense together. `claims`: the options of `emulated` that say how it rounds, a function of case,
+    output and system; by default FlashAttention-2's. `backward`: "autograd" (the function is
+    differentiated), a function of the same arguments that returns out, dq, dk and dv, or None.
+    `any_format`, `any_rows`, `training`, `draws`: as in `Kernel`.
+
+    Raises UsageError for a name that is taken by another function, and for an option without a
+    default.
+    """
 
     def register(function: Callable[..., Output]) -> Callable[..., Output]:
         taken = _registry.get(name)
@@ -196,6 +215,7 @@ def kernel(
             made_from=fingerprint(function, *(f for f in (backward, training) if callable(f))),
             backward=backward,
             training=training,
+            draws=draws,
         )
         return function
 
@@ -304,13 +324,18 @@ def _nothing(case: AttentionCase) -> Output:
 
 
 def _from_path(path: str) -> Kernel:
+    return of_function(path, imported(path, "kernel"))
+
+
+def of_function(name: str, function: Callable[..., Any]) -> Kernel:
+    """The kernel that was registered with this function; else the function, adapted by the names
+    of its parameters as a kernel called `name`. Raises UsageError where it cannot be."""
     from numdev.kernels.plain import adapt
 
-    function = imported(path, "kernel")
     for known in _registry.values():
         if known.function is function:
             return known
-    return adapt(path, function)
+    return adapt(name, function)
 
 
 def imported(path: str, role: str) -> Callable[..., Any]:

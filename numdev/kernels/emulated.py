@@ -52,9 +52,17 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     )
 
 
-def trained(case: AttentionCase, **options: Any) -> Tensor:
-    """The output inside a network that learns, under the options of `emulated`."""
-    return emulated_training.attend(case, _recipe_of({"preset": "fa2", **options}))
+def trained(
+    case: AttentionCase, *, generator: torch.Generator | None = None, **options: Any
+) -> Tensor:
+    """The output inside a network that learns, under the options of `emulated`. What is random is
+    drawn from the generator, on from call to call."""
+    return emulated_training.attend(case, _recipe_of({"preset": "fa2", **options}), generator)
+
+
+def draws(options: Mapping[str, Any]) -> bool:
+    """Whether anything is random under the kernel's options."""
+    return _recipe_of(options).draws
 
 
 @kernel(
@@ -65,6 +73,7 @@ def trained(case: AttentionCase, **options: Any) -> Tensor:
     claims=no_claim,
     backward=gradients,
     training=trained,
+    draws=draws,
 )
 def emulated(
     case: AttentionCase,
@@ -85,6 +94,7 @@ def emulated(
     tie_tolerance: float | None = None,
     p_from: str | None = None,
     delta_from: str | None = None,
+    delta_sign: str | None = None,
     ds_scale: str | None = None,
     group_sum: str | None = None,
     rounding: str | None = None,
@@ -167,6 +177,7 @@ def description(made: Recipe, case: AttentionCase) -> str:
             if made.softmax == "stabilised"
             else ""
         )
+        + (", guarded softmax" if made.softmax == "guarded" else "")
     )
 
 
@@ -175,6 +186,7 @@ def backward_description(made: Recipe, case: AttentionCase) -> str:
     block_q, block_kv = made.tile(case.q.shape[-1], case.kv_len)
     kept = {"lse": "exp(S - L)", "m_and_l": "exp(S - m) / l"}[made.p_from]
     return (
-        f"{made.preset}: P from {kept}, delta from {made.delta_from}, dS scaled "
+        f"{made.preset}: P from {kept}, delta from {made.delta_from}"
+        f"{', its error with random signs' if made.delta_sign == 'random' else ''}, dS scaled "
         f"{made.ds_scale} its products, tiles {block_q} x {block_kv}, {made.compute}"
     )

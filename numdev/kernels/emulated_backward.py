@@ -123,8 +123,7 @@ class Given:
             for name in ("q", "q_s", "dO", "O", "shift", "l")
             if (x := getattr(self, name)) is not None
         }
-        case = self.case.select_heads(list(range(self.case.heads))[heads])
-        return dataclasses.replace(self, case=case, **changes)
+        return dataclasses.replace(self, case=self.case.one_of_each_group(place), **changes)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -196,10 +195,10 @@ def backward(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
 def _add_gradients(r: Rounder, given: Given, dK: Tensor, dV: Tensor) -> Tensor:
     """dQ; adds to dK and dV. As many query heads as kv heads."""
     made, q, k, dO = given.made, given.q, given.k, given.dO
-    delta = delta_of(r, given, _blocks(given))
+    delta = delta_of(r, given, blocks(given))
     scale_q, scale_k, q_k = scales(given)
     dQ = torch.zeros_like(q)
-    for rows, keys in _blocks(given):
+    for rows, keys in blocks(given):
         P, dP, tanh = again(r, given, rows, keys)
         dS = of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh)
         _add_over_rows(r, given, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
@@ -225,10 +224,14 @@ def again(
 
 
 def delta_of(r: Rounder, given: Given, blocks: Iterable[Block]) -> Tensor:
-    """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `_blocks` has them."""
+    """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `blocks` has them."""
     if given.made.delta_from == "dP*P":
         return _delta_of_P(r, given, blocks)
-    return r("delta", r("delta_product", given.dO * r("delta_o", given.O)).sum(dim=-1))
+    delta = r("delta", r("delta_product", given.dO * r("delta_o", given.O)).sum(dim=-1))
+    if given.made.delta_sign == "own":
+        return delta
+    even = _even_delta(r, given, blocks)
+    return r("delta", even + r.signs(delta) * (delta - even))
 
 
 def scales(given: Given) -> tuple[float, float, Tensor]:
@@ -248,6 +251,16 @@ def _delta_of_P(r: Rounder, given: Given, blocks: Iterable[Block]) -> Tensor:
         P, dP, _ = again(r, given, rows, keys)
         for tile in _in_order(given, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
             delta[:, :, rows] = r("delta", delta[:, :, rows] + tile.sum(dim=-1))
+    return delta
+
+
+def _even_delta(r: Rounder, given: Given, blocks: Iterable[Block]) -> Tensor:
+    """rowsum(dP o P) of the P and dP that backward has, not rounded: with it each row of dS sums to
+    zero."""
+    delta = given.q.new_zeros(given.q.shape[:3])
+    for rows, keys in blocks:
+        P, dP, _ = again(r, given, rows, keys)
+        delta[:, :, rows] += dP.mul_(P).sum(dim=-1)
     return delta
 
 
@@ -294,7 +307,7 @@ def _add_over_keys(
         dQ.copy_(r("dq", dQ + r("dq_product", (weights @ x).mul_(scale))))
 
 
-def _blocks(given: Given) -> Iterator[Block]:
+def blocks(given: Given) -> Iterator[Block]:
     """(rows, keys) that hold every pair visible by position once: whole tiles, and as many of them
     as memory allows, rows ascending and keys in the recipe's order."""
     case, (block_q, block_kv) = given.case, given.tile

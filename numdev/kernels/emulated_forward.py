@@ -56,7 +56,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, keys_from, rows_within, span, visible
 from numdev.formats import format_of
-from numdev.kernels import stabilised
+from numdev.kernels import guarded, stabilised
 from numdev.kernels.rounder import Rounder, plain_arithmetic
 from numdev.kernels.sites import Recipe
 
@@ -97,29 +97,56 @@ def forward(
     r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor
 ) -> State:
     """m, l and O after the last tile, O normalised and not yet cast. q is that of `scaled_q`.
+    l is the sum of exp(S - m), whatever its P were multiplied with.
 
     Merged splits have neither m nor l of their own: they return L and 1, which give P as well.
     """
-    parts = [_pass(r, case, made, q, k, v, split) for split in _splits(case, made)]
+    parts = [_pass(r, case, made, q, k, v, split)[0] for split in splits(case, made)]
     return parts[0] if len(parts) == 1 else _merged(r, parts)
+
+
+def forward_with_products(
+    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[State, Tensor | None]:
+    """What `forward` returns, and beside it O as it was last before it was normalised: P-bar V in
+    `fa2` and `fa1`, P V in `plain`. None where the keys are split, each part with one of its own.
+    """
+    parts = [_pass(r, case, made, q, k, v, split) for split in splits(case, made)]
+    if len(parts) == 1:
+        return parts[0]
+    return _merged(r, [state for state, _ in parts]), None
 
 
 def _pass(
     r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor, split: slice
-) -> State:
-    """m, l and O of the keys of one split, tile by tile."""
-    m, l, O = _start(case, r, q, v, split)
+) -> tuple[State, Tensor]:
+    """m, l and O of the keys of one split, tile by tile, and O before it was normalised."""
+    w = _weights(case, made, q.dtype)
+    m, l, O = start(r, case, q, v, split)
+    l = l if w is None else l * w
+    products = torch.zeros_like(O) if made.algorithm == "fa1" else O
     for rows, keys in _tiles(case, made, split):
         S, _ = scores(r, case, made, q, k, rows, keys)
         before = (m[:, :, rows], l[:, :, rows], O[:, :, rows])
-        step = STEPS[made.algorithm]
-        m[:, :, rows], l[:, :, rows], new = step(r, case, made, S, v[:, :, keys], before)
+        step, w_rows = STEPS[made.algorithm], None if w is None else w[rows]
+        m[:, :, rows], l[:, :, rows], new = step(r, case, made, S, v[:, :, keys], before, w_rows)
+        if made.algorithm == "fa1":
+            products[:, :, rows] = new
+            new = r("normalised", new / nonzero(l[:, :, rows])[..., None])
         O[:, :, rows] = r("state", new) if made.loop_order == "kv" else new
     if made.algorithm == "fa2":
         O = r("normalised", O / nonzero(l)[..., None])
     if made.softmax == "stabilised":
-        O.masked_fill_(lost(m, l)[..., None], math.nan)
-    return m, l, O
+        O = O.masked_fill(lost(m, l)[..., None], math.nan)
+    return (m, l if w is None else l / w, O), products
+
+
+def _weights(case: AttentionCase, made: Recipe, dtype: torch.dtype) -> Tensor | None:
+    """By what the P of each row are multiplied, [q_len]; None where they are not."""
+    if made.softmax != "guarded":
+        return None
+    guarded.check({site: made.format_at(site, case.format) for site in ("exp", "p")})
+    return guarded.weights(case, dtype)
 
 
 def _merged(r: Rounder, parts: list[State]) -> State:
@@ -131,7 +158,7 @@ def _merged(r: Rounder, parts: list[State]) -> State:
     return L, torch.ones_like(L), r("merge", O)
 
 
-def _start(case: AttentionCase, r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
+def start(r: Rounder, case: AttentionCase, q: Tensor, v: Tensor, split: slice) -> State:
     """Before any key: nothing, or the sink, a key with a logit and no value, in the first split."""
     shape = q.shape[:3]
     O = q.new_zeros(*shape, v.shape[-1])
@@ -162,13 +189,19 @@ def scores(
 
 
 def _fa2(
-    r: Rounder, case: AttentionCase, made: Recipe, S: Tensor, V: Tensor, before: State
+    r: Rounder,
+    case: AttentionCase,
+    made: Recipe,
+    S: Tensor,
+    V: Tensor,
+    before: State,
+    w: Tensor | None,
 ) -> State:
     """FlashAttention-2, Algorithm 1, lines 8 to 10: O is normalised after the last tile."""
     m_old, l_old, O_old = before
     m = torch.maximum(m_old, maximum(r, case, made, S))
     a = _factor(r, m_old, m)
-    P = exponential(r, made, S, m)
+    P = exponential(r, made, S, m, w)
     P_V = r("p", P)
     l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P_V))
     O = r("accumulator", a[..., None] * O_old)
@@ -176,31 +209,46 @@ def _fa2(
 
 
 def _fa1(
-    r: Rounder, case: AttentionCase, made: Recipe, S: Tensor, V: Tensor, before: State
+    r: Rounder,
+    case: AttentionCase,
+    made: Recipe,
+    S: Tensor,
+    V: Tensor,
+    before: State,
+    w: Tensor | None,
 ) -> State:
     """FlashAttention, Algorithm 1, lines 10 to 13: a tile has a maximum of its own, and O is
-    normalised after every tile."""
+    normalised after every tile: here it is not yet."""
     m_old, l_old, O_old = before
     m_tile = maximum(r, case, made, S)
     m = torch.maximum(m_old, m_tile)
     a, b = _factor(r, m_old, m), _factor(r, m_tile, m)
-    P = exponential(r, made, S, m_tile)
+    P = exponential(r, made, S, m_tile, w)
     P_V = r("p", P)
     al = r("rescale", a * l_old)
     l = r("row_sum", al + r("rescale", b * _tile_sum(r, made, P, P_V)))
     O = r("accumulator", al[..., None] * O_old)
-    O = r("accumulator", O.add_(r("accumulator", b[..., None] * r("pv", times(case, P_V, V)))))
-    return m, l, r("normalised", O / nonzero(l)[..., None])
+    return (
+        m,
+        l,
+        r("accumulator", O.add_(r("accumulator", b[..., None] * r("pv", times(case, P_V, V))))),
+    )
 
 
 def _plain(
-    r: Rounder, case: AttentionCase, made: Recipe, S: Tensor, V: Tensor, before: State
+    r: Rounder,
+    case: AttentionCase,
+    made: Recipe,
+    S: Tensor,
+    V: Tensor,
+    before: State,
+    w: Tensor | None,
 ) -> State:
     """Softmax over all keys, then P V. There is one tile, and at most a sink before it."""
     m_old, l_old, _ = before
     m = torch.maximum(m_old, maximum(r, case, made, S))
     a = _factor(r, m_old, m)
-    P = exponential(r, made, S, m)
+    P = exponential(r, made, S, m, w)
     l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P))
     P_V = r("p", r("normalised", P / nonzero(l)[..., None]))
     return m, l, r("accumulator", r("pv", times(case, P_V, V)))
@@ -215,12 +263,17 @@ def maximum(r: Rounder, case: AttentionCase, made: Recipe, S: Tensor) -> Tensor:
     have, or the arithmetic where they are exact."""
     if made.beta is None or made.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
-    formats = [made.format_at(site, case.format) or format_of(S.dtype) for site in ("exp", "p")]
-    smallest = max(fmt.smallest_normal for fmt in formats)
+    smallest = smallest_weight(made, case, S.dtype)
     wanted = stabilised.shift(
         S, beta=made.beta, tie_tolerance=made.tie_tolerance, smallest=smallest
     )
     return r("max", wanted)
+
+
+def smallest_weight(made: Recipe, case: AttentionCase, dtype: torch.dtype) -> float:
+    """The smallest normal number that P may be on its way to V."""
+    formats = [made.format_at(site, case.format) or format_of(dtype) for site in ("exp", "p")]
+    return max(fmt.smallest_normal for fmt in formats)
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
@@ -228,10 +281,11 @@ def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
-def exponential(r: Rounder, made: Recipe, S: Tensor, m: Tensor) -> Tensor:
-    """exp(S - m), for m without the last axis of S. Overwrites S."""
+def exponential(r: Rounder, made: Recipe, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
+    """exp(S - m), or w times that, for m without the last axis of S. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
-    return r("exp", _fexp_u20(x) if made.exponential == "fexp_u20" else x.exp_())
+    P = _fexp_u20(x) if made.exponential == "fexp_u20" else x.exp_()
+    return r("exp", P if w is None else P.mul_(w[:, None]))
 
 
 def _fexp_u20(x: Tensor) -> Tensor:
@@ -268,7 +322,7 @@ def nonzero(l: Tensor) -> Tensor:
     return torch.where(l == 0, 1.0, l)
 
 
-def _splits(case: AttentionCase, made: Recipe) -> Iterator[slice]:
+def splits(case: AttentionCase, made: Recipe) -> Iterator[slice]:
     """The keys of each split: whole tiles, the same number for each but the last."""
     step = split_width(case, made)
     for start in range(0, case.kv_len, step):

@@ -25,19 +25,28 @@ from numdev.kernels.rounder import Rounder, plain_arithmetic, stored
 from numdev.kernels.sites import Recipe
 
 
-def attend(case: AttentionCase, made: Recipe) -> Tensor:
+def attend(case: AttentionCase, made: Recipe, generator: torch.Generator | None = None) -> Tensor:
     """O [B, H, q_len, v_dim] in a dtype that holds its site's format, connected to q, k and v,
-    whose gradients come in their own dtypes. Raises Refused as `emulated` does."""
-    out: Tensor = _Attend.apply(case.q, case.k, case.v, case, made)  # type: ignore[no-untyped-call]
+    whose gradients come in their own dtypes. What is random is drawn from the generator, on in both
+    passes; without one every call draws the same numbers, from the recipe's seed. Raises Refused as
+    `emulated` does."""
+    given = (case.q, case.k, case.v, case, made, generator)
+    out: Tensor = _Attend.apply(*given)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: AttentionCase, made: Recipe
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        case: AttentionCase,
+        made: Recipe,
+        generator: torch.Generator | None,
     ) -> Tensor:
-        r = Rounder(made, case, fwd.dtype_of(made))
+        r = Rounder(made, case, fwd.dtype_of(made), generator)
         case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
         with plain_arithmetic(q.device):
             wide = fast.forward if fast.keeps_sums(r, case, made) else fwd.forward
@@ -64,4 +73,4 @@ class _Attend(torch.autograd.Function):
             stored(x, made.format_at(name, case.format), like.dtype).to(like.dtype)
             for name, x, like in tensors
         )
-        return *made_of, None, None
+        return *made_of, None, None, None

@@ -86,6 +86,7 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
         summary=summary_of(function),
         options={p.name: p.default for p in others},
         made_from=fingerprint(function),
+        adapted=function,
     )
 
 

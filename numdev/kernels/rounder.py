@@ -16,13 +16,26 @@ from numdev.kernels.sites import SITES, Recipe
 
 
 class Rounder:
-    """`r(site, x)`: x rounded to the format the recipe gives the site. May return x itself."""
+    """`r(site, x)`: x rounded to the format the recipe gives the site. May return x itself.
 
-    def __init__(self, made: Recipe, case: AttentionCase, dtype: torch.dtype) -> None:
+    What is random is drawn from `generator`, or from one of the recipe's seed.
+    """
+
+    def __init__(
+        self,
+        made: Recipe,
+        case: AttentionCase,
+        dtype: torch.dtype,
+        generator: torch.Generator | None = None,
+    ) -> None:
         here, device = format_of(dtype), case.q.device
         if not here.contains(case.format):
             raise Refused(f"computing in {here.name} would round inputs in {case.format.name}")
-        generator = torch.Generator(device).manual_seed(made.seed)
+        # None can be seeded while a CUDA graph is recorded: only what needs one has it.
+        draws = made.rounding == "stochastic" or made.delta_sign == "random"
+        if generator is None and draws:
+            generator = torch.Generator(device).manual_seed(made.seed)
+        self.generator = generator
         self.steps: dict[str, Callable[[Tensor], Tensor] | None] = {}
         for site in SITES.values():
             fmt = made.format_at(site.name, case.format)
@@ -36,13 +49,18 @@ class Rounder:
         step = self.steps[site]
         return x if step is None else step(x)
 
+    def signs(self, like: Tensor) -> Tensor:
+        """1 or -1 for every element, drawn with equal odds."""
+        drawn = torch.randint(2, like.shape, generator=self.generator, device=like.device)
+        return (2 * drawn - 1).to(like.dtype)
+
     def rounds(self, *sites: str) -> bool:
         """Whether any of the sites rounds anything."""
         return any(self.steps[site] is not None for site in sites)
 
 
 def rounding(
-    fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator
+    fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator | None
 ) -> Callable[[Tensor], Tensor] | None:
     """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
 

@@ -37,6 +37,7 @@ __all__ = [
     "TILINGS",
     "Recipe",
     "Site",
+    "changed",
     "recipe",
 ]
 
@@ -48,9 +49,10 @@ KvOrder = Literal["ascending", "descending"]
 Exponential = Literal["exact", "fexp_u20"]
 PFrom = Literal["lse", "m_and_l"]
 DeltaFrom = Literal["dO*O", "dP*P"]
+DeltaSign = Literal["own", "random"]
 GroupSum = Literal["separate", "running"]
 DsScale = Literal["before", "after"]
-Softmax = Literal["plain", "stabilised"]
+Softmax = Literal["plain", "stabilised", "guarded"]
 Compute = Literal["float64", "float32"]
 
 WORKING, WIDE, EXACT = "working", "wide", "exact"
@@ -111,7 +113,8 @@ class Recipe:
     kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
     softmax: Softmax = "plain"
     """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
-    of one that is met more than once (`numdev.kernels.stabilised`)."""
+    of one that is met more than once (`numdev.kernels.stabilised`). `guarded` multiplies P with a
+    number of the row's own (`numdev.kernels.guarded`)."""
     beta: float | None = None
     """Of the stabilised softmax, as the next; None with the plain one."""
     tie_tolerance: float | None = None
@@ -120,6 +123,9 @@ class Recipe:
     recomputed as FlashAttention's first version does (`fa1`, Algorithm 4, line 13)."""
     delta_from: DeltaFrom = "dO*O"
     """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
+    delta_sign: DeltaSign = "own"
+    """Backward: with `random` the error of δ, against rowsum(dP ∘ P) of the same P and dP, has a
+    sign drawn for each row: as large as ever, and without bias. A sham, to hold cures against."""
     ds_scale: DsScale = "after"
     """Backward: whether dS is multiplied by the scale before it is rounded for the products with K
     and Q, or the products are, tile by tile."""
@@ -135,8 +141,13 @@ class Recipe:
     block_kv: int | None = None
     rounding: RoundingMode = "nearest"
     seed: int = 0
-    """Of stochastic rounding."""
+    """Of what is drawn, which is stochastic rounding and random signs."""
     compute: Compute = "float64"
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is random."""
+        return self.rounding == "stochastic" or self.delta_sign == "random"
 
     def tile(self, head_dim: int, kv_len: int) -> tuple[int, int]:
         """block_q and block_kv for a case."""
@@ -255,7 +266,13 @@ def recipe(
     """
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
-    start = PRESETS[preset]
+    return changed(PRESETS[preset], sites=sites, **overrides)
+
+
+def changed(
+    start: Recipe, *, sites: Mapping[str, str | None] | None = None, **overrides: Any
+) -> Recipe:
+    """The recipe with some of its parts replaced; arguments and errors are those of `recipe`."""
     changes = {name: value for name, value in overrides.items() if value is not None}
     given = {name: value for name, value in (sites or {}).items() if value is not None}
     _check_fields(changes)
@@ -264,8 +281,9 @@ def recipe(
         changes["tiling"] = "whole"
     if "memory" in changes:
         changes["tiling"] = "fa1"
-    if changes.get("softmax") == "stabilised":
-        changes = {**stabilised.DEFAULTS, **changes}
+    if "softmax" in changes:
+        of_it = stabilised.DEFAULTS if changes["softmax"] == "stabilised" else {}
+        changes = {**dict.fromkeys(stabilised.DEFAULTS), **of_it, **changes}
     made = dataclasses.replace(start, **changes, sites={**start.sites, **given})
     _check_together(made, changes)
     return made
@@ -277,6 +295,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "scale_in": get_args(ScaleIn),
     "p_from": get_args(PFrom),
     "delta_from": get_args(DeltaFrom),
+    "delta_sign": get_args(DeltaSign),
     "ds_scale": get_args(DsScale),
     "group_sum": get_args(GroupSum),
     "loop_order": get_args(LoopOrder),
@@ -326,6 +345,11 @@ def _check_sites(given: Mapping[str, Any]) -> None:
 def _check_together(made: Recipe, changes: Iterable[str]) -> None:
     """Refuse what would otherwise be ignored."""
     stabilised.check(vars(made))
+    if made.delta_sign == "random" and made.delta_from == "dP*P":
+        raise UsageError(
+            "delta from dP*P has no error whose sign could be drawn",
+            hint="leave out delta_sign, or take delta_from dO*O",
+        )
     if made.algorithm == "plain":
         if made.block_kv is not None or made.tiling != "whole":
             raise UsageError(
@@ -336,6 +360,11 @@ def _check_together(made: Recipe, changes: Iterable[str]) -> None:
             raise UsageError(
                 "algorithm plain has a single tile of all keys, which cannot be split",
                 hint="leave out splits, or take another algorithm",
+            )
+        if made.softmax == "guarded":
+            raise UsageError(
+                "algorithm plain divides P by l before P meets V: a guarded row would be as plain",
+                hint="take another algorithm, or softmax plain",
             )
         if made.l_from == "rounded":
             raise UsageError(

@@ -66,13 +66,14 @@ def step(case: AttentionCase, **options: Any) -> Output:
     """
     dO = upstream(case)
     call = _call(case, options)
-    done = _forward(call)
+    done, O = _forward(call)
     dtype = case.q.dtype
     dO = dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
-    dq, dk, dv = _backward(call, done, dO)
+    dq, dk, dv = _backward(call, O, done.lse, dO)
     first, second = backward_tiles(call.plan, dtype)
     ran = (
-        f"delta from {'dP*P' if call.plan.delta_of_p else 'dO*O'}, dq in tiles {first.block_q} x "
+        f"delta from {'dP*P' if call.plan.delta_of_p else 'dO*O'}, "
+        f"dP {'rounded' if call.plan.round_dp else 'in float32'}, dq in tiles {first.block_q} x "
         f"{first.block_kv}, dk and dv in tiles {second.block_q} x {second.block_kv}"
     )
     return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=ran)
@@ -83,16 +84,16 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        done = _forward(call)
-        ctx.save_for_backward(done.out, done.lse)
+        done, O = _forward(call)
+        ctx.save_for_backward(O, done.lse)
         ctx.call = call
         return done.out
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
         (dO,) = given
-        out, lse = ctx.saved_tensors
-        return *_backward(ctx.call, Output(out=out, lse=lse), dO), None
+        O, lse = ctx.saved_tensors
+        return *_backward(ctx.call, O, lse, dO), None
 
 
 def trained(case: AttentionCase, **options: Any) -> Tensor:
@@ -126,6 +127,8 @@ def triton_flash(
     row_sum: str = "float32",
     l_from: str = "unrounded",
     delta_from: str = "dO*O",
+    delta_o: str = "working",
+    dp: str = "float32",
     exponential: str = "exp2",
     softmax: str = "plain",
     beta: float | None = None,
@@ -138,7 +141,7 @@ def triton_flash(
     arithmetic has it. Raises UsageError for options that do not go together.
     """
     given = locals()  # the arguments and nothing else: keep this the first line
-    return _forward(_call(case, {name: x for name, x in given.items() if name != "case"}))
+    return _forward(_call(case, {name: x for name, x in given.items() if name != "case"}))[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,6 +159,8 @@ class _Call:
     plan: Plan
     launch: Launch
     scores_scale: float
+    wide_o: bool
+    """Whether backward reads O from before its cast."""
     ran: str
 
 
@@ -178,25 +183,30 @@ def _call(case: AttentionCase, given: Mapping[str, Any]) -> _Call:
         plan=plan,
         launch=launch,
         scores_scale=case.scale * (LOG2_E if plan.folded else 1.0),
+        wide_o=options["delta_o"] == "float32",
         ran=described({**options, **launch._asdict()}),
     )
 
 
-def _forward(call: _Call) -> Output:
+def _forward(call: _Call) -> tuple[Output, Tensor]:
+    """What forward returns, and the O that backward reads: the same, or from before its cast."""
     from numdev.kernels.triton_flash_forward import forward
 
     case, q, k, v = call.case, call.q, call.k, call.v
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    dtype = torch.float32 if call.wide_o else q.dtype
+    O = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     forward[_programs(case, case.q_len, call.launch.block_q)](
-        q, k, v, out, lse, case.sinks, call.mask,
-        *map(strides_of, (q, k, v, out)), call.mask_strides, call.size, call.scores_scale,
+        q, k, v, O, lse, case.sinks, call.mask,
+        *map(strides_of, (q, k, v, O)), call.mask_strides, call.size, call.scores_scale,
         PLAN=call.plan, **call.launch.as_arguments(),
     )  # fmt: skip
-    return Output(out=out, lse=lse, ran=call.ran)
+    return Output(out=O.to(q.dtype), lse=lse, ran=call.ran), O
 
 
-def _backward(call: _Call, done: Output, dO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    call: _Call, O: Tensor, lse: Tensor | None, dO: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV. What the query heads of a group have is summed in fp32 and then rounded."""
     from numdev.kernels.triton_flash_backward import of_keys, of_queries
 
@@ -207,12 +217,12 @@ def _backward(call: _Call, done: Output, dO: Tensor) -> tuple[Tensor, Tensor, Te
     dQ = q.new_empty(q.shape)
     dK, dV = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=kept) for x in (k, v))
     of_queries[_programs(case, case.q_len, first.block_q)](
-        q, k, v, done.out, dO, done.lse, delta, dQ, call.mask,
-        *map(strides_of, (q, k, v, done.out, dO, dQ)), call.mask_strides,
+        q, k, v, O, dO, lse, delta, dQ, call.mask,
+        *map(strides_of, (q, k, v, O, dO, dQ)), call.mask_strides,
         call.size, case.scale, call.scores_scale, PLAN=call.plan, **first.as_arguments(),
     )  # fmt: skip
     of_keys[_programs(case, case.kv_len, second.block_kv)](
-        q, k, v, dO, done.lse, delta, dK, dV, call.mask,
+        q, k, v, dO, lse, delta, dK, dV, call.mask,
         *map(strides_of, (q, k, v, dO, dK, dV)), call.mask_strides,
         call.size, case.scale, call.scores_scale, PLAN=call.plan, **second.as_arguments(),
     )  # fmt: skip

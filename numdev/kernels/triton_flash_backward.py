@@ -20,6 +20,7 @@ from numdev.kernels.triton_flash_tiles import (
     LOG2_E,
     exponential,
     finite,
+    gradient_of_p,
     head_of,
     rows_of,
     scores,
@@ -101,7 +102,7 @@ def over_keys(
         v = rows_of(V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL)
         S = scores(q, k, i[:, None], j[None, :], scale, mask, mask_strides, size, PARTIAL, PLAN)
         P = exponential(S - l[:, None], PLAN)
-        dP = tl.dot(do, tl.trans(v), input_precision="ieee")
+        dP = gradient_of_p(do, v, False, PLAN)
         if OF_P:
             total += tl.sum(dP * P, 1)
         else:
@@ -177,7 +178,7 @@ def over_rows(
         S = scores(k, q, i[None, :], j[:, None], scale, mask, mask_strides, size, PARTIAL, PLAN)
         P = exponential(S - l[None, :], PLAN)
         dv = tl.dot(P.to(do.dtype), do, dv, input_precision="ieee")
-        dP = tl.dot(v, tl.trans(do), input_precision="ieee")
+        dP = gradient_of_p(do, v, True, PLAN)
         dS = (P * (dP - d[None, :])).to(q.dtype)
         dk = tl.dot(dS, q, dk, input_precision="ieee")
     return dk, dv

@@ -13,6 +13,9 @@ code.) P is then at most exp(-(beta - 1) r). Their code keeps l above 1e-10, and
 silently, from (beta - 1) r = 23 on. Here the row becomes NaN where its largest P would be below the
 normal numbers of the format in which P meets V: (beta - 1) r > 9.7 in float16 and 87 elsewhere.
 
+The guarded softmax is ours (`numdev.kernels.guarded`): m is the maximum, and P has a weight of its
+row.
+
 Legend: as in `numdev.kernels.triton_flash_tiles`; a = exp(m_old - m).
 """
 
@@ -30,6 +33,7 @@ from numdev.kernels.triton_flash_tiles import (
     rows_of,
     scores,
     store_rows,
+    weight,
     within,
 )
 
@@ -62,7 +66,7 @@ def forward(
     if PLAN.sinks:  # a key with a logit and no value
         sink = tl.load(sinks + head).to(tl.float32)
         m = tl.zeros([BLOCK_Q], tl.float32) + (sink * LOG2_E if PLAN.folded else sink)
-        l = l + 1.0
+        l = l + (weight(i, size) if PLAN.guarded else 1.0)
     o = tl.zeros([BLOCK_Q, V_WIDE], tl.float32)
     begin, full, rest, end = within(
         start, tl.minimum(start + BLOCK_Q, size.q_len), size.kv_len, size.first, size.last,
@@ -82,6 +86,8 @@ def forward(
 
     # A row that saw no key is 0. One whose every P was lost is 0 / 0.
     o = o / tl.where(m == float("-inf"), 1.0, l)[:, None]
+    if PLAN.guarded:
+        l = l / weight(i, size)
     lse = (m + tl.log2(l)) * LN_2 if PLAN.folded else m + tl.log(l)
     at = head_of(O, o_strides, batch, head)
     store_rows(at, o_strides, start, size.q_len, o, BLOCK_Q, PLAN.v_dim, PLAN.v_wide)
@@ -106,6 +112,8 @@ def sweep(
         m = tl.maximum(m, row_maximum(S, PLAN), propagate_nan=tl.PropagateNan.ALL)
         a = exponential(m_old - finite(m), PLAN)
         P = exponential(S - finite(m)[:, None], PLAN)
+        if PLAN.guarded:
+            P = P * weight(i, size)[:, None]
         v = rows_of(V, v_strides, start, size.kv_len, BLOCK, PLAN.v_dim, PLAN.v_wide, PARTIAL)
         l = row_sum(l * a, P, v, PLAN)
         o = accumulate(o * a[:, None], P, v, PLAN)

@@ -23,13 +23,15 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "row_sum": FORMATS,
     "l_from": ("unrounded", "rounded"),
     "delta_from": ("dO*O", "dP*P"),
+    "delta_o": FORMATS,
+    "dp": FORMATS,
     "exponential": ("exp2", "exp"),
-    "softmax": ("plain", "stabilised"),
+    "softmax": ("plain", "stabilised", "guarded"),
 }
 """Options that are one of several words."""
 EMULATED = (
     "block_q", "block_kv", "loop_order", "kv_order", "scores", "p", "accumulator", "row_sum",
-    "l_from", "delta_from",
+    "l_from", "delta_from", "delta_o", "dp", "softmax",
 )  # fmt: skip
 """Options that `emulated` has too, by the same name and with the same values. exp and exp2 differ
 in their last bits alone, which no emulation knows of."""
@@ -46,6 +48,8 @@ def check(options: Mapping[str, Any]) -> None:
             )
     for name, smallest in SMALLEST.items():
         _check_size(name, options[name], smallest)
+    if options["delta_o"] != "working" and options["delta_from"] != "dO*O":
+        raise UsageError("delta_o is of delta from dO*O", hint="leave out one of the two")
     stabilised.check(options)
 
 
@@ -74,7 +78,8 @@ def described(options: Mapping[str, Any]) -> str:
 
 def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
     """What `emulated` calls the options in force. None with the stabilised softmax: which rows it
-    shifts is decided by the last bits of their scores, which no emulation has.
+    shifts is decided by the last bits of their scores, which no emulation has. (The guarded one
+    asks no score.)
 
     A group's dK and dV are kept in fp32 until they are summed.
     """

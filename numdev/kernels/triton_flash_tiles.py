@@ -22,6 +22,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+GOLDEN = tl.constexpr(2654435769)
 
 
 @triton.jit
@@ -97,6 +98,23 @@ def exponential(x, PLAN: tl.constexpr):
     else:
         y = tl.exp(x)
     return y
+
+
+@triton.jit
+def weight(i, size):
+    """What the guarded softmax multiplies P of row i with: as `numdev.kernels.guarded.weights`."""
+    number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
+    return (2 * number + 129).to(tl.float32) * 0.00390625
+
+
+@triton.jit
+def gradient_of_p(do, v, TRANSPOSED: tl.constexpr, PLAN: tl.constexpr):
+    """dP = dO Vᵀ of a tile, or its transpose."""
+    if TRANSPOSED:
+        dP = tl.dot(v, tl.trans(do), input_precision="ieee")
+    else:
+        dP = tl.dot(do, tl.trans(v), input_precision="ieee")
+    return dP.to(v.dtype).to(tl.float32) if PLAN.round_dp else dP
 
 
 @triton.jit

@@ -242,9 +242,9 @@ def train(
 def _planned(request: TrainRequest, system: System) -> list[Planned]:
     """The variants' kernels, each with options that it has and on a machine that can run it."""
     plan = []
-    for variant in request.variants:
-        kernel = find(variant.kernel.name)
-        options = recorded(kernel.with_options(variant.kernel.options))
+    for variant, choice in ((v, choice) for v in request.variants for choice in v.kernels):
+        kernel = find(choice.name)
+        options = recorded(kernel.with_options(choice.options))
         missing = kernel.missing(system)
         if missing:
             raise UsageError(
@@ -279,6 +279,8 @@ def _record(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord
         name: getattr(variant, name) for name in ("seed", "data_order") if getattr(variant, name)
     }
     theirs = golden.optimiser.model_dump()
+    if variant.backward_kernel:
+        differs["backward_kernel"] = variant.backward_kernel.model_dump(mode="json")
     changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
     return VariantRecord(
         name=variant.name,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel
-from numdev.kernels.training import attended
+from numdev.kernels.training import attended, crossed
 from numdev.training.nulls import rerounded
 
 HERE = CaseRef(case="training")
@@ -21,7 +21,9 @@ class Attention:
     """attention(q, k, v, causal), as `numdev.training.network` has it.
 
     q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype. With
-    `noise` it is then re-rounded at random (`numdev.training.nulls`).
+    `noise` it is then re-rounded at random (`numdev.training.nulls`). A kernel that draws random
+    numbers does so from `draws`, on from call to call. With `behind`, a kernel and its options,
+    gradients are that one's.
     """
 
     def __init__(
@@ -31,8 +33,11 @@ class Attention:
         *,
         dtype: torch.dtype | None = None,
         noise: torch.Generator | None = None,
+        draws: torch.Generator | None = None,
+        behind: tuple[Kernel, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.kernel, self.options, self.dtype, self.noise = kernel, options, dtype, noise
+        self.kernel, self.options, self.dtype = kernel, options, dtype
+        self.noise, self.draws, self.behind = noise, draws, behind
         self.ran: str | None = None
         """What the kernel said it ran, once it was asked."""
         self.largest: list[Tensor] | None = None
@@ -52,8 +57,13 @@ class Attention:
             self.largest.append(largest_score(case))
         if self.ran is None:
             self.ran = self._asked(case)
-        out = attended(self.kernel, case, self.options).to(q.dtype)
+        out = self._attended(case).to(q.dtype)
         return out if self.noise is None else rerounded(out, self.noise)
+
+    def _attended(self, case: AttentionCase) -> Tensor:
+        if self.behind is None:
+            return attended(self.kernel, case, self.options, self.draws)
+        return crossed(self.kernel, case, self.options, *self.behind)
 
     def _asked(self, case: AttentionCase) -> str:
         with torch.no_grad(), torch.autocast(case.q.device.type, enabled=False):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from numdev.config import Choice
 from numdev.errors import MeasurementError, NumdevError
-from numdev.kernels import find
+from numdev.kernels import Kernel, find
 from numdev.trainconfig import ModelConfig, Variant
 from numdev.training.attention import Attention
 from numdev.training.data import seed_of
@@ -40,16 +41,23 @@ class Lane:
         device: torch.device,
     ) -> None:
         self.variant, self.device = variant, device
+        (kernel, options), *behind = (_found(choice) for choice in variant.kernels)
+        rerounds, draws = variant.role == "null_rounding", kernel.draws(options)
         self.noise = None
-        if variant.role == "null_rounding":
+        """What all random numbers of the lane come from; None where it has none."""
+        if rerounds:
             made = seed_of("rounding", seed, variant.name)
             self.noise = torch.Generator(device).manual_seed(made)
-        kernel = find(variant.kernel.name)
+        elif draws:  # without its name: a repeat of the golden run draws what that one drew
+            made = seed_of("draws", seed + variant.seed, options.get("seed"))
+            self.noise = torch.Generator(device).manual_seed(made)
         self.attention = Attention(
             kernel,
-            kernel.with_options(variant.kernel.options),
+            options,
             dtype=DTYPES.get(variant.attention_format or ""),
-            noise=self.noise,
+            noise=self.noise if rerounds else None,
+            draws=self.noise if draws else None,
+            behind=behind[0] if behind else None,
         )
         with _named(variant):
             self.network = self._built(model, vocabulary, seed).to(device).train()
@@ -78,7 +86,11 @@ class Lane:
     @property
     def _recordable(self) -> bool:
         plain = not self.scaler.is_enabled() and self.device.type == "cuda"
-        return plain and self.variant.kernel.name in RECORDABLE
+        used = [_found(choice) for choice in self.variant.kernels]
+        known = all(kernel.name in RECORDABLE for kernel, _ in used)
+        # Of two kernels neither draws from the lane's generator, which the recording knows.
+        foreign = len(used) > 1 and any(kernel.draws(options) for kernel, options in used)
+        return plain and known and not foreign
 
     def step(self, batch: Batch, step: int, steps: int) -> None:
         """Update `step` of `steps`, from this batch. Nothing waits for the device."""
@@ -161,6 +173,11 @@ class Lane:
             # What was cast while a step is recorded has no value afterwards.
             cache_enabled=not self._recordable,
         )
+
+
+def _found(choice: Choice) -> tuple[Kernel, dict[str, Any]]:
+    kernel = find(choice.name)
+    return kernel, kernel.with_options(choice.options)
 
 
 @contextmanager

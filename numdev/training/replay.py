@@ -18,7 +18,7 @@ from torch import Tensor
 
 from numdev.training.network import Batch
 
-RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash"})
+RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
 """Kernels that never wait for the device, as tests/test_training_gpu.py has seen."""
 FIRST = 3
 """Steps that run as they are: they make the optimiser's state, and compile what is compiled."""
@@ -61,6 +61,8 @@ class Replay:
         if self.noise is not None:
             graph.register_generator_state(self.noise)
         torch.cuda.synchronize(self.device)
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = default.get_state()
         failed: BaseException | None = None
         try:
             with torch.cuda.graph(graph):
@@ -71,5 +73,9 @@ class Replay:
         except RuntimeError as error:  # a recording that failed cannot be ended either
             failed = failed or error
         if failed is not None:
+            # It would go on believing that a graph is recorded, and draw no number ever again.
+            fresh = torch.Generator(default.device)
+            fresh.set_state(before)
+            default.graphsafe_set_state(fresh.graphsafe_get_state())
             raise failed
         self._graph = graph

@@ -1,0 +1,152 @@
+"""Recipes that draw random numbers, stochastic rounding and random signs of delta's error: alone,
+and inside a network that learns, where the numbers go on from call to call. That they go on with a
+run's state is in `test_train.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import UsageError
+from numdev.formats import FORMATS, ulp
+from numdev.kernels import emulated_backward as bwd
+from numdev.kernels import emulated_forward as fwd
+from numdev.kernels import find
+from numdev.kernels.rounder import Rounder
+from numdev.kernels.sites import recipe
+from numdev.kernels.training import attended
+
+KERNEL = find("emulated")
+STOCHASTIC: dict[str, Any] = {"rounding": "stochastic", "compute": "float32"}
+SHAM: dict[str, Any] = {"delta_sign": "random", "dp": "working", "compute": "float32"}
+
+
+def case(n: int = 64, heads: int = 4, kv_heads: int = 4) -> AttentionCase:
+    """V and dO of one sign each: the error of delta has one too."""
+    made = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, h, n, 16, generator=made) for h in (heads, kv_heads))
+    v = -2.0 - torch.rand(1, kv_heads, n, 16, generator=made)
+    dO = 0.5 + torch.rand(1, heads, n, 16, generator=made)
+    q, k, v, dO = (x.bfloat16() for x in (q, k, v, dO))
+    ref = CaseRef(case="t")
+    return AttentionCase(ref=ref, q=q, k=k, v=v, scale=0.25, is_causal=True, grad_out=dO)
+
+
+def learned(
+    options: dict[str, Any], generator: torch.Generator | None, given: AttentionCase | None = None
+) -> list[Tensor]:
+    """The output and the gradients of q, k and v inside a network."""
+    given = given or case()
+    q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
+    inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
+    out = attended(KERNEL, inside, KERNEL.with_options(options), generator)
+    assert given.grad_out is not None
+    out.backward(given.grad_out.to(out.dtype))
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> list[bool]:
+    return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+
+
+def deltas(**options: Any) -> tuple[Tensor, Tensor]:
+    """delta of a recipe with dP in bf16, and that which makes each row of dS sum to zero, [heads *
+    rows]. V is -2 at most keys and the number below at some, so O rounds to -2."""
+    given = case(n=512)
+    below = torch.rand(given.v.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    given = dataclasses.replace(given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16())
+    made = recipe(sites={"dp": "working"}, **options)
+    r = bwd.rounder(given, made)
+    read, _ = bwd.read(r, given, made, fwd.forward)
+    even = bwd.delta_of(r, dataclasses.replace(read, made=recipe(delta_from="dP*P")), blocks(read))
+    return bwd.delta_of(r, read, blocks(read)).flatten(), even.flatten()
+
+
+def blocks(read: bwd.Given) -> Any:
+    return [(slice(0, read.case.q_len), slice(0, read.case.kv_len))]
+
+
+# --- signs ---------------------------------------------------------------------------------------
+
+
+def test_a_sham_error_is_as_large_and_has_no_sign() -> None:
+    """Row by row the error of delta is as large as without it, to fp32's last bits; without it the
+    mean is most of its rms, with it none but chance's."""
+    own, even = deltas()
+    sham, again = deltas(delta_sign="random")
+    assert torch.equal(even, again)
+    error, drawn = own - even, sham - even
+    assert ((drawn.abs() - error.abs()).abs() <= 4 * 2.0**-24 * (own.abs() + error.abs())).all()
+    rms = error.square().mean().sqrt()
+    assert error.mean().abs() > 0.5 * rms
+    assert drawn.mean().abs() < 4 * rms / len(error) ** 0.5
+    assert 0.4 < ((error * drawn) < 0).float().mean() < 0.6
+
+
+def test_the_other_errors_stay() -> None:
+    """Output and dv are the same bits; dq and dk are not."""
+    ran = [KERNEL.gradients(case(), **{**SHAM, "delta_sign": sign}) for sign in ("own", "random")]
+    for name, equal in (("out", True), ("dv", True), ("dq", False), ("dk", False)):
+        assert torch.equal(*(getattr(x, name) for x in ran)) == equal, name
+    assert "random signs" in str(ran[1].ran_backward)
+
+
+def test_there_is_no_sham_of_no_error() -> None:
+    """delta from dP o P has no error of this kind."""
+    with pytest.raises(UsageError, match="no error whose sign"):
+        KERNEL.with_options({"delta_sign": "random", "delta_from": "dP*P"})
+    with pytest.raises(UsageError, match="delta_sign"):
+        KERNEL.with_options({"delta_sign": "up"})
+
+
+def test_signs_are_even() -> None:
+    """1 or -1, each half of the time, within 5 standard deviations."""
+    x = torch.zeros(1 << 16)
+    signs = Rounder(recipe(), case(), torch.float32).signs(x)
+    assert set(signs.tolist()) == {1.0, -1.0}
+    assert signs.mean().abs() < 5 * 2.0**-8
+
+
+# --- inside a network ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [STOCHASTIC, SHAM], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_draws_go_on_from_call_to_call(options: dict[str, Any], kv_heads: int) -> None:
+    """From a generator two calls differ, and follow from its state; without one they are alike."""
+    given, made = case(kv_heads=kv_heads), torch.Generator().manual_seed(3)
+    first = learned(options, made, given)
+    state = made.get_state()
+    second = learned(options, made, given)
+    made.set_state(state)
+    assert not same(first, second)[1]
+    assert all(same(second, learned(options, made, given)))
+    assert all(same(learned(options, None, given), learned(options, None, given)))
+
+
+def test_nothing_is_drawn_where_nothing_is_random() -> None:
+    """A generator stays as it is under any other recipe, and under kernels that know of none."""
+    made = torch.Generator().manual_seed(3)
+    before = made.get_state()
+    learned({"compute": "float32"}, made)
+    attended(find("baseline"), case(), {}, made)
+    assert torch.equal(made.get_state(), before)
+
+
+def test_stochastic_rounding_has_no_bias_from_step_to_step() -> None:
+    """The output's mean over 256 calls is that which is not rounded, to 6 standard errors of at
+    most ulp/32 (Hoeffding: one element in 10^7 is farther off); the same draws at every call would
+    leave each its error, two thirds of which are larger."""
+    made = torch.Generator().manual_seed(5)
+    options = {**STOCHASTIC, "p": "exact"}
+    outs = torch.stack([learned(options, made)[0].double() for _ in range(256)])
+    exact = KERNEL.attend(case(), compute="float32", p="exact", out="exact").out.double()
+    limit = 6 / 32 * ulp(exact, FORMATS["bfloat16"]) + 1e-6
+    assert ((outs.mean(dim=0) - exact).abs() <= limit).all()
+    once = learned(options, None)[0].double()
+    assert ((once - exact).abs() <= limit).float().mean() < 0.5
