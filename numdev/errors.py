@@ -10,7 +10,6 @@ Exit codes: 0 done or passed, 1 a gate's threshold was exceeded, 2 usage or conf
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -46,6 +45,8 @@ class Refused(NumdevError):
 
 def closest(name: str, known: Iterable[str]) -> str:
     """A hint that names the known word nearest to `name`, else all of them."""
+    import difflib  # a millisecond that `--help` need not wait for
+
     words = sorted(known)
     if not words:
         return "there is none to choose from"

@@ -1,0 +1,76 @@
+"""`numdev sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from numdev.commands.options import measuring_options, output_options
+from numdev.commands.requests import sweep_request
+from numdev.commands.session import command_line, hand_over, measuring
+
+
+@click.command(epilog="Example:  numdev sweep configs/sweep/ci.yaml --dry-run")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="Kernel to sweep: a name of `numdev kernels`, or package.module:function. "
+    "Repeatable; replaces the file's.",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    metavar="NAME",
+    help="Format, for example bfloat16, or e8m10 for kernels that take any. Repeatable; "
+    "replaces the file's.",
+)
+@measuring_options
+@click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
+@output_options
+def sweep(
+    config: Path,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    quiet: bool,
+    dry_run: bool,
+    **flags: Any,
+) -> None:
+    """Measure how deviation depends on length, format, tile size, inputs or kernel.
+
+    CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
+    measured with every seed, and the report gives means with confidence intervals. With --seed N
+    the seeds are counted from N. The same request into the same directory continues where it
+    stopped.
+    """
+    from numdev.execute import digest
+    from numdev.studies.sweep import plan
+    from numdev.studies.sweep import sweep as run
+
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    request = sweep_request(config, flags)
+    planned = plan(request)
+    if dry_run or not quiet:
+        click.echo(planned.cost(), err=not dry_run)
+    if dry_run:
+        return
+    directory = output or Path("numdev-reports") / f"{config.stem}-{digest(request.measured())[:8]}"
+    with measuring(show=not (quiet or as_json)) as progress:
+        found = run(
+            planned,
+            directory,
+            overwrite=overwrite,
+            command=command_line(),
+            progress=progress,
+            say=say,
+        )
+    hand_over(found, directory, as_json=as_json, quiet=quiet)
