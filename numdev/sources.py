@@ -6,6 +6,7 @@ their number. It knows nothing of kernels, formats or metrics.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ import torch
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.inputs import Shapes, check, draw
 from numdev.layouts import laid_out, transposed
 from numdev.masks import draw_mask
+from numdev.projection import Projection, Projections
 from numdev.storage import some
 from numdev.system import System
 from numdev.tensorfile import StoredCase, holds_cases, open_cases
@@ -58,10 +60,11 @@ class Source(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
-def open_source(request: AuditRequest, system: System) -> Source:
+def open_source(request: AuditRequest, system: System, *, projections: bool = False) -> Source:
     """The request's source, opened and checked but with nothing measured.
 
-    Its cases carry grad_out where the request is for gradients.
+    Its cases carry grad_out where the request is for gradients. With `projections`, those out of a
+    running model know the linear layer that made their queries.
     """
     gradients = bool(request.gradients)
     if request.cases:
@@ -71,7 +74,7 @@ def open_source(request: AuditRequest, system: System) -> Source:
         )
     if request.checkpoint != "demo" and holds_cases(Path(request.checkpoint or "")):
         return TensorFileSource(request, system, gradients=gradients)
-    return CheckpointSource(request, system, gradients=gradients)
+    return CheckpointSource(request, system, gradients=gradients, projections=projections)
 
 
 def _refuse(request: AuditRequest, options: tuple[str, ...], why: str) -> None:
@@ -154,10 +157,18 @@ class Captured:
     """A case out of a running model: here now, and gone when the model goes on."""
 
     case: AttentionCase
+    projections: Projections | None = None
 
     @property
     def ref(self) -> CaseRef:
         return self.case.ref
+
+    def projection(self) -> Projection:
+        """The linear layer that made its queries. Raises MeasurementError, with the reason, where
+        it is not known."""
+        if self.projections is None:
+            raise MeasurementError(f"{self.ref.case}: was captured without its projection")
+        return self.projections.of(self.case)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -284,7 +295,14 @@ class CheckpointSource:
     has one (`numdev.upstream`). After `visit`, `notes` says which calls that loss does not reach.
     """
 
-    def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
+    def __init__(
+        self,
+        request: AuditRequest,
+        system: System,
+        *,
+        gradients: bool = False,
+        projections: bool = False,
+    ) -> None:
         from numdev.generation import check as check_generates
         from numdev.reading import model_inputs
         from numdev.watch import attention_modules
@@ -294,7 +312,7 @@ class CheckpointSource:
                 f"--generate {request.generate}: a generation has no backward pass",
                 hint="leave --generate out, or audit it without gradients",
             )
-        self.request = request
+        self.request, self.projections = request, projections
         self.checkpoint = _open_weights(request)
         dtype = dtype_of(format_named(request.model_dtype))
         self.model = self.checkpoint.load_model(dtype=dtype, device=system.device)
@@ -329,20 +347,24 @@ class CheckpointSource:
         return calls * (1 + (self.request.generate or 0))
 
     def visit(self, handle: Callable[[Located], None]) -> None:
-        from numdev.capture import capture
+        from numdev.capturing import capture
+
+        made = Projections() if self.projections else None
 
         def chosen(case: AttentionCase) -> None:
             if self.request.layers is None or case.ref.layer in self.request.layers:
-                handle(Captured(case=case))
+                handle(Captured(case=case, projections=made))
 
-        count = capture(
-            self.model,
-            self.prompt.inputs,
-            chosen,
-            source=self.checkpoint.name,
-            generate=self.request.generate,
-            upstream=self.upstream,
-        )
+        with made.following(self.model) if made else contextlib.nullcontext():
+            count = capture(
+                self.model,
+                self.prompt.inputs,
+                chosen,
+                source=self.checkpoint.name,
+                generate=self.request.generate,
+                upstream=self.upstream,
+                on_met=made.met if made else lambda ref: None,
+            )
         if count.drawn:
             missed = f"{len(count.drawn)} of {count.calls} calls ({some(list(count.drawn))})"
             self.notes += (

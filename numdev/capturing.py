@@ -75,6 +75,7 @@ def capture(
     prompt: int = 0,
     generate: int | None = None,
     upstream: Upstream | None = None,
+    on_met: Callable[[CaseRef], None] = lambda ref: None,
 ) -> CaptureCount:
     """Run `model(**inputs)` once, calling `on_call` at every attention call.
 
@@ -89,6 +90,7 @@ def capture(
     With `upstream`, cases have grad_out. Where that is the gradient of the model's loss, one
     training step is run, in the mode the model is in, and `on_call` runs after its backward pass,
     in the same order (`numdev.trainingstep`). Raises UsageError for a generation, which has none.
+    `on_met` is told of every call as it is made, while the modules that make it run.
     """
     if upstream is not None and generate is not None:
         raise UsageError(
@@ -97,8 +99,14 @@ def capture(
         )
     step = TrainingStep(upstream) if upstream is not None and upstream.loss else None
     watch = Watch(model, source=source, prompt=prompt, generates=generate is not None)
+
+    def next_call() -> CaseRef:
+        ref = watch.next_call()
+        on_met(ref)
+        return ref
+
     interceptor = _Interceptor(
-        watch.next_call,
+        next_call,
         on_call if upstream is None else lambda case: on_call(upstream.draw(case)),
         step,
     )
@@ -127,6 +135,31 @@ def capture(
     with torch.no_grad():
         drawn = step.hand_over(on_call)
     return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls), drawn=drawn)
+
+
+class _Met(Exception):
+    """A call was met, and the run that made it ends there."""
+
+
+def first_call(run: Callable[[], Any]) -> AttentionCase | None:
+    """The first attention call that `run` makes, hanging in whatever graph made its tensors; `run`
+    gets no further. None where it makes none; what it raises before comes out unchanged."""
+    found: list[AttentionCase] = []
+
+    def end(case: AttentionCase) -> None:
+        found.append(case)
+        raise _Met
+
+    interceptor = _Interceptor(lambda: CaseRef(case="first"), end)
+    token = _active.set(interceptor)
+    try:
+        with without_fast_path(), interceptor:
+            run()
+    except _Met:
+        return found[0]
+    finally:
+        _active.reset(token)
+    return None
 
 
 @contextmanager

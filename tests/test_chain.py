@@ -1,0 +1,847 @@
+"""The numbers of a diagnosis, against loops over rows and keys of one head, matrices that are
+really made, and autograd of a layer that is really there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from oracles import FEATURES, make_case
+from torch import Tensor
+
+from numdev.cases import AttentionCase, CaseRef, visible
+from numdev.chain import Diagnosis, diagnosed
+from numdev.chain_recipe import computed
+from numdev.chain_truth import truth_of
+from numdev.diagnosereport import Bias, HeadRow
+from numdev.errors import Refused, UsageError
+from numdev.formats import FORMATS, round_to, ulp
+from numdev.kernels import emulated_forward as fwd
+from numdev.kernels import find
+from numdev.kernels.rounder import Rounder
+from numdev.kernels.sites import Recipe, recipe
+from numdev.projection import Projection
+
+BF16 = FORMATS["bfloat16"]
+TOLD = ("rows", "tied", "nearly_tied", "tied_keys", "ones", "powers", "one_signed")
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+def upstream(case: AttentionCase, seed: int = 5) -> AttentionCase:
+    shape = (*case.q.shape[:3], case.v.shape[-1])
+    dO = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return dataclasses.replace(case, grad_out=dO.to(case.q.dtype))
+
+
+def drawn(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> AttentionCase:
+    """A case with an upstream gradient; 40 tokens if nothing else is said."""
+    given = {"q_len": 40, "kv_len": 40, "head_dim": 8, **fields}
+    return upstream(make_case(dtype=dtype, **given))
+
+
+def tying(**fields: Any) -> AttentionCase:
+    """Scores of which many are equal: q and k hold few numbers."""
+    case = drawn(**fields)
+    few = {name: getattr(case, name).float().round().clamp(-1, 1).bfloat16() for name in "qk"}
+    return dataclasses.replace(case, **few, scale=0.5)
+
+
+def plain_projection(case: AttentionCase, width: int = 12, seed: int = 9) -> Projection:
+    """W_Q with nothing between it and the call."""
+    g = torch.Generator().manual_seed(seed)
+    b, h, n, d = case.q.shape
+    x = torch.randn(b, n, width, generator=g, dtype=torch.float64)
+    weight = torch.randn(h * d, width, generator=g, dtype=torch.float64)
+    return Projection(x=x, weight=weight, pull=lambda dq: dq.transpose(1, 2))
+
+
+def on_cuda(case: AttentionCase, projection: Projection) -> tuple[AttentionCase, Projection]:
+    """Both on the GPU. The way back is the tensors' own."""
+    there: dict[str, Any] = {
+        f.name: x.cuda()
+        for f in dataclasses.fields(case)
+        if isinstance(x := getattr(case, f.name), Tensor)
+    }
+    x, weight = projection.x.cuda(), projection.weight.cuda()
+    moved = dataclasses.replace(projection, x=x, weight=weight)
+    return dataclasses.replace(case, **there), moved
+
+
+def numbers(row: Any, *names: str) -> list[float | None]:
+    return [getattr(row, name) for name in names]
+
+
+def assert_same(found: Any, expected: Any, rel: float = 1e-9) -> None:
+    """Numbers that agree to fp64 rounding; None only beside None."""
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None), (found, expected)
+        assert x is None or x == pytest.approx(y, rel=rel, abs=1e-13), (found, expected)
+
+
+def flat(record: Any) -> list[Any]:
+    """All numbers of a record, those of its parts too."""
+    found: list[Any] = []
+    for value in vars(record).values():
+        if hasattr(value, "model_fields_set"):
+            found += flat(value)
+        elif isinstance(value, tuple):
+            for part in value:
+                found += flat(part)
+        elif isinstance(value, int | float | None) and not isinstance(value, bool):
+            found.append(value)
+    return found
+
+
+def assert_explained(row: Any) -> None:
+    """Whatever is null says why, and whatever says why is null."""
+    missing = {n for n, x in vars(row).items() if x is None and n not in ("step", "layer")}
+    for name in ("pv", "out"):
+        missing |= lacking(name, getattr(row, name), "mean")
+    for delta in getattr(row, "delta", ()):
+        missing |= lacking("delta", delta, "mean")
+    if hasattr(row, "delta_unbalanced"):
+        missing |= lacking("delta_unbalanced", row.delta_unbalanced, "mean")
+    assert missing == set(row.nulls), row.nulls
+    assert all(row.nulls.values())
+
+
+def lacking(name: str, part: Any, first: str) -> set[str]:
+    if getattr(part, first) is None:
+        return {name}
+    return {f"{name}.{field}" for field, x in vars(part).items() if x is None}
+
+
+# --- ties and powers of two ----------------------------------------------------------------------
+
+
+class Tapped(Rounder):
+    """Keeps what was rounded at `p`, in the order of the tiles."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weights: list[Tensor] = []
+
+    def __call__(self, site: str, x: Tensor) -> Tensor:
+        rounded = super().__call__(site, x)
+        if site == "p":
+            self.weights.append(rounded.clone())
+        return rounded
+
+
+def told(case: AttentionCase, made: Recipe, head: int) -> dict[str, float | None]:
+    """The first numbers of a HeadRow, by loops: S from sums of products rounded one by one, P from
+    what the forward pass itself multiplied with V."""
+    r = Tapped(made, case, torch.float64)
+    q, k, v = (x.double() for x in (case.q, case.k, case.v))
+    m, _, _ = fwd.forward(r, case, made, q, k, v)
+    S = [[[score(case, r, b, head, i, j) for j in range(case.kv_len)] for i in range(case.q_len)]
+         for b in range(len(q))]  # fmt: skip
+    sums: dict[str, list[float]] = {name: [] for name in TOLD[1:]}
+    for b in range(len(q)):
+        for i in range(case.q_len):
+            seen = [j for j in range(case.kv_len) if S[b][i][j] > -math.inf]
+            if len(seen) > 1:
+                add_row(sums, case, made, r, S[b][i], seen, (b, head, i), float(m[b, head, i]))
+    found: dict[str, float | None] = {"rows": len(sums["tied"])}
+    return found | {n: sum(x) / len(x) if x else None for n, x in sums.items()}
+
+
+def score(case: AttentionCase, r: Rounder, b: int, h: int, i: int, j: int) -> float:
+    shown = visible(case, slice(i, i + 1), slice(j, j + 1))
+    if shown is not None and not bool(shown.expand(len(case.q), case.heads, 1, 1)[b, h]):
+        return -math.inf
+    dot = (case.q[b, h, i].double() * case.k[b, h // case.group, j].double()).sum()
+    return float(r("scaled", r("scores", dot) * case.scale))
+
+
+def add_row(
+    sums: dict[str, list[float]],
+    case: AttentionCase,
+    made: Recipe,
+    r: Tapped,
+    S: list[float],
+    seen: list[int],
+    at: tuple[int, int, int],
+    m: float,
+) -> None:
+    b, h, i = at
+    largest = max(S)
+    tied = [j for j in seen if S[j] == largest]
+    near = [j for j in seen if S[j] >= largest - 1e-3]
+    sums["tied"].append(len(tied) > 1)
+    sums["nearly_tied"].append(len(near) > 1)
+    if len(tied) > 1:
+        sums["tied_keys"].append(len(tied))
+    if len(near) > 1:
+        columns = case.v[b, h // case.group, near].double()
+        alike = [bool((c > 0).all() or (c < 0).all()) for c in columns.T]
+        sums["one_signed"].append(sum(alike) / len(alike))
+    exact = [float(case.scale * (case.q[b, h, i].double() @ case.k[b, h // case.group, j].double()))
+             if j in seen else -math.inf for j in range(case.kv_len)]  # fmt: skip
+    whole = sum(math.exp(x) for x in exact)
+    block = made.tile(case.q.shape[-1], case.kv_len)[1]
+    starts = list(range(0, case.kv_len, block))
+    order = starts[::-1] if made.kv_order == "descending" else starts
+    ones, power = 0, 0.0
+    for start, weights in zip(order, r.weights, strict=True):
+        tile = [j for j in seen if start <= j < start + block]
+        own = max((S[j] for j in tile), default=-math.inf)
+        for j in tile:
+            p = float(weights[b, h, i, j - start])
+            top = own == largest if made.algorithm == "fa1" else True
+            met = max(
+                S[x] for s in order[: order.index(start) + 1] for x in seen if s <= x < s + block
+            )
+            ones += p == 1.0 and top and met == largest
+            power += math.exp(exact[j]) / whole if p > 0 and math.log2(p) % 1 == 0 else 0.0
+    sums["ones"].append(ones > 1)
+    sums["powers"].append(power)
+
+
+RECIPES: dict[str, Recipe] = {
+    "qiu2025": recipe("qiu2025"),
+    "qiu2025 in tiles": recipe("qiu2025", block_q=64, block_kv=16),
+    "descending": recipe("qiu2025", block_q=64, block_kv=16, kv_order="descending"),
+    "fa1": recipe("golden2024", block_q=64, block_kv=16),
+    "eager": recipe("eager"),
+    "fa2": recipe("fa2"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_ties_and_powers_are_those_that_loops_find(name: str) -> None:
+    """Of tied maxima, P-bar of 1, powers of two and V's signs, tile by tile."""
+    case, made = tying(batch=2), RECIPES[name]
+    row = diagnosed(case, made).heads[1]
+    expected = told(case, made, 1)
+    assert row.tied
+    assert row.powers
+    assert (row.ones == 0) == (name == "eager")  # normalised before it meets V
+    assert_same(numbers(row, *TOLD), [expected[n] for n in TOLD])
+    for name in TOLD[1:]:
+        one_row_off = expected | {name: expected[name] + 1 / expected["rows"]}  # type: ignore[operator]
+        with pytest.raises(AssertionError):
+            assert_same(numbers(row, *TOLD), [one_row_off[n] for n in TOLD])
+
+
+@pytest.mark.parametrize("fields", [
+    {"is_causal": True}, {"kv_heads": 1}, {"mask": ("bool", "b11k"), "batch": 2},
+], ids=["causal", "grouped", "mask"])  # fmt: skip
+def test_ties_are_among_the_keys_that_are_seen(fields: dict[str, Any]) -> None:
+    """A hidden key is no tie, whatever its score."""
+    case, made = tying(**fields), recipe("qiu2025")
+    row = diagnosed(case, made).heads[1]
+    expected = told(case, made, 1)
+    assert_same(numbers(row, *TOLD), [expected[n] for n in TOLD])
+
+
+def test_without_ties_there_are_none() -> None:
+    """Scores that fp32 tells apart: no tied keys, and the reason."""
+    row = diagnosed(drawn(), recipe("fa2")).heads[0]
+    assert row.tied == 0
+    assert row.tied_keys is None
+    assert_explained(row)
+
+
+# --- the bias of P V -----------------------------------------------------------------------------
+
+VECTOR = {"accurate": -4.703990459442139, "rounded": -4.71875}
+TAIL = 1815 / 2**21
+"""121 * 2^-18 times 15 * 2^-3: numbers of bf16."""
+
+
+def paper() -> AttentionCase:
+    """The paper's two tied keys and a tail: scores 0, 0 and log(121 / 2^18) to 24 bits."""
+    score = math.log(121 / 2**18)
+    parts, rest = [], score
+    for _ in range(3):
+        parts.append(float(torch.tensor(rest).bfloat16()))
+        rest -= parts[-1]
+    k = torch.tensor([[0.0] * 3, [0.0] * 3, parts])
+    v = torch.tensor([[-2.40625], [-2.296875], [-1.875]])
+    given = {"q": torch.ones(1, 3), "k": k, "v": v, "grad_out": torch.ones(1, 1)}
+    tensors = {name: x[None, None].bfloat16() for name, x in given.items()}
+    return AttentionCase(ref=CaseRef(case="paper"), scale=1.0, **tensors)
+
+
+UNNORMALISED = recipe("exact", sites={"p": "working", "pv": "working"})
+
+
+def test_the_papers_vector_rounds_away_from_zero() -> None:
+    """-4.703990459442139 becomes -4.71875, which is an error of -0.472 ulp, outward."""
+    case = paper()
+    found = computed(case, UNNORMALISED)
+    assert found.product is not None
+    assert found.product_exact is not None
+    assert found.product.item() == VECTOR["rounded"]
+    assert found.product_exact.item() == VECTOR["accurate"] == -4.703125 - TAIL
+    pv = diagnosed(case, UNNORMALISED).heads[0].pv
+    off = -0.014759540557861328 / 2**-5
+    assert_same(numbers(pv, "mean", "rms", "outward", "feature"), [off, -off, -off, off])
+    assert pv.worst_feature == 0
+    with pytest.raises(AssertionError):
+        assert_same([pv.mean], [0.015625 / 2**-5])  # without the tail: the tie goes the other way
+
+
+def one_signed(tail: float, heads: int = 8, width: int = 128) -> AttentionCase:
+    """Each row two tied keys of one exponent, V in [-4, -2), and a tail of `tail` ulp of the sum
+    (which lies in [4, 8))."""
+    g = torch.Generator().manual_seed(3)
+    v = -2 - 2 * torch.rand(1, heads, 2, width, generator=g, dtype=torch.float64)
+    v = round_to(v, FORMATS["bfloat16"]).clamp(-3.984375, -2.0)
+    last = torch.full((1, heads, 1, width), -tail * 2**-5 * 2**10, dtype=torch.float64)
+    k = torch.tensor([0.0, 0.0, -10 * math.log(2.0)]).view(1, 1, 3, 1).expand(1, heads, 3, 1)
+    q = torch.ones(1, heads, 20, 1)
+    dO = torch.ones(1, heads, 20, width)
+    made = {"q": q, "k": k, "v": torch.cat([v, last], dim=2), "grad_out": dO}
+    tensors = {n: x.bfloat16() for n, x in made.items()}
+    return AttentionCase(ref=CaseRef(case="one sign"), scale=1.0, **tensors)
+
+
+@pytest.mark.parametrize("tail", [0.03, 0.125])
+def test_two_terms_and_a_tail_err_by_a_quarter_ulp(tail: float) -> None:
+    """Outward by 1/4 ulp less the tail, to within four standard errors of 1024 sums; and by nothing
+    once the product is exact."""
+    made = UNNORMALISED
+    rows = diagnosed(one_signed(tail), made).heads
+    found = sum(row.pv.outward or 0.0 for row in rows) / len(rows)
+    error = 4 * 0.25 / math.sqrt(1024)
+    assert found == pytest.approx(0.25 - tail, abs=error)
+    assert abs(found + 0.25 - tail) > 2 * error  # the other sign would not do
+    assert all(row.pv.t is not None and row.pv.t > 5 for row in rows)
+    cured = diagnosed(one_signed(tail), recipe("exact", sites={"p": "working"})).heads
+    assert all(row.pv.outward == 0.0 for row in cured)
+
+
+MADE = {
+    "fa2": recipe("qiu2025", block_kv=8),
+    "plain": recipe("eager", sites={"pv": "working"}),
+    "fa1": recipe("golden2024", block_kv=8),
+    "kv loop": recipe("qiu2025", block_kv=8, loop_order="kv"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_product_is_what_the_output_is_normalised_from(name: str) -> None:
+    """O is the product over l, rounded; in `plain` O is the product. Without its roundings it is
+    P-bar V of the same P."""
+    case, made = drawn(is_causal=True), MADE[name]
+    found = computed(case, made)
+    assert found.product is not None
+    assert found.product_exact is not None
+    l = 1.0 if name == "plain" else found.kept.l[..., None]
+    O = found.product / l
+    assert torch.equal(O if name == "plain" else round_to(O, BF16), found.kept.O)
+    gap = (found.product - found.product_exact).abs()
+    scale = truth_of(case, None).exact.term_scale * l
+    assert 0 < float((gap / scale).max()) < 6 * 2**-8  # five tiles, two roundings each
+    if name == "plain":
+        return
+    exact = computed(case, recipe("exact", block_kv=8, algorithm=made.algorithm))
+    assert not torch.equal(found.product_exact, exact.product)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_biases_are_means_of_errors_in_ulps(name: str) -> None:
+    """P V and O by their definitions, over the rows that see more than one key."""
+    case, made = drawn(is_causal=True), MADE[name]
+    row, found, truth = diagnosed(case, made).heads[0], computed(case, made), truth_of(case, None)
+    exact, scale = truth.exact.out[0, 0, 1:], truth.exact.term_scale[0, 0, 1:]
+    assert_bias(row.out, found.out[0, 0, 1:] - exact, exact, scale)
+    assert found.product is not None
+    assert found.product_exact is not None
+    product, rounded = found.product_exact[0, 0, 1:], found.product[0, 0, 1:]
+    l = (truth.exact.lse - found.kept.m)[0, 0, 1:, None].exp()
+    assert_bias(row.pv, rounded - product, product, scale * (1.0 if name == "plain" else l))
+    with pytest.raises(AssertionError):
+        assert_bias(row.out, exact - found.out[0, 0, 1:], exact, scale)
+
+
+def assert_bias(bias: Bias, error: Tensor, exact: Tensor, scale: Tensor) -> None:
+    """The sums, element by element, of one sequence."""
+    sums, squares, outward = torch.zeros(8, dtype=torch.float64), 0.0, 0.0
+    for i, d in itertools.product(range(39), range(8)):
+        size = max(abs(float(exact[i, d])), float(scale[i, d]) / 16)
+        ulps = float(error[i, d]) / 2.0 ** (math.floor(math.log2(size)) - 7)
+        sums[d] += ulps / 39
+        squares += ulps**2 / (39 * 8)
+        outward += ulps * math.copysign(1.0, float(exact[i, d])) / (39 * 8)
+    worst = int(sums.abs().argmax())
+    assert_same(
+        numbers(bias, "mean", "rms", "outward", "feature", "worst_feature"),
+        [float(sums.mean()), math.sqrt(squares), outward, float(sums[worst]), worst],
+    )
+
+
+# --- delta and dW_Q ------------------------------------------------------------------------------
+
+
+def test_delta_errors_are_those_of_the_rounded_output() -> None:
+    """By loops: dO times the rounded O against dO times O, over the rms of rowsum|dO o O|."""
+    case = drawn(batch=2, is_causal=True)
+    made = recipe("exact", sites={"delta_o": "bfloat16"})
+    found = diagnosed(case, made).heads[1].delta[0]
+    O = find("reference").attend(case).out[:, 1]
+    dO = case.grad_out[:, 1].double()  # type: ignore[index]
+    unit = float((dO * O).abs().sum(-1)[:, 1:].square().mean().sqrt())
+    errors = (dO * (round_to(O, BF16) - O)).sum(-1)[:, 1:] / unit
+    runs = []
+    for sequence in errors.tolist():
+        total, most = 0.0, 0.0
+        for error in sequence:
+            total += error
+            most = max(most, abs(total))
+        runs.append(most / math.sqrt(sum(e * e for e in sequence)))
+    expected = [float(errors.mean()), float(errors.square().mean().sqrt()), max(runs)]
+    assert found.formula == "dO*O"
+    assert_same(numbers(found, "mean", "rms", "run"), expected)
+    with pytest.raises(AssertionError):
+        assert_same([found.run], [min(runs)])
+
+
+STILL = ("scale 0",)
+"""Where dQ is 0."""
+GENTLE = {n: f for n, f in FEATURES.items() if f.get("kv_len", 5) > 1 and "no key" not in n}
+
+
+@pytest.mark.parametrize("name", GENTLE)
+def test_formula_2_is_the_whole_error_where_only_delta_errs(name: str) -> None:
+    """To fp64 rounding, whatever the call has; with dS rounded too it is not."""
+    case = upstream(make_case(dtype=torch.float64, **GENTLE[name]))
+    projection = plain_projection(case)
+    rows = diagnosed(case, recipe("exact", sites={"delta": "bfloat16"}), projection).heads
+    counted = [row for row in rows if row.dw_q_error]
+    assert counted or name in STILL
+    for row in counted:
+        assert row.dw_q_predicted == pytest.approx(row.dw_q_error, rel=1e-9)
+        assert row.dw_q_cos == pytest.approx(1.0, abs=1e-9)
+        assert row.dw_q_predicted == row.delta[0].dw_q
+        assert row.dw_q_unbalanced == pytest.approx(row.dw_q_error, rel=1e-9)
+    both = recipe("exact", sites={"delta": "bfloat16", "ds": "bfloat16"})
+    apart = [r.dw_q_cos for r in diagnosed(case, both, projection).heads if r.dw_q_error]
+    assert bool(apart) == bool(counted)
+    assert not apart or any(x is not None and x < 1 - 1e-6 for x in apart)
+
+
+UNEVEN = {"scaled": "bfloat16", "row_sum": "bfloat16", "dp": "bfloat16", "delta_o": "bfloat16"}
+"""S, l, dP and O rounded: P is another, does not sum to 1, and delta does not fit it."""
+
+
+def dot(x: list[float], y: list[float]) -> float:
+    return math.fsum(a * b for a, b in zip(x, y, strict=True))
+
+
+def near(x: float) -> float:
+    return float(round_to(torch.tensor(x, dtype=torch.float64), BF16))
+
+
+def uneven(case: AttentionCase, b: int, head: int) -> tuple[list[float], list[float]]:
+    """By loops over rows and keys of a causal call: delta less that with which the row of dS sums
+    to zero, and less the exact one, not yet relative."""
+    parts = (case.q, case.k, case.v, case.grad_out)
+    q, k, v, dO = (x[b, head].double().tolist() for x in parts if x is not None)
+    apart, wrong = [], []
+    for i in range(len(q)):
+        S = [case.scale * dot(q[i], k[j]) for j in range(i + 1)]
+        rounded = [near(s) for s in S]
+        l = near(math.fsum(math.exp(s - max(rounded)) for s in rounded))
+        P = [math.exp(s - max(rounded)) / l for s in rounded]
+        exact = [math.exp(s) / math.fsum(map(math.exp, S)) for s in S]
+        dP = [dot(dO[i], v[j]) for j in range(i + 1)]
+        O = [near(dot(P, list(column)[: i + 1])) for column in zip(*v, strict=True)]
+        apart.append(dot(dO[i], O) - dot(P, [near(x) for x in dP]) / math.fsum(P))
+        wrong.append(dot(dO[i], O) - dot(exact, dP))
+    return apart, wrong
+
+
+def test_the_imbalance_is_what_loops_find() -> None:
+    """Of delta, relative to the rms of rowsum|dO o O|, and of dW_Q, by formula 2 token by token."""
+    case = drawn(batch=2, heads=2, kv_heads=2, q_len=20, kv_len=20, is_causal=True)
+    projection = plain_projection(case)
+    row = diagnosed(case, recipe("exact", sites=UNEVEN), projection).heads[1]
+    truth = truth_of(case, projection)
+    assert case.grad_out is not None
+    sizes = (case.grad_out.double() * truth.exact.out).abs().sum(-1)[:, 1, 1:]
+    unit = float(sizes.square().mean().sqrt())
+    pairs = [uneven(case, b, 1) for b in range(2)]
+    relative, whole = ([[e / unit for e in pair[n][1:]] for pair in pairs] for n in range(2))
+    runs = [max(map(abs, itertools.accumulate(x))) / math.sqrt(dot(x, x)) for x in relative]
+    mean = math.fsum(map(math.fsum, relative)) / 38
+    rms = math.sqrt(sum(dot(x, x) for x in relative) / 38)
+    found = row.delta_unbalanced
+    assert_same(numbers(found, "mean", "rms", "run"), [mean, rms, max(runs)])
+    moved, exact = (torch.zeros(8, 12, dtype=torch.float64) for _ in range(2))
+    for b, i in itertools.product(range(2), range(20)):
+        x = projection.x[b, i]
+        moved -= case.scale * pairs[b][0][i] * torch.outer(truth.PK[b, 1, i], x)
+        exact += torch.outer(truth.exact.dq[b, 1, i], x)
+    size = float(exact.norm())
+    assert_same([row.dw_q_unbalanced, row.dw_q_norm], [float(moved.norm()) / size, size])
+    with pytest.raises(AssertionError):  # the whole error of delta is another
+        assert_same([found.mean], [math.fsum(map(math.fsum, whole)) / 38])
+
+
+def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
+    """S rounded, and dP: delta from these is wrong and in balance, also beside a sink; with l
+    rounded too it no longer is, as P does not sum to 1."""
+    for fields in ({}, FEATURES["sinks"]):
+        case = upstream(make_case(dtype=torch.bfloat16, **fields))
+        sites = {"scaled": "bfloat16", "dp": "bfloat16"}
+        made = recipe("exact", sites=sites, delta_from="dP*P")
+        for row in diagnosed(case, made, plain_projection(case)).heads:
+            assert (row.delta[0].rms or 0.0) > 1e-5
+            assert (row.delta_unbalanced.rms or 0.0) < 1e-12
+            assert (row.delta[0].dw_q or 0.0) > 1e-5
+            assert (row.dw_q_unbalanced or 0.0) < 1e-12
+        made = recipe("exact", sites={**sites, "row_sum": "bfloat16"}, delta_from="dP*P")
+        assert any((row.delta_unbalanced.rms or 0.0) > 1e-5 for row in diagnosed(case, made).heads)
+
+
+def layered(dtype: torch.dtype = torch.float64) -> tuple[AttentionCase, Projection, Tensor, Tensor]:
+    """A call whose q comes from X by W_Q and a rotation that differs by token; with W_Q as a leaf
+    and the q that hangs on it."""
+    g = torch.Generator().manual_seed(2)
+    b, h, n, d, width = 2, 2, 12, 6, 10
+    x = torch.randn(b, n, width, generator=g, dtype=torch.float64)
+    weight = torch.randn(h * d, width, generator=g, dtype=torch.float64).requires_grad_()
+    turns = torch.linalg.qr(torch.randn(n, d, d, generator=g, dtype=torch.float64)).Q
+    made = (x @ weight.T).unflatten(-1, (h, d))
+    q = torch.einsum("nij,bnhj->bhni", turns, made)
+    case = upstream(make_case(batch=b, heads=h, q_len=n, kv_len=n, head_dim=d, is_causal=True))
+    case = dataclasses.replace(case, q=q.detach())
+    pull = lambda dq: torch.einsum("nij,bhni->bnhj", turns, dq)  # noqa: E731
+    return case, Projection(x=x, weight=weight.detach(), pull=pull), weight, q
+
+
+def test_dw_q_is_autograds() -> None:
+    """The exact one, and the error that rounding makes, of a layer that is really there."""
+    case, projection, weight, q = layered()
+    made = recipe("exact", sites={"p": "bfloat16", "out": "bfloat16", "dp": "bfloat16"})
+    k, v = case.k, case.v
+    S = (q @ k.mT * case.scale).masked_fill(~torch.ones(12, 12).tril().bool(), -math.inf)
+    (true,) = torch.autograd.grad(S.softmax(-1) @ v, weight, case.grad_out, retain_graph=True)
+    dq = computed(case, made).dq
+    (rounded,) = torch.autograd.grad(q, weight, dq)
+    rows = diagnosed(case, made, projection).heads
+    errors = [float((rounded - true)[h * 6 : h * 6 + 6].norm() / true[h * 6 : h * 6 + 6].norm())
+              for h in range(2)]  # fmt: skip
+    assert_same([row.dw_q_error for row in rows], errors)
+    norms = [float(torch.linalg.matrix_norm(weight.detach()[h * 6 : h * 6 + 6], 2)) for h in (0, 1)]
+    assert_same([row.spectral_norm for row in rows], norms)
+    assert_same([row.spectral_ratio for row in rows], [2 * x / sum(norms) for x in norms])
+    turned = dataclasses.replace(projection, pull=lambda dq: dq.transpose(1, 2))
+    with pytest.raises(AssertionError):  # without the way back
+        assert_same([row.dw_q_error for row in diagnosed(case, made, turned).heads], errors)
+
+
+def test_similarity_is_that_of_the_matrices() -> None:
+    """The leading direction and the cosines of R_T, made and decomposed one by one."""
+    case, projection, _, _ = layered()
+    row = diagnosed(case, recipe("exact"), projection).heads[1]
+    seen = torch.ones(12, 12).tril().bool()
+    S = (case.q[:, 1] @ case.k[:, 1].mT * case.scale).masked_fill(~seen, -math.inf)
+    PK = torch.zeros_like(case.q)
+    PK[:, 1] = S.softmax(-1) @ case.k[:, 1]
+    at = projection.pull(PK)[:, :, 1]
+    R = [torch.outer(at[b, t], projection.x[b, t]).flatten() for b in (0, 1) for t in range(1, 12)]
+    stacked = torch.stack(R)
+    share = torch.linalg.svdvals(stacked)[0] ** 2 / stacked.square().sum()
+    unit = stacked / stacked.norm(dim=-1, keepdim=True)
+    cosines = unit @ unit.T
+    mean = (cosines.sum() - len(R)) / (len(R) * (len(R) - 1))
+    names = ("similarity", "similarity_cos", "similarity_tokens")
+    assert_same(numbers(row, *names), [float(share), float(mean), 22])
+    with pytest.raises(AssertionError):  # the first row, which sees one key, has no part
+        assert_same([row.similarity_tokens], [24])
+
+
+def test_delta_from_dp_keeps_the_rows_of_ds_at_zero() -> None:
+    """With V and dO of one sign and dP rounded: ds_row_sum falls by far, and is 0 in fp64."""
+    case = drawn(q_len=64, kv_len=64, head_dim=16)
+    assert case.grad_out is not None
+    case = dataclasses.replace(case, v=case.v.abs(), grad_out=case.grad_out.abs())
+    sites = {"dp": "bfloat16"}
+    sums = [
+        diagnosed(case, recipe("exact", sites=sites, delta_from=formula)).heads[0].ds_row_sum
+        for formula in ("dO*O", "dP*P")
+    ]
+    assert sums[0] is not None
+    assert sums[1] is not None
+    assert sums[0] > 1e-3
+    assert sums[1] < 1e-12
+    exact = diagnosed(case, recipe("exact")).heads[0]
+    assert exact.dp_rel is not None
+    assert max(exact.dp_rel, exact.ds_row_sum or 0.0) < 1e-13
+
+
+def test_dp_and_row_sums_are_those_of_dense_matrices() -> None:
+    """One head, written out."""
+    case = drawn(is_causal=True)
+    made = recipe("exact", sites={"dp": "bfloat16"})
+    row = diagnosed(case, made).heads[0]
+    q, k, v, dO = (x[0, 0].double() for x in (case.q, case.k, case.v, case.grad_out))
+    seen = torch.ones(40, 40).tril().bool()
+    P = (q @ k.T * case.scale).masked_fill(~seen, -math.inf).softmax(-1)
+    dP = (dO @ v.T)[1:]
+    rounded = round_to(dP, BF16)
+    delta = (dO * (P @ v)).sum(-1)[1:, None]
+    dS = P[1:] * (rounded - delta)
+    rel = ((rounded - dP)[seen[1:]].norm() / dP[seen[1:]].norm()).item()
+    sums = (dS.sum(-1).square().mean() / dS.abs().sum(-1).square().mean()).sqrt().item()
+    assert_same([row.dp_rel, row.ds_row_sum], [rel, sums], rel=1e-8)
+
+
+# --- where attention goes ------------------------------------------------------------------------
+
+
+def test_the_sink_is_the_key_that_receives_most() -> None:
+    """Its mass over the rows that see it, and |V| there over the median."""
+    case = drawn(is_causal=True, q_len=10, kv_len=10)
+    k, v = case.k.clone(), case.v.clone()
+    k[:, :, 3], v[:, :, 3] = 40 * case.q.mean(dim=2), v[:, :, 3] / 16
+    case = dataclasses.replace(case, k=k, v=v)
+    row = diagnosed(case, recipe("fa2")).heads[0]
+    S = case.q[0, 0].double() @ k[0, 0].double().T * case.scale
+    P = S.masked_fill(~torch.ones(10, 10).tril().bool(), -math.inf).softmax(-1)[1:]
+    sizes = v[0, 0].double().norm(dim=-1)
+    key = int(P.sum(0).argmax())
+    counts = (P[:, key] > 0).sum()
+    expected = [key, float(P[:, key].sum() / counts), float(sizes[key] / sizes.median())]
+    assert_same(numbers(row, "sink_key", "sink_mass", "sink_v"), expected)
+
+
+# --- what the numbers do not depend on -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[AttentionCase, Projection, Diagnosis]:
+    case = tying(batch=3, heads=4, kv_heads=2, is_causal=True)
+    projection = plain_projection(case)
+    return case, projection, diagnosed(case, recipe("qiu2025"), projection)
+
+
+Whole = tuple[AttentionCase, Projection, Diagnosis]
+
+
+def assert_rows_alike(found: HeadRow, expected: HeadRow, rel: float = 1e-9) -> None:
+    names = ("head", "case", "nulls")
+    a, b = (row.model_copy(update=dict.fromkeys(names, 0)) for row in (found, expected))
+    assert_same(flat(a), flat(b), rel=rel)
+
+
+def test_powers_of_two_change_nothing(whole: Whole) -> None:
+    """V, dO and X times powers of two, and one between q and the scale."""
+    case, projection, found = whole
+    assert case.grad_out is not None
+    scaled = dataclasses.replace(
+        case, q=case.q * 4, scale=case.scale / 4, v=case.v * 8, grad_out=case.grad_out / 2
+    )
+    further = dataclasses.replace(projection, x=projection.x * 16)
+    for a, b in zip(diagnosed(scaled, found.made, further).heads, found.heads, strict=True):
+        assert_same(
+            [a.dw_q_norm], [16 * (b.dw_q_norm or 0.0)]
+        )  # in all else X stands on both sides
+        assert_rows_alike(a.model_copy(update={"dw_q_norm": b.dw_q_norm}), b)
+    uneven = dataclasses.replace(case, v=case.v * 3)
+    with pytest.raises(AssertionError):
+        assert_rows_alike(diagnosed(uneven, found.made, projection).heads[0], found.heads[0])
+
+
+def test_heads_and_sequences_stand_for_themselves(whole: Whole) -> None:
+    """Other heads beside it change nothing but the spectral ratio, nor does the order of the
+    batch."""
+    case, projection, found = whole
+    order = [2, 3, 0, 1]
+    weight = projection.weight.unflatten(0, (4, -1))[order].flatten(0, 1)
+    permuted = diagnosed(
+        case.select_heads(order), found.made, dataclasses.replace(projection, weight=weight)
+    )
+    for place, head in enumerate(order):
+        assert_rows_alike(permuted.heads[place], found.heads[head])
+    batch = [1, 2, 0]
+    given = {n: getattr(case, n)[batch] for n in ("q", "k", "v", "grad_out")}
+    moved = dataclasses.replace(projection, x=projection.x[batch])
+    turned = diagnosed(dataclasses.replace(case, **given), found.made, moved)
+    for a, b in zip(turned.heads, found.heads, strict=True):
+        assert_rows_alike(a, b)
+    with pytest.raises(AssertionError):
+        assert_rows_alike(found.heads[0], found.heads[1])
+
+
+def test_padding_has_no_part() -> None:
+    """A sequence of which nobody sees a key beside the others: the same numbers, whatever it
+    holds."""
+    case = drawn(batch=2, q_len=20, kv_len=20)
+    projection = plain_projection(case)
+    mask = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    mask[1] = False
+    padded = dataclasses.replace(case, mask=mask)
+    alone = {n: getattr(case, n)[:1] for n in ("q", "k", "v", "grad_out")}
+    first = dataclasses.replace(projection, x=projection.x[:1])
+    a = diagnosed(padded, recipe("qiu2025"), projection)
+    b = diagnosed(dataclasses.replace(case, **alone), recipe("qiu2025"), first)
+    for x, y in zip(a.heads, b.heads, strict=True):
+        assert_rows_alike(x, y)
+
+
+# --- whatever a call has -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) -> None:
+    """Every number is finite or null with its reason."""
+    case = upstream(make_case(dtype=dtype, **FEATURES[name]))
+    for made in (recipe("qiu2025"), recipe("eager")):
+        found = diagnosed(case, made, plain_projection(case))
+        for row in found.heads:
+            assert_explained(row)
+            assert row.model_validate_json(row.model_dump_json()) == row
+        found.running(0)
+
+
+@pytest.mark.parametrize("broken", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_null_and_says_so(broken: str, value: float) -> None:
+    """In the head that has it; the other is as it was."""
+    case = drawn(q_len=20, kv_len=20)
+    projection = plain_projection(case)
+    sound = diagnosed(case, recipe("qiu2025"), projection)
+    x = getattr(case, broken).clone()
+    x[0, 0, 7, 1] = value
+    found = diagnosed(dataclasses.replace(case, **{broken: x}), recipe("qiu2025"), projection)
+    assert found.heads[0].delta[0].mean is None
+    assert found.heads[0].dw_q_error is None
+    assert_explained(found.heads[0])
+    assert_rows_alike(found.heads[1], sound.heads[1])
+    assert found.running(0) == ()
+
+
+def test_what_cannot_be_known_is_null() -> None:
+    """W_Q without a projection, the row sums of dS with a soft cap or a sink, P V of splits."""
+    row = diagnosed(drawn(), recipe("qiu2025")).heads[0]
+    assert row.similarity is row.spectral_norm is row.dw_q_error is row.delta[0].dw_q is None
+    assert "not known" in row.nulls["similarity"]
+    for fields, reason in (({"softcap": 5.0}, "soft cap"), ({"sinks": True}, "sink")):
+        row = diagnosed(drawn(**fields), recipe("qiu2025")).heads[0]
+        assert row.ds_row_sum is None
+        assert reason in row.nulls["ds_row_sum"]
+    row = diagnosed(drawn(), recipe("fa2", block_kv=16, splits=2)).heads[0]
+    assert row.pv.mean is None
+    assert "split" in row.nulls["pv"]
+    assert row.out.mean is not None
+
+
+def test_a_case_that_cannot_be_diagnosed_is_refused() -> None:
+    """Without an upstream gradient, and where the arithmetic would round the inputs."""
+    case = drawn(q_len=4, kv_len=4, dtype=torch.float64)
+    with pytest.raises(UsageError, match="grad_out"):
+        diagnosed(dataclasses.replace(case, grad_out=None), recipe("fa2"))
+    with pytest.raises(Refused, match="float32"):
+        diagnosed(case, recipe("fa2", compute="float32"))
+
+
+def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
+    """P is drawn alike with the product rounded and not, so that P V differs by less than an ulp at
+    the size of its terms."""
+    case = drawn(is_causal=True)
+    found = computed(case, recipe("qiu2025", rounding="stochastic"))
+    assert found.product is not None
+    assert found.product_exact is not None
+    off = (found.product - found.product_exact).abs()
+    assert bool((off <= ulp(found.product_exact, BF16) * 1.01).all())
+    assert off.max() > 0
+
+
+def test_stochastic_rounding_has_the_right_mean() -> None:
+    """Errors of dQ over 64 draws average out to an eighth of one draw's: they have no common part
+    of a size beside it, which errors of nearest have."""
+    case = drawn(q_len=24, kv_len=24)
+    exact = truth_of(case, None).exact.dq
+    draws = [
+        computed(case, recipe("qiu2025", rounding="stochastic", seed=seed)).dq - exact
+        for seed in range(64)
+    ]
+    single = torch.stack(draws).square().mean(dim=0).sum().sqrt()
+    assert torch.stack(draws).mean(dim=0).norm() < 0.16 * single
+    nearest = computed(case, recipe("qiu2025")).dq - exact
+    assert nearest.norm() > 0.3 * single
+
+
+def test_the_running_sum_is_of_the_worst_sequence() -> None:
+    """Every row that counts, by both formulas, and as large at its largest as `run` says."""
+    case = drawn(batch=3, is_causal=True)
+    found = diagnosed(case, recipe("qiu2025"), checkpoint="c", step=3)
+    own, other = found.running(1)
+    assert (own.formula, other.formula) == ("dO*O", "dP*P")
+    assert own.tokens == other.tokens == tuple(range(1, 40))
+    assert (own.checkpoint, own.step, own.head) == ("c", 3, 1)
+    errors = found.errors[0][1][:, 1, 1:]
+    runs = errors.cumsum(-1).abs().amax(-1) / (errors.square().mean(-1).sqrt() * math.sqrt(39))
+    worst = int(runs.argmax())
+    assert_same(own.sums, (errors[worst].cumsum(0) / math.sqrt(39)).tolist())
+    assert found.heads[1].delta[0].run == pytest.approx(float(runs.max()), rel=1e-9)
+
+
+def test_a_long_running_sum_is_thinned_out() -> None:
+    """To 200 tokens, the last among them."""
+    (own, _) = diagnosed(drawn(q_len=450, kv_len=20, heads=1), recipe("fa2")).running(0)
+    assert len(own.tokens) == len(own.sums) == 200
+    assert own.tokens[-1] == 449
+    assert list(own.tokens) == sorted(set(own.tokens))
+
+
+def test_a_diagnosis_repeats() -> None:
+    """To the bit, stochastic rounding too; another seed is another one."""
+    case = drawn(is_causal=True)
+    made = recipe("qiu2025", rounding="stochastic", seed=3)
+    first, again = (diagnosed(case, made, plain_projection(case)).heads for _ in range(2))
+    assert first == again
+    other = dataclasses.replace(made, seed=4)
+    assert first != diagnosed(case, other, plain_projection(case)).heads
+
+
+def test_fp32_arithmetic_tells_the_same() -> None:
+    """The sizes of all errors to 2 %, for a recipe whose sites are in bf16."""
+    case = drawn(q_len=96, kv_len=96, is_causal=True)
+    projection = plain_projection(case)
+    wide, narrow = (
+        diagnosed(case, recipe("qiu2025", compute=compute), projection).heads[0]
+        for compute in ("float64", "float32")
+    )
+    names = ("tied", "ones", "dp_rel", "ds_row_sum", "similarity", "dw_q_error")
+    assert_same(numbers(narrow, *names), numbers(wide, *names), rel=2e-2)
+    for a, b in ((narrow.pv, wide.pv), (narrow.out, wide.out), (narrow.delta[0], wide.delta[0])):
+        assert_same([a.rms], [b.rms], rel=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_and_cpu_agree(whole: Whole) -> None:
+    """Every number of every head, but for roundings that fall on the other side of a boundary."""
+    case, projection, found = whole
+    there, moved = on_cuda(case, projection)
+    again = diagnosed(there, found.made, moved)
+    for a, b in zip(again.heads, found.heads, strict=True):
+        assert_rows_alike(a, b, rel=1e-2)
+    assert again.running(0)[0].tokens == found.running(0)[0].tokens
+
+
+def test_a_format_in_which_torch_computes_nothing() -> None:
+    """Ties and the signs of V are those of the same values in a format that holds them."""
+    case = tying(kv_heads=1, heads=2)
+    stored = case.rounded_to(FORMATS["float8_e4m3fn"])
+    wider = stored.rounded_to(BF16)
+    assert stored.v.dtype == torch.float8_e4m3fn
+    for narrow, wide in zip(
+        *(diagnosed(x, recipe("fa2")).heads for x in (stored, wider)), strict=True
+    ):
+        assert narrow.tied
+        assert numbers(narrow, *TOLD[:4], "one_signed") == numbers(wide, *TOLD[:4], "one_signed")

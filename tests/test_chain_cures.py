@@ -1,0 +1,273 @@
+"""What cures change in a diagnosis, and what of it a real kernel shows from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_chain import (
+    assert_explained,
+    assert_same,
+    drawn,
+    numbers,
+    on_cuda,
+    one_signed,
+    plain_projection,
+    tying,
+)
+
+from numdev.cases import AttentionCase
+from numdev.chain import Diagnosis, diagnosed
+from numdev.chain_cures import NONE, cured, seen_from_outside
+from numdev.cures import CURES, Cure
+from numdev.diagnosereport import CureRow, KernelRow
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels.sites import recipe
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    case = tying(heads=4, kv_heads=2, is_causal=True)
+    return diagnosed(case, recipe("qiu2025"), plain_projection(case), checkpoint="c", step=7)
+
+
+@pytest.fixture(scope="module")
+def rows(found: Diagnosis) -> tuple[CureRow, ...]:
+    return cured(found)
+
+
+def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
+    (row,) = (row for row in rows if (row.cure, row.head) == (cure, head))
+    return row
+
+
+def test_each_cure_has_a_row_for_each_head(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+    """And the attention as it is, first; every null is explained."""
+    expected = [(name, head) for name in (NONE, *CURES) for head in range(4)]
+    assert [(row.cure, row.head) for row in rows] == expected
+    assert all(
+        (row.checkpoint, row.step, row.case) == ("c", 7, found.case.ref.case) for row in rows
+    )
+    for row in rows:
+        assert_explained(row)
+        assert row.options == dict(CURES[row.cure].options if row.cure != NONE else {})
+        assert row.nonfinite == 0
+
+
+def test_no_cure_is_the_diagnosis(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+    """What both say of a head is the same."""
+    for row, head in zip(rows[:4], found.heads, strict=True):
+        delta = head.delta[0]
+        assert (row.pv, row.out) == (head.pv, head.out)
+        assert_same(
+            numbers(row, "delta_mean", "delta_rms", "delta_t", "ds_row_sum", "dw_q_error"),
+            [delta.mean, delta.rms, delta.t, head.ds_row_sum, head.dw_q_error],
+        )
+
+
+def test_a_cure_is_another_recipe(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+    """Its numbers are those of a diagnosis of the cured recipe, and of no other."""
+    cure = CURES["dP in fp32"]
+    again = diagnosed(found.case, cure.of(found.made), found.truth.projection)
+    row, head = of(rows, cure.name, 2), again.heads[2]
+    expected = [head.delta[0].rms, head.ds_row_sum, head.dw_q_error]
+    assert_same(numbers(row, "delta_rms", "ds_row_sum", "dw_q_error"), expected)
+    other = of(rows, NONE, 2)
+    with pytest.raises(AssertionError):
+        assert_same(numbers(other, "delta_rms", "ds_row_sum", "dw_q_error"), expected)
+
+
+def test_gradients_err_as_those_of_the_kernel(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+    """|error| / |exact| of dq, dk and dv of `emulated`; of a kv head for each that reads it."""
+    case = found.case
+    given, exact = (find(n).gradients(case, **o) for n, o in
+                    (("emulated", {"preset": "qiu2025"}), ("reference", {})))  # fmt: skip
+    for head in range(4):
+        expected = []
+        for name, place in (("dq", head), ("dk", head // 2), ("dv", head // 2)):
+            a, b = (getattr(x, name)[:, place].double() for x in (given, exact))
+            expected.append(float((a - b).norm() / b.norm()))
+        assert_same(numbers(of(rows, NONE, head), "dq_rel", "dk_rel", "dv_rel"), expected)
+
+
+def test_an_exact_product_takes_its_bias_away() -> None:
+    """On two same-signed ties and a tail: P V in fp32 does, dP in fp32 does not."""
+    made = recipe("exact", sites={"p": "working", "pv": "working", "dp": "working"})
+    rows = cured(diagnosed(one_signed(0.03), made))
+    before, exact, other = (
+        [abs(of(rows, name, head).pv.outward or 0.0) for head in range(8)]
+        for name in (NONE, "P V in fp32", "dP in fp32")
+    )
+    assert min(before) > 0.1
+    assert max(exact) < 1e-4
+    assert other == before
+
+
+def test_a_contradiction_is_null_and_says_so() -> None:
+    """Plain attention has no rounded row sum to take."""
+    case = drawn(q_len=12, kv_len=12)
+    rows = cured(diagnosed(case, recipe("eager")))
+    row = of(rows, "l from rounded P", 1)
+    assert_explained(row)
+    assert row.pv.mean is row.out.mean is row.delta_rms is None
+    assert "divides P by l" in row.nulls["delta_rms"]
+    assert row.options == {"l_from": "rounded"}
+
+
+def test_where_a_cure_breaks_it_is_counted() -> None:
+    """Large tied scores: the stabilised softmax loses every row, of O, dq, dk and dv."""
+    case = dataclasses.replace(drawn(q_len=6, kv_len=6), scale=1.0)
+    ones = torch.ones_like(case.q)
+    case = dataclasses.replace(case, q=ones * 8, k=ones * 8)  # all scores 512
+    rows = cured(diagnosed(case, recipe("qiu2025")))
+    broken = of(rows, "stabilised, exact ties")
+    assert broken.nonfinite == 4 * 6 * 8
+    assert broken.out.mean is broken.dq_rel is None
+    assert_explained(broken)
+    assert broken.broken.startswith("in 6 rows of 6 tied maxima r exceed 14.6, and exp(-(beta - 1)")
+    assert "r exceed 87.3" in of(rows, "stabilised").broken
+    assert of(rows, NONE).nonfinite == 0
+    assert {row.broken for row in rows if not row.nonfinite} == {""}
+
+
+def test_where_a_shift_of_zero_breaks_is_said() -> None:
+    """All scores -512: shifted by 0, each P is lost."""
+    case = dataclasses.replace(drawn(q_len=6, kv_len=6), scale=1.0)
+    ones = torch.ones_like(case.q)
+    case = dataclasses.replace(case, q=ones * 8, k=-ones * 8)
+    row = of(cured(diagnosed(case, recipe("qiu2025"))), "stabilised")
+    assert row.nonfinite
+    assert row.broken == (
+        "in 6 rows of 6 a maximum r < 0 is tied, the shift is 0, and every exp(S) is lost"
+    )
+
+
+def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
+    """Under qiu2025 too, where dS itself is not rounded: that takes l in fp32 and products in fp32
+    beside the formula, each of which alone leaves rows that do not."""
+    case = drawn(q_len=32, kv_len=32)
+    case = dataclasses.replace(case, v=case.v.abs() + 1, grad_out=case.grad_out.abs())  # type: ignore[union-attr]
+    made = recipe("qiu2025", sites={"ds": "exact"})
+    options = CURES["delta from dP"].options
+    less = {name: {n: x for n, x in options.items() if n != name} for name in options}
+    parts = {
+        name: Cure(name=name, about="", breaks="", options=rest) for name, rest in less.items()
+    }
+    rows = cured(diagnosed(case, made), {**parts, "all": CURES["delta from dP"]})
+    for head in range(case.heads):
+        sums = {name: of(rows, name, head).ds_row_sum or 0.0 for name in (NONE, "all", *parts)}
+        whole = sums.pop("all")
+        assert whole < 1e-5
+        assert min(sums.values()) > 20 * whole
+
+
+def test_one_may_ask_for_other_cures(found: Diagnosis) -> None:
+    """Any that are given, by the names they are given."""
+    mine = Cure(name="mine", about="", breaks="", options={"p": "float32"})
+    rows = cured(found, {"mine": mine})
+    assert [row.cure for row in rows] == [NONE] * 4 + ["mine"] * 4
+    assert of(rows, "mine").out.rms != of(rows, NONE).out.rms
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def outside(found: Diagnosis, name: str, **options: Any) -> tuple[KernelRow, ...]:
+    return seen_from_outside(found, find(name), options)
+
+
+def test_the_emulation_seen_from_outside_is_that_from_within(
+    found: Diagnosis, rows: tuple[CureRow, ...]
+) -> None:
+    """Its output's bias, and what reaches dq and dW_Q; delta is of O as it is cast."""
+    for row in outside(found, "emulated", preset="qiu2025"):
+        inside = of(rows, NONE, row.head)
+        assert row.status == "ok"
+        assert row.ran is not None
+        assert row.options == {"preset": "qiu2025"}
+        assert row.out == inside.out
+        assert_same(numbers(row, "dq_rel", "dw_q_error"), numbers(inside, "dq_rel", "dw_q_error"))
+        assert row.delta is not None
+        assert row.delta.formula == "dO*O"
+    case = found.case
+    assert case.grad_out is not None
+    given, exact = find("emulated").attend(case, preset="qiu2025"), find("reference").attend(case)
+    dO = case.grad_out[:, 3, 1:].double()
+    a, b = ((dO * x.out[:, 3, 1:].double()).sum(-1) for x in (given, exact))
+    unit = (dO * exact.out[:, 3, 1:]).abs().sum(-1).square().mean().sqrt()
+    last = outside(found, "emulated", preset="qiu2025")[3].delta
+    assert last is not None
+    assert_same([last.rms], [float(((a - b) / unit).square().mean().sqrt())])
+
+
+def test_the_reference_errs_nowhere(found: Diagnosis) -> None:
+    """No bias, no error of delta, and the floor's is within half an ulp."""
+    for row in outside(found, "reference"):
+        assert row.delta is not None
+        assert (row.out.rms, row.dq_rel) == (0.0, 0.0)
+        assert row.delta.rms is not None
+        assert row.delta.rms < 1e-15
+    for row in outside(found, "floor"):
+        assert row.out.rms is not None
+        assert 0.2 < row.out.rms <= 0.5
+
+
+def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> None:
+    """Refused is skipped, an exception is failed; one row for each head all the same."""
+
+    def raises(case: AttentionCase) -> Output:
+        raise ValueError("no")
+
+    forward_only = dataclasses.replace(find("floor"), name="forward", backward=None)
+    for kernel, status, reason in (
+        (Kernel(name="mine", function=raises), "failed", "ValueError: no"),
+        (forward_only, "skipped", "it has no backward"),
+    ):
+        rows = seen_from_outside(found, kernel, {})
+        assert [row.head for row in rows] == [0, 1, 2, 3]
+        assert {(row.kernel, row.status, row.reason) for row in rows} == {
+            (kernel.name, status, reason)
+        }
+        assert all(row.out.mean is row.delta is row.dq_rel is None for row in rows)
+
+
+def test_nan_from_a_kernel_is_null(found: Diagnosis) -> None:
+    """In the head that has it."""
+
+    def broken(case: AttentionCase) -> Output:
+        given = find("floor").gradients(case)
+        out = given.out.clone()
+        out[0, 1, 5] = math.nan
+        return dataclasses.replace(given, out=out)
+
+    kernel = Kernel(name="broken", function=broken, backward=broken)
+    rows = seen_from_outside(found, kernel, {})
+    assert rows[1].out.mean is None
+    assert rows[1].delta is not None
+    assert rows[1].delta.mean is rows[1].delta.run is None
+    assert rows[1].dq_rel is not None
+    assert rows[0].out.mean is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cures_on_cuda_do_what_they_do_on_the_cpu(
+    found: Diagnosis, rows: tuple[CureRow, ...]
+) -> None:
+    """All but stochastic rounding, which draws other numbers there; and a real kernel is seen."""
+    assert found.truth.projection is not None
+    case, projection = on_cuda(found.case, found.truth.projection)
+    there = diagnosed(case, found.made, projection)
+    names = ("delta_rms", "ds_row_sum", "dq_rel", "dk_rel", "dv_rel", "dw_q_error", "nonfinite")
+    for a, b in zip(cured(there), rows, strict=True):
+        if a.cure != "stochastic rounding":
+            assert_same(numbers(a, *names), numbers(b, *names), rel=1e-2)
+            assert_same([a.pv.rms, a.out.rms], [b.pv.rms, b.out.rms], rel=1e-2)
+    for row in outside(there, "sdpa-math"):
+        assert row.status == "ok", row.reason
+        assert row.out.rms is not None
+        assert row.delta is not None
+        assert 0 < row.out.rms < 5
