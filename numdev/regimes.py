@@ -1,8 +1,9 @@
 """What a regime of inputs is: a drawing function, what it stresses, and who met it.
 
 The registry and the shapes are here; the regimes themselves are in `numdev.inputs` (the plain one),
-`numdev.hazards` (inputs that have hurt somebody) and `numdev.exact` (probes whose right answer is
-known without a reference). Everything is drawn in fp32 on the CPU from a generator that is given.
+`numdev.hazards` (inputs that have hurt somebody), `numdev.constructed` (inputs made to) and
+`numdev.exact` (probes whose right answer is known without a reference). Everything is drawn in fp32
+on the CPU from a generator that is given.
 """
 
 from __future__ import annotations

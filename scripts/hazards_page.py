@@ -15,8 +15,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "hazards.md"
 HEAD = """\
 # Hazards: inputs that have hurt somebody
 
-Written by `python scripts/hazards_page.py` from `numdev/hazards.py`, `numdev/exact.py`,
-`numdev/inputs.py` and `numdev/masks.py`.
+Written by `python scripts/hazards_page.py` from `numdev/hazards.py`, `numdev/constructed.py`,
+`numdev/exact.py`, `numdev/inputs.py` and `numdev/masks.py`.
 
 Random normals hide nearly every real bug. A **regime** draws q, k, v (and dO) by name; its
 parameters are set beside the name, and each may be a list:
