@@ -16,6 +16,7 @@ from numdev import deviation
 from numdev.attempt import Failure, attempt, one_line
 from numdev.bench import Bench, Prepared
 from numdev.cases import AttentionCase
+from numdev.checksum import checksums
 from numdev.deviation import Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
@@ -123,6 +124,7 @@ def _measured_rows(
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
     trained = any(getattr(output, name) is not None for name in GRADIENTS)
+    bits = _bits(task, output, prepared, bench)
     # What was computed of sampled queries alone has no dk and dv.
     given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
     for tensor in given if trained else ("out",):
@@ -143,7 +145,7 @@ def _measured_rows(
             metrics = _with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
             metrics = _with_suspicion(metrics, output, prepared, bench)
-        metrics = _with_noise(metrics, _of(bench, tensor, noises))
+        metrics = _with_noise(_with_bits(metrics, bits, tensor), _of(bench, tensor, noises))
         if tensor in prepared.amplification:
             metrics = [
                 {**head, "amplification": response}
@@ -156,6 +158,7 @@ def _measured_rows(
         )
         if "lse" in rest:
             lse = _with_the_rest(lse, rest["lse"])
+        lse = _with_bits(lse, bits, "lse")
         rows += _rows(task, "lse", _with_noise(lse, _of(bench, "lse", noises)), output, bench)
     return rows
 
@@ -227,6 +230,23 @@ def _with_the_rest(metrics: Sequence[Metrics], rest: Sequence[Elsewhere]) -> lis
 
 def _with_nulls(head: Metrics, names: Sequence[str], why: str) -> Metrics:
     return {**head, "nulls": {**head["nulls"], **dict.fromkeys(names, why)}}
+
+
+def _bits(task: Task, output: Output, prepared: Prepared, bench: Bench) -> dict[str, list[str]]:
+    """The checksums of what came back, by tensor: of whole heads, where all their rows came."""
+    if task.role in ("precision", "control"):
+        return {}
+    there = {name: getattr(output, name) for name in (*prepared.tensors, "lse")}
+    heads = {n: bench.select_heads(x, n) for n, x in there.items() if x is not None}
+    return checksums(heads)
+
+
+def _with_bits(
+    metrics: Sequence[Metrics], bits: Mapping[str, Sequence[str]], tensor: str
+) -> list[Metrics]:
+    if tensor not in bits:
+        return list(metrics)
+    return [{**head, "bits": x} for head, x in zip(metrics, bits[tensor], strict=True)]
 
 
 def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> list[Noise]:

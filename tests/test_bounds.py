@@ -30,11 +30,12 @@ from numdev import report as reports
 from numdev.bounds import found
 from numdev.boundsreport import BoundsReport, Comparison, Delay
 from numdev.checkpointpairs import kind
+from numdev.claim import claim
 from numdev.cli import main
 from numdev.errors import MeasurementError, UsageError
 from numdev.render import html, terminal
 from numdev.saturation import Track, delays, first_passage, ratios, saturation
-from numdev.studies.bounds import claim, of_checkpoints, of_run
+from numdev.studies.bounds import of_checkpoints, of_run
 from numdev.trainreport import DistanceRow, TrainReport
 
 DENSE = tuple(range(401))
@@ -653,16 +654,16 @@ def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
     """Bounds of bounds, and results that would overwrite the run's."""
     run, out = tmp_path / "run", tmp_path / "out"
     bounds = bounds_of(report(curves()), run)
-    claim(out, bounds.request, overwrite=False)
+    claim(out, "bounds", bounds.request, overwrite=False)
     reports.write(bounds, out)
-    claim(out, bounds.request, overwrite=False)
+    claim(out, "bounds", bounds.request, overwrite=False)
     with pytest.raises(UsageError, match="not of a training run"):
         of_run(out)
     with pytest.raises(UsageError, match="which would be lost"):
-        claim(run, bounds.request, overwrite=True)
+        claim(run, "bounds", bounds.request, overwrite=True)
     with pytest.raises(UsageError, match="bounds of something else"):
-        claim(out, {"run": "other"}, overwrite=False)
-    claim(out, {"run": "other"}, overwrite=True)
+        claim(out, "bounds", {"run": "other"}, overwrite=False)
+    claim(out, "bounds", {"run": "other"}, overwrite=True)
 
 
 @pytest.mark.parametrize(

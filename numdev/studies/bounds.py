@@ -99,25 +99,6 @@ def of_checkpoints(
     )
 
 
-def claim(directory: Path, request: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the directory of the results. Raises UsageError where it holds another report: one of
-    another command always, of other bounds unless `overwrite`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / "report.json").exists():
-        return
-    there = reports.read(directory)
-    if not isinstance(there, BoundsReport):
-        raise UsageError(
-            f"{directory}: holds the report of a numdev {there.kind}, which would be lost",
-            hint="give another --output",
-        )
-    if there.request != request and not overwrite:
-        raise UsageError(
-            f"{directory}: holds the bounds of something else",
-            hint="give another --output, or --overwrite",
-        )
-
-
 def _report(
     facts: Found,
     seeds: Sequence[int],

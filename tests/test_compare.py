@@ -1,0 +1,442 @@
+"""Two audits beside each other: what is said to have moved, and what must not be."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+from compared_reports import audit, floor, head, times
+from gate_rows import lse, row
+
+from numdev.compare import Compared, compared
+from numdev.comparereport import Move
+from numdev.comparewords import answer
+from numdev.movement import Noise, Pair, least, repeats, standard_error, student
+from numdev.presence import news
+from numdev.report import DeviationRow, Finding
+
+HEADS = tuple(head(h) for h in range(4))
+
+
+def found(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> Compared:
+    return compared(audit(*a), audit(*b))
+
+
+def moves(a: DeviationRow, b: DeviationRow) -> tuple[Move, ...]:
+    """What moved where one head alone is measured."""
+    return found((a,), (b,)).moves
+
+
+def first(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> str:
+    """The first sentence."""
+    return answer(found(a, b), (), (), audit(*b).rows)[0]
+
+
+# --- what moved ----------------------------------------------------------------------------------
+
+
+def test_the_same_report_twice() -> None:
+    """Nothing moved; and without checksums no more is said than that the numbers are equal."""
+    a = (*HEADS, lse(), *(floor(h) for h in range(4)))
+    same = found(a, a)
+    assert not same.moves
+    assert not same.presences
+    assert not same.ran
+    assert same.inputs == {"same": 5}
+    assert answer(same, (), (), a) == (
+        "Nothing moved beyond noise; nothing new, nothing gone.",
+        "mine (bfloat16): equal numbers in all 5 rows; 0 of them known to be the same bits.",
+    )
+
+
+def test_the_same_checksums_are_the_same_bits() -> None:
+    """And other checksums are not, though every number be equal."""
+    a = tuple(head(h, bits=f"{h:016x}") for h in range(4))
+    (group,) = found(a, a).groups
+    assert (group.same_bits, group.same_numbers) == (4, 4)
+    assert "the same bits in all 4 rows" in answer(found(a, a), (), (), a)[1]
+    b = (*a[:3], a[3].model_copy(update={"bits": "f" * 16}))
+    (group,) = found(a, b).groups
+    assert (group.same_bits, group.same_numbers) == (3, 4)
+
+
+def test_a_head_that_moved_is_named_with_its_numbers() -> None:
+    """The kernel, the tensor, the head, from where to where, in multiples of the floor."""
+    a = tuple(head(h, tensor="dq", layer=2, floor_ratio=1.06) for h in range(16))
+    b = (a[0], times(a[1], 1.41 / 1.06), *a[2:])
+    assert first(a, b) == (
+        "mine (bfloat16) moved beyond its noise in dq (1 of 16 heads, layer 2 head 1, from 1.06 to "
+        "1.41 x the floor); nothing new, nothing gone."
+    )
+    (move,) = found(a, b).moves
+    assert (move.place.layer, move.place.head, move.tensor) == (2, 1, "dq")
+    assert move.change == pytest.approx(1.41 / 1.06)
+    assert move.noise is not None
+    assert 1.05 < move.noise < 1.41 / 1.06
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0, 50.0])
+def test_both_ways_alike(factor: float) -> None:
+    """What moved from A to B moved from B to A, by the inverse, as far beyond noise."""
+    (there,), (back,) = moves(head(), times(head(), factor)), moves(times(head(), factor), head())
+    assert there.change is not None
+    assert back.change is not None
+    assert there.change * back.change == pytest.approx(1)
+    assert there.excess == pytest.approx(back.excess)
+    assert (there.excess > 1, there.change > 1) == (True, factor > 1)
+
+
+def test_less_than_five_per_cent_is_nothing() -> None:
+    """However well it is known."""
+    sure = head(elements=10**12)
+    assert not moves(sure, times(sure, 1.049))
+    assert moves(sure, times(sure, 1.06))
+
+
+def test_a_head_of_few_elements_is_known_less_well() -> None:
+    """40 elements say nothing of a change by half; a fault of tenfold shows all the same."""
+    few = head(elements=40)
+    assert not moves(few, times(few, 1.5))
+    assert moves(few, times(few, 50.0))
+
+
+def test_a_change_that_repeats_explain() -> None:
+    """Runs that differ by a third of the error may err by a third more; not by half as much."""
+    noisy = head(noise=0.33e-3)
+    assert moves(head(), times(head(), 1.25))
+    assert not moves(noisy, times(noisy, 1.25))
+    assert moves(noisy, times(noisy, 2.0))
+
+
+def test_repeats_are_bounded_by_the_triangle_inequality() -> None:
+    """Of errors e and e + d the rms never differ by more than that of d."""
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        e = generator.normal(size=50)
+        d = generator.normal(size=50) * generator.uniform(0, 1) + generator.uniform(-1, 1) * e
+        one, other, apart = (float(np.sqrt(np.mean(x**2))) for x in (e, e + d, d))
+        rows = [head(rms=x, noise=apart) for x in (one, other)]
+        assert abs(math.log(other / one)) <= repeats(Pair(*rows, same=True, width=1)) + 1e-12
+
+
+def test_intervals_of_sampled_rows() -> None:
+    """Where rows were sampled, the change is held to what their intervals leave open."""
+
+    def sampled(value: float, width: float) -> DeviationRow:
+        names = ("expected_ratio", "floor_ratio", "rms")
+        grown = times(head(sampled=True, rows_measured=64), value)
+        ends = {n: (getattr(grown, n) / width, getattr(grown, n) * width) for n in names}
+        return grown.model_copy(update={"interval": ends, "worst_row": None})
+
+    assert not moves(sampled(1, 1.2), sampled(1.4, 1.2))
+    assert moves(sampled(1, 1.02), sampled(1.4, 1.02))
+
+
+def test_an_error_where_there_was_none() -> None:
+    """Moved, and the ratio is null; nothing moved where both are exact."""
+    exact = head(rms=0.0, max_abs=0.0, row_rel=0.0, floor_ratio=0.0, expected_ratio=0.0,
+                 worst_row=0.0)  # fmt: skip
+    assert not moves(exact, exact)
+    for a, b in ((exact, head()), (head(), exact)):
+        (move,) = moves(a, b)
+        assert move.change is None
+        assert move.excess == 100
+
+
+def test_elements_that_are_not_finite() -> None:
+    """None and some are never the same; some and a few more may be."""
+    (move,) = moves(head(), head(nonfinite=1))
+    assert move.metric == "nonfinite"
+    assert move.words == "elements that are not finite: 0, now 1"
+    assert moves(head(nonfinite=1), head())
+    assert not moves(head(nonfinite=1000), head(nonfinite=1050))
+    assert moves(head(nonfinite=1000), head(nonfinite=2000))
+
+
+def test_rows_without_numbers() -> None:
+    """All NaN: no number to compare, and the count of them says it."""
+    numbers = dict.fromkeys(
+        (
+            "rms",
+            "row_rel",
+            "max_abs",
+            "floor_ratio",
+            "baseline_ratio",
+            "expected_ratio",
+            "worst_row",
+            "fa_rule",
+            "noise",
+        )
+    )
+    empty = head(**numbers, elements=0, nonfinite=800, nulls={"rms": "no finite element"})
+    (move,) = moves(head(), empty)
+    assert move.metric == "nonfinite"
+    assert not moves(empty, empty)
+    (group,) = found((empty,), (empty,)).groups
+    assert (group.pairs, group.unjudged, group.metric) == (1, 1, None)
+
+
+def test_a_named_other_function() -> None:
+    (move,) = moves(head(), head(suspicion="the causal mask is ignored"))
+    assert move.words == "no other function, now the causal mask is ignored"
+    assert move.a is None
+    assert move.change is None
+
+
+def test_reproducibility_is_lost_and_won() -> None:
+    """Told of the heads together: one head of eight that differs between runs may be luck."""
+    same = tuple(head(h) for h in range(8))
+    noisy = tuple(head(h, noise=1e-6) for h in range(8))
+    for a, b in ((same, noisy), (noisy, same)):
+        (move,) = found(a, b).moves
+        assert move.metric == "noise"
+    assert "not reproducible (8 of 8 heads)" in found(same, noisy).moves[0].words
+    assert not found(same, (noisy[0], *same[1:])).moves
+    assert not found(noisy, noisy).moves
+    alone = tuple(head(h, noise=None) for h in range(8))
+    assert not found(alone, noisy).moves
+
+
+def test_float64_is_not_judged() -> None:
+    """The reference is no more exact than the kernel there."""
+    exact = head(format="float64")
+    assert not moves(exact, times(exact, 3.0))
+
+
+def test_the_log_sum_exp_moves_by_its_rms() -> None:
+    (move,) = moves(lse(max_abs=3e-5, elements=10**4), lse(max_abs=3e-4, rms=1e-4, elements=10**4))
+    assert (move.tensor, move.metric, move.words) == ("lse", "rms", "from 1e-05 to 0.0001 (rms)")
+
+
+# --- other inputs --------------------------------------------------------------------------------
+
+
+def on(inputs: float, *rows: DeviationRow) -> tuple[DeviationRow, ...]:
+    """Rows with their floors, whose numbers tell of the inputs."""
+    floors = (floor(r.head or 0, tensor=r.tensor, rms=inputs, bits=None) for r in rows)
+    return (*rows, *floors)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"), [(1e-3, "same"), (1e-3 * (1 + 5e-5), "nearly the same"), (1.1e-3, "other")]
+)
+def test_inputs_are_told_by_their_floors(other: float, told: str) -> None:
+    assert found(on(1e-3, *HEADS), on(other, *HEADS)).inputs == {told: 4}
+
+
+def test_checksums_of_floors_tell_more_than_their_numbers() -> None:
+    a, b = (head(), floor(bits="0" * 16)), (head(), floor(bits="1" * 16))
+    assert found(a, a).inputs == {"same": 1}
+    assert found(a, b).inputs == {"nearly the same": 1}
+    assert found((head(),), (head(),)).inputs == {"unknown": 1}
+
+
+def test_other_inputs_are_judged_beside_their_predictions() -> None:
+    """Twice the error where twice as much is predicted is no change; twice the prediction is."""
+    a = tuple(head(h, expected_ratio=1.0 + h / 100) for h in range(8))
+    b = tuple(times(r, 2.0).model_copy(update={"expected_ratio": r.expected_ratio}) for r in a)
+    assert not found(on(1e-3, *a), on(2e-3, *b)).moves
+    assert len(found(on(1e-3, *a), on(1e-3, *b)).moves) == 8
+    worse = (times(a[0], 2.0), *a[1:])
+    (move,) = found(on(1e-3, *a), on(2e-3, *worse)).moves
+    assert (move.place.head, move.metric, move.inputs) == (0, "expected_ratio", "other")
+
+
+def test_heads_that_scatter_are_told_apart_less_well() -> None:
+    """Where heads err by luck, one by twice as much as before is luck too."""
+    luck = [1.0, 1.9, 0.7, 1.3, 0.6, 2.2, 1.1, 0.8]
+    a = tuple(head(h, expected_ratio=x, worst_row=x) for h, x in enumerate(luck))
+    b = tuple(head(h, expected_ratio=x, worst_row=x) for h, x in enumerate(luck[::-1]))
+    assert not found(on(1e-3, *a), on(2e-3, *b)).moves
+    assert found(on(1e-3, *a), on(1e-3, *b)).moves
+
+
+def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
+    pair = Pair(head(expected_ratio=0.01), head(expected_ratio=0.5), same=False, width=1)
+    assert least(pair, "expected_ratio") == 0.5
+    a = tuple(head(h, expected_ratio=0.5, worst_row=0.5) for h in range(8))
+    b = (head(0, expected_ratio=0.01, worst_row=0.01), *a[1:])
+    assert not found(on(1e-3, *a), on(2e-3, *b)).moves
+
+
+def test_too_few_heads_to_know_their_scatter() -> None:
+    """With other inputs and one head nothing can be judged, and that is counted."""
+    a, b = on(1e-3, head()), on(2e-3, times(head(), 3.0))
+    (group,) = found(a, b).groups
+    assert (group.unjudged, group.moved) == (1, 0)
+
+
+# --- the noise -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 150])
+@pytest.mark.parametrize("level", [0.9, 0.995, 1 - 1e-7])
+def test_students_quantile(freedom: int, level: float) -> None:
+    """As scipy has it; beyond 200 degrees of freedom the normal one is within 6 % of it."""
+    assert student(level, freedom) == pytest.approx(scipy.special.stdtrit(freedom, level), rel=1e-6)
+    assert student(level, 201) == pytest.approx(scipy.special.stdtrit(201, level), rel=0.06)
+
+
+@pytest.mark.parametrize("tail", ["normal", "uniform", "heavy"])
+def test_the_standard_error_is_no_less_than_the_scatter(tail: str) -> None:
+    """Of ln rms over many draws of n independent errors, whatever their distribution; and not ten
+    times as much."""
+    generator = np.random.default_rng(1)
+    draws = {
+        "normal": generator.normal(size=(2000, 400)),
+        "uniform": generator.uniform(-1, 1, size=(2000, 400)),
+        "heavy": generator.standard_t(5, size=(2000, 400)),
+    }[tail]
+    rms = np.sqrt(np.mean(draws**2, axis=1))
+    said = [
+        standard_error(head(elements=400, rms=s, max_abs=m), "rms", s, 1)
+        for s, m in zip(rms.tolist(), np.abs(draws).max(axis=1).tolist(), strict=True)
+    ]
+    scatter = float(np.std(np.log(rms)))
+    assert scatter < np.median(said) < 10 * scatter
+
+
+def test_false_alarms_of_errors_drawn_anew() -> None:
+    """Of 100 comparisons of 64 heads whose errors are independent draws, one at most has a move;
+    and the same comparisons with one head 1.5 times as far off have that one all."""
+    generator = np.random.default_rng(2)
+
+    def drawn(h: int, size: float = 1.0) -> DeviationRow:
+        e = generator.normal(size=4096) * 1e-3 * size
+        rows = np.sqrt(np.mean(e.reshape(-1, 16) ** 2, axis=1)) / 1e-3
+        rms = float(np.sqrt(np.mean(e**2)))
+        return head(
+            h, elements=4096, rms=rms, max_abs=float(np.abs(e).max()), row_rel=rms,
+            floor_ratio=rms / 1e-3, expected_ratio=rms / 1e-3, worst_row=float(rows.max()),
+        )  # fmt: skip
+
+    alarms = caught = 0
+    for _ in range(100):
+        a = tuple(drawn(h) for h in range(64))
+        b = tuple(drawn(h) for h in range(64))
+        alarms += bool(found(a, b).moves)
+        seen = found(a, (drawn(0, 1.5), *b[1:])).moves
+        caught += any(m.place.head == 0 for m in seen)
+    assert alarms <= 1
+    assert caught == 100
+
+
+def test_the_quantile_grows_with_what_is_judged() -> None:
+    """Bonferroni: the more numbers, the farther each must be."""
+    pairs = [Pair(head(h), head(h), same=True, width=1) for h in range(100)]
+    assert pairs[0].metrics == ("expected_ratio", "floor_ratio", "worst_row")
+    few, many = Noise(pairs[:1]), Noise(pairs)
+    assert (few.tests, many.tests) == (3, 300)
+    assert few.z == pytest.approx(scipy.special.ndtri(1 - 0.005 / 3))
+    assert many.z == pytest.approx(scipy.special.ndtri(1 - 0.005 / 300))
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+def test_other_code_that_ran_is_said_first() -> None:
+    """Though nothing moved."""
+    a, b = (tuple(head(h, ran=op) for h in range(4)) for op in ("flash_op", "math_op"))
+    both = found(a, b)
+    assert not both.moves
+    assert answer(both, (), (), b)[0] == (
+        "Not what ran before: mine ran flash_op and now math_op (bfloat16, 1 of 1 calls)."
+    )
+
+
+def test_rows_that_are_gone_and_why() -> None:
+    """Skipped now, failed now, not asked for; by kernel and reason."""
+    theirs = tuple(head(h, kernel="theirs") for h in range(2))
+    a = (*HEADS, *theirs, *(head(h, kernel="third") for h in range(3)))
+    b = (
+        row(None, status="skipped", reason="it needs sm_90"),
+        row(None, status="failed", reason="illegal access", kernel="theirs"),
+    )
+    gone = found(a, b).presences
+    assert [(p.what, p.kernel, p.rows, p.why) for p in gone] == [
+        ("gone", "mine", 4, "skipped: it needs sm_90"),
+        ("gone", "theirs", 2, "failed: illegal access"),
+        ("gone", "third", 3, "the kernel is not in the other report"),
+    ]
+    assert {p.what for p in found(b, a).presences} == {"new"}
+    assert "9 rows (mine: skipped: it needs sm_90; theirs: failed" in first(a, b)
+    (failed,) = found(a, b).failed
+    assert (failed.side, failed.kernel, failed.reason) == ("B", "theirs", "illegal access")
+
+
+def test_gradients_that_are_gone() -> None:
+    """The reason of the backward pass, where the forward pass ran."""
+    a = (head(), head(tensor="dq"), head(tensor="dk"))
+    b = (head(), row(None, tensor="dq", status="skipped", reason="no backward"))
+    (gone,) = found(a, b).presences
+    assert (gone.tensors, gone.why) == (("dq", "dk"), "skipped: no backward")
+
+
+def test_options_that_changed_do_not_hide_a_kernel() -> None:
+    """One set of options in each report: the same kernel. Several: they tell kernels apart."""
+    a, b = ((head(options={"tile": t}),) for t in (64, 128))
+    assert not found(a, b).presences
+    assert found((*a, *b), b).presences[0].options == {"tile": 64}
+
+
+def test_planted_faults_are_left_out() -> None:
+    a = (head(), head(role="control", kernel="control:scale", options={"dose": 0.1}))
+    assert not found(a, (head(),)).presences
+
+
+def test_findings_that_only_one_has() -> None:
+    """With the word whether their number moved, or only crossed a limit it was near."""
+    finding = Finding(
+        rule="error", severity="exceeded", sentence="mine errs.", kernel="mine",
+        formats=("bfloat16",), tensor="out", count=1, judged=4,
+    )  # fmt: skip
+    a, b = audit(*HEADS), audit(*HEADS, findings=(finding,))
+    (new,) = news(a, b, ())
+    assert (new.what, new.moved) == ("new", False)
+    (gone,) = news(b, a, moves(head(), times(head(), 2)))
+    assert (gone.what, gone.moved) == ("gone", True)
+    assert not news(b, b, ())
+    said = answer(found(HEADS, HEADS), (), (new,), HEADS)
+    assert said[-1] == "1 finding new: mine errs; of them 1 whose number did not move beyond noise."
+
+
+def test_nothing_in_common() -> None:
+    assert first((head(),), (head(kernel="other"),)).startswith("Nothing was measured in both")
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ten_thousand_rows_in_half_a_second(same: bool) -> None:
+    """The comparison itself, on a machine that does nothing else; twice that is left for one that
+    does. With other inputs heads are held to their scatter too, which costs half as much again."""
+    draw = random.Random(0)
+    places: list[dict[str, Any]] = [
+        {"layer": layer, "module": f"m{layer}", "tensor": tensor, "kernel": kernel}
+        for layer in range(20) for tensor in ("out", "dq", "dk", "dv", "lse")
+        for kernel in ("one", "two", "three", "four", "five")
+    ]  # fmt: skip
+
+    def rows() -> tuple[DeviationRow, ...]:
+        floors = [
+            floor(h, layer=layer, module=f"m{layer}", tensor=t, rms=1e-3 if same else draw.random())
+            for layer in range(20) for t in ("out", "dq", "dk", "dv") for h in range(20)
+        ]  # fmt: skip
+        measured = [head(h, expected_ratio=draw.uniform(0.9, 1.1), **p)
+                    for p in places for h in range(20)]  # fmt: skip
+        return (*measured, *floors)
+
+    a, b = audit(*rows()), audit(*rows())
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        seen = compared(a, b)
+        seconds.append(time.process_time() - start)
+    assert sum(g.pairs for g in seen.groups) == 10_000
+    assert min(seconds) < (1.0 if same else 1.5)
