@@ -8,10 +8,10 @@ that it ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from numdev.gate import Judged, calls_of, power_of, verdicts_of
+from numdev.gate import Decided, Judged, decide
 from numdev.report import DeviationRow, Finding, Place
 from numdev.rules import Rules, default_rules
 from numdev.verdict import Calls, Power, Verdict
@@ -26,15 +26,26 @@ def findings_of(
     Calls that a kernel declined are notes at the end, unless it declined them all: then it is not
     under test here.
     """
-    rules = rules or default_rules()
-    judged = list(verdicts_of(rows, rules))
-    calls = list(calls_of(rows, rules))
-    named = _Places(rows)
-    found = [*_exceeded(judged, named), *_not_run(calls)]
-    return tuple(_merged(found)), tuple(_tested(judged, found, power_of(rows, rules)))
+    decided = decide(rows, rules or default_rules())
+    findings, tested = findings_in(decided, rows)
+    return findings, (*tested, *_power(decided.judgement.power))
 
 
-class _Places:
+def findings_in(
+    decided: Decided, rows: Sequence[DeviationRow]
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """The same of what is decided of these rows already, without what planted faults showed."""
+    judged, judgement = decided.judged, decided.judgement
+    found = [*_exceeded(judged, named_in(rows)), *_not_run(judgement.calls)]
+    return tuple(_merged(found)), tuple(_tested(judged, found))
+
+
+def named_in(rows: Iterable[DeviationRow]) -> Callable[[Place], str]:
+    """What to call a place in a report of these rows."""
+    return Places(rows)
+
+
+class Places:
     """What to call where something is."""
 
     def __init__(self, rows: Iterable[DeviationRow]) -> None:
@@ -59,7 +70,7 @@ class _Places:
         return words + (f", seed {place.seed}" if self._seeds else "")
 
 
-def _exceeded(judged: Sequence[Judged], named: _Places) -> Iterator[Finding]:
+def _exceeded(judged: Sequence[Judged], named: Callable[[Place], str]) -> Iterator[Finding]:
     """A finding for each thing wrong, in the order of the rules."""
     found: list[Finding] = []
     named_by: dict[int, int] = {}  # a row to the finding that names it first
@@ -98,7 +109,7 @@ def _by_fault(judged: Sequence[Judged]) -> Iterator[list[Judged]]:
         yield from sorted(causes.values(), key=lambda c: -sum(len(j.offending) for j in c))
 
 
-def _finding(group: Sequence[Judged], named: _Places) -> Finding:
+def _finding(group: Sequence[Judged], named: Callable[[Place], str]) -> Finding:
     verdict = group[0].verdict
     worst = group[0].offending[0]
     formats = tuple(each.verdict.format or "" for each in group)
@@ -179,10 +190,8 @@ def _merged(found: Iterable[Finding]) -> Iterator[Finding]:
     yield from kept.values()
 
 
-def _tested(
-    judged: Sequence[Judged], found: Sequence[Finding], power: Iterable[Power]
-) -> Iterator[str]:
-    """Whom the rules cleared of what, which rules could not be applied, and what they catch."""
+def _tested(judged: Sequence[Judged], found: Sequence[Finding]) -> Iterator[str]:
+    """Whom the rules cleared of what, and which rules could not be applied."""
     verdicts = [each.verdict for each in judged]
     kernels = dict.fromkeys(v.kernel or "" for v in verdicts if v.judged)
     formats = dict.fromkeys(v.format or "" for v in verdicts if v.judged)
@@ -197,6 +206,10 @@ def _tested(
             f"{start}: {listed(kernels)} in {listed(formats)}, {heads} rows, by {listed(applied)}."
             + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
         )
+
+
+def _power(power: Iterable[Power]) -> Iterator[str]:
+    """Which planted faults the rules catch."""
     caught = [_caught(each) for each in power]
     if caught:
         yield f"Of faults planted here, these rules catch: {'; '.join(caught)}."

@@ -7,17 +7,17 @@ the gate and the findings of every report share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from numdev.config import Names, Strict, bundled, read_yaml
+from numdev.config import Names, Strict, bundled, lines_of, read_yaml
 from numdev.errors import closest
 from numdev.report import DeviationRow
+from numdev.selecting import Over, Selector, matches, whose
 
 BIAS_ALPHA = 0.01
 """Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
@@ -79,12 +79,32 @@ METRICS = frozenset(n for n in _FIELDS if not n.endswith("w1")) | {"suspicion", 
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
-    """A metric of a row, and where it is None, why: the row's own reason, else None again."""
+    """A metric of a row, or a ratio of two as `a / b`; and where it is None, why: the row's own
+    reason, else None again. 0 over anything is 0; a number over 0 is None."""
     derived = DERIVED.get(metric)
+    if derived is None and "/" in metric:
+        return _ratio(row, *parts_of(metric))
     value: Value = derived(row) if derived else getattr(row, metric)
     if value is None and metric in ERRORS and row.rms == 0:
         return 0.0, None
     return value, row.nulls.get(metric)
+
+
+@lru_cache(maxsize=256)
+def parts_of(metric: str) -> tuple[str, ...]:
+    """Both metrics of `a / b`; the one of any other."""
+    return tuple(part.strip() for part in metric.split("/"))
+
+
+def _ratio(row: DeviationRow, over: str, under: str) -> tuple[Value, str | None]:
+    (value, why), (divisor, why_not) = (value_of(row, name) for name in (over, under))
+    if value is None or divisor is None:
+        return None, why if value is None else why_not
+    if not value:
+        return 0.0, None
+    if not divisor:
+        return None, f"{under} is 0"
+    return float(value) / float(divisor), None
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
@@ -104,6 +124,9 @@ class Limit(Strict):
     """What one metric may be. Exactly one of the four. A signed number is judged by its size."""
 
     metric: str
+    """Of a row, or two as `a / b`."""
+    over: Over | None = None
+    """What it is divided by; None: nothing."""
     at_most: Annotated[float, Field(ge=0)] | None = None
     below: Annotated[float, Field(gt=0)] | None = None
     equals: float | None = None
@@ -113,9 +136,13 @@ class Limit(Strict):
     @field_validator("metric")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in METRICS:
-            raise ValueError(f"no metric {name!r}; {closest(name, METRICS)}")
-        return name
+        parts = parts_of(name)
+        for part in parts:
+            if part not in METRICS:
+                raise ValueError(f"no metric {part!r}; {closest(part, METRICS)}")
+        if len(parts) > 2 or (len(parts) == 2 and "suspicion" in parts):
+            raise ValueError(f"{name!r} is no ratio of two numbers; write `a / b`")
+        return " / ".join(parts)
 
     @model_validator(mode="after")
     def _one(self) -> Limit:
@@ -126,7 +153,20 @@ class Limit(Strict):
             raise ValueError("give exactly one of at_most, below, equals, absent")
         if (self.absent is not None) != (self.metric == "suspicion"):
             raise ValueError("`absent` is for suspicion, and the only limit for it")
+        if self.absent and self.over is not None:
+            raise ValueError("`over` divides a number, and suspicion is none")
         return self
+
+    @property
+    def named(self) -> str:
+        """The metric and what it is divided by: `rms over the floor's`."""
+        return self.metric if self.over is None else f"{self.metric} over {whose(self.over)}"
+
+    @property
+    def bound(self) -> float | None:
+        """The number of the limit; None where it is none."""
+        given = (self.at_most, self.below, self.equals)
+        return next((x for x in given if x is not None), None)
 
     def excess(self, value: Value) -> float:
         """How far on the way to the limit: above 1 it is exceeded; infinite where there is none
@@ -134,6 +174,8 @@ class Limit(Strict):
         if self.absent:
             return 0.0 if value is None else math.inf
         size = abs(float(value or 0.0))
+        if math.isnan(size):
+            return math.inf
         if self.equals is not None:
             return 0.0 if float(value or 0.0) == self.equals else math.inf
         if self.below is not None:
@@ -146,58 +188,11 @@ class Limit(Strict):
             return "none"
         for sign, limit in (("≤", self.at_most), ("<", self.below), ("=", self.equals)):
             if limit is not None:
-                return f"{self.metric} {sign} {limit:g}"
+                return f"{self.named} {sign} {limit:g}"
         raise AssertionError
 
 
 _ABOVE = math.nextafter(1.0, 2.0)
-
-
-class Selector(Strict):
-    """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
-
-    role: tuple[Literal["kernel", "baseline"], ...] = ("kernel",)
-    kernel: Names = ()
-    format: Names = ()
-    out_format: Names = ()
-    tensor: Names = ()
-    case: Names = ()
-    module: Names = ()
-    phase: Names = ()
-    layer: Annotated[tuple[int, ...] | None, BeforeValidator(lambda x: _listed(x))] = None
-    head: Annotated[tuple[int, ...] | None, BeforeValidator(lambda x: _listed(x))] = None
-
-    def of(self, rows: Sequence[DeviationRow]) -> list[DeviationRow]:
-        """Those rows that are meant, of rows that share role, kernel, format and tensor."""
-        if not rows or rows[0].role not in self.role or not self._shared(rows[0]):
-            return []
-        apart = ("out_format", "case", "module", "phase")
-        given = [(name, patterns) for name in apart if (patterns := getattr(self, name))]
-        if not given and self.layer is None and self.head is None:
-            return list(rows)
-        return [
-            row
-            for row in rows
-            if (self.layer is None or row.layer in self.layer)
-            and (self.head is None or row.head in self.head)
-            and all(_matches(patterns, getattr(row, name)) for name, patterns in given)
-        ]
-
-    def _shared(self, row: DeviationRow) -> bool:
-        shared = ((self.kernel, row.kernel), (self.format, row.format), (self.tensor, row.tensor))
-        return all(_matches(patterns, value) for patterns, value in shared)
-
-
-def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, int) else value
-
-
-@lru_cache(maxsize=4096)
-def _matches(patterns: tuple[str, ...], text: str | None) -> bool:
-    if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
-        return False
-    wanted = [p for p in patterns if not p.startswith("!")]
-    return not wanted or any(fnmatchcase(text or "", p) for p in wanted)
 
 
 class Certain(Strict):
@@ -230,7 +225,7 @@ class Instead(Strict):
             (self.format, row.format),
             (self.tensor, row.tensor),
         )
-        return all(_matches(patterns, value) for patterns, value in shared)
+        return all(matches(patterns, value) for patterns, value in shared)
 
 
 class Threshold(Limit):
@@ -247,6 +242,24 @@ class Threshold(Limit):
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
     may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
     """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
+    _file: str | None = PrivateAttr(default=None)
+    _line: int | None = PrivateAttr(default=None)
+
+    @property
+    def file(self) -> str | None:
+        """The gate file it was read from, as that was given; None of one made in Python."""
+        return self._file
+
+    @property
+    def line(self) -> int | None:
+        """The line of that file, from 1, where it begins."""
+        return self._line
+
+    def standing(self, file: str, line: int) -> Threshold:
+        """The same, and known to stand there."""
+        copy = self.model_copy()
+        copy._file, copy._line = file, line
+        return copy
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -258,6 +271,10 @@ class Threshold(Limit):
             raise ValueError("`instead` changes at_most, and there is none")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
+        if self.over == "before" and (self.otherwise or self.certain):
+            raise ValueError("`over: before` goes without `otherwise` and `certain`")
+        if any(limit.over == "before" for limit in self.otherwise):
+            raise ValueError("`over: before` is for a threshold, not for `otherwise`")
         return self
 
     def at(self, row: DeviationRow) -> Threshold:
@@ -275,6 +292,8 @@ class Rules(Strict):
     report from elsewhere is not judged."""
     required: Names = ()
     """Kernels that must have been measured in every call."""
+    catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)]
 
     @field_validator("thresholds")
@@ -286,19 +305,62 @@ class Rules(Strict):
             raise ValueError(f"two thresholds are called {twice!r}")
         return thresholds
 
+    _file: str | None = PrivateAttr(default=None)
+    _lines: dict[str, tuple[int, ...]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def file(self) -> str | None:
+        """The gate file, as it was given; None of rules made in Python."""
+        return self._file
+
+    def line(self, key: str, entry: int = -1) -> int | None:
+        """The line of the file, from 1, of one of its keys; or of an entry of that."""
+        return (*self._lines.get(key, ()), None)[entry + 1 if key in self._lines else 0]
+
+    def standing(self, file: str, lines: Mapping[str, tuple[int, ...]]) -> Rules:
+        """The same, and known to stand there; `lines` as of `config.lines_of`."""
+        begin = lines.get("thresholds", ())[1:] or (1,) * len(self.thresholds)
+        placed = [t.standing(file, n) for t, n in zip(self.thresholds, begin, strict=True)]
+        copy = self.model_copy(update={"thresholds": tuple(placed)})
+        copy._file, copy._lines = file, dict(lines)
+        return copy
+
+    @property
+    def about_changes(self) -> bool:
+        """Whether any of them needs an older report."""
+        return any(t.over == "before" for t in self.thresholds)
+
+    @property
+    def about_kernels_alone(self) -> bool:
+        """Whether no other row is judged, or divided by."""
+        limits = [limit for t in self.thresholds for limit in t.limits]
+        roles = {role for t in self.thresholds for role in t.where.role}
+        return roles == {"kernel"} and all(x.over in (None, "before") for x in limits)
+
 
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
     rules = read_yaml(path, Rules)
-    return (
-        rules if "name" in rules.model_fields_set else rules.model_copy(update={"name": path.name})
-    )
+    name = rules.name if "name" in rules.model_fields_set else path.name
+    return rules.model_copy(update={"name": name}).standing(str(path), lines_of(path))
 
 
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
     """configs/gate/default.yaml."""
-    return read_rules(bundled("gate/default.yaml")).model_copy(update={"name": "default"})
+    return _bundled_rules("gate/default.yaml").model_copy(update={"name": "default"})
+
+
+def default_rules_against() -> Rules:
+    """The default rules, and those of configs/gate/change.yaml, for an older report beside."""
+    rules, more = default_rules(), _bundled_rules("gate/change.yaml")
+    return rules.model_copy(update={"thresholds": (*rules.thresholds, *more.thresholds)})
+
+
+def _bundled_rules(name: str) -> Rules:
+    """By a name that does not depend on where the package is installed."""
+    path = bundled(name)
+    return read_yaml(path, Rules).standing(f"configs/{name}", lines_of(path))
 
 
 def holm(p: Sequence[float], alpha: float) -> list[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numdev.report import DeviationRow
+from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance
 
 SOUND: dict[str, Any] = {
     "elements": 1000,
@@ -45,3 +45,22 @@ def lse(head: int = 0, **changes: Any) -> DeviationRow:
 def control(fault: str, dose: float, ratio: float | None, **changes: Any) -> DeviationRow:
     fields = {"role": "control", "kernel": f"control:{fault}", "options": {"dose": dose}}
     return row(**{**fields, "expected_ratio": ratio, **changes})
+
+
+def report(*rows: DeviationRow, **system: Any) -> AuditReport:
+    return AuditReport(
+        provenance=Provenance(
+            numdev="0", command="numdev audit", created="2026-01-01T00:00:00+00:00",
+            system=system, source={},
+        ),
+        request={},
+        summary=AuditSummary(answer=(), kernels=()),
+        rows=rows,
+    )  # fmt: skip
+
+
+def report_of(*rows: DeviationRow) -> AuditReport:
+    """An audit that found these rows."""
+    origin = Provenance(numdev="1", command="numdev audit", created="", system={}, source={})
+    summary = AuditSummary(answer=("a",), kernels=())
+    return AuditReport(provenance=origin, request={}, summary=summary, rows=rows)

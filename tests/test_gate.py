@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_rows import SOUND, control, lse, row
+from gate_rows import SOUND, control, lse, report, row
 
 from numdev.cli import main
 from numdev.config import bundled
@@ -21,10 +21,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.gate import judge, judge_report
 from numdev.report import (
     NOT_PREDICTED,
-    AuditReport,
-    AuditSummary,
     DeviationRow,
-    Provenance,
     write,
 )
 from numdev.rules import (
@@ -543,18 +540,6 @@ def test_each_format_of_a_fault_has_its_own_power() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def report(*rows: DeviationRow, **system: Any) -> AuditReport:
-    return AuditReport(
-        provenance=Provenance(
-            numdev="0", command="numdev audit", created="2026-01-01T00:00:00+00:00",
-            system=system, source={},
-        ),
-        request={},
-        summary=AuditSummary(answer=(), kernels=()),
-        rows=rows,
-    )  # fmt: skip
-
-
 def gate(*arguments: str) -> int:
     try:
         main(["gate", *arguments])
@@ -628,8 +613,25 @@ def test_rules_hold_for_one_system() -> None:
 
 
 def test_the_default_file_is_bundled_and_read() -> None:
-    """The rules everybody gets are the file's."""
-    assert read_rules(bundled("gate/default.yaml")).thresholds == default_rules().thresholds
+    """The rules everybody gets are the file's, whose name does not depend on where it lies."""
+    here, default = read_rules(bundled("gate/default.yaml")), default_rules()
+    assert [t.model_dump() for t in here.thresholds] == [t.model_dump() for t in default.thresholds]
+    assert {t.file for t in default.thresholds} == {"configs/gate/default.yaml"}
+
+
+def test_a_verdict_knows_the_line_of_its_rule(tmp_path: Path) -> None:
+    """Rules and verdicts name their file, as it was given, and the line where the entry begins;
+    also a rule that nothing met. One made in Python has neither."""
+    text = "# limits\nthresholds:\n\n  - name: a\n    metric: rms\n    at_most: 1\n  # next\n"
+    text += "  -\n    metric: rms\n    name: b\n    at_most: 1\n    where: {kernel: none}\n"
+    path = tmp_path / "tight.yaml"
+    path.write_text(text)
+    book = read_rules(path)
+    places = [(t.name, t.file, t.line) for t in book.thresholds]
+    assert places == [("a", str(path), 4), ("b", str(path), 9)]
+    assert [(v.rule, v.file, v.line) for v in judge([row()], book).verdicts] == places
+    (made,) = judge([row()], rules(metric="rms", at_most=1)).verdicts
+    assert (made.file, made.line) == (None, None)
 
 
 def test_ten_thousand_rows_are_judged_at_once() -> None:

@@ -1,16 +1,16 @@
-"""What `numdev gate` prints: the outcome, what is wrong, then a line for each rule."""
+"""What `numdev gate` prints: the outcome; what is wrong, the worst row first; what passed, in a
+line; what could have been caught."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from numdev.gate import Decided
+from numdev.render import standing
 from numdev.render.terminal import FINDINGS, _text
-from numdev.report import Finding
+from numdev.report import Finding, Place
 from numdev.verdict import Judgement, Verdict
 
 OUTCOMES = {
@@ -19,76 +19,55 @@ OUTCOMES = {
     "unmeasured": ("NOT MEASURED", "bold red"),
     "untested": ("not judged", "dim"),
 }
-GRAVITY = ("exceeded", "unmeasured", "passed", "untested")
 
 
 def show(
-    judgement: Judgement,
+    decided: Decided,
     findings: Sequence[Finding],
     tested: Sequence[str],
+    named: Callable[[Place], str],
     console: Console | None = None,
 ) -> None:
-    """Print a judgement; `findings` are its exceeded verdicts in sentences."""
-    out = console or Console()
+    """Print what was decided; `findings` are its exceeded verdicts in sentences, and `named` says
+    what a place is called."""
+    out, judgement = console or Console(), decided.judgement
     word, style = OUTCOMES[judgement.outcome]
     out.print()
     out.print(_text(f"{word.upper()}, by the rules {judgement.rules}.", style))
+    beyond = standing.offending(decided.judged, named)
+    if beyond is not None:
+        out.print(beyond)
     for finding in findings:
-        out.print(_text(finding.sentence, FINDINGS[finding.severity]))
+        sentence = standing.said(finding, judgement.verdicts)
+        out.print(_text(sentence, FINDINGS[finding.severity]))
     for line in _unmeasured(judgement):
         out.print(_text(line, "yellow"))
-    out.print(_table(judgement))
+    kept = standing.passed(judgement.verdicts)
+    if kept:
+        out.print(_text(kept, "green"))
     for line in (*tested, *_beside(judgement)):
         out.print(_text(line, "dim"))
+    curves = standing.doses(judgement.power)
+    out.print(curves if curves is not None else _text(NO_POWER, "dim"))
 
 
-def _table(judgement: Judgement) -> Table:
-    """A line for each rule: where it came nearest to its limit, or went beyond."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in ("rule", "", "heads", "worst", "limit", "in"):
-        right = column in ("heads", "worst")
-        table.add_column(column, overflow="fold", justify="right" if right else "left")
-    for rule in dict.fromkeys(v.rule for v in judgement.verdicts):
-        these = [v for v in judgement.verdicts if v.rule == rule]
-        worst = min(these, key=_rank)
-        word, style = OUTCOMES[worst.outcome]
-        judged = sum(v.judged for v in these)
-        bad = sum(v.offending for v in these)
-        table.add_row(
-            _text(rule),
-            Text(word, style),
-            f"{bad}/{judged}" if bad else str(judged or "-"),
-            _text(_number(worst)),
-            _text(worst.limit.removeprefix(f"{worst.metric} ")),
-            _text(" ".join((worst.kernel or "-", worst.tensor or "", worst.format or ""))),
-        )
-    return table
-
-
-def _rank(verdict: Verdict) -> tuple[int, float]:
-    """The gravest outcome first, then by how near to the limit."""
-    near = 0.0
-    if isinstance(verdict.observed, float):
-        near = abs(verdict.observed) / (verdict.bound or 1.0)
-    return GRAVITY.index(verdict.outcome), -near
-
-
-def _number(verdict: Verdict) -> str:
-    if isinstance(verdict.observed, float):
-        return f"{verdict.observed:.3g}"
-    return verdict.observed or "-"
+NO_POWER = (
+    "No planted faults in this report, so nobody knows what these limits would have caught on this "
+    "data: audit with --control."
+)
 
 
 def _unmeasured(judgement: Judgement) -> Iterator[str]:
     """What could not be judged and had to be."""
     for name in judgement.missing:
-        yield f"{name} is required and not in this report."
+        at = f" ({judgement.file}:{judgement.required_line})" if judgement.required_line else ""
+        yield f"{name} is required and not in this report{at}."
     if not any(call.ok for call in judgement.calls):
         yield "No kernel under audit was measured."
-    lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}
+    lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}  # by what is said
     for v in judgement.verdicts:
         if v.outcome == "unmeasured":
-            lacking.setdefault((v.rule, v.limit, v.reasons), []).append(v)
+            lacking.setdefault((standing.sourced(v), v.limit, v.reasons), []).append(v)
     for (rule, limit, reasons), these in lacking.items():
         who = dict.fromkeys(f" of {v.kernel} ({v.tensor}, {v.format})" for v in these if v.kernel)
         heads = sum(v.unjudged for v in these)

@@ -1,0 +1,112 @@
+"""How long does `numdev gate` take on a large report, from the start of Python to its exit code?
+
+    python benchmarks/gate_speed.py [--rows 10000 100000] [--repeats 5]
+
+Makes reports of so many rows, as an audit of a model of 32 heads writes them: for each head what
+the format costs, the floor and the baseline, the output of three kernels under audit and of two of
+them the log-sum-exp; five of eight rows are judged. Runs the command on each, by the default
+thresholds, by ones that divide by the floor (for which all rows are read), and against a report of
+the same size. Prints the least wall-clock and processor time of the repeats as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance
+
+KERNELS = (
+    ("precision", "reference", "out"),
+    ("floor", "floor", "out"),
+    ("baseline", "baseline", "out"),
+    *(("kernel", name, "out") for name in ("sdpa-math", "sdpa-flash", "sdpa-default")),
+    *(("kernel", name, "lse") for name in ("sdpa-flash", "sdpa-default")),
+)
+NUMBERS = (
+    *("max_abs", "mean_abs", "rms", "row_rel", "rel", "max_ulp", "w1", "from_baseline_rms"),
+    *("from_baseline_w1", "precision_rms", "precision_w1", "flash_vs_precision"),
+    *("flash_vs_precision_w1", "bias", "bias_sign", "bias_feature", "bias_t"),
+)
+OVER_FLOOR = "thresholds: [{name: a, metric: rms, over: floor, at_most: 9, where: {tensor: out}}]"
+
+
+def rows(count: int) -> Iterator[dict[str, Any]]:
+    """So many rows of a sound audit, layer by layer and head by head."""
+    draw = random.Random(0)
+    for i in range(count):
+        at, which = divmod(i, len(KERNELS))
+        call, head = divmod(at, 32)
+        role, kernel, tensor = KERNELS[which]
+        module = f"model.layers.{call}.self_attn"
+        numbers = {name: draw.uniform(1e-4, 2e-4) for name in NUMBERS}
+        yield {
+            **dict(case=f"{module}#0", source="s", module=module, layer=call, call=0, seed=None),
+            **dict(head=head, role=role, kernel=kernel, format="bfloat16", tensor=tensor),
+            **dict(status="ok", ran="aten::_flash", out_format="bfloat16", elements=65536),
+            **dict(sequences=8, nonfinite=0, noise=0.0, floor_ratio=1.0, baseline_ratio=0.5),
+            **dict(expected_ratio=draw.uniform(0.98, 1.02), worst_row=draw.uniform(1, 2)),
+            **dict(fa_rule=True, bias_of="mean", bias_size=0.0, bias_p=draw.random()),
+            **numbers,
+            **(dict(rms=1e-6, rel=1e-6) if tensor == "lse" else {}),
+        }  # fmt: skip
+
+
+def write(directory: Path, count: int) -> Path:
+    """A report of so many rows, as `numdev.report.write` has it."""
+    report = AuditReport(
+        provenance=Provenance(numdev="0", command="", created="", system={}, source={}),
+        request={},
+        summary=AuditSummary(answer=(), kernels=()),
+        rows=tuple(DeviationRow.model_validate(r) for r in rows(count)),
+    )  # fmt: skip
+    path = directory / f"{count}.json"
+    path.write_text(report.model_dump_json())
+    return path
+
+
+def run(*arguments: str) -> tuple[float, float]:
+    """Seconds by the clock and of the processor that the command takes; it must pass."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    command = [sys.executable, "-m", "numdev", "gate", *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    if answer.returncode:
+        raise SystemExit(f"exit code {answer.returncode}: {answer.stdout}{answer.stderr}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, used
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    print("| rows | MB | thresholds | seconds | of the processor |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        floor = Path(name) / "floor.yaml"
+        floor.write_text(OVER_FLOOR)
+        for count in given.rows:
+            path = write(Path(name), count)
+            size = path.stat().st_size / 1e6
+            for label, options in (
+                ("default", []),
+                ("over the floor", ["--thresholds", str(floor)]),
+                ("--against", ["--against", str(path)]),
+            ):
+                timed = [run(str(path), *options) for _ in range(given.repeats)]
+                wall, used = (min(each) for each in zip(*timed, strict=True))
+                print(f"| {count} | {size:.0f} | {label} | {wall:.2f} | {used:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Which rows a threshold speaks of, and what each number is held against. Data, read from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from numdev.config import Names, Scalar, Strict
+from numdev.report import DeviationRow
+
+Judgeable = Literal["kernel", "baseline", "floor", "precision"]
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, int | str) else value
+
+
+Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
+
+
+class Selector(Strict):
+    """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
+
+    role: Annotated[tuple[Judgeable, ...], BeforeValidator(_listed)] = ("kernel",)
+    kernel: Names = ()
+    format: Names = ()
+    out_format: Names = ()
+    tensor: Names = ()
+    case: Names = ()
+    regime: Names = ()
+    """The inputs that the request says were drawn for a case; a model's case has none."""
+    module: Names = ()
+    phase: Names = ()
+    layer: Numbers = None
+    head: Numbers = None
+
+    def of(
+        self,
+        rows: Sequence[DeviationRow],
+        regimes: Mapping[str, str] | None = None,
+        *,
+        role: str | None = None,
+    ) -> list[DeviationRow]:
+        """Those rows that are meant, of rows that share role (`role`, if given, instead of theirs),
+        kernel, format and tensor; `regimes` by the name of the case."""
+        if not rows or (role or rows[0].role) not in self.role or not self._shared(rows[0]):
+            return []
+        apart = ("out_format", "case", "module", "phase")
+        given = [(name, patterns) for name in apart if (patterns := getattr(self, name))]
+        if not given and not self.regime and self.layer is None and self.head is None:
+            return list(rows)
+        drawn = regimes or {}
+        return [
+            row
+            for row in rows
+            if (self.layer is None or row.layer in self.layer)
+            and (self.head is None or row.head in self.head)
+            and (not self.regime or matches(self.regime, drawn.get(row.case)))
+            and all(matches(patterns, getattr(row, name)) for name, patterns in given)
+        ]
+
+    def _shared(self, row: DeviationRow) -> bool:
+        shared = ((self.kernel, row.kernel), (self.format, row.format), (self.tensor, row.tensor))
+        return all(matches(patterns, value) for patterns, value in shared)
+
+
+@lru_cache(maxsize=4096)
+def matches(patterns: tuple[str, ...], text: str | None) -> bool:
+    """Whether none of the patterns excludes it, and one of the others fits, where there are any."""
+    if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
+        return False
+    wanted = [p for p in patterns if not p.startswith("!")]
+    return not wanted or any(fnmatchcase(text or "", p) for p in wanted)
+
+
+class Kernel(Strict):
+    """A kernel by its name, and by options where it was measured with several."""
+
+    kernel: str
+    options: dict[str, Scalar] = Field(default_factory=dict)
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("floor", "baseline", "before"):
+        raise ValueError(
+            f"{value!r} is none of floor, baseline, before; a kernel is {{kernel: NAME}}"
+        )
+    return value
+
+
+Over = Annotated[Literal["floor", "baseline", "before"] | Kernel, BeforeValidator(_known)]
+"""What a number is divided by: the same metric of the same cell. `before`: in an older report."""
+
+
+def whose(over: Over) -> str:
+    """`the floor's`, `sdpa-math's`; of an older report `before`."""
+    if isinstance(over, Kernel):
+        return f"{over.kernel}'s"
+    return over if over == "before" else f"the {over}'s"

@@ -1,0 +1,194 @@
+"""Limits on a change against an older report: what counts, what is excused, what is missing."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gate_rows import report, row
+from scipy import stats
+
+from numdev.change import SEEDS, allowance, quantile
+from numdev.cli import main
+from numdev.errors import MeasurementError
+from numdev.gate import judge_report
+from numdev.report import DeviationRow, write
+from numdev.rules import Rules, Threshold
+from numdev.verdict import Judgement, Verdict
+
+GREW = Rules(thresholds=(Threshold(name="grew", metric="rms", over="before", at_most=1.2),))
+
+
+def rules(**threshold: Any) -> Rules:
+    given = {"name": "grew", "metric": "rms", "over": "before", "at_most": 1.2, **threshold}
+    return Rules(thresholds=(Threshold(**given),))
+
+
+def judged(
+    new: list[DeviationRow], old: list[DeviationRow] | None, book: Rules = GREW
+) -> Judgement:
+    return judge_report(report(*new), book, None if old is None else report(*old))
+
+
+def only(judgement: Judgement) -> Verdict:
+    (found,) = judgement.verdicts
+    return found
+
+
+def seeds(*values: float, **changes: Any) -> list[DeviationRow]:
+    return [row(0, seed=s, rms=rms, **changes) for s, rms in enumerate(values)]
+
+
+@pytest.mark.parametrize(("now", "code"), [(1.2, 0), (1.21, 1), (0.1, 0), (1.0, 0)])
+def test_of_one_seed_every_change_counts(now: float, code: int) -> None:
+    """No spread is known of one seed, and so nothing is excused."""
+    assert judged([row(rms=now)], [row(rms=1.0)]).exit_code == code
+
+
+def test_a_change_within_the_seeds_own_spread_does_not_count() -> None:
+    """Five old seeds with mean 1 and standard deviation s: the mean of five new ones may lie
+    t(4) s sqrt(2 / 5) away, by scipy."""
+    old = [0.75, 0.875, 1.0, 1.125, 1.25]
+    room = float(stats.t.ppf(0.975, 4)) * statistics.stdev(old) * (2 / 5) ** 0.5
+    assert room == pytest.approx(0.347, abs=1e-3)
+    within = judged(seeds(*[1 + room - 1e-3] * 5), seeds(*old))
+    assert (within.exit_code, only(within).excused) == (0, 1)
+    beyond = judged(seeds(*[1 + room + 1e-3] * 5), seeds(*old))
+    assert (beyond.exit_code, only(beyond).excused, only(beyond).offending) == (1, 0, 1)
+    assert only(beyond).observed == pytest.approx(1 + room + 1e-3)
+
+
+def test_a_new_report_does_not_excuse_itself() -> None:
+    """One seed of three goes wrong: the spread that counts is the old one's. Nor does new noise."""
+    steady = seeds(1.0, 1.01, 0.99)
+    assert judged(seeds(1.0, 1.0, 100.0), steady).exit_code == 1
+    assert judged(seeds(5.0, 5.0, 5.0, noise=50.0), steady).exit_code == 1
+
+
+def test_fewer_than_three_seeds_excuse_nothing() -> None:
+    """Student's t with one degree of freedom is 12.7, which would excuse anything."""
+    assert SEEDS == 3
+    assert judged(seeds(2.0, 2.0), seeds(0.5, 1.5)).exit_code == 1
+
+
+@pytest.mark.parametrize(("noise", "code"), [(0.2, 0), (0.1, 1), (0.0, 1), (None, 1)])
+def test_a_change_within_the_old_noise_does_not_count(noise: float | None, code: int) -> None:
+    """Repeated runs differ by a fifth of the error, in either report: then 1.4 is no change."""
+    assert judged([row(rms=1.39)], [row(rms=1.0, noise=noise)]).exit_code == code
+    share = [row(row_rel=1.39)], [row(row_rel=1.0, rms=5.0, noise=noise and 5 * noise)]
+    assert judged(*share, rules(metric="row_rel")).exit_code == code
+    count = [row(nonfinite=2)], [row(nonfinite=1, noise=noise)]
+    assert judged(*count, rules(metric="nonfinite")).exit_code == 1, "a count is no error"
+
+
+def test_noise_excuses_no_more_than_three_times() -> None:
+    """However noisy the old report was."""
+    assert judged([row(rms=3.1)], [row(rms=1.0, noise=1e9)]).exit_code == 1
+
+
+def test_what_was_exact_and_is_not_any_more_counts() -> None:
+    """There is no ratio to 0; it is said in words. 0 after 0 is no change."""
+    found = judged([row(rms=1e-9)], [row(rms=0.0)])
+    assert (found.exit_code, only(found).observed) == (1, "1e-09, from 0")
+    assert judged([row(rms=0.0)], [row(rms=0.0)]).exit_code == 0
+    assert judged([row(rms=0.0)], [row(rms=1.0)]).exit_code == 0
+
+
+@pytest.mark.parametrize("lenient", ["nothing", "rows", "numbers"])
+def test_what_is_in_one_report_alone_is_never_a_pass(lenient: str) -> None:
+    """A head, or a kernel, in the new report or in the old one alone: named, whatever may lack."""
+    book = rules(may_lack=lenient)
+    for new, old, why in (
+        ([row(0), row(1)], [row(0)], "not measured in the old report"),
+        ([row(0)], [row(0), row(1)], "measured in the old report, and not in this one"),
+        ([row(), row(kernel="b")], [row()], "not measured in the old report"),
+        ([row()], [row(), row(kernel="b")], "measured in the old report, and not in this one"),
+    ):
+        found = judged(new, old, book)
+        assert found.exit_code == 3
+        (lacking,) = (v for v in found.verdicts if v.outcome == "unmeasured")
+        assert (lacking.reasons, len(lacking.places)) == ((why,), 1)
+        assert lacking.unjudged == 1
+
+
+def test_an_old_number_that_is_null_is_no_pass() -> None:
+    """Whose it is, is said."""
+    found = judged([row()], [row(rms=None)])
+    assert (found.exit_code, only(found).reasons) == (3, ("in the old report: not measured",))
+    assert judged([row(rms=None)], [row()]).exit_code == 3
+    skipped = row(None, status="skipped", reason="needs CUDA")
+    assert judged([row()], [skipped]).exit_code == 3
+
+
+def test_without_an_old_report_a_change_is_not_judged() -> None:
+    """Even by a rule that may lack everything."""
+    found = judged([row()], None, rules(may_lack="numbers"))
+    assert found.exit_code == 3
+    assert "--against" in only(found).reasons[0]
+
+
+def test_sampled_rows_have_no_interval_of_a_change() -> None:
+    """So they do not pass; what is counted in all rows does."""
+    sampled = [row(sampled=True)]
+    assert judged(sampled, sampled).exit_code == 3
+    assert judged(sampled, sampled, rules(metric="nonfinite")).exit_code == 0
+
+
+def test_reports_about_something_else_are_refused() -> None:
+    """Other inputs under the same names would be a change of those."""
+    new, old = report(row()), report(row())
+    other = old.model_copy(update={"request": {"length": 512}})
+    with pytest.raises(MeasurementError, match="differ in length"):
+        judge_report(new, GREW, other)
+    source = old.provenance.model_copy(update={"source": {"sha256": "0"}})
+    with pytest.raises(MeasurementError, match="differ in sha256"):
+        judge_report(new, GREW, old.model_copy(update={"provenance": source}))
+
+
+def test_the_quantiles_are_students() -> None:
+    """To 1e-3 of scipy's for every number of seeds, and no other distribution's."""
+    for freedom in [*range(1, 60), 100, 1000]:
+        assert quantile(freedom) == pytest.approx(float(stats.t.ppf(0.975, freedom)), abs=1e-3)
+    assert quantile(4) != pytest.approx(float(stats.norm.ppf(0.975)), abs=1e-3)
+
+
+def test_further_seeds_of_the_same_kernel_are_mostly_within_the_allowance() -> None:
+    """19 of 20: over 2000 draws of five old and three new seeds, 93 to 97 %."""
+    draw = random.Random(0)
+    within = 0
+    for _ in range(2000):
+        old, new = ([draw.gauss(1.0, 0.1) for _ in range(n)] for n in (5, 3))
+        within += abs(statistics.fmean(new) - statistics.fmean(old)) <= allowance(old, 3)
+    assert 0.93 < within / 2000 < 0.97
+
+
+def gate(*arguments: str) -> int:
+    try:
+        main(["gate", *arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_the_default_rules_beside_an_old_report(tmp_path: Path, capsys: Any) -> None:
+    """The same report passes; one of twice the error in dq does not, nor one without an old head;
+    a file without a rule on changes is refused, since --against would be ignored."""
+    heads = [row(h, row_rel=1e-3) for h in range(8)]
+    worse = [row(h, row_rel=2e-3) for h in range(8)]
+    for name, rows in (("old", heads), ("worse", worse), ("fewer", heads[:7])):
+        (tmp_path / name).mkdir()
+        write(report(*rows), tmp_path / name)
+    old = str(tmp_path / "old")
+    assert gate(old, "--against", old) == 0
+    assert "error grew (1, ≤ 1.25)" in " ".join(capsys.readouterr().out.split())
+    assert gate(str(tmp_path / "worse"), "--against", old) == 1
+    assert "row_rel over before ≤ 1.25" in " ".join(capsys.readouterr().out.split())
+    assert gate(str(tmp_path / "fewer"), "--against", old) == 3
+    assert "configs/gate/change.yaml:" in capsys.readouterr().out.replace("\n", "")
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("thresholds: [{name: a, metric: rms, at_most: 1}]")
+    assert gate(old, "--against", old, "--thresholds", str(plain)) == 2
+    assert gate(old, "--against", str(tmp_path / "none")) == 2

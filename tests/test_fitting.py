@@ -1,0 +1,181 @@
+"""Files of thresholds fitted to a report: the same report passes, planted faults do not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from gate_rows import SOUND, control, lse, report, row
+
+from numdev.cli import main
+from numdev.errors import MeasurementError
+from numdev.fitting import fitted, rounded_up
+from numdev.gate import judge_report
+from numdev.report import AuditReport, DeviationRow, write
+from numdev.rules import Rules
+
+
+def read(text: str) -> Rules:
+    return Rules.model_validate(yaml.safe_load(text))
+
+
+def audited(*rows: DeviationRow) -> AuditReport:
+    """Two kernels of eight heads, in two formats, and planted faults."""
+    draw = random.Random(1)
+    heads = [
+        row(h, kernel=kernel, format=fmt, expected_ratio=draw.uniform(0.97, 1.03) * worse,
+            worst_row=draw.uniform(1, 1.5))
+        for kernel, worse in (("a", 1.0), ("b", 1.4))
+        for fmt in ("bfloat16", "float16")
+        for h in range(8)
+    ]  # fmt: skip
+    faults = [
+        control("scale", d, 1 + 100 * d, head=h) for d in (0.001, 0.003, 0.01) for h in (0, 1)
+    ]
+    return report(*heads, *(lse(h, kernel="a") for h in range(8)), *faults, *rows)
+
+
+def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
+    """And the file says from which dose on: 1.3 and 2 are beyond 1.03 x 1.1 = 1.2 (rounded up), 1.1
+    is not; so the whole must catch it from there, and a report that does not show it is no pass."""
+    found = audited()
+    text = fitted(found, "r")
+    rules = read(text)
+    judged = judge_report(found, rules)
+    assert (judged.exit_code, [p.caught_from for p in judged.power]) == (0, [0.003])
+    assert rules.catches == {"scale": 0.003}
+    assert "# Would have caught: scale from 0.003 (bfloat16)." in text
+    sound = found.model_copy(update={"rows": tuple(r for r in found.rows if r.role == "kernel")})
+    assert judge_report(sound, rules).exit_code == 3
+
+
+def test_limits_are_what_was_measured_times_the_margin() -> None:
+    """Per kernel, format and tensor: b errs 1.4 times as much, and has its own. Ten per cent beyond
+    each limit is caught."""
+    found = audited()
+    rules = read(fitted(found, "r"))
+    (error,) = (t for t in rules.thresholds if t.name == "error")
+    for kernel in "ab":
+        of = [r for r in found.rows if r.kernel == kernel and r.tensor == "out"]
+        for fmt in ("bfloat16", "float16"):
+            these = [r for r in of if r.format == fmt]
+            worst = max(r.expected_ratio or 0.0 for r in these)
+            limit = error.at(these[0]).at_most or 0.0
+            assert 1.1 * worst <= limit <= 1.1 * worst + 0.1
+            beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
+            rows = tuple(beyond if r is these[0] else r for r in found.rows)
+            assert judge_report(found.model_copy(update={"rows": rows}), rules).exit_code == 1
+
+
+def test_the_file_says_what_it_holds_for_and_who_must_run() -> None:
+    """The machine's kind, and kernels that ran in every call; not one that was skipped once."""
+    skipped = row(None, kernel="b", case="d", status="skipped", reason="x")
+    there = report(row(), row(kernel="b"), skipped, cpu_capability="AVX512")
+    rules = read(fitted(there, "r"))
+    assert (rules.holds_for, rules.required) == ({"cpu_capability": "AVX512"}, ("mine",))
+    gpu = read(fitted(report(row(), gpu="NVIDIA [X]", cpu_capability="AVX2"), "r"))
+    assert gpu.holds_for == {"gpu": "NVIDIA [[]X]"}
+    assert judge_report(report(row(), gpu="NVIDIA [X]"), gpu).exit_code == 0
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
+    """Random numbers, some missing, sampled or exact."""
+    draw = random.Random(seed)
+    rows = []
+    for group in range(draw.randint(1, 6)):
+        lacks = {k: None for k in SOUND if k != "nonfinite" and draw.random() < 0.15}
+        for h in range(draw.choice((1, 8))):
+            size = 10 ** draw.uniform(-8, 3)
+            numbers = {"expected_ratio": size, "worst_row": size, "noise": draw.choice((0, size)),
+                       "rms": draw.choice((0.0, size)), "bias_size": 0.0}  # fmt: skip
+            interval = {"expected_ratio": (size / 2, size * 2), "baseline_ratio": (0.1, 0.5)}
+            sampled = {"sampled": True, "interval": interval} if draw.random() < 0.3 else {}
+            rows.append(row(h, kernel=f"k{group}", **{**numbers, **sampled, **lacks}))
+    found = report(*rows)
+    assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
+
+
+def test_a_kernel_that_is_wrong_outright_sets_no_standard() -> None:
+    """NaN, or another function: no file, and which kernel it is."""
+    for wrong in ({"nonfinite": 3}, {"suspicion": "the mask is ignored", "suspicion_cut": 20.0}):
+        with pytest.raises(MeasurementError, match="mine breaks the rule"):
+            fitted(report(row(**wrong)), "r")
+    for rows in ([], [row(None, status="skipped", reason="x")], [control("scale", 1, 1.0)]):
+        with pytest.raises(MeasurementError, match="no kernel under audit"):
+            fitted(report(*rows), "r")
+    with pytest.raises(MeasurementError, match="does not pass"):
+        fitted(report(row(), row(None, case="d", status="failed", reason="x")), "r")
+
+
+HOSTILE = (
+    "a: b",
+    "- x",
+    "{y}",
+    "*",
+    "no",
+    "!x",
+    "1e5",
+    "'\"#",
+    "a\nb",
+    "\u2028\x85\x00",
+    "\U0001f600",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_from_elsewhere_stay_names(name: str) -> None:
+    """YAML's own signs, patterns and line breaks in the names of kernels and of the report."""
+    found = report(row(kernel=name), row(kernel="z", expected_ratio=2.0),
+                   row(kernel=name, tensor="dq", expected_ratio=9.0))  # fmt: skip
+    text = fitted(found, name)
+    rules = read(text)
+    assert len(rules.required) == 2
+    assert judge_report(found, rules).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "up"),
+    [(0, 0), (1.0, 1.0), (1.001, 1.1), (0.0991, 0.1), (9.91, 10), (1.23e-7, 1.3e-7), (4e5, 4e5)],
+)  # fmt: skip
+def test_rounding_is_up(x: float, up: float) -> None:
+    """To two digits."""
+    assert rounded_up(x) == pytest.approx(up, rel=1e-12)
+    assert rounded_up(x) >= x
+
+
+def test_rounding_never_goes_down() -> None:
+    """Nor by more than a tenth, over all sizes."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        x = 10 ** draw.uniform(-300, 300)
+        assert x <= rounded_up(x) <= 1.1 * x
+
+
+def gate(*arguments: str) -> int:
+    try:
+        main(["gate", *arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_the_command_writes_a_file_and_never_over_one(tmp_path: Path, capsys: Any) -> None:
+    """Exit code 2 where there is one, unless --overwrite; the file is the default name's, and the
+    report passes it."""
+    write(audited(), tmp_path)
+    path = tmp_path / "t.yaml"
+    assert gate("--init", str(tmp_path), "-o", str(path)) == 0
+    text = path.read_text()
+    path.write_text("mine")
+    assert gate(str(tmp_path), "--init", "-o", str(path)) == 2
+    assert path.read_text() == "mine"
+    assert gate(str(tmp_path), "--init", "-o", str(path), "--overwrite") == 0
+    assert path.read_text() == text
+    assert gate(str(tmp_path), "--thresholds", str(path)) == 0
+    capsys.readouterr()
+    for wrong in (["-o", str(path)], ["--overwrite"], ["--init", "--json"]):
+        assert gate(str(tmp_path), *wrong) == 2

@@ -1,0 +1,296 @@
+"""What thresholds can ask for: ratios, other kernels' cells, regimes, planted faults; and that what
+is not passed is said with the line of its rule."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gate_rows import SOUND, control, lse, report, row
+
+from numdev import holding
+from numdev.cells import Around
+from numdev.cli import main
+from numdev.config import bundled
+from numdev.errors import UsageError
+from numdev.gate import decide, judge, judge_report
+from numdev.report import DeviationRow, write
+from numdev.rules import Rules, Threshold, default_rules, read_rules
+from numdev.verdict import Judgement, Verdict
+
+
+def rules(**threshold: Any) -> Rules:
+    return Rules(thresholds=(Threshold(**{"name": "r", **threshold}),))
+
+
+def only(judgement: Judgement) -> Verdict:
+    (found,) = judgement.verdicts
+    return found
+
+
+# --- ratios and other kernels --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("over", "under", "passes"),
+    [(2.0, 1.0, True), (2.01, 1.0, False), (0.0, 0.0, True), (-2.5, 1.0, False)],
+)
+def test_a_ratio_of_two_metrics(over: float, under: float, passes: bool) -> None:
+    """Of one row; by size; 0 over anything is 0."""
+    book = rules(metric="bias/rms", at_most=2)
+    assert judge([row(bias=over, rms=under)], book).exit_code == (0 if passes else 1)
+    assert only(judge([row(bias=1.0)], book)).metric == "bias / rms"
+
+
+def test_a_ratio_without_its_denominator_is_no_pass() -> None:
+    """Null, or 0 under something; and the reason is said."""
+    book = rules(metric="max_abs / rms", at_most=1e9)
+    assert judge([row(rms=None)], book).exit_code == 3
+    found = judge([row(rms=0.0)], book)
+    assert (found.exit_code, only(found).reasons) == (3, ("rms is 0",))
+
+
+@pytest.mark.parametrize(
+    ("over", "role", "kernel"),
+    [("floor", "floor", "floor"), ("baseline", "baseline", "plain"),
+     ({"kernel": "other"}, "kernel", "other")],
+)  # fmt: skip
+def test_over_another_kernels_same_cell(over: Any, role: str, kernel: str) -> None:
+    """Head by head, and in the same format: 3 over 2 is within 1.5, 3 over 1 is not."""
+    book = rules(metric="rms", over=over, at_most=1.5, where={"kernel": "mine"})
+    beside = [row(h, role=role, kernel=kernel, rms=2.0 - h) for h in range(2)]
+    other_format = row(1, role=role, kernel=kernel, rms=9.0, format="float16")
+    assert judge([row(0, rms=3.0), *beside, other_format], book).exit_code == 0
+    found = judge([row(0, rms=3.0), row(1, rms=3.0), *beside, other_format], book)
+    assert (found.exit_code, only(found).observed, only(found).offending) == (1, 3.0, 1)
+    assert only(found).limit.endswith("≤ 1.5")
+
+
+def test_a_cell_without_the_other_kernel_is_no_pass() -> None:
+    """Nor one in which it stands several times, unless its options are given; nor what is not 0
+    over what is."""
+    book = rules(metric="rms", over={"kernel": "b"}, at_most=9, where={"kernel": "mine"})
+    found = judge([row(0), row(1), row(0, kernel="b")], book)
+    assert (found.exit_code, only(found).reasons) == (3, ("no b there",))
+    assert judge([row(0), row(0, kernel="b", status="failed", reason="x")], book).exit_code == 3
+    twice = [row(), *(row(kernel="b", options={"block": n}) for n in (1, 2))]
+    assert "several rows" in only(judge(twice, book)).reasons[0]
+    chosen = {"kernel": "b", "options": {"block": 2}}
+    named = rules(metric="rms", over=chosen, at_most=9, where={"kernel": "mine"})
+    assert judge(twice, named).exit_code == 0
+    assert judge([row(), row(kernel="b", rms=0.0)], book).exit_code == 3
+    assert judge([row(rms=0.0), row(kernel="b", rms=0.0)], book).exit_code == 0
+    assert judge([row(), row(kernel="b", rms=None)], book).exit_code == 3
+
+
+def test_a_planted_fault_is_held_to_the_same_cell() -> None:
+    """Its power is measured over the floor too."""
+    book = rules(metric="rms", over="floor", at_most=1.5)
+    rows = [row(), row(role="floor", kernel="floor"), control("scale", 0.1, 1.0, rms=2e-3)]
+    (power,) = judge(rows, book).power
+    assert power.caught_from == 0.1
+
+
+def test_sampled_rows_have_no_interval_of_a_ratio() -> None:
+    """Even one far beyond: both sides are estimates."""
+    beside = row(role="floor", kernel="floor")
+    for book in (
+        rules(metric="max_abs / rms", at_most=1),
+        rules(metric="rms", over="floor", at_most=9),
+    ):
+        sampled = row(sampled=True, interval={"rms": (1e-3, 1e-3)})
+        assert judge([sampled, beside], book).exit_code == 3
+
+
+@pytest.mark.parametrize("role", ["floor", "precision", "baseline"])
+def test_what_is_no_kernel_can_be_judged_on_request(role: str) -> None:
+    """What the format costs, for one; beside it the kernel itself is not."""
+    book = rules(metric="rms", at_most=1, where={"role": role})
+    assert judge([row(rms=5.0), row(role=role, kernel=role)], book).exit_code == 0
+    assert judge([row(), row(role=role, kernel=role, rms=5.0)], book).exit_code == 1
+
+
+def test_a_regime_is_what_the_request_drew() -> None:
+    """By the case's name in the request; a model's case has none, which matches no pattern."""
+    request = {"cases": [{"name": "a", "inputs": {"name": "sink"}}, {"name": "b", "inputs": {}}, 3]}
+    rows = [row(case="a", rms=2.0), row(case="b"), row(case="c")]
+    there = report(*rows).model_copy(update={"request": request})
+    assert (
+        judge_report(there, rules(metric="rms", at_most=1, where={"regime": "si*"})).exit_code == 1
+    )
+    assert (
+        judge_report(there, rules(metric="rms", at_most=1, where={"regime": "!sink"})).exit_code
+        == 0
+    )
+    nowhere = judge_report(there, rules(metric="rms", at_most=1, where={"regime": "ties"}))
+    assert (nowhere.exit_code, only(nowhere).reasons) == (3, ("no row matches",))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("metric: rms / w1, at_most: 1", "no metric 'w1'"),
+        ("metric: a/b/c, at_most: 1", "no metric 'a'"),
+        ("metric: rms / rms / rms, at_most: 1", "no ratio of two"),
+        ("metric: suspicion / rms, at_most: 1", "no ratio of two"),
+        ("metric: rms, at_most: 1, over: flor", "'flor' is none of floor, baseline, before"),
+        ("metric: suspicion, absent: true, over: floor", "`over` divides a number"),
+        ("metric: rms, at_most: 1, over: before, certain: {}", "goes without"),
+        ("metric: rms, at_most: 1, line: 3", "unknown key"),
+        ("metric: rms, at_most: 1, file: x", "unknown key"),
+    ],
+)  # fmt: skip
+def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """Exit code 2, saying what is known."""
+    (tmp_path / "t.yaml").write_text(f"thresholds: [{{name: a, {text}}}]")
+    with pytest.raises(UsageError) as error:
+        read_rules(tmp_path / "t.yaml")
+    assert said in str(error.value)
+
+
+# --- what the gate must catch --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("doses", "code", "why"),
+    [
+        ({0.001: 1.0, 0.01: 9.0}, 0, None),
+        ({0.001: 1.0, 0.01: 1.0, 0.03: 9.0}, 3, "caught from 0.03 only (bfloat16)"),
+        ({0.01: 1.0}, 3, "caught at no dose (bfloat16)"),
+        ({}, 3, "no such planted fault in this report: audit with --control"),
+    ],
+)
+def test_a_gate_can_be_asked_to_prove_what_it_catches(
+    doses: dict[float, float], code: int, why: str | None
+) -> None:
+    """A fault that is not there, or only caught when it is larger, is no pass."""
+    book = default_rules().model_copy(update={"catches": {"scale": 0.01}})
+    judged = judge([row(), *(control("scale", d, r) for d, r in doses.items())], book)
+    assert judged.exit_code == code
+    assert [v.reasons for v in judged.verdicts if v.rule == "catches scale"] == (
+        [(why,)] if why else []
+    )
+
+
+def test_the_ci_file_is_the_default_rules_and_asks_for_proof() -> None:
+    """The thresholds are the same, word for word."""
+    ci = read_rules(bundled("gate/ci.yaml"))
+    assert [t.model_dump() for t in ci.thresholds] == [
+        t.model_dump() for t in default_rules().thresholds
+    ]
+    assert ci.required == ("sdpa-flash",)
+    assert set(ci.catches) == {
+        "scale", "p-bits", "l-rounded", "truncated", "keys-dropped", "one-head",
+    }  # fmt: skip
+
+
+# --- every path that fails closed names the line -------------------------------------------------
+
+FILE = """\
+required: [mine]
+
+catches:
+  scale: 0.01
+thresholds:
+  - name: first
+    metric: nonfinite
+    equals: 0
+
+  - name: second
+    where: {head: 0}
+    metric: rms
+    at_most: 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "said"),
+    [
+        ([row(nonfinite=None)], 6, "first (t.yaml:6)"),
+        ([row(1)], 10, "second (t.yaml:10) could not be judged: no row matches"),
+        ([row(rms=None)], 10, "second (t.yaml:10) (rms ≤ 1) could not be judged"),
+        ([row(kernel="b")], 1, "mine is required and not in this report (t.yaml:1)"),
+        ([row(kernel="b", status="skipped", reason="x", head=None)], 6, "no row matches"),
+        ([], 6, "No kernel under audit was measured."),
+        ([row()], 4, "catches scale (t.yaml:4)"),
+        ([row(nonfinite=7)], 6, "first (t.yaml:6)"),
+    ],
+)
+def test_what_is_not_passed_names_rule_file_and_line(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, rows: list[DeviationRow], line: int, said: str
+) -> None:
+    """In the terminal, and as data of the verdict."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.yaml").write_text(FILE)
+    write(report(*rows), tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["gate", str(tmp_path), "--thresholds", "t.yaml"])
+    assert stop.value.code == (1 if any(r.nonfinite for r in rows) else 3)
+    printed = "".join(capsys.readouterr().out.split())
+    assert "".join(said.split()) in printed
+    judged = judge(rows, read_rules(Path("t.yaml")))
+    lines = {(v.file, v.line) for v in judged.verdicts if v.outcome != "passed"}
+    assert ("t.yaml", line) in lines | {(judged.file, judged.required_line)}
+
+
+def test_a_list_from_a_merge_key_has_a_line_all_the_same(tmp_path: Path) -> None:
+    """The first, where YAML says no better."""
+    path = tmp_path / "t.yaml"
+    path.write_text("<<: {thresholds: [{name: a, metric: rms, at_most: 1}]}\nname: x\n")
+    assert [t.line for t in read_rules(path).thresholds] == [1]
+
+
+# --- one look at a column says what a look at each row does ---------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_seen_at_a_glance_is_what_every_row_says(seed: int, monkeypatch: Any) -> None:
+    """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule."""
+    draw = random.Random(seed)
+    rows = [_drawn(draw, head) for head in range(draw.choice((3, 12, 40)))]
+    quick = decide(rows, default_rules())
+    monkeypatch.setattr(holding, "_at_a_glance", lambda threshold, rows, around: None)
+    slow = decide(rows, default_rules())
+    assert quick.judgement == slow.judgement
+    assert [j.offending for j in quick.judged] == [j.offending for j in slow.judged]
+
+
+def _drawn(draw: random.Random, head: int) -> DeviationRow:
+    odd = draw.random() < 0.1
+    changes: dict[str, Any] = {"expected_ratio": draw.uniform(0.8, 1.2 if odd else 1.04)}
+    if draw.random() < 0.05:
+        changes[draw.choice([*SOUND, "suspicion"])] = None
+    if odd and draw.random() < 0.3:
+        changes |= {"bias_size": draw.uniform(-1, 1), "bias_p": draw.choice((0.0, 0.5)),
+                    "noise": draw.choice((0.0, 1e-9)), "sampled": draw.random() < 0.2}  # fmt: skip
+    tensor = draw.choice(("out", "dq", "lse"))
+    if tensor == "lse":
+        return lse(head, rms=draw.choice((1e-6, 1e-3)) if odd else 1e-6)
+    return row(head, tensor=tensor, format=draw.choice(("bfloat16", "float32")), **changes)
+
+
+def test_a_number_that_is_none_never_passes() -> None:
+    """NaN that came in past validation is beyond every limit; what is infinite is said in words."""
+    for value in (float("nan"), float("inf")):
+        rows = [row(h).model_copy(update={"rms": value if h == 1 else 1.0}) for h in range(3)]
+        found = judge(rows, rules(metric="rms", at_most=2))
+        assert (found.exit_code, only(found).observed) == (1, str(value))
+
+
+def test_around_knows_nothing_of_planted_faults() -> None:
+    """A control is no kernel to be divided by."""
+    book = rules(metric="rms", over={"kernel": "control:scale"}, at_most=1)
+    assert judge([row(), control("scale", 1, 1.0)], book).exit_code == 3
+    assert Around(rows=[control("scale", 1, 1.0)])._kernels == {}
+
+
+def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) -> None:
+    """As docs/gate.md has it."""
+    page = (Path(__file__).parent.parent / "docs" / "gate.md").read_text(encoding="utf-8")
+    path = tmp_path / "example.yaml"
+    path.write_text(page.split("```yaml\n")[1].split("```")[0])
+    divided_by = [t.over for t in read_rules(path).thresholds]
+    assert None in divided_by
+    assert "before" in divided_by
