@@ -1,5 +1,6 @@
 # make audit   set up, then audit the bundled demo checkpoint and show the report
-# make test    set up, then run every test that needs no GPU
+# make test    set up, then run `make gate` and every test that needs no GPU
+# make gate    set up, then hold the demo checkpoint and a planted fault to the gate's default rules
 # make check   set up, then lint, format check and types
 # make oldest  the model tests against the oldest supported transformers
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
 
-.PHONY: audit test check oldest clean
+.PHONY: audit gate test check oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -18,7 +19,10 @@ $(SETUP): pyproject.toml constraints.txt
 audit: $(SETUP)
 	$(BIN)/numdev audit demo
 
-test: $(SETUP)
+gate: $(SETUP)
+	$(BIN)/python scripts/own_gate.py
+
+test: $(SETUP) gate
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(SETUP)

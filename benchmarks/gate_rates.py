@@ -1,0 +1,211 @@
+"""Whom does the gate accuse, and whom does it let pass?
+
+    OMP_NUM_THREADS=1 python benchmarks/gate_rates.py [--seeds 21] [--to FILE.md]
+
+A trial is one report through `numdev.gate.judge` with the default rules: one kernel, a training
+step run twice on two calls of 8 sequences, 4 heads and 130 tokens in bf16, on the CPU. The first
+call is causal and normal, so that every fault can show; the second comes from a regime of inputs
+that changes with the seed, hazards and probes among them, so that 21 seeds meet every regime once.
+A report that passes (exit code 0) clears its kernel, one that exceeds (1) accuses it, and one that
+could not be judged (3) does neither: it stops a merge too, and is counted apart.
+
+Sound kernels are those of `benchmarks/power.py`. Faults are those of `benchmarks/planted.py`, and
+`numdev.controls` in every dose. Kernels that go wrong as processes (`tests/broken_kernels.py`) have
+no rate: each is tried once, isolated, beside a sound one.
+
+Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits illustrated in
+the case of the binomial" (1934), at 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import planted
+import torch
+from power import REGIMES, sound_kernels
+from scipy.stats import binomtest
+
+from numdev.bench import Bench
+from numdev.cases import AttentionCase, CaseRef
+from numdev.controls import CONTROLS
+from numdev.execute import Task
+from numdev.gate import judge
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Kernel, find
+from numdev.loop import runner
+from numdev.measuring import Runner, run_task
+from numdev.report import DeviationRow
+from numdev.rules import Rules, default_rules
+from numdev.system import System
+
+FORMAT = "bfloat16"
+SIZES = Shapes(batch=8, heads=4, kv_heads=4, q_len=130, kv_len=130, head_dim=32, v_dim=32)
+BROKEN = ("raises", "exits", "leaves", "abort", "segfault", "out_of_memory", "forks", "hangs",
+          "writes", "overlapping", "refuses")  # fmt: skip
+LIMIT_S = 5.0
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One kernel in one report."""
+
+    kind: str
+    """`sound`, `planted`, or `dosed`."""
+    name: str
+    outcome: str
+    by: tuple[str, ...]
+    """The rules that were exceeded."""
+
+
+def drawn(regime: str, seed: int, *, causal: bool) -> AttentionCase:
+    name, options = REGIMES[regime]
+    x = draw(name, SIZES, seed=seed, options=options, label=regime, gradients=True)
+    return AttentionCase(
+        ref=CaseRef(case=f"{regime}{' causal' if causal else ''}", seed=seed),
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        scale=SIZES.head_dim**-0.5,
+        is_causal=causal,
+        grad_out=x.grad_out,
+    )
+
+
+@functools.cache
+def here() -> System:
+    """Asked once: it reads the metadata of all packages."""
+    return System.here("cpu")
+
+
+def benches(seed: int) -> list[Bench]:
+    """The two calls of a report."""
+    regime = list(REGIMES)[seed % len(REGIMES)]
+    cases = drawn("normal", seed, causal=True), drawn(regime, seed, causal=False)
+    return [Bench(c.ref, functools.partial(_itself, c), gradients=True) for c in cases]
+
+
+def _itself(case: AttentionCase) -> AttentionCase:
+    return case
+
+
+def rows_of(
+    kernel: Kernel, on: Sequence[Bench], dose: float | None = None, run: Runner | None = None
+) -> list[DeviationRow]:
+    """A kernel's rows, those of a planted fault too as a kernel's, as the gate takes them."""
+    found: list[DeviationRow] = []
+    for bench in on:
+        task = Task(
+            case=bench.ref,
+            role="kernel",
+            kernel=kernel.name,
+            options={} if dose is None else {"dose": dose},
+            format=FORMAT,
+            gradients=run is None,
+            repeats=2 if dose is None else 1,  # emulations repeat themselves
+        )
+        found += run_task(task, kernel, bench, here(), *((run,) if run else ()))
+    return found
+
+
+def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | None = None) -> Trial:
+    judged = judge(rows, rules)
+    by = dict.fromkeys(v.rule for v in judged.verdicts if v.outcome == "exceeded")
+    return Trial(kind=kind, name=name, outcome=judged.outcome, by=tuple(by))
+
+
+@contextmanager
+def _no_search() -> Iterator[None]:
+    """The search for what is computed instead takes most of the time, and of a faulty kernel could
+    only add to what is caught. Sound ones have to stand it."""
+    with patch("numdev.measuring.suspect", return_value={}):
+        yield
+
+
+def trials(seed: int) -> Iterator[Trial]:
+    on = benches(seed)
+    for kernel in sound_kernels():
+        yield trial("sound", kernel.name, rows_of(kernel, on))
+    with _no_search():
+        for fault in planted.PLANTED:
+            yield trial("planted", fault.name, rows_of(find(f"planted:{fault.name}"), on))
+        for control in CONTROLS.values():
+            for dose in control.doses:
+                rows = rows_of(control.kernel(), on, dose)
+                yield trial("dosed", f"{control.name} {dose:g}", rows)
+
+
+def broken() -> Iterator[tuple[str, Trial, Trial]]:
+    """Each with the default rules, and with itself as a required kernel."""
+    sys.path.append(str(HERE.parent / "tests"))
+    on = benches(0)[1:]  # plain functions of q, k, v take no causal one
+    beside = rows_of(find("planted:sound"), on)
+    for name in BROKEN:
+        with runner(isolated=True, limit_s=LIMIT_S) as run, _no_search():
+            rows = [*beside, *rows_of(find(f"broken_kernels:{name}"), on, run=run)]
+        required = default_rules().model_copy(update={"required": (f"*:{name}",)})
+        yield name, trial("broken", name, rows), trial("broken", name, rows, required)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def interval(count: int, of: int) -> str:
+    """`86 to 100 %`."""
+    ends = binomtest(count, of).proportion_ci(method="exact")
+    return f"{100 * ends.low:.0f} to {100 * ends.high:.0f} %"
+
+
+def table(found: Sequence[Trial], kind: str, words: tuple[str, str]) -> list[str]:
+    """A line for each kernel and one for all; `words` are for exceeded and passed."""
+    these = [t for t in found if t.kind == kind]
+    lines = [f"| | reports | {words[0]} | {words[1]} | not judged | {words[0]}, 95 % | by |"]
+    lines.append("|---|--:|--:|--:|--:|---|---|")
+    for name in (*dict.fromkeys(t.name for t in these), *(("all",) if these else ())):
+        mine = [t for t in these if name in ("all", t.name)]
+        count = Counter(t.outcome for t in mine)
+        rules = Counter(rule for t in mine for rule in t.by)
+        by = ", ".join(f"{rule} {times}" for rule, times in rules.most_common(3))
+        numbers = (len(mine), count["exceeded"], count["passed"], count["unmeasured"])
+        shown = " | ".join(map(str, numbers))
+        lines.append(f"| {name} | {shown} | {interval(numbers[1], numbers[0])} | {by} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whom does the gate accuse?")
+    parser.add_argument("--seeds", type=int, default=len(REGIMES))
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--to", type=Path, help="write the tables here too")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    start, found = time.time(), []
+    for seed in range(given.first, given.first + given.seeds):
+        found += trials(seed)
+        print(f"seed {seed}: {time.time() - start:.0f} s", file=sys.stderr)
+    lines = ["Sound kernels", "", *table(found, "sound", ("accused", "cleared"))]
+    lines += ["", "Faulty kernels", "", *table(found, "planted", ("caught", "missed"))]
+    lines += ["", "Faults by dose", "", *table(found, "dosed", ("caught", "missed"))]
+    lines += ["", "Kernels that go wrong as processes, beside a sound one", ""]
+    lines += ["| | default rules | and required |", "|---|---|---|"]
+    lines += [f"| {name} | {a.outcome} | {b.outcome} |" for name, a, b in broken()]
+    ran = f"{given.seeds} seeds from {given.first}, {FORMAT}, {here().cpu_capability}"
+    lines += ["", f"{ran}, torch {torch.__version__}, {time.time() - start:.0f} s."]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if given.to:
+        given.to.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The gate in CI: the examples of docs/ci.md are accepted as they stand, and our own gate decides.
+
+What our own gate measures is measured by `make gate`, in CI; here is what it makes of a verdict.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import click
+import pytest
+import yaml
+from gate_rows import report_of, row
+
+from numdev.cli import cli, main
+from numdev.kernels import find
+from numdev.report import Finding, write
+from numdev.rules import Rules, read_rules
+from numdev.verdict import Calls, Dose, Judgement, Power, Verdict
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "ci.md").read_text()
+BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+WORKFLOWS = [yaml.safe_load(block) for block in BLOCKS if "\njobs:" in block]
+RULES = [block for block in BLOCKS if "thresholds:" in block]
+
+
+# --- docs/ci.md ----------------------------------------------------------------------------------
+
+
+def commands_in(script: str) -> list[list[str]]:
+    """The arguments of every `numdev` in a step's script."""
+    lines = script.replace("\\\n", " ").splitlines()
+    words = (shlex.split(line, comments=True) for line in lines)
+    return [line[1:] for line in words if line[:1] == ["numdev"]]
+
+
+def refused(arguments: list[str]) -> str | None:
+    """What the program's own parser has against a command line; None where it takes it."""
+    name, *rest = arguments
+    if name not in cli.commands:
+        return f"no command {name}"
+    group = click.Context(cli, **cli.context_settings)  # a command keeps how its help was asked for
+    try:
+        with cli.commands[name].make_context(name, rest, parent=group):
+            return None
+    except click.ClickException as error:
+        return error.format_message()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["gte report", "gate", "gate report --rulez x", "gate a b", "audit demo --device tpu",
+     "audit demo --rows 0", "audit --time-limit -1", "gate report --junit"],
+)  # fmt: skip
+def test_a_wrong_command_line_is_seen(wrong: str) -> None:
+    """Of the check: it refuses unknown commands, options and values, and what is missing."""
+    assert refused(wrong.split()) is not None
+
+
+def test_parsing_runs_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    """A line that is accepted has not been run."""
+    monkeypatch.chdir(tmp_path)
+    assert refused(["gate", "nowhere", "--junit", "out.xml"]) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def steps() -> list[dict[str, Any]]:
+    return [s for flow in WORKFLOWS for job in flow["jobs"].values() for s in job["steps"]]
+
+
+def test_workflows_have_the_shape_of_one() -> None:
+    """A trigger, a runner, a time limit, the least permissions; each step does exactly one thing,
+    with an action whose version is given."""
+    assert len(WORKFLOWS) == 2
+    for flow in WORKFLOWS:
+        assert flow[True]  # YAML 1.1 reads the key `on` so
+        assert flow["permissions"] == {"contents": "read"}
+        for job in flow["jobs"].values():
+            assert job["runs-on"]
+            assert job["timeout-minutes"] <= 60
+    for step in steps():
+        assert ("run" in step) != ("uses" in step)
+        assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
+
+
+def test_every_command_of_a_workflow_is_accepted() -> None:
+    """By the program's parser; and each workflow audits, then gates the same directory, and keeps
+    it whatever came of that."""
+    for flow in WORKFLOWS:
+        own = [s for job in flow["jobs"].values() for s in job["steps"]]
+        lines = [line for step in own for line in commands_in(step.get("run", ""))]
+        assert {line[0] for line in lines} == {"kernels", "audit", "gate"}
+        for line in lines:
+            assert refused(line) is None, line
+        audit, gate = (next(line for line in lines if line[0] == n) for n in ("audit", "gate"))
+        directory = audit[audit.index("--output") + 1]
+        assert gate[1] == directory
+        assert gate[gate.index("--junit") + 1].startswith(directory)
+        (kept,) = (s for s in own if "upload-artifact" in s.get("uses", ""))
+        assert kept["if"] == "always()"
+        assert kept["with"]["path"] == directory
+
+
+@pytest.mark.parametrize("text", RULES, ids=range(len(RULES)))
+def test_rule_files_are_read(text: str, tmp_path: Path) -> None:
+    """Each example is a rule file, and requires kernels that its workflow audits."""
+    file = tmp_path / "gate.yaml"
+    file.write_text(text)
+    rules = read_rules(file)
+    flow = WORKFLOWS[RULES.index(text)]
+    audited = [w for job in flow["jobs"].values() for s in job["steps"]
+               for line in commands_in(s.get("run", "")) for w in line]  # fmt: skip
+    assert rules.required
+    assert set(rules.required) <= set(audited)
+
+
+# --- the verdict as JSON -------------------------------------------------------------------------
+
+
+def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
+    """Every key that `--json` has, and no key that it has not, stands in docs/gate.md."""
+    page = (ROOT / "docs" / "gate.md").read_text()
+    (section,) = re.findall(r"^## The verdict as JSON\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    told = {name for line in re.findall(r"^(\|.*)", section, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", line)}  # fmt: skip
+    records = (Judgement, Verdict, Calls, Power, Dose)
+    known = {name for record in records for name in record.model_fields}
+    outcomes = {"passed", "exceeded", "unmeasured", "untested", "caught", "missed"}
+    assert told - outcomes == known | {"exit_code", "findings"}
+    write(report_of(row(expected_ratio=9.0)), tmp_path)
+    with pytest.raises(SystemExit):
+        main(["gate", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == Judgement.model_fields.keys() | {"exit_code", "findings"}
+    assert found["findings"][0].keys() == Finding.model_fields.keys()
+
+
+# --- this repository's own gate ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_gate", ROOT / "scripts" / "own_gate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
+    """What `numdev gate --json` says of kernels with these errors."""
+    kernels = {"planted:sound": ratios.get("sound"), "planted:p_truncated": ratios.get("faulty"),
+               "sdpa-flash": ratios.get("flash")}  # fmt: skip
+    write(report_of(*(row(kernel=k, expected_ratio=x) for k, x in kernels.items() if x)), tmp_path)
+    code: Any = 0
+    try:
+        main(["gate", str(tmp_path), "--json"])
+    except SystemExit as stop:
+        code = stop.code
+    return {**json.loads(capsys.readouterr().out), "returned": code or 0}
+
+
+def test_sound_kernels_have_to_pass(own: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    """And PyTorch's flash kernel has to be one of them."""
+    assert own.wrong_with_sound(said(tmp_path, capsys, flash=1.0)) is None
+    assert "exit code 1" in own.wrong_with_sound(said(tmp_path, capsys, flash=1.5))
+    assert "did not run" in own.wrong_with_sound(said(tmp_path, capsys, sound=1.0))
+
+
+def test_the_planted_fault_has_to_fail(own: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    """With exit code 1 and its name in a message; and the kernel beside it has to be cleared."""
+    assert own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.5)) is None
+    assert "not caught" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.0))
+    assert "no message" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, flash=1.5))
+    assert "accused" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.3, faulty=1.5))
+    assert "not judged" in own.wrong_with_planted(said(tmp_path, capsys, faulty=1.5))
+
+
+def test_ci_runs_it() -> None:
+    """`.ci/run` and `make test` go through `make gate`, which runs the script."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^gate:.*\n\t.*scripts/own_gate\.py$", makefile, re.MULTILINE)
+    assert re.search(r"^test:.*\bgate\b", makefile, re.MULTILINE)
+    assert re.search(r"^make .*\bgate\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+# --- benchmarks/gate_rates.py --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rates() -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("gate_rates")
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_trial(rates: ModuleType, seed: int) -> None:
+    """A sound kernel is cleared; the same code with a fault in its output, and with one that a
+    single head does not show, is caught."""
+    on = rates.benches(seed)
+    with patch("numdev.measuring.suspect", return_value={}):
+        found = {
+            name: rates.trial("planted", name, rates.rows_of(find(f"planted:{name}"), on))
+            for name in ("sound", "p_truncated", "ds_truncated")
+        }
+    assert {name: t.outcome for name, t in found.items()} == {
+        "sound": "passed", "p_truncated": "exceeded", "ds_truncated": "exceeded",
+    }  # fmt: skip
+    assert "error" in found["p_truncated"].by
+    assert "typical head" in found["ds_truncated"].by
+
+
+def test_every_regime_is_met_once(rates: ModuleType) -> None:
+    """By as many seeds as there are, each beside a normal causal call."""
+    met = [[b.ref.case for b in rates.benches(seed)] for seed in range(len(rates.REGIMES))]
+    assert {first for first, _ in met} == {"normal causal"}
+    assert [second for _, second in met] == list(rates.REGIMES)
+
+
+@pytest.mark.parametrize("of", [2, 21, 126])
+def test_intervals_are_exact(rates: ModuleType, of: int) -> None:
+    """For 0 and for all of n, Clopper and Pearson's ends are 1 - 0.025^(1/n) and 0.025^(1/n)."""
+    end = 0.025 ** (1 / of)
+    assert rates.interval(0, of) == f"0 to {100 * (1 - end):.0f} %"
+    assert rates.interval(of, of) == f"{100 * end:.0f} to 100 %"
+
+
+def test_outcomes_are_counted(rates: ModuleType) -> None:
+    """By kernel and for all of a kind; what could not be judged counts as neither."""
+    seen = [("a", "passed", ()), ("a", "exceeded", ("error", "bias")), ("b", "unmeasured", ())]
+    trials = [rates.Trial(kind="sound", name=n, outcome=outcome, by=by) for n, outcome, by in seen]
+    lines = rates.table(trials, "sound", ("accused", "cleared"))
+    assert [line.split(" | ")[:5] for line in lines[2:]] == [
+        ["| a", "2", "1", "1", "0"],
+        ["| b", "1", "0", "0", "1"],
+        ["| all", "3", "1", "1", "1"],
+    ]
+    assert lines[2].endswith("| error 1, bias 1 |")
+    assert rates.table(trials, "planted", ("caught", "missed"))[2:] == []
+
+
+def test_broken_kernels_never_pass_where_they_are_required(rates: ModuleType) -> None:
+    """Of the rules the benchmark gives them: a required kernel that is not measured is no pass."""
+    rules = Rules(required=("*:raises",), thresholds=read_rules(
+        ROOT / "configs" / "gate" / "default.yaml").thresholds)  # fmt: skip
+    failed = row(kernel="broken_kernels:raises", status="skipped", reason="declined")
+    assert rates.trial("broken", "raises", [row(), failed]).outcome == "passed"
+    assert rates.trial("broken", "raises", [row(), failed], rules).outcome == "unmeasured"

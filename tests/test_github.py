@@ -1,0 +1,400 @@
+"""What GitHub is told: annotations, as its runner reads them, and the Markdown of a summary."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gate_rows import report_of, row
+from hostile import NAMES, judged, names, rows
+from hypothesis import given, settings
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from numdev.cli import main
+from numdev.config import bundled
+from numdev.foreign import plain
+from numdev.gate import judge
+from numdev.render.github import commands, markdown, summary
+from numdev.render.problems import Spot, problems_of, spots_of
+from numdev.report import DeviationRow, write
+from numdev.rules import default_rules, read_rules
+
+# --- the runner ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Command:
+    name: str
+    properties: dict[str, str] = field(default_factory=dict)
+    data: str = ""
+
+
+def runner(lines: Iterable[str]) -> list[Command]:
+    """The commands that GitHub's runner obeys in a log: `::name k=v,k=v::data` at the start of a
+    line, or `##[name k=v;k=v]data` anywhere in it, unless commands are stopped. After
+    actions/runner, Runner.Common/ActionCommand.cs and Runner.Worker/ActionCommandManager.cs."""
+    found: list[Command] = []
+    stopped = None
+    for line in lines:
+        command = _second(line.lstrip()) or _first(line)
+        if command is None:
+            continue
+        if stopped is not None:
+            stopped = None if command.name == stopped else stopped
+        elif command.name == "stop-commands":
+            stopped = command.data
+        else:
+            found.append(command)
+    assert stopped is None, "commands are still stopped at the end"
+    return found
+
+
+def _second(line: str) -> Command | None:
+    if not line.startswith("::") or "::" not in line[2:]:
+        return None
+    head, data = line[2:].split("::", 1)
+    name, _, rest = head.partition(" ")
+    pairs = (pair.split("=", 1) for pair in rest.strip().split(",") if "=" in pair)
+    properties = {key: _unescaped(value, {"%3A": ":", "%2C": ","}) for key, value in pairs}
+    return Command(name, properties, _unescaped(data, {}))
+
+
+def _first(line: str) -> Command | None:
+    start, end = line.find("##["), line.find("]")
+    if start < 0 or end < start:
+        return None
+    name, _, rest = line[start + 3 : end].partition(" ")
+    return Command(name, {"": rest}, line[end + 1 :])
+
+
+def _unescaped(text: str, more: dict[str, str]) -> str:
+    for code, char in {"%0D": "\r", "%0A": "\n", **more, "%25": "%"}.items():
+        text = text.replace(code, char)
+    return text
+
+
+def test_the_runner_is_one() -> None:
+    """Of the stand-in: it obeys both forms, not what is stopped, and undoes GitHub's escapes."""
+    found = runner(
+        ["::error file=a%2Cb,line=7::50 %25%0Ax", "text ##[warning]y", "said ::error::no",
+         "::stop-commands::word", "::error::no", "##[error]no", "::word::", "  ::notice::z"]
+    )  # fmt: skip
+    assert found == [
+        Command("error", {"file": "a,b", "line": "7"}, "50 %\nx"),
+        Command("warning", {"": ""}, "y"),
+        Command("notice", {}, "z"),
+    ]
+    with pytest.raises(AssertionError, match="still stopped"):
+        runner(["::stop-commands::word", "::other::"])
+
+
+# --- annotations ---------------------------------------------------------------------------------
+
+
+def lines_of(found: list[DeviationRow], **where: Any) -> list[str]:
+    judgement, findings, _ = judged(found)
+    return list(commands(judgement, findings, **where))
+
+
+def test_an_annotation_points_at_the_rule(tmp_path: Path) -> None:
+    """At the line where its threshold begins, in a path from the repository's root; the sentence of
+    the finding is its message."""
+    file = tmp_path / "ci" / "rules.yaml"
+    file.parent.mkdir()
+    file.touch()
+    spots = {"error": Spot(file=file, line=33)}
+    (line,) = lines_of([row(expected_ratio=1.31)], spots=spots, root=tmp_path)
+    assert line.startswith("::error file=ci/rules.yaml,line=33,title=mine%3A error::mine errs ")
+    (command,) = runner([line])
+    assert command.properties["title"] == "mine: error"
+    assert command.data.startswith("mine errs beyond what bfloat16 explains")
+
+
+def test_a_file_elsewhere_is_not_named(tmp_path: Path) -> None:
+    """GitHub has no page of the rules inside an installed package, nor of what is not there."""
+    for file in (bundled("gate/default.yaml"), tmp_path / "gone.yaml"):
+        spots = {"error": Spot(file=file, line=33)}
+        (line,) = lines_of([row(expected_ratio=1.31)], spots=spots, root=tmp_path)
+        assert line.startswith("::error title=")
+
+
+@pytest.mark.parametrize(("count", "more"), [(9, None), (10, None), (11, 1), (25, 15)])
+def test_ten_errors_and_how_many_more(count: int, more: int | None) -> None:
+    """GitHub shows ten errors of a step; a warning, of which it shows ten too, says the rest."""
+    numbers = ({"expected_ratio": 2 + k} for k in range(count))  # else they are one finding
+    found = runner(lines_of([row(kernel=f"k{k}", **n) for k, n in enumerate(numbers)]))
+    errors = [c for c in found if c.name == "error"]
+    assert len(errors) == min(count, 10)
+    rest = found[len(errors) :]
+    assert [c.name for c in rest] == ["warning"] * (more is not None)
+    if more is not None:
+        assert rest[0].data.startswith(f"{more} more")
+
+
+def test_what_could_not_be_measured_is_an_error_too() -> None:
+    """Since the step fails: a kernel that failed, a required one that is not there, no number."""
+    (failed,) = runner(lines_of([row(), row(kernel="gone", status="failed", reason="it raised")]))
+    assert failed.name == "error"
+    assert failed.properties["title"] == "gone did not run"
+    assert "it raised" in failed.data
+    (lacking,) = runner(lines_of([row(nonfinite=None, nulls={"nonfinite": "not counted"})]))
+    assert lacking.data.startswith("finiteness (nonfinite = 0) could not be judged")
+    book = default_rules().model_copy(update={"required": ("theirs",)})
+    (missing,) = problems_of(judge([row()], book), ())
+    assert missing.sentence == "theirs is required and not in this report."
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_commands_nothing(name: str) -> None:
+    """Whatever a kernel is called: one error, whose title and message hold it, spelled out."""
+    (command,) = runner(lines_of([row(kernel=name, expected_ratio=9.0)]))
+    assert command.name == "error"
+    assert command.properties == {"title": f"{plain(name)}: error"}
+    assert command.data.startswith(plain(name))
+
+
+@given(rows())
+@settings(max_examples=100, deadline=None)
+def test_one_command_a_problem(found: list[DeviationRow]) -> None:
+    """The runner obeys as many commands as there are problems, and there are problems exactly
+    where the gate does not pass."""
+    judgement, findings, _ = judged(found)
+    problems = list(problems_of(judgement, findings))
+    told = runner(commands(judgement, findings))
+    assert {c.name for c in told} <= {"error", "warning"}
+    assert len(told) == min(len(problems), 11)
+    assert bool(told) == (judgement.exit_code != 0)
+
+
+# --- where a rule stands -------------------------------------------------------------------------
+
+
+def test_spots_of_the_default_rules() -> None:
+    """Each name stands on the line that is said, and no line is said twice."""
+    file = bundled("gate/default.yaml")
+    lines = file.read_text().splitlines()
+    found = spots_of(default_rules(), file)
+    assert found.keys() == {t.name for t in default_rules().thresholds}
+    for name, spot in found.items():
+        assert spot.line is not None
+        assert lines[spot.line - 1].strip() == f"- name: {name}"
+
+
+def test_spots_in_any_style(tmp_path: Path) -> None:
+    """A name that comes after other keys, quoted, or in braces: the line where its entry begins."""
+    text = '# rules\nname: x\nthresholds:\n  - metric: rms\n    at_most: 1\n    name: "a: b"\n'
+    text += "  - {name: c, metric: rms,\n     at_most: 2}\n"
+    file = tmp_path / "rules.yaml"
+    file.write_text(text)
+    found = spots_of(read_rules(file), file)
+    assert {name: spot.line for name, spot in found.items()} == {"a: b": 4, "c": 7}
+    assert str(found["c"]) == f"{file}:7"
+
+
+def test_what_a_rule_knows_of_itself_comes_first(tmp_path: Path) -> None:
+    """A threshold that says where it stands is believed."""
+    file = tmp_path / "rules.yaml"
+    file.write_text("thresholds: [{name: a}]\n")
+    one = SimpleNamespace(name="a", file="other.yaml", line=12)
+    found = spots_of(SimpleNamespace(thresholds=(one,)), file)
+    assert found == {"a": Spot(file=Path("other.yaml"), line=12)}
+
+
+# --- Markdown ------------------------------------------------------------------------------------
+
+
+def tokens(text: str) -> list[Token]:
+    """Of Markdown with GitHub's tables and strikethrough; blocks and what is in them."""
+    found: list[Token] = []
+    for token in MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text):
+        found += [token, *(token.children or ())]
+    return found
+
+
+BLOCKS = {"heading", "paragraph", "bullet_list", "list_item"}
+TABLE = {"table", "thead", "tbody", "tr", "th", "td"}
+LINKED = re.compile(r"[A-Za-z]://|www\.|@\w|:\w+:|(?<!\\)\$", re.IGNORECASE)
+"""What GitHub's Markdown turns into a link, a mention, an emoji or a formula by itself."""
+
+
+def depth(text: str) -> int:
+    """How many lists stand within one another."""
+    opened = [t.nesting for t in tokens(text) if t.type.startswith(("bullet_list", "ordered_list"))]
+    return max(itertools.accumulate(opened), default=0)
+
+
+def what_a_name_began(text: str) -> str | None:
+    """The first thing in the Markdown that a summary does not put there; None without one."""
+    for token in tokens(text):
+        kind = token.type.removesuffix("_open").removesuffix("_close")
+        known = kind in BLOCKS | TABLE | {"inline", "text", "text_special"}
+        if not known and not (kind == "html_inline" and token.content == "<!-- -->"):
+            return kind
+    if sum(token.type == "heading_open" for token in tokens(text)) != 1:
+        return "heading"
+    if depth(text) > 1:
+        return "list"
+    found = LINKED.search(text)
+    return found[0] if found else None
+
+
+def cells(text: str) -> list[list[str]]:
+    """The table, as its reader sees it."""
+    found: list[list[str]] = []
+    inside = False
+    for token in tokens(text):
+        if token.type == "tr_open":
+            found.append([])
+        if token.type in ("th_open", "td_open"):
+            inside = True
+            found[-1].append("")
+        if token.type in ("th_close", "td_close"):
+            inside = False
+        if inside and token.type == "text":
+            found[-1][-1] += token.content
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_name_would_begin(name: str) -> None:
+    """Nothing where it is escaped. (That the check sees it where it is not: the next test.)"""
+    assert what_a_name_began(f"### x\n\n- {markdown(name)}\n") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["<b>", "`x`", "**x** and [x](y)", "![x](y)", "a\n\n# b", "a\n\n---", "a\n\n1. b", "- b", "# b",
+     "~~x~~", "<!-- x -->", "http://x", "www.x", "a@b", "@x", ":tada:", "$x$", "a\n\n> b", "*x*",
+     "~~~", "[x]: y\n\n[x]"],
+)  # fmt: skip
+def test_the_check_on_markdown_is_one(name: str) -> None:
+    """It sees every kind of markup in a name that is not escaped."""
+    assert what_a_name_began(f"### x\n\n- {name}\n") is not None
+    assert what_a_name_began(f"### x\n\n- {markdown(name)}\n") is None
+
+
+@given(names)
+@settings(max_examples=300, deadline=None)
+def test_a_name_reads_as_itself(name: str) -> None:
+    """In a list and in a cell of a table, for whoever reads the rendered page."""
+    shown = markdown(name)
+    text = f"### x\n\n- {shown}\n\n| a | b |\n|---|---|\n| {shown} | y |\n"
+    assert what_a_name_began(text) is None
+    expected = plain(name).strip()
+    assert cells(text) == [["a", "b"], [expected, "y"]]
+
+
+def test_a_summary_says_it_all() -> None:
+    """The outcome first, then what is wrong, a row for each rule, and what was judged."""
+    judgement, findings, tested = judged([row(0), row(5, layer=2, expected_ratio=1.31)])
+    text = summary(judgement, findings, tested)
+    assert text.startswith("### numdev gate: ❌ exceeded\n\n- ❌ mine errs beyond what bfloat16")
+    table = cells(text)
+    assert table[0] == ["rule", "", "heads", "worst", "limit", "in"]
+    assert table[3] == ["error", "❌ exceeded", "1/2", "1.31", "≤ 1.1", "mine out bfloat16"]
+    assert len(table) == 1 + len(default_rules().thresholds)
+    assert "- By the rules default." in text
+    assert "Judged: mine in bfloat16" in text
+
+
+def test_a_summary_is_never_too_long() -> None:
+    """Fifty sentences and the number of the rest, since GitHub shows none beyond 1 MiB."""
+    found = [row(kernel=f"k{k}", expected_ratio=2.0 + k) for k in range(70)]
+    text = summary(*judged(found))
+    assert text.count("- ❌") == 50
+    assert "- and 20 more" in text
+
+
+@given(rows())
+@settings(max_examples=100, deadline=None)
+def test_names_begin_no_markup(found: list[DeviationRow]) -> None:
+    """A summary has one heading, one table of six columns, and lists; whatever the names."""
+    text = summary(*judged(found))
+    assert what_a_name_began(text) is None
+    assert {len(cell) for cell in cells(text)} == {6}
+    assert len(cells(text)) == 1 + len(default_rules().thresholds)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> Any:
+    """Run `numdev gate` in an empty repository on a report of these rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
+
+    def run(found: list[DeviationRow], *arguments: str) -> tuple[int, str, str]:
+        write(report_of(*found), tmp_path)
+        code: Any = 0
+        try:
+            main(["gate", ".", *arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code or 0, out, err
+
+    return run
+
+
+RULES = "thresholds:\n  - {name: small, metric: rms, at_most: 1.0}\n"
+
+
+def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -> None:
+    """In directories that need not be there; and nothing of GitHub's without --github."""
+    for ratio, code in ((1.0, 0), (2.0, 1)):
+        found = gate([row(expected_ratio=ratio)], "--junit", "out/j.xml", "--summary", "out/s.md")
+        assert found[0] == code
+        assert "::" not in found[1]
+        assert ("<failure" in (tmp_path / "out" / "j.xml").read_text()) == bool(code)
+        assert (tmp_path / "out" / "s.md").read_text().startswith("### numdev gate")
+        assert not (tmp_path / "step.md").exists()
+
+
+def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
+    """An error at the line of the user's own rule file; the summary is added to what the step has
+    written already."""
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "rules.yaml").write_text(RULES)
+    (tmp_path / "step.md").write_text("before\n")
+    code, out, err = gate([row(rms=2.0)], "--rules", "ci/rules.yaml", "--github")
+    (command,) = runner(out.splitlines())
+    assert (code, err) == (1, "")
+    assert command.properties == {"file": "ci/rules.yaml", "line": "2", "title": "mine: small"}
+    assert (tmp_path / "step.md").read_text().startswith("before\n### numdev gate: ❌")
+
+
+def test_what_is_printed_commands_nothing(gate: Any) -> None:
+    """Names in the terminal's lines, wrapped or not, are not obeyed: only what is meant to be."""
+    found = [row(kernel=f"{'x' * k} ::add-mask::secret ##[error]x", expected_ratio=2.0 + k)
+             for k in range(70, 82)]  # fmt: skip
+    code, out, _ = gate(found, "--github")
+    assert code == 1
+    assert {c.name for c in runner(out.splitlines())} <= {"error", "warning"}
+    assert any("add-mask" in line for line in out.splitlines() if not line.startswith("::"))
+
+
+def test_json_stays_json(gate: Any) -> None:
+    """Its stream is its own, and annotations go to the other, which GitHub reads too."""
+    code, out, err = gate([row(expected_ratio=9.0)], "--json", "--github")
+    assert json.loads(out)["exit_code"] == code == 1
+    assert [c.name for c in runner(err.splitlines())] == ["error"]
+
+
+def test_without_github_around_it(gate: Any, monkeypatch: Any) -> None:
+    """--github at home writes no summary, and paths are from here."""
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY")
+    monkeypatch.delenv("GITHUB_WORKSPACE")
+    Path("rules.yaml").write_text(RULES)
+    code, out, _ = gate([row(rms=2.0)], "--rules", "rules.yaml", "--github")
+    assert code == 1
+    assert "file=rules.yaml,line=2" in out
