@@ -18,6 +18,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
+from numdev.functionsource import defined_again
 from numdev.kernels import Kernel, imported
 from numdev.kernels.plain import adapt
 from numdev.reduction import with_explicit_mask
@@ -59,6 +60,8 @@ def call_of(
         return _sdpa(kernel.name, case, tensor)
     if kernel.name == "baseline":
         return case, _baseline(case)
+    if kernel.adapted is not None and ":" not in kernel.name:
+        return _function(kernel.name, kernel.adapted, options, case, tensor)
     if ":" in kernel.name:
         function = imported(kernel.name, "kernel")
         if next(iter(inspect.signature(function).parameters), "") != "case":
@@ -154,6 +157,9 @@ def _function(
 ) -> tuple[AttentionCase, CallCode]:
     """A function of q, k, v: the arguments that numdev gives it, by their names."""
     module, _, name = path.partition(":")
+    imports: tuple[str, ...] = (f"from {module} import {name}",)
+    if not name:  # no module has it under its name
+        module, name, imports = defined_again(function)
     tensors, named = _recorded(path, function, options, case)
     values = {}
     for argument, x in named.items():
@@ -176,7 +182,7 @@ def _function(
     return case, CallCode(
         kernel_words=path,
         kernel_lines=tuple(lines),
-        imports=(f"from {module} import {name}",),
+        imports=imports,
         needs=module,
     )
 

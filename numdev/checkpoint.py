@@ -10,7 +10,7 @@ config that asks for code of its own (`auto_map`) is refused. transformers build
 never touches the files: it is handed the config and the tensors read here, so neither its search
 for weight files nor its adapters, nor the network, are in play.
 
-Where the model's attention goes is `numdev.capture`'s business, what it reads `numdev.prompts`'.
+Where the model's attention goes is `numdev.capturing`'s business, what it reads `numdev.prompts`'.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from numdev import storage
-from numdev.capture import attention_implementation
+from numdev.capturing import attention_implementation
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.storage import one_line, open_safetensors, read, read_json, shards, some
 

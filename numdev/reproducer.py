@@ -77,6 +77,7 @@ def write(
     system: System,
     limit: float | None = None,
     runs: int = 1,
+    folder: Path | None = None,
 ) -> Path:
     """Write reproduce.py, tensors.safetensors and README.md into `directory`; returns the script.
 
@@ -87,7 +88,8 @@ def write(
     kernel that refuses or fails; `observed` is its value for this case, in the unit of the report.
     The script says that the deviation shows from `limit` on: by default half of what was observed,
     and a single element for `nonfinite`. A kernel that is not deterministic is run `runs` times and
-    the worst is taken. `options` are those that are not the kernel's defaults.
+    the worst is taken. `options` are those that are not the kernel's defaults. `folder` is where
+    the module of the kernel is looked for last.
 
     Raises UsageError for a metric that no script can show, MeasurementError for a format that torch
     has no dtype for, gradients of inputs that are not finite, and where the directory cannot be
@@ -115,6 +117,7 @@ def write(
         "kernel": kernel.name,
         "observed": literal(observed),
         "limit": literal(limit),
+        "folder": None if folder is None else literal(str(folder)),
         "runs": max(runs, RUNS_OF_NOISE) if metric == "noise" else runs,
         "about": _about(kernel, options, system),
         "environment": _environment(system),

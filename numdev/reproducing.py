@@ -10,7 +10,6 @@ differs from run to run) is said to, and nothing is written for it.
 from __future__ import annotations
 
 import dataclasses
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -54,6 +53,11 @@ class Workshop:
     rows: int | None = None
     """How many query rows of a call are measured, while it has more."""
     seed: int = 0
+    seconds: float = SECONDS
+    """How long one finding is reduced."""
+    folder: Path | None = None
+    """Where a script finds the module of a kernel that is a function, where it may not be on the
+    way to its modules."""
 
 
 def reproduce(
@@ -62,11 +66,13 @@ def reproduce(
     workshop: Workshop,
     directory: Path,
     say: Callable[[str], None],
-) -> None:
-    """Write a reproducer for every finding that has a place, into `directory`/reproducers.
+) -> list[Path]:
+    """Write a reproducer for every finding that has a place, into `directory`/reproducers; returns
+    the scripts.
 
     What cannot be reproduced or written costs its script and no more; `say` is told.
     """
+    scripts: list[Path] = []
     shutil.rmtree(directory / FOLDER, ignore_errors=True)  # of an earlier run of this request
     wanted: dict[tuple[str, str | None, str], Finding] = {}
     for finding in findings:  # one script for a fault that shows in several formats
@@ -74,7 +80,7 @@ def reproduce(
             wanted.setdefault((finding.kernel, finding.tensor, finding.rule), finding)
     chosen = {id(f): f for f in list(wanted.values())[: workshop.most]}
     if not chosen:
-        return
+        return scripts
 
     def visit(located: Located) -> None:
         for key, finding in list(chosen.items()):
@@ -84,28 +90,24 @@ def reproduce(
                 try:
                     script = make(finding, located, workshop, directory / FOLDER)
                 except (NumdevError, RuntimeError, ValueError) as error:
-                    say(f"No reproducer for {_name(finding)}: {error}")
+                    say(f"No reproducer for {finding.folder}: {error}")
                 else:
+                    scripts.append(script)
                     say(f"Reproducer: {script}")
 
     try:
         source.visit(visit)
     except RuntimeError as error:  # a fault that ruined the device, so that no model runs on it
-        say(f"No reproducer for {', '.join(map(_name, chosen.values()))}: {error}")
+        say(f"No reproducer for {', '.join(f.folder for f in chosen.values())}: {error}")
     if len(wanted) > workshop.most:
         say(f"{len(wanted) - workshop.most} more findings have no reproducer.")
+    return scripts
 
 
 def _is_here(finding: Finding, ref: CaseRef) -> bool:
     place = finding.place
     same = ("case", "module", "layer", "call", "phase", "seed")
     return place is not None and all(getattr(place, n) == getattr(ref, n) for n in same)
-
-
-def _name(finding: Finding) -> str:
-    """A folder's name for a finding: kernel, tensor, rule and format."""
-    parts = (finding.kernel, finding.tensor or "", finding.rule, finding.formats[0])
-    return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
 
 
 def _planned(finding: Finding, workshop: Workshop) -> Planned:
@@ -131,9 +133,9 @@ def _raising(finding: Finding, located: Located, workshop: Workshop, directory: 
         return isinstance(result, Failure) and result.status == "failed"
 
     began = time.monotonic()
-    small = whole if fails(whole) and _slow(began) else reduce(whole, fails, SECONDS)
+    small = whole if fails(whole) and _slow(began) else reduce(whole, fails, workshop.seconds)
     return write(
-        _free(directory / _name(finding)),
+        _free(directory / finding.folder),
         small,
         planned.kernel,
         options,
@@ -143,6 +145,7 @@ def _raising(finding: Finding, located: Located, workshop: Workshop, directory: 
         observed=None,
         words=finding.sentence,
         system=workshop.system,
+        folder=workshop.folder,
     )
 
 
@@ -174,11 +177,11 @@ def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory
     head = finding.place.head if finding.place is not None else None
     if finding.tensor in ("dk", "dv") and head is not None:
         head *= whole.group
-    small = reduce(whole, lambda case: accused(case) is not None, SECONDS, head=head)
+    small = reduce(whole, lambda case: accused(case) is not None, workshop.seconds, head=head)
     row = accused(small) or accused(small)
     if row is None:
         raise NumdevError("it does not show every time", hint="the kernel differs between runs")
-    folder = _free(directory / _name(finding))
+    folder = _free(directory / finding.folder)
     metric, observed, limit = _figure(row, finding)
     return write(
         folder,
@@ -192,6 +195,7 @@ def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory
         words=finding.sentence,
         system=workshop.system,
         limit=limit,
+        folder=workshop.folder,
     )
 
 

@@ -1,0 +1,126 @@
+"""The pytest plugin: the fixture `attention_check`, the marker `numdev_cases`, a line for each
+failed check. Loaded with every pytest run where numdev is installed, so it imports nothing but
+pytest until a test asks for something.
+
+    def test_my_flash(attention_check):
+        attention_check(my_flash)
+
+    @pytest.mark.numdev_cases("causal", "ties")
+    def test_my_flash_on(attention_check, numdev_case):
+        attention_check(my_flash, cases=numdev_case)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from numdev.testing import CheckResult
+
+CASE = "numdev_case"
+PROPERTY = "numdev"
+"""Of a test: a failed check in one line. It goes with the test's report, from another process
+too."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("numdev", "numeric deviation of attention kernels")
+    group.addoption(
+        "--numdev-thresholds",
+        metavar="FILE",
+        type=Path,
+        help="gate file that attention_check judges by, unless a test gives thresholds",
+    )
+    group.addoption(
+        "--numdev-report",
+        metavar="DIR",
+        type=Path,
+        help="write the report of every attention_check into a folder of DIR, named by its test",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "numdev_cases(*cases): run the test once for each case, given as `numdev_case`: names from "
+        "numdev's default set, regimes of inputs, files, or mappings",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each case of the marker, or of the default set."""
+    if CASE not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("numdev_cases")
+    cases: list[Any] = list(marker.args) if marker else []
+    if not cases:
+        from numdev.config import CheckConfig, bundled, read_yaml
+
+        found = read_yaml(bundled("check/default.yaml"), CheckConfig).cases
+        cases = [case.name for case in found]
+    metafunc.parametrize(CASE, cases, ids=[_id(case, at) for at, case in enumerate(cases)])
+
+
+@pytest.fixture
+def attention_check(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., CheckResult]:
+    """`numdev.check_attention`, with reproducers in the test's own temporary directory, the gate
+    file of --numdev-thresholds, and a report where --numdev-report says."""
+
+    def check(function: Callable[..., Any], **given: Any) -> CheckResult:
+        __tracebackhide__ = True
+        from numdev.testing import CheckFailed, check_attention
+
+        given.setdefault("reproducers", tmp_path / "numdev")
+        if given.get("thresholds") is None:
+            given["thresholds"] = request.config.getoption("--numdev-thresholds")
+        try:
+            result = check_attention(function, **given)
+        except CheckFailed as failed:
+            request.node.user_properties.append((PROPERTY, failed.result.in_short))
+            _keep(failed.result, request)
+            raise
+        _keep(result, request)
+        return result
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """A line for each failed check of a test that failed."""
+    lines = [
+        f"{report.nodeid}: {words}"
+        for report in terminalreporter.stats.get("failed", ())
+        for name, words in getattr(report, "user_properties", ())
+        if name == PROPERTY
+    ]
+    if lines:
+        terminalreporter.section("numdev")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
+    """The report in a folder of its own below --numdev-report, if that is given."""
+    parent = request.config.getoption("--numdev-report")
+    if parent is None:
+        return
+    from numdev import report
+    from numdev.render import html
+
+    stem = re.sub(r"[^\w.-]+", "-", request.node.nodeid)
+    tried = (parent / (f"{stem}-{i}" if i > 1 else stem) for i in range(1, 1000))
+    folder = next(path for path in tried if not path.exists())
+    folder.mkdir(parents=True)
+    report.write(result.report, folder)
+    html.write(result.report, folder)
+
+
+def _id(case: Any, at: int) -> str:
+    if isinstance(case, str | Path):
+        return str(case)
+    return str(case.get("name", f"case{at}")) if isinstance(case, dict) else f"case{at}"

@@ -1,0 +1,179 @@
+"""`check_attention`: an audit with a verdict, as an assertion in a kernel author's own tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numdev import checkwords
+from numdev.cases import AttentionCase
+from numdev.checkcases import CheckSource, Named
+from numdev.config import validated
+from numdev.errors import UsageError
+from numdev.functionsource import folder_of, name_of
+from numdev.kernels import Kernel, find, of_function
+from numdev.report import AuditReport
+from numdev.rules import Rules, default_rules, read_rules
+from numdev.studies.check import Backward, check, one_thread
+from numdev.system import System
+from numdev.verdict import Judgement
+
+Thresholds = str | Path | Mapping[str, Any] | Rules | None
+Cases = Named | Sequence[Named] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """What a check found. As a string, its sentences."""
+
+    kernel: str
+    """The name of the function: `module:function`, where it can be imported as that."""
+    report: AuditReport = field(repr=False)
+    """As `numdev audit` makes it; `numdev.report.write` stores it."""
+    judgement: Judgement = field(repr=False)
+    """As `numdev gate` makes it."""
+    skipped: tuple[str, ...] = ()
+    """What was not tested, a sentence for each reason."""
+    reproducer: Path | None = None
+    """Of a failed check: a script that shows the gravest finding by itself."""
+    words: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.words
+
+    @property
+    def in_short(self) -> str:
+        """A failed check in one line."""
+        return checkwords.in_short(self.kernel, self.report, self.judgement)
+
+
+class CheckFailed(AssertionError):
+    """A kernel exceeds a limit, or could not be measured, which is no pass. `result` has it all."""
+
+    def __init__(self, result: CheckResult) -> None:
+        super().__init__(str(result))
+        self.result = result
+
+
+def check_attention(
+    function: Callable[..., Any],
+    *,
+    cases: Cases = None,
+    formats: str | Sequence[str] = ("bfloat16", "float16"),
+    backward: Backward = "auto",
+    device: str = "auto",
+    seeds: int | Sequence[int] = 0,
+    thresholds: Thresholds = None,
+    claims: Mapping[str, Any] | None = None,
+    reproducers: str | Path | None = None,
+) -> CheckResult:
+    """Raise CheckFailed unless `function(q, k, v, ...)` computes attention as well as it can.
+
+    q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads,
+    kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a tuple of that and the
+    log-sum-exp [batch, heads, q_len]. What else it takes is read off its parameters' names
+    (docs/kernels.md); what it has no parameter for, and what it raises NotImplementedError or
+    `numdev.kernels.Refused` for, is skipped, and said. A function registered with `numdev.kernel`
+    is taken with what it requires, supports and claims. There is no tolerance to choose: errors are
+    held against the fp64 result of the same rounded inputs, its one rounding (the floor), and what
+    the kernel's own roundings predict, by the rules of `numdev gate`. On the CPU PyTorch uses one
+    thread meanwhile.
+
+    `cases`: one, or a list, of: a name from configs/check/default.yaml; a regime of inputs
+    (docs/hazards.md); a path of captured tensors or of a YAML file; a mapping with keys of a YAML
+    case (docs/inputs.md), the rest filled in; an AttentionCase. None: the whole default set.
+    `formats`: names, as `bfloat16`. `backward`: True: dq, dk and dv must be measured; False: they
+    are not; "auto": they are where autograd can follow. `device`: auto, cpu or cuda. `seeds`: of
+    drawn inputs; each is another set of cases. `thresholds`: a gate file, its content as a mapping,
+    or None for the default rules. `claims`: options of `emulated` that say how the function rounds,
+    as `{"preset": "eager"}`; None: as it was registered, else as FlashAttention-2 does.
+    `reproducers`: a directory for the script of a failed check; None
+    makes a temporary one.
+
+    Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
+    measured; UsageError for wrong arguments, MeasurementError for rules made for another system.
+    """
+    __tracebackhide__ = True
+    name = name_of(function)
+    kernel = _claiming(of_function(name, function), claims)
+    rules = _rules(thresholds)
+    numbers = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    wanted = (formats,) if isinstance(formats, str) else tuple(formats)
+    if not wanted:
+        raise UsageError("no format is given", hint="give one, for example bfloat16")
+    asked = {
+        "target": name,
+        "formats": list(wanted),
+        "backward": backward,
+        "seeds": list(numbers),
+        "rules": rules.name,
+        "claims": None if claims is None else dict(claims),
+    }
+    with one_thread():
+        system = System.here(device)
+        found = check(
+            kernel,
+            CheckSource(_listed(cases), numbers, system.device, gradients=backward is not False),
+            formats=wanted,
+            rules=rules,
+            backward=backward,
+            system=system,
+            folder=folder_of(function),
+            reproducers=lambda: _directory(reproducers, name),
+            asked=asked,
+        )
+    parts = (name, found.report, found.judgement)
+    words = checkwords.success(*parts)
+    if not found.passed:
+        words = checkwords.failure(*parts, found.scripts, found.said)
+    result = CheckResult(
+        kernel=name,
+        report=found.report,
+        judgement=found.judgement,
+        skipped=tuple(checkwords.not_tested(found.report)),
+        reproducer=next(iter(found.scripts), None),
+        words=words,
+    )
+    if not found.passed:
+        raise CheckFailed(result)
+    return result
+
+
+def _listed(cases: Cases) -> Sequence[Named] | None:
+    if isinstance(cases, str | Path | Mapping | AttentionCase):
+        return [cases]
+    return cases
+
+
+def _claiming(kernel: Kernel, claims: Mapping[str, Any] | None) -> Kernel:
+    """Raises UsageError for what is no option of `emulated`."""
+    if claims is None:
+        return kernel
+    find("emulated").with_options(claims)
+    return dataclasses.replace(kernel, claims=lambda case, output, system: claims)
+
+
+def _rules(thresholds: Thresholds) -> Rules:
+    """Raises UsageError, naming the key, for what are no rules."""
+    if thresholds is None:
+        return default_rules()
+    if isinstance(thresholds, Rules):
+        return thresholds
+    if isinstance(thresholds, Mapping):
+        return validated({"name": "given", **thresholds}, Rules, "thresholds")
+    return read_rules(Path(thresholds))
+
+
+def _directory(given: str | Path | None, name: str) -> Path:
+    """A folder of its own for this check."""
+    if given is None:
+        return Path(tempfile.mkdtemp(prefix="numdev-check-"))
+    parent = Path(given)
+    stem = re.sub(r"[^\w.-]+", "-", name)
+    tried = [parent / stem, *(parent / f"{stem}-{i}" for i in range(2, 1000))]
+    return next(path for path in tried if not path.exists())

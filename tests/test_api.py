@@ -1,0 +1,498 @@
+"""The public API: what it promises of sound kernels, of faulty ones, and of what cannot be run.
+
+The faulty kernels are those of benchmarks/planted.py, each sound but for one fault that
+tests/test_planted.py holds to an fp64 computation of the very mistake. Here each must be caught by
+the default cases, and the message must name the tensor it shows in.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import broken_kernels
+import pytest
+import torch
+from torch import Tensor
+
+import numdev
+from numdev import checkwords
+from numdev.checkcases import CheckSource, default_cases
+from numdev.errors import MeasurementError, UsageError
+from numdev.functionsource import defined_again, folder_of, name_of
+from numdev.report import AuditReport
+from numdev.testing import CheckFailed, check_attention
+
+ROOT = Path(__file__).parent.parent
+EAGER = {"preset": "eager"}
+
+
+def load() -> Any:
+    """benchmarks/planted.py, as the module `planted`."""
+    if "planted" in sys.modules:
+        return sys.modules["planted"]
+    spec = importlib.util.spec_from_file_location("planted", ROOT / "benchmarks" / "planted.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["planted"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+planted = load()
+BY_NAME = {p.name: p for p in planted.PLANTED}
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Plain attention with scores in the working format, as `eager` has it."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if is_causal:
+        i, j = (torch.arange(n) for n in scores.shape[-2:])
+        scores = scores.masked_fill(j > i[:, None], -math.inf)
+    return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+
+
+def larger(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return 1.25 * plain(q, k, v, is_causal)
+
+
+def without_backward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        return plain(q, k, v)
+
+
+def not_implemented(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise NotImplementedError("only 128 features")
+
+
+@pytest.fixture(autouse=True)
+def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts need not be small here."""
+    monkeypatch.setattr("numdev.studies.check.SECONDS", 0.3)
+
+
+def failing(function: Callable[..., Any], **given: Any) -> CheckFailed:
+    """What a check raises that must fail, its message fit for pytest in 80 columns."""
+    with pytest.raises(CheckFailed) as caught:
+        check_attention(function, **given)
+    message = str(caught.value)
+    for number, line in enumerate(message.splitlines()):
+        indent = 8 + (checkwords.NAMED if number == 0 else 0)
+        assert len(line) + indent <= 80 or line.startswith("  python "), line
+    return caught.value
+
+
+# --- sound kernels pass, faulty ones do not ------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
+    """Forward and backward in both formats, whatever is drawn; what it takes no mask for is
+    said."""
+    result = check_attention(planted.sound, seeds=seed)
+    assert result.judgement.outcome == "passed"
+    rows = [r for r in result.report.rows if r.role == "kernel" and r.status == "ok"]
+    assert {r.tensor for r in rows} == {"out", "lse", "dq", "dk", "dv"}
+    assert {r.format for r in rows} == {"bfloat16", "float16"}
+    assert {r.case for r in rows} == {c.name for c in default_cases() if c.mask is None}
+    assert len(result.skipped) == 1
+    assert "(padding, additive-mask): the function takes no mask" in result.skipped[0]
+
+
+def test_gradients_are_left_out_if_they_are_not_wanted() -> None:
+    """`backward=False` measures no gradient, and needs none."""
+    result = check_attention(without_backward, cases="full", backward=False, claims=EAGER)
+    assert {r.tensor for r in result.report.rows} == {"out"}
+    assert not result.skipped
+
+
+QUICK = {
+    "scale_off": ("full", "out", "scale"),
+    "causal_off_by_one": ("causal", "out", "the causal mask is off by one"),
+    "last_tile_dropped": ("full", "out", "the last"),
+    "kv_heads_shifted": ("full", "out", "kv head"),
+    "zeros": ("full", "out", "zero"),
+    "p_truncated": ("full", "out", "expected_ratio"),
+    "row_sum_rounded": ("tied-maxima", "out", "expected_ratio"),
+    "accumulator_rounded": ("full", "out", "expected_ratio"),
+    "lse_in_base_2": ("full", "lse", "lse_error"),
+    "dq_without_scale": ("full", "dq", "expected_ratio"),
+    "dv_unnormalised": ("full", "dv", "expected_ratio"),
+    "delta_missing": ("full", "dq", "expected_ratio"),
+    "ds_truncated": ("default", "dq", "typical head"),
+    "non_deterministic": ("causal", "out", "noise_ratio"),
+}
+"""Fault, to a case that shows it, the tensor and the words that must be named."""
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_planted_fault_is_caught_and_named(fault: str) -> None:
+    """The first lines name the case, the tensor, and the metric or the mistake."""
+    case, tensor, words = QUICK[fault]
+    error = failing(
+        BY_NAME[fault].function,
+        cases=None if case == "default" else case,
+        formats="bfloat16",
+        backward=tensor.startswith("d"),
+        reproducers=None,
+    )
+    message = " ".join(str(error).split())
+    head = message[: message.index("rms error") if "rms error" in message else 400]
+    # By its name alone where another test has registered the same function.
+    assert f"{fault} fails" in message
+    assert re.search(rf"\b{tensor}\b", head) or tensor in message.split("computes")[0]
+    assert words in message
+    assert error.result.in_short.removeprefix("planted:").startswith(f"{fault}: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", planted.PLANTED, ids=BY_NAME)
+def test_the_default_cases_catch_every_planted_fault(entry: Any) -> None:
+    """Whatever is planted, in one of the tensors it shows in."""
+    error = failing(entry.function)
+    found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}
+    assert found & {*entry.tensors, *(("dq", "dk") if "out" in entry.tensors else ())}
+
+
+def flash_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def larger_on_gpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return 1.02 * flash_on_gpu(q, k, v, is_causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_too() -> None:
+    """FlashAttention-2 passes the default cases, forward and backward, and 2 % more is caught."""
+    result = check_attention(flash_on_gpu, device="cuda")
+    assert result.report.provenance.system["device"] == "cuda"
+    failing(larger_on_gpu, device="cuda", cases="full")
+
+
+# --- the message, and the script -----------------------------------------------------------------
+
+
+def test_the_message_has_the_row_beside_floor_and_baseline() -> None:
+    """Head, case, value and limit are those of the report's row, and so are the three errors."""
+    error = failing(larger, cases="full", formats="bfloat16", backward=False)
+    report, message = error.result.report, str(error)
+    finding = report.findings[0]
+    assert finding.place is not None
+    at = f"full, head {finding.place.head}, out, bfloat16"
+    assert at in message
+    rms = {
+        r.role: r.rms
+        for r in report.rows
+        if r.head == finding.place.head and r.tensor == "out" and r.role != "precision"
+    }
+    said = re.search(r"rms error: kernel (\S+), floor (\S+), baseline (\S+)", message)
+    assert said is not None
+    for text, role in zip(said.groups(), ("kernel", "floor", "baseline"), strict=True):
+        assert float(text) == pytest.approx(rms[role], rel=0.06)  # two digits
+    assert re.search(r"the output is 1\.25\d times too large", " ".join(message.split()))
+
+
+def bare(script: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process that knows nothing of this one's paths."""
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True, text=True, timeout=120, env=env, cwd=script.parent,
+    )  # fmt: skip
+
+
+OWN = """
+import torch
+
+
+def halved(q, k, v):
+    P = torch.softmax((q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5, dim=-1)
+    return (P / 2).to(v.dtype) @ v
+
+
+def made(factor):
+    def scaled(q, k, v):
+        return factor * halved(q, k, v)
+
+    return scaled
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Any]:
+    """A module of somebody's, with a wrong kernel, in a folder on nobody's path."""
+    (tmp_path / "somebodys.py").write_text(OWN)
+    sys.path.insert(0, str(tmp_path))
+    yield importlib.import_module("somebodys")
+    sys.path.remove(str(tmp_path))
+    del sys.modules["somebodys"]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_script_shows_it_in_a_bare_process(own: Any, tmp_path: Path, local: bool) -> None:
+    """Also for a function that closes over a number; its exit code is 1: the deviation shows."""
+    function = own.made(0.5) if local else own.halved
+    error = failing(
+        function, cases="decode", formats="float16", backward=False, reproducers=tmp_path / "kept"
+    )
+    script = error.result.reproducer
+    assert script is not None
+    assert str(script) in str(error)
+    assert script.is_relative_to(tmp_path / "kept")
+    answer = bare(script)
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert "The deviation shows." in answer.stdout
+
+
+def test_a_kernel_that_raises_fails_with_its_words(own: Any, tmp_path: Path) -> None:
+    """And the script raises the same."""
+    error = failing(broken_kernels.raises, cases="full", reproducers=tmp_path)
+    assert "illegal memory access" in str(error)
+    assert error.result.judgement.outcome == "unmeasured"
+    assert error.result.reproducer is not None
+    answer = bare(error.result.reproducer, PYTHONPATH=str(ROOT))
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert "illegal memory access" in answer.stdout
+
+
+def test_checks_do_not_overwrite_each_others_scripts(tmp_path: Path) -> None:
+    """Two checks of one function in one directory leave two scripts."""
+    given: dict[str, Any] = {"formats": "float16", "backward": False, "reproducers": tmp_path}
+    scripts = {failing(larger, cases=c, **given).result.reproducer for c in ("full", "decode")}
+    assert all(script is not None and script.exists() for script in scripts)
+    assert len(scripts) == 2
+
+
+def test_without_a_script_the_reason_is_told() -> None:
+    """A lambda cannot be written down."""
+    error = failing(lambda q, k, v: larger(q, k, v), cases="decode", backward=False)
+    assert error.result.reproducer is None
+    assert "it is no function made with `def`" in " ".join(str(error).split())
+
+
+def test_functions_are_named_by_where_they_can_be_had() -> None:
+    """`module:function` only where the module has that very function."""
+
+    def local(q: Tensor) -> Tensor:
+        return q
+
+    assert name_of(plain) == f"{__name__}:plain"
+    assert name_of(local) == "local"
+    assert name_of(lambda q: q) == "<lambda>"
+    assert folder_of(plain) == Path(__file__).parent
+    assert folder_of(json.loads) == Path(json.__file__).parent.parent
+    tensor = torch.ones(1)
+
+    def closing(q: Tensor) -> Tensor:
+        return q * tensor
+
+    with pytest.raises(UsageError, match="closes over tensor"):
+        defined_again(closing)
+
+
+# --- what was not measured is no pass ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "words"),
+    [
+        (not_implemented, {}, "only 128 features"),
+        (broken_kernels.refuses, {}, "head_dim 4 is too small"),
+        (plain, {"cases": "padding"}, "the function takes no mask"),
+        (without_backward, {"backward": True, "claims": EAGER}, "none could be measured"),
+    ],
+)
+def test_nothing_measured_raises(
+    function: Callable[..., Any], given: dict[str, Any], words: str
+) -> None:
+    """A kernel that refuses every call, or every backward pass that was asked for."""
+    error = failing(function, **{"cases": "full", "formats": "float16", **given})
+    assert "no pass" in str(error)
+    assert words in " ".join(str(error).split())
+    assert "not measured" in error.result.in_short
+
+
+def test_where_some_was_measured_the_rest_is_said() -> None:
+    """Without a backward the output alone is judged."""
+    result = check_attention(without_backward, cases="full", formats="float16", claims=EAGER)
+    assert "Skipped: 1 of 1 backward passes" in str(result)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def names(cases: Any, seeds: tuple[int, ...] = (0,), gradients: bool = False) -> list[str]:
+    return [c.ref.case for c in CheckSource(cases, seeds, "cpu", gradients=gradients).cases]
+
+
+def test_cases_by_every_kind_of_name(tmp_path: Path) -> None:
+    """A default case, a regime, a mapping with a grid, a file, and a call at hand."""
+    (tmp_path / "mine.yaml").write_text("cases: [{name: a, heads: 1, seq_len: 2, head_dim: 8}]")
+    call = next(iter(CheckSource(["decode"], (0,), "cpu", gradients=False).cases)).load()
+    assert names(["causal"]) == ["causal"]
+    assert names(["ties"]) == ["ties/causal=False", "ties/causal=True"]
+    assert names([{"seq_len": [3, 5]}]) == ["case 0/seq_len=3", "case 0/seq_len=5"]
+    assert names([tmp_path / "mine.yaml"], (0, 1)) == ["a", "a"]
+    assert names([call, "full"]) == ["decode", "full"]
+    held = CheckSource([call], (0,), "cpu", gradients=True).cases[0].load()
+    assert held.grad_out is not None
+    assert torch.equal(held.q, call.q)
+
+
+@pytest.mark.parametrize(
+    ("cases", "words"),
+    [
+        (["causel"], "did you mean 'causal'"),
+        ([{"seqlen": 3}], "did you mean 'seq_len'"),
+        (["full", "full"], "2 cases are called 'full'"),
+        ([], "no case to check"),
+        ([Path("nowhere")], "no captured tensors"),
+    ],
+)
+def test_wrong_cases_are_named(cases: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        names(cases)
+
+
+def test_thresholds_are_the_gates(tmp_path: Path) -> None:
+    """A mapping and a file say the same, a limit no kernel keeps fails, and a wrong key is
+    named."""
+    strict = {"thresholds": [{"name": "tight", "metric": "floor_ratio", "at_most": 0.5}]}
+    (tmp_path / "tight.yaml").write_text(json.dumps({"name": "given", **strict}))
+    given: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
+    first = failing(plain, thresholds=strict, **given)
+    again = failing(plain, thresholds=tmp_path / "tight.yaml", **given)
+    assert "tight: floor_ratio" in str(first)
+    verdicts, others = (
+        [v.model_copy(update={"file": None, "line": None}) for v in each.result.judgement.verdicts]
+        for each in (first, again)
+    )
+    assert verdicts == others
+    with pytest.raises(UsageError, match="did you mean 'thresholds'"):
+        check_attention(plain, thresholds={"threshold": []}, **given)
+    with pytest.raises(UsageError, match="has no option 'presett'"):
+        check_attention(plain, claims={"presett": "eager"}, **given)
+
+
+def test_the_judgement_is_the_gates(tmp_path: Path) -> None:
+    """A stored report of a check, put through `numdev gate`, gets the very same judgement."""
+    from numdev import report
+    from numdev.gate import judge_report
+
+    result = failing(larger, cases="full", formats="float16", backward=False).result
+    report.write(result.report, tmp_path)
+    stored = report.read(tmp_path)
+    assert isinstance(stored, AuditReport)
+    assert judge_report(stored) == result.judgement
+    assert result.judgement.exit_code == 1
+
+
+def test_threads_and_autograd_are_left_as_they_were() -> None:
+    """PyTorch's threads are restored, also by a check that fails."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        failing(larger, cases="decode", formats="float16", backward=False)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- the other names -----------------------------------------------------------------------------
+
+
+def test_measure_is_the_definition() -> None:
+    """rms and the largest error of a causal call with grouped heads, against fp64 by hand."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 9, 8, generator=generator).half() for h in (4, 2, 2))
+    out = torch.randn(2, 4, 9, 8, generator=generator).half()
+    k4, v4 = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+    scores = q.double() @ k4.transpose(-1, -2) * 0.5
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+    error = out.double() - scores.softmax(dim=-1) @ v4
+    rows = numdev.measure(out, q, k, v, scale=0.5, is_causal=True)
+    assert [row.head for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        own = error[:, row.head or 0]
+        assert row.rms == pytest.approx(float(own.square().mean().sqrt()), rel=1e-12)
+        assert row.max_abs == pytest.approx(float(own.abs().max()), rel=1e-12)
+
+
+def test_measure_refuses_what_is_no_output() -> None:
+    """Another shape is a MeasurementError, tensors that do not fit a UsageError."""
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(MeasurementError, match="cannot be measured"):
+        numdev.measure(x[:, :1], x, x, x)
+    with pytest.raises(UsageError, match="differ in head_dim"):
+        numdev.measure(x, x[..., :2], x, x)
+
+
+def test_capture_hands_over_copies_with_gradients() -> None:
+    """What was captured stays when the model's tensors change, and hangs in no graph."""
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    inputs = {"query": x, "key": x, "value": x}
+    (call,) = numdev.capture(model, inputs, backward=True)
+    assert call.q.shape == (1, 2, 5, 4)
+    assert call.grad_out is not None
+    assert not call.q.requires_grad
+
+
+def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:
+    """A report on disk that equals the returned one; and with no output, nothing."""
+    (tmp_path / "c.yaml").write_text("cases: [{name: a, heads: 1, seq_len: 9, head_dim: 8}]")
+    given: dict[str, Any] = {"kernels": ["sdpa-math"], "device": "cpu", "seed": 3}
+    found = numdev.audit(tmp_path / "c.yaml", output=tmp_path / "out", **given)
+    assert (tmp_path / "out" / "report.html").exists()
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["request"]["seed"] == 3
+    again = numdev.audit(tmp_path / "c.yaml", **given)
+    assert again.rows == found.rows
+    with pytest.raises(UsageError, match="no such file"):
+        numdev.audit("nowhere")
+    with pytest.raises(UsageError, match="sampled_rows"):
+        numdev.audit(tmp_path / "c.yaml", rows=0)
+
+
+def test_names_are_imported_when_asked_for() -> None:
+    """`import numdev` imports no torch; its names are there, a wrong one is not."""
+    code = (
+        "import sys, numdev; assert 'torch' not in sys.modules; assert 'pydantic' not in "
+        "sys.modules; assert {'audit', 'check_attention'} <= set(dir(numdev)); "
+        "import numdev.capturing; assert callable(numdev.capture); assert not hasattr(numdev, 'x')"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    assert all(getattr(numdev, name).__doc__ for name in numdev.__all__)
+
+
+def test_no_public_name_is_a_module() -> None:
+    """A submodule of such a name would take its place once it is imported."""
+    assert not {p.stem for p in (ROOT / "numdev").iterdir()} & set(numdev.__all__)
+
+
+def test_the_page_is_true() -> None:
+    """Every example of docs/api.md gives what it says."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    blocks = re.findall(r"^```pycon\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "api.md", None, 0)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)
+    assert result.attempted > 10
+    assert not result.failed, "".join(said)

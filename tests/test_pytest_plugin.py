@@ -1,0 +1,206 @@
+"""The pytest plugin: its fixture, marker, options and summary, in test-suites of their own; and
+that it costs nothing where it is not used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numdev import report
+from numdev.kernels.baseline import baseline
+from numdev.render import html
+from numdev.testing import CheckFailed, check_attention
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parent.parent
+
+KERNELS = """
+import torch
+
+
+def plain(q, k, v, is_causal=False):
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    if is_causal:
+        later = torch.ones(scores.shape[-2:]).triu(1).bool()
+        scores = scores.masked_fill(later, -torch.inf)
+    return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+
+
+def half(q, k, v, is_causal=False):
+    return plain(q, k, v, is_causal) / 2
+"""
+GIVEN = 'formats="float16", backward=False, claims={"preset": "eager"}'
+
+
+@pytest.fixture(scope="module")
+def warm() -> None:
+    """What an inner test-suite in this process imports first is forgotten after it, and torch,
+    numpy and scipy cannot be imported twice: so all of it is imported here."""
+    with pytest.raises(CheckFailed) as caught:
+        check_attention(lambda case: 2 * baseline(case).out, cases=["decode", "tied-maxima"])
+    html.page(caught.value.result.report)
+
+
+@pytest.fixture
+def suite(
+    warm: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> pytest.Pytester:
+    """A test-suite beside a module of kernels, run under strict markers."""
+    monkeypatch.setattr("numdev.studies.check.SECONDS", 0.2)
+    pytester.makepyfile(kernels_of_mine=KERNELS)
+    pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")
+    return pytester
+
+
+def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return suite.runpytest_inprocess("-p", "numdev.pytest_plugin", *arguments)
+
+
+def test_the_fixture_checks(suite: pytest.Pytester) -> None:
+    """A sound kernel passes and is told about; a wrong one fails with the message, and with a line
+    at the end; its script is in the test's directory."""
+    suite.makepyfile(
+        f"""
+        from kernels_of_mine import half, plain
+
+        def test_sound(attention_check):
+            result = attention_check(plain, cases=["full", "causal"], {GIVEN})
+            assert result.judgement.outcome == "passed"
+
+        def test_wrong(attention_check):
+            attention_check(half, cases="full", {GIVEN})
+        """
+    )
+    found = run(suite, "-v")
+    found.assert_outcomes(passed=1, failed=1)
+    found.stdout.fnmatch_lines(
+        [
+            "E *kernels_of_mine:half fails *`function`*",
+            "E *full, head 0, out, float16",
+            "E *python */test_wrong0/numdev/kernels_of_mine-half/reproducers/*/reproduce.py",
+            "*= numdev =*",
+            "*::test_wrong: kernels_of_mine:half: function: *: full, head 0, out, float16",
+        ]
+    )
+    assert "test_sound: " not in found.stdout.str()
+
+
+def test_expected_failures_are_not_in_the_summary(suite: pytest.Pytester) -> None:
+    """A check that a test expects to fail is no failed test."""
+    suite.makepyfile(
+        f"""
+        import numdev
+        import pytest
+        from kernels_of_mine import half
+
+        def test_wrong(attention_check):
+            with pytest.raises(numdev.CheckFailed):
+                attention_check(half, cases="decode", {GIVEN})
+        """
+    )
+    found = run(suite)
+    found.assert_outcomes(passed=1)
+    found.stdout.no_fnmatch_line("*= numdev =*")
+
+
+def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
+    """One test for each case it names; without any, for each default one; mappings by their
+    name."""
+    suite.makepyfile(
+        f"""
+        import pytest
+        from kernels_of_mine import plain
+
+        @pytest.mark.numdev_cases("decode", {{"name": "short", "seq_len": 5}})
+        def test_some(attention_check, numdev_case):
+            attention_check(plain, cases=numdev_case, {GIVEN})
+
+        def test_each(numdev_case):
+            assert isinstance(numdev_case, str)
+        """
+    )
+    found = run(suite, "-v")
+    found.stdout.fnmatch_lines(["*::test_some[[]decode[]] PASSED*", "*::test_some[[]short[]] *"])
+    found.stdout.fnmatch_lines(["*::test_each[[]full[]] *", "*::test_each[[]tied-maxima[]] *"])
+
+
+def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
+    """The gate file of the command line holds for a test that gives none; every check leaves a
+    report that can be read, in a folder of its own."""
+    suite.makepyfile(
+        f"""
+        from kernels_of_mine import plain
+
+        def test_it(attention_check):
+            attention_check(plain, cases="decode", thresholds=dict(OWN), {GIVEN})
+            attention_check(plain, cases="decode", {GIVEN})
+
+        OWN = {{"thresholds": [{{"name": "finite", "metric": "nonfinite", "equals": 0}}]}}
+        """
+    )
+    (suite.path / "tight.yaml").write_text(
+        "name: nightly\nthresholds: [{name: tight, metric: floor_ratio, at_most: 0.1}]"
+    )
+    found = run(suite, "--numdev-thresholds=tight.yaml", "--numdev-report=kept")
+    found.assert_outcomes(failed=1)
+    found.stdout.fnmatch_lines(["E *fails `tight` *", "E *nightly)*"])
+    folders = sorted((suite.path / "kept").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert report.read(folder).request["target"] == "kernels_of_mine:plain"
+        assert (folder / "report.html").exists()
+
+
+def test_it_imports_nothing_for_others(suite: pytest.Pytester) -> None:
+    """A run that uses none of it imports no torch, pydantic or yaml, and its summary is silent."""
+    suite.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            for name in ("torch", "pydantic", "numpy", "numdev.testing", "numdev.config"):
+                assert name not in sys.modules
+        """
+    )
+    found = suite.runpytest_subprocess("-p", "numdev.pytest_plugin")
+    found.assert_outcomes(passed=1)
+    lines = [x for x in found.outlines if not x.startswith("plugins: ")]
+    assert not [x for x in lines if "numdev" in x]
+
+
+def test_it_may_be_named_twice(suite: pytest.Pytester) -> None:
+    """Its entry point has the module's own name, so that `-p` beside it loads it once."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"numdev.pytest_plugin": "numdev.pytest_plugin"}
+    suite.makepyfile("def test_it(): pass")
+    run(suite, "-p", "numdev.pytest_plugin").assert_outcomes(passed=1)
+
+
+def test_the_page_is_true(suite: pytest.Pytester) -> None:
+    """The test-suite of docs/api.md does what the page says."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    suite.makepyfile(test_mine=text.split("```python\n")[1].split("```")[0])
+    found = run(suite)
+    found.assert_outcomes(passed=3, failed=1)
+    found.stdout.fnmatch_lines(
+        [
+            "E *test_mine:my_attention fails `function`*",
+            "E *causal, head 0, out, bfloat16 and float16",
+            "E *the causal mask is off by one: each query sees one key too*",
+        ]
+    )
+
+
+def test_importing_it_is_quick() -> None:
+    """It imports pytest, and of numdev the package alone."""
+    code = (
+        "import pytest, sys; before = set(sys.modules); import numdev.pytest_plugin; "
+        "print(sorted(m for m in set(sys.modules) - before))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert answer.stdout.strip() == "['numdev', 'numdev.pytest_plugin']", answer.stderr
