@@ -32,6 +32,13 @@ Scalar = bool | int | float | str | None
 Positive = Annotated[int, Field(gt=0, strict=True)]
 
 
+MOST_CELLS = 100_000
+"""Of a grid in one file: more are a slip of the pen, and would fill the memory."""
+MOST_SEEDS = 100_000
+MOST_VALUES = 200_000
+"""Of one file, aliases written out."""
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -119,6 +126,12 @@ def _distinct(cases: tuple[CaseConfig, ...]) -> tuple[CaseConfig, ...]:
 
 
 Cases = Annotated[tuple[CaseConfig, ...], AfterValidator(_distinct)]
+
+
+class CheckConfig(Strict):
+    """The keys of a YAML file of cases for `numdev.check_attention`."""
+
+    cases: Annotated[Cases, Field(min_length=1)]
 
 
 class AuditConfig(Strict):
@@ -210,6 +223,8 @@ def _seeds(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ValueError(f"{value} seeds are none; give 1 or more, or a list of seeds")
+        if value > MOST_SEEDS:
+            raise ValueError(f"{value} seeds are too many; give up to {MOST_SEEDS:,}")
         return tuple(range(value))
     return value
 
@@ -315,6 +330,10 @@ def read_yaml(path: Path, model: type[M]) -> M:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
         raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
+    except RecursionError as error:
+        raise UsageError(
+            f"{path}: is nested too deeply", hint="see the files under configs/"
+        ) from error
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
@@ -324,13 +343,53 @@ def read_yaml(path: Path, model: type[M]) -> M:
         ) from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: holds no mapping of keys", hint="see the files under configs/")
+    if _endless(raw):
+        raise UsageError(
+            f"{path}: comes to more than {MOST_VALUES:,} values", hint="see to its aliases (*name)"
+        )
+    return validated(raw, model, str(path))
+
+
+def validated(raw: Mapping[str, Any], model: type[M], where: str) -> M:
+    """A mapping as a validated model, its grids expanded; raises UsageError that names `where` it
+    stands and the key."""
     for part, cells in (("cases", expand), ("kernels", expand_options)):
         if isinstance(raw.get(part), list):
-            raw = {**raw, part: [c for entry in raw[part] for c in cells(entry, str(path))]}
+            found = (cell for entry in raw[part] for cell in cells(entry, where))
+            raw = {**raw, part: list(itertools.islice(found, MOST_CELLS + 1))}
+            if len(raw[part]) > MOST_CELLS:
+                raise UsageError(
+                    f"{where}: {part}: a grid of more than {MOST_CELLS:,} cells",
+                    hint="give fewer values, or several files",
+                )
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise UsageError(f"{path}: {_explain(error, model)}") from error
+        raise UsageError(f"{where}: {_explain(error, model)}") from error
+
+
+def lines_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of a YAML file that can be read, for each key of its mapping: the line, from 1, where the key
+    stands, then those where the entries of its list or mapping begin."""
+    tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    found = {}
+    for key, value in tree.value if isinstance(tree, yaml.MappingNode) else ():
+        entries = value.value if isinstance(value, yaml.CollectionNode) else ()
+        begin = (entry[0] if isinstance(entry, tuple) else entry for entry in entries)
+        found[str(key.value)] = (key.start_mark.line + 1, *(e.start_mark.line + 1 for e in begin))
+    return found
+
+
+def _endless(raw: Any) -> bool:
+    """Whether aliases that repeat aliases come to more values than any file would hold. Such values
+    are small in memory, until something writes them out."""
+    waiting, seen = [raw], 0
+    while waiting and seen <= MOST_VALUES:
+        value = waiting.pop()
+        seen += 1
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return seen > MOST_VALUES
 
 
 def expand(entry: Any, where: str) -> Iterator[Any]:
@@ -391,8 +450,9 @@ def expand_options(entry: Any, where: str) -> Iterator[Any]:
 def _shown(value: Any) -> str:
     """A value as a cell's name has it; of a regime its name and the options it is given."""
     if not isinstance(value, dict):
-        return str(value)
-    options = [f"{k}={v}" for k, v in value.items() if k != "name" and not isinstance(v, list)]
+        return type(value).__name__ if isinstance(value, list) else str(value)
+    nested = (list, dict)
+    options = [f"{k}={v}" for k, v in value.items() if k != "name" and not isinstance(v, nested)]
     return f"{value.get('name')}({','.join(options)})" if options else str(value.get("name"))
 
 

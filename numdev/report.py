@@ -11,17 +11,26 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from numdev.collector import uncollected
 from numdev.errors import MeasurementError, UsageError
+from numdev.foreign import cell
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "skipped", "failed"]
@@ -142,6 +151,9 @@ class DeviationRow(Record):
     """The preset of `emulated` whose roundings are expected of the kernel."""
     noise: float | None = None
     """rms difference of repeated runs; 0 is bitwise the same."""
+    bits: str | None = None
+    """Checksum of the bits of the head as it came back (`numdev.checksum`), rows that were not
+    measured included: as long as it is the same, so is the output."""
     amplification: float | None = None
     """Of a gradient: row_rel of its exact response to one ulp on every input."""
     suspicion: str | None = None
@@ -380,6 +392,14 @@ class HeadMap(Record):
     heads: tuple[int, ...]
     values: tuple[tuple[float | None, ...], ...]
 
+    @model_validator(mode="after")
+    def _rectangular(self) -> HeadMap:
+        if [len(line) for line in self.values] != [len(self.heads)] * len(self.layers):
+            raise ValueError("a line for every layer, with a value for every head")
+        if not (self.layers and self.heads):
+            raise ValueError("a map of nothing")
+        return self
+
 
 class WeightSummary(Record):
     """All stored tensors cast to one format."""
@@ -446,6 +466,12 @@ class Finding(Record):
     place: Place | None = None
     """The worst one."""
 
+    @property
+    def folder(self) -> str:
+        """What its reproducer's folder is called: kernel, tensor, rule and format."""
+        parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
+        return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
+
 
 class Provenance(Record):
     """Where the numbers come from."""
@@ -457,6 +483,13 @@ class Provenance(Record):
     system: dict[str, Any]
     source: dict[str, Any]
     """The checkpoint's name and hash and the prompt, or the configuration's name."""
+
+    @field_validator("system")
+    @classmethod
+    def _packages(cls, system: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(system.get("packages", {}), dict):
+            raise ValueError("packages: a mapping of names to versions")
+        return system
 
 
 class Report(Record):
@@ -578,7 +611,13 @@ class Axis(Record):
     name: str
     title: str
     scale: Literal["linear", "log", "category"]
-    ticks: tuple[Tick, ...]
+    ticks: Annotated[tuple[Tick, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _drawable(self) -> Axis:
+        if self.scale == "log" and min(tick.x for tick in self.ticks) <= 0:
+            raise ValueError("a place on a logarithmic axis is above 0")
+        return self
 
 
 class Point(Record):
@@ -655,12 +694,18 @@ KINDS = {
     "weights": "numdev.weightreport:WeightsReport",
     "train": "numdev.trainreport:TrainReport",
     "bounds": "numdev.boundsreport:BoundsReport",
+    "diagnose": "numdev.diagnosereport:DiagnoseReport",
+    "compare": "numdev.comparereport:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""
 
 
-class _Kind(BaseModel):
-    kind: str
+class _Head(BaseModel):
+    """What a file has to say before anything else of it is read."""
+
+    kind: Annotated[str, Field(strict=True)]
+    schema_version: Annotated[int, Field(strict=True)]
+    provenance: dict[str, Any] = Field(default_factory=dict)
 
 
 def read(path: Path) -> Report:
@@ -678,24 +723,46 @@ def read(path: Path) -> Report:
             hint="give a report.json, or a directory an audit wrote",
         ) from error
     try:
-        kind = _Kind.model_validate_json(text).kind
-        module, _, name = KINDS.get(kind, KINDS["audit"]).partition(":")
-        found: Report = getattr(importlib.import_module(module), name).model_validate_json(text)
+        head = _Head.model_validate_json(text)
+        _check(head, path)
+        module, _, name = KINDS[head.kind].partition(":")
+        with uncollected():
+            model = getattr(importlib.import_module(module), name)
+            found: Report = model.model_validate_json(text)
         return found
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"]) or "the file"
         raise MeasurementError(
-            f"{path}: not a report this version understands: {where}: {first['msg']}",
+            f"{path}: not a report this version understands: {where}: {problem['msg']}",
             hint=f"this version reads schema {SCHEMA_VERSION}",
         ) from error
+
+
+def _check(head: _Head, path: Path) -> None:
+    """Raises MeasurementError for a report of a version or a kind that is not known here."""
+    by = str(head.provenance.get("numdev", "another version"))
+    what = f"{path}: not a report this version understands"
+    if head.schema_version != SCHEMA_VERSION:
+        newer = head.schema_version > SCHEMA_VERSION
+        raise MeasurementError(
+            f"{what}: schema_version: is {head.schema_version}, and this version reads "
+            f"schema {SCHEMA_VERSION}",
+            hint=f"{'update numdev' if newer else 'measure again'}, or read it with the numdev "
+            f"that wrote it ({by})",
+        )
+    if head.kind not in KINDS:
+        raise MeasurementError(
+            f"{what}: kind: no report of kind {head.kind!r} is known here",
+            hint=f"known: {', '.join(KINDS)}",
+        )
 
 
 def write(report: Report, directory: Path) -> None:
     """Write report.json and its tables as CSV; each atomically."""
     for name, rows in report.tables().items():
         with replacing(directory / f"{name}.csv") as file:
-            _write_csv(file, rows)
+            write_csv(file, rows)
     with replacing(directory / "report.json") as file:
         file.write(report.model_dump_json())
 
@@ -714,11 +781,11 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         raise
 
 
-def _write_csv(file: IO[str], rows: Sequence[Record]) -> None:
+def write_csv(file: IO[str], rows: Sequence[Record]) -> None:
+    """One line a row, one column a field; nothing where there is no row. See `foreign.cell`."""
     if not rows:
         return
     writer = csv.DictWriter(file, fieldnames=list(type(rows[0]).model_fields))
     writer.writeheader()
     for row in rows:
-        flat = row.model_dump()
-        writer.writerow({k: json.dumps(v) if isinstance(v, dict) else v for k, v in flat.items()})
+        writer.writerow({name: cell(value) for name, value in row.model_dump().items()})

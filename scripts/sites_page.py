@@ -83,11 +83,18 @@ TAIL = """\
   float32, 708 in exact fp64), or where r < 0 and every P is lost. With two tied keys, V of one sign
   and nothing rounded but P V, to bfloat16, the mean error is −0.22 ± 0.01 ulp with P = 1, and
   0.000 ± 0.001 stabilised; where P, l and O are rounded too, up to a tenth of it is left.
+- `softmax: guarded` multiplies P with an odd number over 256 of the row's own, between 1/2 and 1,
+  so that none is 1 where maxima are equal; O / l and L take it back. It meets all ties, depends on
+  no score, and is refused with `algorithm: plain`, where P is normalised before it meets V, and
+  with formats for `exp` and `p` of fewer than 8 bits.
+  [Method](method.md#tied-maxima-the-stabilised-and-the-guarded-softmax) has both measured.
 - `p_from: lse` has P = exp(S − L) in backward. `m_and_l` has exp(S − m) / l, which is what autograd
   kept, and what FlashAttention-1 recomputes (Algorithm 4, line 13).
 - `delta_from`: δ = rowsum(dO ∘ O), or rowsum(dP ∘ P), which is what autograd's softmax has, and one
   of the second paper's interventions. `delta_o` rounds O as it was before `out`: `delta_o: exact`
   has δ from the O that was not cast.
+- `delta_sign: random` is a sham for experiments: the error of δ, against rowsum(dP ∘ P) of the same
+  P and dP, has a sign drawn for each row, from `seed`. It is as large as ever, and has no bias.
 - `ds_scale: before` scales dS before it is rounded for its products; `after` scales the products.
 - `group_sum`: with grouped heads dK and dV are summed from those of every query head, or the same
   sums run on through the group.
@@ -100,7 +107,8 @@ TAIL = """\
   in fp32, predicts its dq to 16 %, but dv errs 1.3 to 2.3 times as much as predicted.
 - `sdpa-math` computes in fp32 and casts once: `exact` with `out`, `dq_out`, `dk_out` and `dv_out`
   `working`.
-- `rounding` (`nearest`, `toward_zero`, `stochastic` with `seed`) holds for every site.
+- `rounding` (`nearest`, `toward_zero`, `stochastic` with `seed`) holds for every site. In
+  `numdev train` what is drawn goes on from step to step, from the run's seed and this one.
 - `compute: float32` does the arithmetic in fp32 and rounds at the same sites; float32 sites then
   cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulated_forward.py` and
   `numdev/kernels/emulated_backward.py`.
@@ -149,6 +157,7 @@ STRUCTURES = (
     "softmax",
     "p_from",
     "delta_from",
+    "delta_sign",
     "ds_scale",
     "group_sum",
     "rounding",

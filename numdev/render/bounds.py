@@ -14,6 +14,7 @@ from rich.text import Text
 
 from numdev.boundsreport import BoundsReport, Comparison, Delay, Window
 from numdev.render import chart
+from numdev.render.sheets import Sheet
 from numdev.render.terminal import _answer, _figure, _last_lines, _ratio, _text
 
 WINDOWS: tuple[tuple[Window, str], ...] = (
@@ -79,12 +80,33 @@ def seen(report: BoundsReport) -> dict[str, Any]:
     return {
         "summary": report.summary,
         "groups": [(group, lines(report, group)) for group in groups],
-        "windows": _windows(report),
+        "windows": [(w, f"{words} {_steps(report, w)}".strip()) for w, words in _windows(report)],
         "metrics": METRICS,
         "legend": LEGEND,
         "charts": [c for group, c in drawn if group in ("all", None)],
         "more_charts": [c for group, c in drawn if group not in ("all", None)],
     }
+
+
+def sheets(report: BoundsReport) -> Iterator[Sheet]:
+    """As a table of text: the ratios of all weights, by mean |difference|."""
+    windows = _windows(report)
+    yield Sheet(
+        title="Distance of one run over that of another, all weights: mean |difference|",
+        columns=(
+            *("distance of", "over that of"),
+            *(f"{words} {_steps(report, window)}".strip() for window, words in windows),
+            "steps later",
+        ),
+        rows=tuple(
+            (
+                *(line.variant, line.against),
+                *(line.at(window, "mean_abs") for window, _ in windows),
+                line.delayed,
+            )
+            for line in lines(report, "all")
+        ),
+    )
 
 
 def lines(report: BoundsReport, group: str) -> list[Line]:

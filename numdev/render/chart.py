@@ -18,9 +18,13 @@ from numdev.report import Axis, Curve, Figure, Point
 
 WIDTH, HEIGHT = 660, 400
 LEFT, RIGHT, TOP, BOTTOM = 66, 168, 14, 82
+UNDER = 36
+"""Below the frame, for the axis and its title, without the lines of its labels."""
 LINE = 14
 """Height of a line of text."""
 LABEL_CHARACTERS = 22
+SMALLEST, LARGEST = 1e-150, 1e150
+"""What is beyond is drawn there."""
 COLOURS, MARKERS = 6, 4
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -119,13 +123,17 @@ def _chart(
         _drawn(curve, i, figure, axis, x, y, limits, styles)
         for i, curve in enumerate(figure.curves)
     ]
+    drawn = _labelled(drawn)
+    ticks = _x_ticks(axis, x)
+    lines = max((len(words) for _, words in ticks), default=1)
     return Chart(
         figure=figure,
         x_title=axis.title,
-        x_ticks=_x_ticks(axis, x),
+        x_ticks=ticks,
         y_ticks=_labels(_y_ticks(limits, log), y),
         one=y(1.0) if figure.relative and limits[0] <= 1 <= limits[1] else None,
-        drawn=tuple(_labelled(drawn)),
+        drawn=tuple(drawn),
+        height=max([HEIGHT - BOTTOM + UNDER + LINE * lines, *map(_foot, drawn)]),
         bars=axis.scale == "category",
     )
 
@@ -137,18 +145,25 @@ def _positive(figures: Sequence[Figure]) -> bool:
 def _limits(figures: Sequence[Figure], log: bool) -> Range:
     """The range of all that is drawn, with some air; from zero where the scale is linear."""
     points = [p for f in figures for c in f.curves for p in c.points]
-    ends = [v for p in points for v in (p.mean, p.low, p.high) if v is not None]
+    ends = [_held(v) for p in points for v in (p.mean, p.low, p.high) if v is not None]
     if any(f.relative for f in figures):
         ends.append(1.0)
     if log:
-        means = [p.mean for p in points if p.mean > 0]
-        # An interval that reaches down to zero must not stretch the axis to nothing.
-        ends = [v for v in ends if v >= min(means) / 3]
-        air = (max(ends) / min(ends)) ** 0.06
+        means = [_held(p.mean) for p in points if p.mean > 0]
+        # An interval that reaches down to zero, or that two seeds make endless, must not stretch
+        # the axis until nothing is to be seen.
+        ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
+        air = math.exp(0.06 * (math.log(max(ends)) - math.log(min(ends))))
         return min(ends) / max(air, 1.05), max(ends) * max(air, 1.05)
-    low, high = min(0.0, *ends), max(0.0, *ends)
+    low, high = min([0.0, *ends]), max([0.0, *ends])
     air = 0.06 * (high - low or 1.0)
     return low - (air if low < 0 else 0.0), high + air
+
+
+def _held(value: float) -> float:
+    """A number that an axis can have: squares and sums of these are finite, and logarithms too."""
+    size = min(max(abs(value), SMALLEST), LARGEST)
+    return math.copysign(size, value) if value else 0.0
 
 
 def _scale(limits: Range, pixels: Range, log: bool) -> Scale:
@@ -338,6 +353,11 @@ def _labelled(drawn: Sequence[Drawn]) -> list[Drawn]:
         bottom = places[at]
     moved = {i: place + height / 2 for i, place, height in zip(order, places, heights, strict=True)}
     return [_moved(d, moved[i]) for i, d in enumerate(drawn)]
+
+
+def _foot(drawn: Drawn) -> int:
+    """How far down a label reaches."""
+    return math.ceil(drawn.label_y + LINE * len(drawn.label) / 2)
 
 
 def _moved(drawn: Drawn, label_y: float) -> Drawn:

@@ -8,79 +8,137 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 
-from numdev.render import chart
-from numdev.report import AuditReport, Report, SweepReport, replacing
+from numdev.foreign import plain
+from numdev.render import chart, numbers, positions
+from numdev.report import AuditReport, Finding, Report, SweepReport, replacing
 from numdev.stopwatch import words
+
+REPRODUCERS = "reproducers"
+LONGEST = 32_000
+"""Characters of a reproducer that the page shows; a longer one is only named."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A finding's reproducer."""
+
+    path: str
+    """From the directory of the report."""
+    text: str
 
 
 def write(report: Report, directory: Path) -> None:
-    """Write report.html beside report.json, atomically."""
+    """Write report.html beside report.json and the reproducers, atomically."""
     with replacing(directory / "report.html") as file:
-        file.write(page(report))
+        file.write(page(report, directory))
 
 
-def page(report: Report) -> str:
-    """The report as an HTML page, from the template of its kind. What is no audit's and no sweep's
-    has a module of its kind beside this one, whose `seen` says what the template gets; `summary`,
-    with its `answer`, is among it."""
+def page(report: Report, directory: Path | None = None) -> str:
+    """The report as an HTML page, from the template of its kind; with its reproducers, which are
+    looked for under `directory`.
+
+    What is no audit's and no sweep's has a module of its kind beside this one, whose `seen` says
+    what the template gets; `summary`, with its `answer`, is among it.
+    """
+    seen: dict[str, Any] = {
+        "report": report,
+        "request": json.dumps(report.request, indent=1, ensure_ascii=False),
+        "facts": facts(report),
+        "findings": [(f, _script(f, directory)) for f in report.findings],
+    }
+    if isinstance(report, AuditReport):
+        seen |= _audit(report)
+    elif isinstance(report, SweepReport):
+        seen["summary"] = report.summary
+        seen["charts"] = chart.charts(report.figures, report.summary.axis, report.summary.baseline)
+    else:
+        seen |= importlib.import_module(f"numdev.render.{report.kind}").seen(report)
+    return _templates().get_template(f"{report.kind}.html.j2").render(seen)
+
+
+@lru_cache(maxsize=1)
+def _templates() -> Environment:
     environment = Environment(
         loader=PackageLoader("numdev.render"),
         autoescape=select_autoescape(default=True, default_for_string=True),
         undefined=StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"si": _si, "ratio": _ratio, "shade": _shade, "said": chart.value}
-    seen: dict[str, Any] = {
-        "report": report,
-        "request": json.dumps(report.request, indent=1, ensure_ascii=False),
-        "facts": _facts(report),
+    environment.filters |= {
+        "si": numbers.si,
+        "ratio": numbers.ratio,
+        "short": numbers.short,
+        "shade": numbers.shade,
+        "said": chart.value,
     }
-    if not isinstance(report, AuditReport | SweepReport):
-        seen |= importlib.import_module(f"numdev.render.{report.kind}").seen(report)
-    else:
-        seen["summary"] = report.summary
-    if isinstance(report, SweepReport):
-        seen["charts"] = chart.charts(report.figures, report.summary.axis, report.summary.baseline)
-    return environment.get_template(f"{report.kind}.html.j2").render(seen)
+    return environment
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
+def _visible(value: Any) -> Any:
+    """Foreign text without marks that would turn the direction of what stands around it."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return plain(value, keep="\n\t")
+    return value
+
+
+def _audit(report: AuditReport) -> dict[str, Any]:
+    """What the template of an audit gets."""
+    figures = positions.figures(report.summary.worst_rows)
+    return {
+        "summary": report.summary,
+        "positions": chart.charts(figures, positions.AXIS, "baseline"),
+        "sites": {s.site: s.rounds for e in report.summary.explanations for s in e.sites},
+    }
+
+
+def _script(finding: Finding, directory: Path | None) -> Script | None:
+    """A finding's reproducer, where one was written. The folder's name is foreign: it is only ever
+    compared with what is there."""
+    folder = directory / REPRODUCERS if directory else None
+    if folder is None or not folder.is_dir():
+        return None
+    for path in folder.iterdir():
+        if path.name == finding.folder and not path.is_symlink():
+            return _read(path / "reproduce.py")
+    return None
+
+
+def _read(path: Path) -> Script | None:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    named = f"{REPRODUCERS}/{path.parent.name}/{path.name}"
+    return Script(named, text if len(text) <= LONGEST else "")
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
     """Where the numbers come from, as pairs for a table."""
+    return [(name, str(value)) for name, value in _facts(report) if value]
+
+
+def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     system, source = report.provenance.system, report.provenance.source
-    packages = system.get("packages", {})
-    facts = {
-        "command": report.provenance.command,
-        "made": report.provenance.created,
-        "source": source.get("checkpoint") or source.get("config"),
-        "SHA-256": source.get("sha256"),
-        "read": source.get("prompt"),
-        "GPU": system.get("gpu"),
-        "CPU": f"{system.get('cpu')} ({system.get('cpu_capability')})",
-        "packages": ", ".join(f"{n} {v}" for n, v in packages.items()),
-        "numdev": report.provenance.numdev,
-        "time": words(report.timings),
-    }
-    return [(name, str(value)) for name, value in facts.items() if value]
-
-
-def _si(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.1e}"
-
-
-def _ratio(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if value < 100 else f"{value:.3g}"
-
-
-def _shade(value: float | None) -> int:
-    """How dark a multiple of the floor is shown, 0 to 4: up to 1.25, 2, 4, 16, and above."""
-    return sum(value > limit for limit in (1.25, 2.0, 4.0, 16.0)) if value is not None else 0
+    packages = system.get("packages")
+    yield "command", report.provenance.command
+    yield "made", report.provenance.created
+    yield "source", source.get("checkpoint") or source.get("config")
+    yield "SHA-256", source.get("sha256")
+    yield "read", source.get("prompt")
+    yield "GPU", system.get("gpu")
+    yield "CPU", f"{system.get('cpu')} ({system.get('cpu_capability')})"
+    if isinstance(packages, dict):
+        yield "packages", ", ".join(f"{name} {version}" for name, version in packages.items())
+    yield "numdev", report.provenance.numdev
+    yield "time", words(report.timings)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from numdev.foreign import plain
 from numdev.report import (
     AuditReport,
     Axis,
@@ -61,7 +62,7 @@ def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     ) as bar:
         task = bar.add_task("opening", total=None)
         yield lambda what, done, total: bar.update(
-            task, description=escape(_plain(what)), completed=done, total=total
+            task, description=escape(plain(what)), completed=done, total=total
         )
 
 
@@ -89,7 +90,8 @@ def show_sweep(report: SweepReport, console: Console | None = None) -> None:
 
 def _figure(figure: Figure, axis: Axis, width: int) -> Group:
     """A row for each curve, a column for each of as many places on the axis as fit."""
-    label = min(max(len(curve.label) for curve in figure.curves), max(16, width // 3))
+    longest = max((len(curve.label) for curve in figure.curves), default=0)
+    label = min(longest, max(16, width // 3))
     fitting = max(2, (width - label - 2) // 9)
     ticks = axis.ticks
     if len(ticks) > fitting:
@@ -563,9 +565,4 @@ def _si(value: float | None) -> str:
 
 def _text(content: str, style: str = "") -> Text:
     """Foreign text, as it is: no markup, no control characters, cut nowhere."""
-    return Text(_plain(content), style, overflow="fold")
-
-
-def _plain(text: str) -> str:
-    """With control characters, ANSI escapes among them, spelled out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return Text(plain(content), style, overflow="fold")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from numdev.foreign import plain
 from numdev.render import chart
+from numdev.render.sheets import Sheet, of_figure
 from numdev.report import Figure
 from numdev.stopwatch import words
 from numdev.trainreport import TrainReport
@@ -24,20 +26,20 @@ def show(report: TrainReport, console: Console) -> None:
     console.print()
     for sentence in report.summary.answer:
         head, _, rest = sentence.partition(": ")
-        start = Text(overflow="fold").append(_plain(head), "bold cyan")
-        console.print(start.append(f"  {_plain(rest)}"))
+        start = Text(overflow="fold").append(plain(head), "bold cyan")
+        console.print(start.append(f"  {plain(rest)}"))
     console.print()
     for figure in report.figures:
         if figure.metric in ("loss", "rel"):
-            console.print(_plain(figure.title), style="bold", markup=False)
+            console.print(plain(figure.title), style="bold", markup=False)
             console.print(_table(figure, console.width))
     for line in (_about(report), words(report.timings)):
-        console.print(Text(_plain(line), "dim", overflow="fold"))
+        console.print(Text(plain(line), "dim", overflow="fold"))
 
 
 def seen(report: TrainReport) -> dict[str, Any]:
     """What the page of a training run shows."""
-    golden = next(v.name for v in report.variants if v.role == "golden")
+    golden = next((v.name for v in report.variants if v.role == "golden"), "")
     axis = report.summary.axis
     drawn = chart.charts(report.figures, axis, golden) if axis and report.figures else []
     return {
@@ -47,10 +49,17 @@ def seen(report: TrainReport) -> dict[str, Any]:
     }
 
 
+def sheets(report: TrainReport) -> Iterator[Sheet]:
+    """As tables of text: every figure, by step."""
+    axis = report.summary.axis
+    yield from (of_figure(figure, axis) for figure in report.figures if axis is not None)
+
+
 def _table(figure: Figure, width: int) -> Table:
     """A row for each curve, a column for each of as many steps as fit."""
     steps = sorted({p.x for curve in figure.curves for p in curve.points if p.x is not None})
-    names = min(max(len(curve.label) for curve in figure.curves), max(16, width // 3))
+    longest = max((len(curve.label) for curve in figure.curves), default=0)
+    names = min(longest, max(16, width // 3))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("step", width=names, overflow="fold")
     chosen = _some(steps, max(2, (width - names - 2) // COLUMN))
@@ -62,7 +71,7 @@ def _table(figure: Figure, width: int) -> Table:
             for p in curve.points
         }
         style = "dim" if curve.role == "baseline" else "bold"
-        table.add_row(Text(_plain(curve.label), style), *(at.get(step, "-") for step in chosen))
+        table.add_row(Text(plain(curve.label), style), *(at.get(step, "-") for step in chosen))
     return table
 
 
@@ -85,8 +94,3 @@ def _about(report: TrainReport) -> str:
         f"steps, {seeds}{': means over seeds' if several else ''}. torch {torch} on "
         f"{where}. numdev {report.provenance.numdev}."
     )
-
-
-def _plain(text: str) -> str:
-    """With control characters spelled out: names are foreign text."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -6,7 +6,7 @@ that moved most beside a cast. Nothing is computed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from numdev.render.sheets import Sheet
 from numdev.render.terminal import _answer, _last_lines, _ratio, _si, _text
 from numdev.weightreport import GroupRow, PairSummary, TensorRow, WeightsReport
 
@@ -65,6 +66,31 @@ def seen(report: WeightsReport) -> dict[str, Any]:
             for pair in report.summary.pairs
         ],
     }
+
+
+def sheets(report: WeightsReport) -> Iterator[Sheet]:
+    """As tables of text: each set by kind of parameter."""
+    columns = (
+        "kind of parameter",
+        "mean",
+        "max",
+        "rel",
+        "W1",
+        *(f"×{s}" for s in FORMATS.values()),
+    )
+    for pair in report.summary.pairs:
+        yield Sheet(
+            title=f"{pair.of} against {pair.against}",
+            columns=columns,
+            rows=tuple(
+                (
+                    f"{row.name} ({row.tensors})",
+                    *(_si(x) for x in (row.mean_abs, row.max_abs, row.rel, row.mean_w1)),
+                    *(_times(row.times(name)) for name in FORMATS),
+                )
+                for row in _kinds(report, pair)
+            ),
+        )
 
 
 def leading(report: WeightsReport, pair: PairSummary) -> list[TensorRow]:

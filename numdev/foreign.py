@@ -1,0 +1,44 @@
+"""Foreign text, such as the names of layers and kernels, made harmless for where it is shown.
+
+Whoever writes a checkpoint or a report chooses these names. In a terminal they could be escape
+sequences, in Markdown headings and links, in a spreadsheet formulas. HTML is escaped by the
+templates themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""What a spreadsheet takes for the start of a formula."""
+_MARKS = re.compile(r"([\\`*_\[\]<>|~&$@])")
+_BLOCK = re.compile(r"^(?:([#=]|[+-](?=[\s+=-]|$))|(\d+)(?=[.)](?:\s|$)))")
+
+
+def plain(text: str, keep: str = "") -> str:
+    """With control characters, ANSI escapes and marks of direction among them, spelled out; those
+    in `keep` stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def markdown(text: str) -> str:
+    """As text of one line in Markdown: no heading, list, table, link, image, HTML or mention."""
+    escaped = _MARKS.sub(r"\\\1", plain(text).strip())
+    escaped = escaped.replace("://", "\\://").replace("www.", "www\\.")
+    return _BLOCK.sub(lambda m: f"\\{m[1]}" if m[1] else f"{m[2]}\\", escaped)
+
+
+def cell(value: Any) -> Any:
+    """As a cell of a CSV file: mappings as JSON, and text that a spreadsheet would compute with an
+    apostrophe before it. Numbers, negative ones too, stay numbers."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, str) and value.startswith(FORMULA):
+        return f"'{value}"
+    return value

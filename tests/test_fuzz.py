@@ -1,0 +1,138 @@
+"""A few hundred of the fuzzer's inputs, and proof that it notices what it is there to notice.
+
+A whole run is `python scripts/fuzz.py`; its last results are in benchmarks/results/fuzz.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parent.parent
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fuzz", ROOT / "scripts" / "fuzz.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fuzz"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fuzz = load()
+
+
+@pytest.mark.parametrize("target", list(fuzz.TARGETS))
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_random_inputs(target: str, seed: int) -> None:
+    """Never an unexpected error, a control character, an injection, a wrong pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        fuzz.one(target, random.Random(seed), Path(folder))
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.text(max_size=60), rule=st.text(max_size=20), seed=st.integers(0, 99))
+def test_any_name_at_all(name: str, rule: str, seed: int) -> None:
+    """Names that hypothesis thinks up, in a report shown in every form."""
+    data = fuzz.report_of("audit")
+    rng = random.Random(seed)
+    for part in (rng.choice(data["summary"]["kernels"]), rng.choice(data["findings"])):
+        part["kernel"] = name
+    data["findings"][0]["rule"] = rule
+    data["summary"]["map"]["layers"][0] = name
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        path.write_bytes(fuzz.json.dumps(data).encode())
+        for form, is_safe in fuzz.SHOWN.items():
+            done = fuzz.call("report", str(path), "--format", form)
+            assert done.code == (0 if is_text(name) and is_text(rule) else 3)
+            is_safe(done.out)
+
+
+def is_text(name: str) -> bool:
+    """JSON can spell half a surrogate pair; no text can hold it, so such a report is refused."""
+    return not any(0xD800 <= ord(c) <= 0xDFFF for c in name)
+
+
+# --- it notices ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (fuzz.page_is_safe, "<p><script>x</script></p>"),
+        (fuzz.page_is_safe, '<p onload="x">'),
+        (fuzz.markdown_is_safe, "a <img>"),
+        (fuzz.markdown_is_safe, "\n# fuzz"),
+        (fuzz.markdown_is_safe, "[a](b)"),
+        (fuzz.markdown_is_safe, "\x1b[31m"),
+        (fuzz.csv_is_safe, "a,=1+1\n"),
+        (fuzz.csv_is_safe, 'a,"\t=1"\n'),
+        (fuzz._only_text, "\x07"),
+        (fuzz._only_text, "\u202e"),
+    ],
+)
+def test_an_injection_is_noticed(check: Any, text: str) -> None:
+    """In each form."""
+    with pytest.raises(fuzz.Broken):
+        check(text)
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [(fuzz.page_is_safe, "<p class='x'>&lt;script&gt;</p>"),
+     (fuzz.markdown_is_safe, r"\<b\> \[a\](b)"),
+     (fuzz.csv_is_safe, "-1.5,'=1,a-b\n"), (fuzz._only_text, "a × 10⁻³\n")],
+)  # fmt: skip
+def test_what_is_harmless_is_let_through(check: Any, text: str) -> None:
+    """Escaped, or a negative number."""
+    check(text)
+
+
+def test_the_sound_report_passes_the_gate(tmp_path: Path) -> None:
+    """Else nothing that is made worse could be passed wrongly."""
+    path = tmp_path / "report.json"
+    path.write_text(fuzz.json.dumps(fuzz.sound()))
+    assert fuzz.call("gate", str(path)).code == 0
+    assert fuzz.call("gate", str(fuzz.REPORTS["audit"])).code == 1
+
+
+def test_a_gate_that_passes_everything_is_noticed(tmp_path: Path) -> None:
+    """Within a few dozen inputs."""
+
+    def inputs() -> None:
+        for seed in range(50):
+            fuzz.one("gate", random.Random(seed), tmp_path)
+
+    passed = mock.patch.object(fuzz, "call", return_value=fuzz.Done(0, "", ""))
+    with passed, pytest.raises(fuzz.Broken, match="passed"):
+        inputs()
+
+
+def test_a_traceback_and_a_stray_file_are_noticed(tmp_path: Path) -> None:
+    """An unexpected exception of a command; a file beside the directory that was given."""
+    with (
+        mock.patch("numdev.report.read", side_effect=KeyError("x")),
+        pytest.raises(fuzz.Broken, match="KeyError"),
+    ):
+        fuzz.call("report", str(tmp_path))
+
+    def stray(rng: random.Random, folder: Path) -> str:
+        (folder.parent / "stray").write_text("")
+        return "0"
+
+    with mock.patch.dict(fuzz.TARGETS, report=stray), pytest.raises(fuzz.Broken, match="stray"):
+        fuzz.one("report", random.Random(0), tmp_path)
