@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev import storage
-from numdev.capture import attention_implementation
+from numdev.capturing import attention_implementation
 from numdev.checkpoint import size
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import fingerprint, imported

@@ -26,6 +26,7 @@ SECTIONS = (
 )
 """Of an audit or a sweep, in the order in which they are reported. `other` is what no section was
 opened for."""
+OF_DIAGNOSIS = ("capture", "chain", "cures", "kernels", "other")
 OF_TRAINING = ("training", "metrics", "saving", "other")
 TOTAL = "total"
 SHOWN_S = 0.05
@@ -81,7 +82,7 @@ def words(timings: Mapping[str, float]) -> str:
     are no times."""
     if TOTAL not in timings:
         return ""
-    parts = (*SECTIONS, *OF_TRAINING)
+    parts = (*SECTIONS, *OF_TRAINING, *OF_DIAGNOSIS)
     known = [s for s in dict.fromkeys(parts) if timings.get(s, 0.0) >= SHOWN_S]
     shares = [f"{s} {timings[s]:.1f}" for s in known]
     return f"{timings[TOTAL]:.1f} s{': ' if shares else ''}{', '.join(shares)}"

@@ -46,7 +46,8 @@ class VariantRecord(Record):
     ran: str | None = None
     """What the kernel said it ran."""
     differs: dict[str, Any] = Field(default_factory=dict)
-    """What else differs from the golden run: seed, data order, optimiser settings."""
+    """What else differs from the golden run: seed, data order, optimiser settings, the kernel whose
+    gradients it has."""
 
 
 class TrainRow(Record):

@@ -6,7 +6,7 @@ those it expected: modules that own query, key and value projections and ran mus
 module without such projections that computes attention by hand beside others that do not is not
 noticed.
 
-How a call is met is `numdev.capture`'s business.
+How a call is met is `numdev.capturing`'s business.
 """
 
 from __future__ import annotations

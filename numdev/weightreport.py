@@ -8,9 +8,9 @@ are of - against; averages are over the elements that are finite in both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from numdev.report import Record, Report
 
@@ -148,6 +148,13 @@ class PairSummary(Record):
     times_largest: float | None
     times_tensor: str | None
 
+    @field_validator("yardstick")
+    @classmethod
+    def _a_cast(cls, name: str | None) -> str | None:
+        if name is not None and f"{name}_times" not in TensorRow.model_fields:
+            raise ValueError("a format that rows have a cast to")
+        return name
+
 
 class WeightsSummary(Record):
     """What a reader wants first."""
@@ -165,7 +172,7 @@ class WeightsReport(Report):
     tested: tuple[str, ...] = ()
     """Nothing is judged: how far two sets of weights may be apart is for nobody but their user to
     say."""
-    sources: tuple[SourceRecord, ...]
+    sources: Annotated[tuple[SourceRecord, ...], Field(min_length=1)]
     """The first is the one that all others are compared with."""
     rows: tuple[TensorRow, ...]
     groups: tuple[GroupRow, ...]

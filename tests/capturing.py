@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from numdev.capture import CaptureCount, capture
+from numdev.capturing import CaptureCount, capture
 from numdev.cases import AttentionCase
 from numdev.generation import generate
 

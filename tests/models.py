@@ -208,6 +208,43 @@ def gemma3() -> PreTrainedModel:
     return _seeded(transformers.Gemma3ForCausalLM, config)
 
 
+def qwen3() -> PreTrainedModel:
+    """Rotary embeddings, grouped heads, and a norm over each head of q and k."""
+    config = transformers.Qwen3Config(
+        **WIDE,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    return _seeded(transformers.Qwen3ForCausalLM, config)
+
+
+def olmo2() -> PreTrainedModel:
+    """One norm over all heads of q, so that every head depends on all of W_Q."""
+    config = transformers.Olmo2Config(
+        **WIDE,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+    )
+    return _seeded(transformers.Olmo2ForCausalLM, config)
+
+
+def gpt_neox() -> PreTrainedModel:
+    """q, k and v of a head beside each other in one layer; rotary embeddings on a quarter of it."""
+    config = transformers.GPTNeoXConfig(
+        **WIDE,
+        intermediate_size=48,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        use_parallel_residual=True,
+    )
+    return _seeded(transformers.GPTNeoXForCausalLM, config)
+
+
 def mistral() -> PreTrainedModel:
     """A window of 4 in every layer."""
     config = transformers.MistralConfig(

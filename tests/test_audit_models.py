@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from numdev import report
-from numdev.capture import capture
+from numdev.capturing import capture
 from numdev.checkpoint import open_checkpoint
 from numdev.cli import main
 from numdev.config import AuditRequest

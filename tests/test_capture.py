@@ -18,7 +18,7 @@ from capturing import TOLERANCE, EagerRun, Run, attend, worst
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from numdev.capture import CaptureCount, attention_implementation, capture
+from numdev.capturing import CaptureCount, attention_implementation, capture
 from numdev.cases import AttentionCase
 from numdev.checkpoint import open_checkpoint
 from numdev.errors import MeasurementError

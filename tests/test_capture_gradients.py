@@ -27,7 +27,7 @@ from capturing import DoubleSoftmax
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from numdev.capture import CaptureCount, capture
+from numdev.capturing import CaptureCount, capture
 from numdev.cases import AttentionCase
 from numdev.checkpoint import open_checkpoint
 from numdev.config import AuditRequest, Choice
@@ -434,7 +434,7 @@ def test_a_single_query_of_grouped_heads_has_its_gradient() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            from numdev.capture import attention_implementation
+            from numdev.capturing import attention_implementation
 
             self.lm = models.llama().double()
             self.lm.set_attn_implementation(attention_implementation(type(self.lm)))

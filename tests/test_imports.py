@@ -28,32 +28,148 @@ PACKAGE = ROOT / "numdev"
 # Module to the modules of numdev it imports, wherever in the file the import stands. "numdev" is
 # the package itself, for its version.
 ALLOWED: dict[str, set[str]] = {
-    "numdev": set(),
+    "numdev": {"api", "kernels", "testing"},  # when a public name is first asked for
     "__main__": {"cli"},
+    "api": {
+        "attempt",
+        "bench",
+        "capturing",
+        "cases",
+        "commands.requests",
+        "errors",
+        "execute",
+        "kernels",
+        "measuring",
+        "render.html",
+        "report",
+        "studies.audit",
+        "system",
+        "upstream",
+    },
+    "testing": {
+        "cases",
+        "checkcases",
+        "checkwords",
+        "config",
+        "errors",
+        "functionsource",
+        "kernels",
+        "report",
+        "rules",
+        "studies.check",
+        "system",
+        "verdict",
+    },
+    "pytest_plugin": {"config", "render.html", "report", "testing"},
+    "checkwords": {"report", "verdict", "wording"},
+    "functionsource": {"errors"},
+    "checkcases": {
+        "cases",
+        "config",
+        "errors",
+        "inputs",
+        "sources",
+        "tensorfile",
+        "upstream",
+    },
     # The edge: parses, calls one study, writes, renders. All but errors inside the commands.
     "interrupt": set(),
     "cli": {
-        "config",
-        "conformance",
+        "commands.audit",
+        "commands.bounds",
+        "commands.compare",
+        "commands.diagnose",
+        "commands.gate",
+        "commands.kernels",
+        "commands.report",
+        "commands.requests",
+        "commands.schema",
+        "commands.sweep",
+        "commands.train",
+        "commands.weights",
         "errors",
-        "execute",
-        "findings",
-        "gate",
-        "interrupt",
-        "kernels",
         "numdev",
-        "render.html",
-        "render.terminal",
-        "render.verdicts",
+    },
+    "commands": set(),
+    "commands.options": set(),
+    "commands.places": {
+        "render.github",
+        "render.junit",
+        "render.problems",
         "report",
         "rules",
+        "verdict",
+    },
+    "commands.requests": {"config", "errors"},
+    "commands.session": {"errors", "interrupt", "render.html", "render.terminal", "report"},
+    "commands.audit": {
+        "commands.options",
+        "commands.requests",
+        "commands.session",
+        "execute",
         "studies.audit",
+    },
+    "commands.bounds": {
+        "claim",
+        "commands.options",
+        "commands.session",
+        "errors",
         "studies.bounds",
+    },
+    "commands.compare": {
+        "claim",
+        "commands.options",
+        "commands.session",
+        "errors",
+        "studies.compare",
+    },
+    "commands.diagnose": {
+        "commands.options",
+        "commands.requests",
+        "commands.session",
+        "config",
+        "diagnoseconfig",
+        "execute",
+        "studies.diagnose",
+    },
+    "commands.gate": {
+        "cells",
+        "collector",
+        "errors",
+        "findings",
+        "fitting",
+        "gate",
+        "render.verdicts",
+        "report",
+        "rowparts",
+        "commands.places",
+        "config",
+        "rules",
+    },
+    "commands.kernels": {"conformance", "kernels", "render.terminal", "system"},
+    "commands.report": {"errors", "render.html", "render.markdown", "render.terminal", "report"},
+    "commands.schema": {"schema"},
+    "commands.sweep": {
+        "commands.options",
+        "commands.requests",
+        "commands.session",
+        "execute",
         "studies.sweep",
+    },
+    "commands.train": {
+        "commands.options",
+        "commands.session",
+        "config",
+        "execute",
         "studies.train",
-        "studies.weights",
-        "system",
         "trainconfig",
+    },
+    "commands.weights": {
+        "commands.options",
+        "commands.session",
+        "errors",
+        "execute",
+        "studies.weights",
     },
     # Leaves.
     "errors": set(),
@@ -62,7 +178,8 @@ ALLOWED: dict[str, set[str]] = {
     "regimes": {"cases"},
     "exact": {"cases", "regimes"},
     "hazards": {"regimes"},
-    "inputs": {"cases", "errors", "exact", "hazards", "regimes"},
+    "constructed": {"formats", "regimes"},
+    "inputs": {"cases", "constructed", "errors", "exact", "hazards", "regimes"},
     "masks": {"regimes"},
     "prompts": {"errors"},
     "stopwatch": set(),
@@ -98,11 +215,13 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.training": {"cases", "errors", "kernels", "kernels.output"},
     "kernels.site_list": set(),
     "kernels.stabilised": {"errors"},
+    "kernels.guarded": {"cases", "errors", "formats"},
     "kernels.sites": {"errors", "formats", "kernels.site_list", "kernels.stabilised"},
     "kernels.rounder": {"cases", "formats", "kernels", "kernels.sites"},
     "kernels.emulated_forward": {
         "cases",
         "formats",
+        "kernels.guarded",
         "kernels.rounder",
         "kernels.sites",
         "kernels.stabilised",
@@ -205,6 +324,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Planted faults, and how far runs differ.
     "controls": {"cases", "errors", "formats", "kernels", "kernels.output"},
+    "checksum": set(),
     "noise": {"comparison", "errors", "kernels", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
     "attempt": {"cases", "errors", "kernels", "layouts"},
@@ -280,7 +400,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels.reference",
         "rules",
     },
-    "callcode": {"cases", "errors", "kernels", "kernels.plain", "reduction"},
+    "callcode": {"cases", "errors", "functionsource", "kernels", "kernels.plain", "reduction"},
     "reproducer": {
         "callcode",
         "cases",
@@ -299,7 +419,7 @@ ALLOWED: dict[str, set[str]] = {
     "generation": {"errors"},
     "upstream": {"cases", "formats", "layouts", "regimes"},
     "trainingstep": {"cases", "errors", "upstream"},
-    "capture": {
+    "capturing": {
         "calls",
         "cases",
         "errors",
@@ -310,15 +430,16 @@ ALLOWED: dict[str, set[str]] = {
         "upstream",
         "watch",
     },
+    "projection": {"capturing", "cases", "errors"},
     "arguments": {"errors", "prompts", "storage"},
-    "checkpoint": {"capture", "errors", "storage"},
-    "statedict": {"capture", "checkpoint", "errors", "kernels", "storage"},
+    "checkpoint": {"capturing", "errors", "storage"},
+    "statedict": {"capturing", "checkpoint", "errors", "kernels", "storage"},
     "tensorheader": {"errors", "storage"},
     "tensorfile": {"cases", "errors", "storage", "tensorheader"},
     "tensorwriter": {"cases", "errors", "numdev", "storage", "tensorfile", "tensorheader"},
     "reading": {"arguments", "checkpoint", "config", "errors", "prompts", "statedict"},
     "sources": {
-        "capture",
+        "capturing",
         "cases",
         "checkpoint",
         "config",
@@ -328,6 +449,7 @@ ALLOWED: dict[str, set[str]] = {
         "inputs",
         "layouts",
         "masks",
+        "projection",
         "reading",
         "statedict",
         "storage",
@@ -337,23 +459,82 @@ ALLOWED: dict[str, set[str]] = {
         "watch",
     },
     # What was found, and how a person sees it: no torch, no kernels, no metrics.
-    "report": {"errors"},
+    "report": {"collector", "errors", "foreign"},
+    "collector": set(),
+    "rowparts": {"collector", "report"},
+    "foreign": set(),
+    "schema": {"report"},
     "summary": {"answer", "explanations", "report", "rules"},
     "explanations": {"report"},
     "answer": {"report", "rules"},
     "render": set(),
-    "render.terminal": {"report", "stopwatch"},
+    "render.terminal": {"foreign", "report", "stopwatch"},
     "render.chart": {"report"},
-    "render.html": {"render.chart", "report", "stopwatch"},
-    "render.verdicts": {"render.terminal", "report", "verdict"},
-    "render.bounds": {"boundsreport", "render.chart", "render.terminal"},
-    "render.train": {"render.chart", "report", "stopwatch", "trainreport"},
+    "render.html": {
+        "foreign",
+        "render.chart",
+        "render.numbers",
+        "render.positions",
+        "report",
+        "stopwatch",
+    },
+    "render.markdown": {"foreign", "render.html", "render.sheets", "report"},
+    "render.numbers": set(),
+    "render.positions": {"report"},
+    "render.sheets": {"render.numbers", "report"},
+    "render.verdicts": {"gate", "render.standing", "render.terminal", "report", "verdict"},
+    "render.standing": {"gate", "held", "render.terminal", "report", "verdict", "wording"},
+    "render.problems": {"report", "rules", "verdict", "wording"},
+    "render.junit": {"foreign", "render.problems", "report", "verdict", "wording"},
+    "render.github": {"foreign", "render.problems", "report", "verdict"},
+    "render.bounds": {"boundsreport", "render.chart", "render.sheets", "render.terminal"},
+    "render.compare": {
+        "comparereport",
+        "render.numbers",
+        "render.sheets",
+        "render.terminal",
+        "report",
+    },
+    "render.diagnosecells": {"diagnosereport", "guilt"},
+    "render.diagnose": {
+        "diagnosereport",
+        "guilt",
+        "render.chart",
+        "render.diagnosecells",
+        "render.sheets",
+        "render.terminal",
+        "render.train",
+        "report",
+    },
+    "render.train": {
+        "foreign",
+        "render.chart",
+        "render.sheets",
+        "report",
+        "stopwatch",
+        "trainreport",
+    },
     # What is decided, from the report alone, and in words.
-    "rules": {"config", "errors", "report"},
+    "selecting": {"config", "report"},
+    "rules": {"config", "errors", "report", "selecting"},
     "verdict": {"report"},
-    "gate": {"errors", "report", "rules", "verdict"},
+    "cells": {"report", "rules", "selecting"},
+    "held": {"report", "rules"},
+    "change": {"cells", "errors", "held", "report", "rules"},
+    "holding": {"cells", "change", "held", "report", "rules"},
+    "gate": {"cells", "change", "errors", "held", "holding", "report", "rules", "verdict"},
+    "fitting": {"cells", "errors", "gate", "report", "rules", "verdict"},
     "wording": {"report", "verdict"},
     "findings": {"gate", "report", "rules", "verdict", "wording"},
+    # Two audits beside each other.
+    "claim": {"errors", "report"},
+    "comparereport": {"report"},
+    "comparable": {"comparereport", "report"},
+    "movement": {"report", "rules"},
+    "pairing": {"comparable", "comparereport", "report"},
+    "presence": {"comparable", "comparereport", "movement", "pairing", "report"},
+    "compare": {"comparereport", "movement", "pairing", "presence", "report"},
+    "comparewords": {"compare", "comparereport", "findings", "movement", "report", "wording"},
     # The loop.
     "execute": {"cases", "errors", "sampling"},
     "bench": {
@@ -392,6 +573,7 @@ ALLOWED: dict[str, set[str]] = {
         "attempt",
         "bench",
         "cases",
+        "checksum",
         "deviation",
         "errors",
         "execute",
@@ -491,9 +673,86 @@ ALLOWED: dict[str, set[str]] = {
         "weightreport",
         "weightsummary",
     },
-    "render.weights": {"render.terminal", "weightreport"},
+    "render.weights": {"render.sheets", "render.terminal", "weightreport"},
     "trainreport": {"report"},
     "boundsreport": {"report", "trainreport"},
+    "diagnosereport": {"report"},
+    "cures": {"kernels.site_list", "kernels.sites"},
+    "chain": {
+        "cases",
+        "chain_delta",
+        "chain_nulls",
+        "chain_recipe",
+        "chain_similarity",
+        "chain_statistics",
+        "chain_ties",
+        "chain_truth",
+        "chain_weights",
+        "diagnosereport",
+        "kernels.rounder",
+        "kernels.sites",
+        "projection",
+    },
+    "chain_cures": {
+        "attempt",
+        "chain",
+        "chain_breaks",
+        "chain_delta",
+        "chain_nulls",
+        "chain_recipe",
+        "chain_statistics",
+        "chain_truth",
+        "chain_weights",
+        "cures",
+        "diagnosereport",
+        "errors",
+        "kernels",
+        "kernels.backward",
+        "kernels.output",
+        "kernels.rounder",
+    },
+    "chain_breaks": {"chain_recipe", "chain_truth", "kernels.emulated_forward"},
+    "chain_delta": {
+        "chain_recipe",
+        "chain_statistics",
+        "chain_truth",
+        "chain_weights",
+        "diagnosereport",
+    },
+    "chain_nulls": {"chain_recipe", "chain_statistics", "chain_truth", "diagnosereport"},
+    "chain_recipe": {
+        "cases",
+        "kernels.emulated_backward",
+        "kernels.emulated_forward",
+        "kernels.rounder",
+        "kernels.sites",
+    },
+    "chain_similarity": {"chain_statistics", "projection"},
+    "chain_statistics": {"diagnosereport", "formats"},
+    "chain_ties": {
+        "cases",
+        "chain_statistics",
+        "chain_truth",
+        "kernels.emulated_backward",
+        "kernels.emulated_forward",
+        "kernels.rounder",
+    },
+    "chain_truth": {
+        "cases",
+        "chain_statistics",
+        "chain_weights",
+        "kernels.backward",
+        "kernels.blocked",
+        "kernels.reference",
+        "kernels.results",
+        "projection",
+    },
+    "chain_weights": {"chain_statistics", "projection"},
+    "guilt": {"diagnosereport"},
+    "diagnosecurves": {"diagnosereport", "guilt", "report"},
+    "diagnosewords": {"diagnosecurves", "diagnosereport", "guilt"},
+    "series": {"checkpoint", "errors", "storage", "tensorfile", "weightfiles"},
+    "diagnoseconfig": {"config", "errors", "kernels", "kernels.sites", "series"},
     "saturation": {"boundsreport", "trainreport"},
     "bounds": {"boundsreport", "saturation", "seedmeans", "trainreport"},
     "boundsfigures": {"bounds", "report", "saturation", "seedmeans", "trainreport"},
@@ -530,6 +789,7 @@ ALLOWED: dict[str, set[str]] = {
     "training.nulls": set(),
     "training.attention": {"cases", "kernels", "kernels.training", "training.nulls"},
     "training.lane": {
+        "config",
         "errors",
         "kernels",
         "trainconfig",
@@ -576,6 +836,34 @@ ALLOWED: dict[str, set[str]] = {
         "system",
         "tensorwriter",
     },
+    "studies.check": {
+        "attempt",
+        "checkcases",
+        "errors",
+        "execute",
+        "findings",
+        "gate",
+        "kernels",
+        "kernels.backward",
+        "loop",
+        "records",
+        "report",
+        "reproducing",
+        "rules",
+        "summary",
+        "system",
+        "verdict",
+    },
+    "studies.compare": {
+        "comparable",
+        "compare",
+        "comparereport",
+        "comparewords",
+        "errors",
+        "numdev",
+        "presence",
+        "report",
+    },
     "studies.bounds": {
         "bounds",
         "boundsfigures",
@@ -587,6 +875,30 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "system",
         "trainreport",
+    },
+    "studies.diagnose": {
+        "chain",
+        "chain_cures",
+        "cures",
+        "diagnoseconfig",
+        "diagnosecurves",
+        "diagnosereport",
+        "diagnosewords",
+        "errors",
+        "execute",
+        "formats",
+        "guilt",
+        "kernels",
+        "kernels.sites",
+        "loop",
+        "projection",
+        "records",
+        "report",
+        "series",
+        "sources",
+        "stopwatch",
+        "storage",
+        "system",
     },
     "studies.sweep": {
         "config",
@@ -627,9 +939,15 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 LIGHT = (
+    *("claim", "compare", "movement", "render.compare", "studies.compare"),
     *("cli", "config", "errors", "findings", "gate", "render.html", "render.terminal"),
+    *("fitting", "render.standing", "rowparts"),
+    *("commands.options", "commands.requests", "commands.session"),
+    *("diagnosecurves", "diagnosereport", "diagnosewords", "guilt", "render.diagnose"),
     *("render.bounds", "render.verdicts", "report", "rules", "system"),
-    *("render.train", "render.verdicts", "report", "rules", "system"),
+    *("checkwords", "pytest_plugin", "render.train"),
+    *("commands.places", "render.github", "render.junit", "render.problems"),
+    *("foreign", "render.markdown", "render.sheets", "schema", "commands.report"),
 )
 """Modules whose import needs none of HEAVY."""
 HEAVY = ("torch", "scipy", "pandas", "transformers", "numpy")
@@ -726,24 +1044,36 @@ def test_no_cycles_at_import() -> None:
 def test_only_the_edge_imports_studies() -> None:
     """Studies import everything; nothing but the edges imports a study."""
     users = {name for name, edges in ALLOWED.items() if any("studies" in edge for edge in edges)}
-    assert users <= {"cli", "testing", "numdev"}
+    assert {name for name in users if not name.startswith("commands.")} <= {"api", "testing"}
 
 
 def test_what_renders_or_decides_touches_no_tensor() -> None:
     """Whatever the report, the renderers and the gate import, near or far, is not torch's side."""
-    tensors = {"arguments", "bench", "calls", "capture", "cases", "checkpoint", "deviation"}
+    tensors = {"arguments", "bench", "calls", "capturing", "cases", "checkpoint", "deviation"}
     tensors |= {"execute", "formats", "inputs", "kernels", "prompts", "sources", "watch"}
-    tensors |= {"exact", "hazards", "layouts", "masks", "regimes", "wasserstein"}
+    tensors |= {"constructed", "exact", "hazards", "layouts", "masks", "regimes", "wasserstein"}
     light = {"report", "answer", "rules", "verdict", "gate", "wording", "findings"}
-    light |= {"boundsreport", "saturation", "bounds", "boundsfigures", "proxies", "boundswords"}
-    light |= {"render.bounds"}
+    light |= {"checkwords", "diagnosereport", "render.bounds"}
+    light |= {"claim", "comparable", "compare", "comparereport", "comparewords", "movement"}
+    light |= {"pairing", "presence", "render.compare", "studies.compare"}
+    light |= {"fitting", "render.standing", "rowparts"}
+    light |= {
+        "boundsreport",
+        "saturation",
+        "bounds",
+        "boundsfigures",
+        "proxies",
+        "boundswords",
+    }
     light |= {"render.chart", "render.html", "render.terminal", "render.verdicts", "explanations"}
     light |= {"render.train", "trainreport", "traincurves", "trainwords", "trainspikes"}
+    light |= {"render.github", "render.junit", "render.problems"}
     for name in ALLOWED.keys() & light:
         reached, todo = set[str](), {name}
         while todo:
             reached |= todo
-            todo = {edge for module in todo for edge in ALLOWED[module]} - reached
+            # What `numdev` itself names is imported when it is asked for, and here nobody does.
+            todo = {x for m in todo - {"numdev"} for x in ALLOWED[m]} - reached
         assert not reached & tensors, name
 
 
@@ -800,7 +1130,9 @@ def test_help_needs_nothing_heavy_and_is_quick() -> None:
     assert min(seconds) < 0.7
 
 
-@pytest.mark.parametrize("command", ["audit", "sweep", "bounds", "gate", "report", "kernels"])
+@pytest.mark.parametrize(
+    "command", ["audit", "sweep", "bounds", "compare", "diagnose", "gate", "report", "kernels"]
+)
 def test_help_of_every_command(command: str) -> None:
     """So does the help of each command."""
     answer = run_numdev(HEAVY, command, "--help")

@@ -249,7 +249,7 @@ def test_more_ties_than_keys() -> None:
     ("name", "options", "says"),
     [
         ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
-        ("", {}, "unknown input regime ''; known: correlated, far_below, low_rank, massive_"),
+        ("", {}, "unknown input regime ''; known: biased_rounding, correlated, far_below"),
         ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
         ("normal", {"shapes": 1}, "input regime normal has no parameter 'shapes'; known: logits"),
         ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),

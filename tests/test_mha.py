@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from capturing import TOLERANCE, attend, worst
 from torch import Tensor, nn
 
-from numdev.capture import capture
+from numdev.capturing import capture
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import find

@@ -1,0 +1,84 @@
+"""Audits by hand, for the comparison of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gate_rows import row
+
+from numdev.report import (
+    AuditReport,
+    AuditSummary,
+    CaseRecord,
+    DeviationRow,
+    Finding,
+    Provenance,
+)
+
+SYSTEM: dict[str, Any] = {
+    "device": "cuda",
+    "gpu": "H200",
+    "driver": "570.1",
+    "cpu": "c",
+    "cpu_capability": "AVX512",
+    "packages": {"torch": "2.11.0", "numdev": "0.1.0"},
+}
+REQUEST: dict[str, Any] = {
+    "target": "demo", "checkpoint": "demo", "cases": [], "model": None, "formats": ["bfloat16"],
+    "model_dtype": "float32", "seed": 0, "text": [], "inputs": None, "generate": None,
+    "length": 256, "sequences": 8, "layers": None, "heads": None, "gradients": True,
+    "sampled_rows": None, "repeats": 2, "isolate": False,
+}  # fmt: skip
+
+
+def case(name: str = "c", dim: int = 10) -> CaseRecord:
+    return CaseRecord(
+        case=name, batch=8, heads=4, kv_heads=4, q_len=100, kv_len=100, head_dim=dim, v_dim=dim,
+        source_format="float32", mask="none", is_causal=True, causal_offset=0, window=None,
+        softcap=None, sinks=False, scale=1.0,
+    )  # fmt: skip
+
+
+def audit(
+    *rows: DeviationRow,
+    request: dict[str, Any] | None = None,
+    source: dict[str, Any] | None = None,
+    system: dict[str, Any] | None = None,
+    findings: tuple[Finding, ...] = (),
+) -> AuditReport:
+    """A report with these rows, and what differs from REQUEST, SYSTEM and no source."""
+    return AuditReport(
+        provenance=Provenance(
+            numdev="0.1.0",
+            command="numdev audit demo",
+            created="2026-01-01T00:00:00+00:00",
+            system={**SYSTEM, **(system or {})},
+            source=source or {},
+        ),
+        request={**REQUEST, **(request or {})},
+        summary=AuditSummary(answer=(), kernels=()),
+        cases=(case(),),
+        rows=rows,
+        findings=findings,
+    )
+
+
+def head(number: int = 0, **changes: Any) -> DeviationRow:
+    """A head well known: of 100,000 elements."""
+    return row(number, **{"elements": 100_000, **changes})
+
+
+def floor(number: int = 0, **changes: Any) -> DeviationRow:
+    """The floor of a head, which tells of the inputs."""
+    return row(
+        number,
+        **{"role": "floor", "kernel": "floor", "mean_abs": 1e-3, "rel": 2e-3, "noise": None}
+        | changes,
+    )
+
+
+def times(found: DeviationRow, factor: float) -> DeviationRow:
+    """The row with all its errors multiplied."""
+    names = ("max_abs", "rms", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio")
+    grown = {name: factor * getattr(found, name) for name in (*names, "worst_row")}
+    return found.model_copy(update=grown)
