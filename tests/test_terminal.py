@@ -408,3 +408,24 @@ def test_progress_shows_foreign_text_as_text(
     assert err
     assert f"{ESCAPE}]0;title" not in err
     assert f"{ESCAPE}[2J" not in err
+
+
+def test_a_gate_that_judged_nothing_says_so() -> None:
+    """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit does."""
+    from gate_rows import row
+
+    from numdev.findings import findings_in, named_in
+    from numdev.gate import decide
+    from numdev.render import verdicts
+    from numdev.rules import Rules
+
+    nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows"}
+    nothing["where"] = {"kernel": "nobody"}
+    rows = [row()]
+    decided = decide(rows, Rules.model_validate({"thresholds": [nothing]}))
+    stream = io.StringIO()
+    console = Console(file=stream, width=100)
+    verdicts.show(decided, *findings_in(decided, rows), named_in(rows), console)
+    assert decided.judgement.exit_code == 3
+    assert "NOT MEASURED" in stream.getvalue()
+    assert "No rule could be applied to any row" in " ".join(stream.getvalue().split())

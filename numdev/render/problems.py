@@ -50,25 +50,35 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
 def unmeasured(judgement: Judgement) -> Iterator[Problem]:
     """What could not be judged and had to be, but for kernels that failed, which are findings."""
     for name in judgement.missing:
-        yield _unmeasured("a required kernel", f"{name} is required and not in this report.")
+        at = f" ({judgement.file}:{judgement.required_line})" if judgement.required_line else ""
+        yield _unmeasured("a required kernel", f"{name} is required and not in this report{at}.")
     if not any(call.ok for call in judgement.calls):
         yield _unmeasured("no kernel", "No kernel under audit was measured.")
     elif not any(v.outcome != "untested" for v in judgement.verdicts):
         yield _unmeasured("nothing judged", "No rule could be applied to any row.")
-    lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}
+    lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}  # by what is said
     for v in judgement.verdicts:
         if v.outcome == "unmeasured":
-            lacking.setdefault((v.rule, v.limit, v.reasons), []).append(v)
-    for (rule, limit, reasons), these in lacking.items():
+            lacking.setdefault((sourced(v), v.limit, v.reasons), []).append(v)
+    for (source, limit, reasons), these in lacking.items():
+        rule = these[0].rule
         who = dict.fromkeys(f" of {v.kernel} ({v.tensor}, {v.format})" for v in these if v.kernel)
         heads = sum(v.unjudged for v in these)
         where = f" in {heads} heads{','.join(who)}" if who else ""
         limited = f" ({limit})" if limit else ""
         yield _unmeasured(
             f"{rule} not judged",
-            f"{rule}{limited} could not be judged{where}: {'; '.join(reasons[:3])}.",
+            f"{source}{limited} could not be judged{where}: {'; '.join(reasons[:3])}.",
             rule,
         )
+
+
+def sourced(verdict: Verdict) -> str:
+    """The rule and where it stands: `error (ci.yaml:12)`."""
+    if verdict.file is None:
+        return verdict.rule
+    line = "" if verdict.line is None else f":{verdict.line}"
+    return f"{verdict.rule} ({verdict.file}{line})"
 
 
 def _unmeasured(title: str, sentence: str, rule: str | None = None) -> Problem:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from numdev.gate import Judged
 from numdev.held import Held
+from numdev.render.problems import sourced
 from numdev.render.terminal import _text
 from numdev.report import Finding, Place
 from numdev.verdict import Dose, Power, Verdict
@@ -63,14 +64,6 @@ def said(finding: Finding, verdicts: Sequence[Verdict]) -> str:
     """A finding, with where its rule stands."""
     rule = next((v for v in verdicts if v.rule == finding.rule), None)
     return finding.sentence if rule is None else f"{finding.sentence} Rule: {sourced(rule)}."
-
-
-def sourced(verdict: Verdict) -> str:
-    """The rule and where it stands: `error (ci.yaml:12)`."""
-    if verdict.file is None:
-        return verdict.rule
-    line = "" if verdict.line is None else f":{verdict.line}"
-    return f"{verdict.rule} ({verdict.file}{line})"
 
 
 def passed(verdicts: Sequence[Verdict]) -> str:
