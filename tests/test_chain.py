@@ -636,6 +636,43 @@ def assert_rows_alike(found: HeadRow, expected: HeadRow, rel: float = 1e-9) -> N
     assert_same(flat(a), flat(b), rel=rel)
 
 
+SIZES = (
+    "tied", "nearly_tied", "tied_keys", "ones", "powers", "sink_key", "sink_mass", "sink_v",
+    "one_signed", "dp_rel", "ds_row_sum", "similarity", "dw_q_error", "dw_q_norm", "spectral_norm",
+)  # fmt: skip
+
+
+def assert_told_alike(found: HeadRow, expected: HeadRow, rel: float) -> None:
+    """Sizes to `rel` of themselves, means to `rel` of what they are means of."""
+    assert found.nulls == expected.nulls
+    assert_same(numbers(found, *SIZES), numbers(expected, *SIZES), rel=rel)
+    pairs = zip(
+        (found.pv, found.out, *found.delta),
+        (expected.pv, expected.out, *expected.delta),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert a.rms == pytest.approx(b.rms, rel=rel)
+        assert a.mean == pytest.approx(b.mean, abs=rel * (b.rms or 0))
+
+
+def test_what_is_told_alike_and_what_is_not(whole: Whole) -> None:
+    """Another order of sums is; another recipe is not, nor is a mean that is off by a tenth."""
+    case, projection, found = whole
+    head = found.heads[0]
+    narrow = diagnosed(case, recipe("qiu2025", compute="float32"), projection).heads[0]
+    assert_told_alike(narrow, head, rel=2e-2)
+    assert head.out.mean is not None
+    assert head.out.rms
+    off = head.out.model_copy(update={"mean": head.out.mean + head.out.rms / 10})
+    for other in (
+        diagnosed(case, recipe("fa2"), projection).heads[0],
+        head.model_copy(update={"out": off}),
+    ):
+        with pytest.raises(AssertionError):
+            assert_told_alike(other, head, rel=2e-2)
+
+
 def test_powers_of_two_change_nothing(whole: Whole) -> None:
     """V, dO and X times powers of two, and one between q and the scale."""
     case, projection, found = whole
@@ -825,12 +862,13 @@ def test_fp32_arithmetic_tells_the_same() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_and_cpu_agree(whole: Whole) -> None:
-    """Every number of every head, but for roundings that fall on the other side of a boundary."""
+    """Sizes to 2 %, means to 2 % of their rms: the device sums in another order, and some roundings
+    fall on the other side of a boundary."""
     case, projection, found = whole
     there, moved = on_cuda(case, projection)
     again = diagnosed(there, found.made, moved)
     for a, b in zip(again.heads, found.heads, strict=True):
-        assert_rows_alike(a, b, rel=1e-2)
+        assert_told_alike(a, b, rel=2e-2)
     assert again.running(0)[0].tokens == found.running(0)[0].tokens
 
 

@@ -209,8 +209,8 @@ def test_few_launches_and_two_waits(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("tensor", ["out", "dk"])
 def test_on_a_gpu_the_host_waits_twice(tensor: str) -> None:
-    """CUDA itself counts the waits; and the rows are those that a CPU finds, where the term scales
-    of gradients are fp64 throughout."""
+    """CUDA itself counts the waits; and the rows are those that a CPU finds, where term scales are
+    fp64 throughout: here P in them is bf16, which is within 2^-8."""
     search = asked(llama("cuda"), tensor)
     found = search()
     with warnings.catch_warnings(record=True) as caught:
@@ -227,7 +227,7 @@ def test_on_a_gpu_the_host_waits_twice(tensor: str) -> None:
     ]
     for a, b in zip(found, same, strict=True):
         assert a.max_probability == pytest.approx(b.max_probability, rel=1e-9)
-        assert a.ratio == pytest.approx(b.ratio, rel=1e-9 if tensor == "out" else 1e-3)
+        assert a.ratio == pytest.approx(b.ratio, rel=2.0**-8)
 
 
 @pytest.mark.parametrize("tensor", ["out", "dk"])
