@@ -61,7 +61,7 @@ TRITON: tuple[Mapping[str, Any], ...] = (
 
 
 def show(seeds: Sequence[int]) -> None:
-    for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
+    for device in (*(("cuda",) if torch.cuda.is_available() else ()), "cpu"):
         system = System.here(device)
         name = torch.cuda.get_device_name() if device == "cuda" else system.cpu_capability
         for fmt in ("bfloat16", "float16"):
