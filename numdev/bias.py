@@ -17,6 +17,9 @@ import numpy as np
 MIN_BIAS_ULP = 0.05
 """A bias below this size, in ulps at the term scale, is not worth an accusation."""
 
+UNJUDGED = {"bias_t": None, "bias_p": None, "bias_size": None, "bias_of": None}
+"""Of a head that fewer than two sequences tell of."""
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -27,11 +30,11 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
     sums = np.concatenate([overall, features], axis=-1)  # [B, H, 2 + features]
     whole = counts.sum(axis=-1, keepdims=True)
     sizes = np.concatenate([whole, whole, counts], axis=-1)
-    return [_of_head(sums[:, head], sizes[:, head]) for head in range(sums.shape[1])]
+    return _of_heads(sums, sizes)
 
 
-def _of_head(sums: Numbers, counts: Numbers) -> dict[str, Any]:
-    """Bias of one head from its sequences' sums and element counts, [sequences, 2 + features].
+def _of_heads(sums: Numbers, counts: Numbers) -> list[dict[str, Any]]:
+    """Bias of each head from its sequences' sums and element counts, [sequences, H, 2 + features].
 
     A sequence without a usable element says nothing and is no observation. `bias_p` is corrected
     for the family (Bonferroni with weights, so that the 64 or 128 features do not drown the two
@@ -43,27 +46,40 @@ def _of_head(sums: Numbers, counts: Numbers) -> dict[str, Any]:
     n = seen.sum(axis=0)
     means = np.divide(sums, counts, out=np.zeros_like(sums), where=seen)
     mean = means.sum(axis=0) / np.maximum(n, 1)
-    found: dict[str, Any] = {
-        "sequences": int(n[0]),
-        "bias": float(mean[0]),
-        "bias_sign": float(mean[1]),
-        "bias_feature": float(mean[2 + int(np.abs(mean[2:]).argmax())]),
+    largest = 2 + np.abs(mean[:, 2:]).argmax(axis=-1)
+    found = {
+        "sequences": n[:, 0],
+        "bias": mean[:, 0],
+        "bias_sign": mean[:, 1],
+        "bias_feature": np.take_along_axis(mean, largest[:, None], axis=-1)[:, 0],
     }
-    if n[0] < 2:
-        return {**found, "bias_t": None, "bias_p": None, "bias_size": None, "bias_of": None}
+    judged = (
+        _judged(means, mean, counts, seen) if n[:, 0].max(initial=0) > 1 else [UNJUDGED] * len(n)
+    )
+    rows = zip(*(x.tolist() for x in found.values()), strict=True)
+    heads = (dict(zip(found, row, strict=True)) for row in rows)
+    return [
+        head | (own if head["sequences"] > 1 else UNJUDGED)
+        for head, own in zip(heads, judged, strict=True)
+    ]
+
+
+def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list[dict[str, Any]]:
+    """The most certain bias of each head, among those that are worth it."""
     t = mean / _standard_error(means, counts, seen)
-    p = np.minimum(1.0, _two_sided_p(t, n - 1) * _corrections(len(mean)))
+    p = np.minimum(1.0, _two_sided_p(t, seen.sum(axis=0) - 1) * _corrections(mean.shape[-1]))
     large = np.abs(mean) >= MIN_BIAS_ULP
     # The smallest p; among equal ones, as many that are 1, the largest t.
-    order = np.lexsort((-np.abs(t), p, ~large))
-    pick = int(order[0])
-    return {
-        **found,
-        "bias_t": float(t[pick]),
-        "bias_p": float(p[pick]),
-        "bias_size": float(mean[pick]),
-        "bias_of": ("mean", "sign")[pick] if pick < 2 else f"feature {pick - 2}",
-    }
+    picks = np.lexsort((-np.abs(t), p, ~large))[:, 0]
+    return [
+        {
+            "bias_t": float(t[head, pick]),
+            "bias_p": float(p[head, pick]),
+            "bias_size": float(mean[head, pick]),
+            "bias_of": ("mean", "sign")[pick] if pick < 2 else f"feature {pick - 2}",
+        }
+        for head, pick in enumerate(picks.tolist())
+    ]
 
 
 def _standard_error(means: Numbers, counts: Numbers, seen: Flags) -> Numbers:

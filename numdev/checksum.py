@@ -27,16 +27,25 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """The checksum of every head of tensors [B, H, rows, ...], as 16 hexadecimal digits. One wait
     for the device in all."""
-    sums = {name: _per_head(x.detach()) for name, x in tensors.items() if x.shape[1]}
-    whole = torch.cat(list(sums.values())).tolist() if sums else []
+    given = {name: x.detach() for name, x in tensors.items() if x.shape[1]}
+    longest = max(given.values(), key=_elements, default=None)
+    if longest is None:
+        return {name: [] for name in tensors}
+    weights = _weights(_elements(longest), longest.device)
+    sums = {name: _per_head(x, weights[: _elements(x)]) for name, x in given.items()}
+    whole = torch.cat(list(sums.values())).tolist()
     known = iter(f"{value % (1 << 64):016x}" for value in whole)
     return {name: [next(known) for _ in range(x.shape[1])] for name, x in tensors.items()}
 
 
-def _per_head(x: Tensor) -> Tensor:
+def _elements(x: Tensor) -> int:
+    """Of one head."""
+    return x.numel() // x.shape[1]
+
+
+def _per_head(x: Tensor, weights: Tensor) -> Tensor:
     heads = x.shape[1]
     step = max(1, AT_ONCE * heads // max(1, x.numel()))
-    weights = _weights(x.numel() // heads, x.device)
     parts = [x[:, at : at + step] for at in range(0, heads, step)]
     return torch.cat([_sum(part, weights) for part in parts])
 

@@ -26,7 +26,6 @@ the host.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,13 +90,15 @@ def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
     if rows < 2:
         return [{} for _ in range(heads)]
     ends = jackknife({name: x[:, : min(rows, most)] for name, x in groups.items()}, rows, of)
+    both = np.array(list(ends.values())).reshape(-1, 2, heads)  # [metrics, 2, H]
+    known = np.isfinite(both).all(axis=1).T.tolist()
     return [
         {
-            metric: (float(low[head]), float(high[head]))
-            for metric, (low, high) in ends.items()
-            if math.isfinite(low[head]) and math.isfinite(high[head])
+            metric: (low, high)
+            for metric, (low, high), fine in zip(ends, own, there, strict=True)
+            if fine
         }
-        for head in range(heads)
+        for own, there in zip(both.transpose(2, 0, 1).tolist(), known, strict=True)
     ]
 
 
@@ -106,20 +107,18 @@ def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numb
     them empty; NaN or infinite where there is none."""
     from scipy.special import stdtrit
 
-    total = {name: x.sum(axis=-1) for name, x in groups.items()}
     count = groups["count"].shape[-1]
-    others = 1 - np.eye(count)  # summed, not subtracted: where one row has all, little is left
-    without = {name: x @ others for name, x in groups.items()}
+    # One sum over all groups, and one without each; of the others, not by subtraction: where one
+    # row has all, little is left.
+    chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
     quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
-    found = {}
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
-        values, spread = of_sums(total), of_sums(without)
-        for metric, value in values.items():
-            logarithm = np.log(spread[metric])
-            squares = (logarithm - logarithm.mean(axis=-1, keepdims=True)) ** 2
-            variance = (1 - rows / of) * (count - 1) / count * squares.sum(axis=-1)
-            width = np.exp(quantile * np.sqrt(variance))
-            exact = value == 0  # no row errs at all: then none does without a group either
-            low, high = (np.where(exact, value, x) for x in (value / width, value * width))
-            found[metric] = (low, high)
-    return found
+        values = of_sums({name: x @ chosen for name, x in groups.items()})
+        every = np.array(list(values.values()))  # [metrics, H, 1 + groups]
+        value, logarithm = every[..., 0], np.log(every[..., 1:])
+        squares = (logarithm - logarithm.mean(axis=-1, keepdims=True)) ** 2
+        variance = (1 - rows / of) * (count - 1) / count * squares.sum(axis=-1)
+        width = np.exp(quantile * np.sqrt(variance))
+        exact = value == 0  # no row errs at all: then none does without a group either
+        low, high = (np.where(exact, value, x) for x in (value / width, value * width))
+    return dict(zip(values, zip(low, high, strict=True), strict=True))
