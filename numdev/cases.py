@@ -288,7 +288,7 @@ def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     shown = _by_position(case, rows, keys)
     if case.mask is None:
         return shown
-    mask = _block(case.mask, rows, keys)
+    mask = mask_block(case.mask, rows, keys)
     open_ = mask if mask.dtype == torch.bool else mask != torch.finfo(mask.dtype).min
     return open_ if shown is None else shown & open_
 
@@ -314,7 +314,7 @@ def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
     """The additive mask's block for these rows and keys; None when the case has none."""
     if case.mask is None or case.mask.dtype == torch.bool:
         return None
-    return _block(case.mask, rows, keys)
+    return mask_block(case.mask, rows, keys)
 
 
 def explicit_mask(case: AttentionCase) -> Tensor | None:
@@ -356,7 +356,7 @@ def _indices(places: Places, device: torch.device) -> Tensor:
     return torch.arange(places.start, places.stop, device=device)
 
 
-def _block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
+def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
     """A broadcasting mask's block: an axis of length 1 stays as it is."""
     if mask.ndim >= 2 and mask.shape[-2] > 1:
         mask = mask[..., rows, :]

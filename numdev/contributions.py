@@ -53,7 +53,8 @@ def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
         "delta_o": not from_o,
         "ds_scaled": made.ds_scale != "before",
         **dict.fromkeys(only_o, True),
-        **dict.fromkeys(("dk_partial", "dv_partial"), group == 1 or made.group_sum == "running"),
+        "dq_partial": made.splits in (None, 1),
+        **dict.fromkeys(("dk_partial", "dv_partial"), not _apart("dk", made, group)),
     }
     own = ends_of(tensor)
     others = {site for name in ("dq", "dk", "dv") if name != tensor for site in ends_of(name)}
@@ -67,8 +68,16 @@ def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
 
 def ends_of(gradient: str) -> tuple[str, ...]:
     """The sites of a gradient's sum, from a tile's product to the cast."""
-    partial = () if gradient == "dq" else (f"{gradient}_partial",)
-    return (f"{gradient}_product", gradient, *partial, f"{gradient}_out")
+    return (f"{gradient}_product", gradient, f"{gradient}_partial", f"{gradient}_out")
+
+
+def _apart(gradient: str, made: Recipe, group: int) -> bool:
+    """Whether a gradient is a sum of several, each rounded: of splits of the keys, of parts of the
+    queries, of a group's heads."""
+    if gradient == "dq":
+        return made.splits not in (None, 1)
+    grouped = group > 1 and made.group_sum == "separate"
+    return grouped or made.q_splits not in (None, 1)
 
 
 def _narrow(made: Recipe, site: str, fmt: Format) -> bool:
@@ -89,8 +98,9 @@ def _one_rounding(
         return "ds", DS
     ends = ends_of(tensor)
     if site in ends and _narrow(made, tensor, fmt):
-        # A running sum in the format of its cast is cast already; a group's sum is another number.
-        apart = group > 1 and made.group_sum == "separate"
-        together = ends[:-1] if apart else ends
+        # A running sum in the format of its cast is cast already; a sum of several is another
+        # number, and without several nothing is partial.
+        apart = _apart(tensor, made, group)
+        together = ends[:-1] if apart else (*ends[:2], ends[-1])
         return (tensor, together) if site in together else (site, (site,))
     return site, (site,)

@@ -37,6 +37,8 @@ class System:
     """CUDA compute capability, for example (9, 0)."""
     processors: int | None = None
     """The GPU's multiprocessors; how many decides how some kernels divide their work."""
+    devices: int = 0
+    """How many CUDA devices there are."""
     driver: str | None = None
     cuda: str | None = None
     cudnn: str | None = None
@@ -69,6 +71,7 @@ class System:
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             capability=torch.cuda.get_device_capability() if on_gpu else None,
             processors=_processors() if on_gpu else None,
+            devices=torch.cuda.device_count() if on_gpu else 0,
             driver=_driver_version() if on_gpu else None,
             cuda=torch.version.cuda if on_gpu else None,
             cudnn=str(cudnn) if cudnn else None,
@@ -94,9 +97,13 @@ class Requirement:
     device: str | None = None
     capability: tuple[int, int] | None = None
     package: str | None = None
+    devices: int | None = None
+    """How many of them."""
 
     def missing(self, system: System) -> str | None:
         """The first thing `system` lacks, as a sentence; None when nothing is missing."""
+        if self.devices and system.devices < self.devices:
+            return f"needs {self.devices} CUDA devices, found {system.devices}"
         if self.device and system.device != self.device:
             return f"needs {self.device.upper()}, and this audit runs on {system.device.upper()}"
         if self.capability and (system.capability or (0, 0)) < self.capability:

@@ -41,6 +41,8 @@ BUILT_IN = [
     "flash-attn-3",
     "flash-attn-4",
     "xformers",
+    "sharded",
+    "context-parallel",
 ]
 CPU = System(device="cpu", cpu="a laptop", packages={"torch": "2.13.0"})
 H200 = System(
@@ -122,7 +124,10 @@ def test_registering_the_same_function_again_is_fine() -> None:
     [
         ("sdpa-flsh", "did you mean 'sdpa-flash'?"),
         ("refrence", "did you mean 'reference'?"),
-        ("zzz", "known: baseline, emulated, flash-attn-2, flash-attn-3, flash-attn-4, flex, "),
+        (
+            "zzz",
+            "known: baseline, context-parallel, emulated, flash-attn-2, ",
+        ),
         ("", "known: baseline"),
     ],
 )

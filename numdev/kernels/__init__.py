@@ -56,6 +56,8 @@ BUILT_IN = (
     "flex",
     "flash_attn",
     "xformers_attention",
+    "sharded",
+    "context_parallel",
 )
 ENTRY_POINTS = "numdev.kernels"
 NOTHING = Requirement()

@@ -86,6 +86,7 @@ def emulated(
     loop_order: str | None = None,
     kv_order: str | None = None,
     splits: int | None = None,
+    q_splits: int | None = None,
     l_from: str | None = None,
     scale_in: str | None = None,
     exponential: str | None = None,
@@ -137,6 +138,7 @@ def emulated(
     ds: str | None = None,
     dq_product: str | None = None,
     dq: str | None = None,
+    dq_partial: str | None = None,
     dk_product: str | None = None,
     dk: str | None = None,
     dk_partial: str | None = None,
@@ -189,4 +191,5 @@ def backward_description(made: Recipe, case: AttentionCase) -> str:
         f"{made.preset}: P from {kept}, delta from {made.delta_from}"
         f"{', its error with random signs' if made.delta_sign == 'random' else ''}, dS scaled "
         f"{made.ds_scale} its products, tiles {block_q} x {block_kv}, {made.compute}"
+        + (f", {made.q_splits} parts of the queries" if made.q_splits else "")
     )

@@ -17,7 +17,8 @@ tile to the gradient in the working format itself: dq, dk and dv `working`, with
 a `block_q` of 256 from length 768 on, 64 from 192 on, else 32. In `plain` a sum over rows is one
 product, however many pieces it is computed in. With grouped heads each query head has sums of its
 own (dk_partial, dv_partial), or one goes on through the group (`group_sum: running`), as in
-PyTorch's CPU kernel.
+PyTorch's CPU kernel. Where queries are divided (`q_splits`) each part has a dK and dV of its own
+too, and where keys are (`splits`) each split a dQ (dq_partial).
 
 delta_o rounds O as it was before its cast at `out`; the two are separate, so that either can be
 made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
@@ -43,6 +44,7 @@ them the gradient with respect to it, delta = rowsum(dO o O), o elementwise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -178,36 +180,68 @@ def read(
 
 def backward(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, and of every kv head dK and dV, from its query heads one after the other."""
-    group = given.case.group
+    parts, deltas = query_parts(given), dict[int, Tensor]()
     dQ, dK, dV = (torch.zeros_like(x) for x in (given.q, given.k, given.v))
-    for place in range(group):
-        part = given.of_group(place)
-        if group == 1 or given.made.group_sum == "running":
-            dQ[:, place::group] = _add_gradients(r, part, dK, dV)
-        else:
-            dK_h, dV_h = torch.zeros_like(dK), torch.zeros_like(dV)
-            dQ[:, place::group] = _add_gradients(r, part, dK_h, dV_h)
-            dK += r("dk_partial", dK_h)
-            dV += r("dv_partial", dV_h)
+    for rows in parts:
+        with _apart(r, dK, dV, len(parts) > 1) as (dK_p, dV_p):
+            for place in range(given.case.group):
+                head = given.of_group(place)
+                if place not in deltas:
+                    deltas[place] = delta_of(r, head, blocks(head))
+                separate = given.case.group > 1 and given.made.group_sum == "separate"
+                with _apart(r, dK_p, dV_p, separate) as own:
+                    found = _add_gradients(r, head, deltas[place], rows, *own)
+                    dQ[:, place :: given.case.group, rows] = found
     return dQ, dK, dV
 
 
-def _add_gradients(r: Rounder, given: Given, dK: Tensor, dV: Tensor) -> Tensor:
-    """dQ; adds to dK and dV. As many query heads as kv heads."""
+@contextlib.contextmanager
+def _apart(r: Rounder, dK: Tensor, dV: Tensor, apart: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where to add gradients up: sums of their own, rounded before they join the others, or the
+    others themselves."""
+    if not apart:
+        yield dK, dV
+        return
+    own = torch.zeros_like(dK), torch.zeros_like(dV)
+    yield own
+    dK += r("dk_partial", own[0])
+    dV += r("dv_partial", own[1])
+
+
+def query_parts(given: Given) -> list[slice]:
+    """The rows whose dK and dV are summed apart: all of them, where queries are not divided."""
+    width = -(-given.case.q_len // (given.made.q_splits or 1))
+    ends = range(0, given.case.q_len, width)
+    return [slice(first, min(first + width, given.case.q_len)) for first in ends]
+
+
+def _add_gradients(
+    r: Rounder, given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
+) -> Tensor:
+    """dQ of some rows; adds to dK and dV. As many query heads as kv heads."""
     made, q, k, dO = given.made, given.q, given.k, given.dO
-    delta = delta_of(r, given, blocks(given))
     scale_q, scale_k, q_k = scales(given)
-    dQ = torch.zeros_like(q)
-    for rows, keys in blocks(given):
+    totals = [torch.zeros_like(q[:, :, of_rows]) for _ in range(_dq_parts(r, given))]
+    for rows, keys in blocks(given, of_rows):
+        here = slice(rows.start - of_rows.start, rows.stop - of_rows.start)
         P, dP, tanh = again(r, given, rows, keys)
         dS = of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh)
         _add_over_rows(r, given, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
         _add_over_rows(r, given, "dk", dK[:, :, keys], dS, q_k[:, :, rows], scale_k)
-        _add_over_keys(r, given, dQ[:, :, rows], dS, k[:, :, keys], scale_q)
+        _add_over_keys(r, given, [x[:, :, here] for x in totals], dS, k, keys, scale_q)
     if made.algorithm == "plain":
         dK.copy_(r("dk", r("dk_product", dK)))
         dV.copy_(r("dv", r("dv_product", dV)))
-    return dQ
+    if len(totals) == 1:
+        return totals[0]
+    return torch.stack([r("dq_partial", x) for x in totals]).sum(dim=0)
+
+
+def _dq_parts(r: Rounder, given: Given) -> int:
+    """How many sums dQ is made of: one for each split of the keys, where that rounds anything."""
+    if given.made.splits is None or not r.rounds("dq", "dq_product", "dq_partial"):
+        return 1
+    return -(-given.case.kv_len // fwd.split_width(given.case, given.made))
 
 
 def again(
@@ -298,25 +332,42 @@ def _add_over_rows(
 
 
 def _add_over_keys(
-    r: Rounder, given: Given, dQ: Tensor, dS: Tensor, K: Tensor, scale: float
+    r: Rounder,
+    given: Given,
+    totals: Sequence[Tensor],
+    dS: Tensor,
+    k: Tensor,
+    keys: slice,
+    scale: float,
 ) -> None:
-    """dQ [B, H, rows, d] += scale dS K, one tile of keys after the other."""
-    width = given.tile[1] if r.rounds("dq", "dq_product") else dS.shape[3]
-    tiles = list(zip(dS.split(width, dim=3), K.split(width, dim=2), strict=True))
-    for weights, x in _in_order(given, tiles):
-        dQ.copy_(r("dq", dQ + r("dq_product", (weights @ x).mul_(scale))))
+    """Add (scale) dS K to the total [B, H, rows, d] of the split that the keys are of, one tile of
+    keys after the other."""
+    split = fwd.split_width(given.case, given.made) if len(totals) > 1 else given.case.kv_len
+    width = given.tile[1] if r.rounds("dq", "dq_product") else split
+    for piece in _in_order(given, _cut(keys, width)):
+        here = slice(piece.start - keys.start, piece.stop - keys.start)
+        dQ = totals[piece.start // split]
+        product = (dS[..., here] @ k[:, :, piece]).mul_(scale)
+        dQ.copy_(r("dq", dQ + r("dq_product", product)))
 
 
-def blocks(given: Given) -> Iterator[Block]:
-    """(rows, keys) that hold every pair visible by position once: whole tiles, and as many of them
-    as memory allows, rows ascending and keys in the recipe's order."""
+def _cut(keys: slice, width: int) -> list[slice]:
+    """The keys in pieces that end at multiples of a width."""
+    starts = [keys.start, *range(keys.start - keys.start % width + width, keys.stop, width)]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], keys.stop], strict=True)]
+
+
+def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
+    """(rows, keys) that hold every pair visible by position once, of some rows or of all: whole
+    tiles, and as many of them as memory allows, rows ascending and keys in the recipe's order."""
     case, (block_q, block_kv) = given.case, given.tile
+    of_rows = of_rows or slice(0, case.q_len)
     budget = fwd.BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"]
     cells = budget // (8 * case.q.shape[0] * case.heads)
     wide = min(block_kv * max(1, math.isqrt(cells) // block_kv), case.kv_len)
     high = block_q * max(1, cells // (wide * block_q))
-    for first in range(0, case.q_len, high):
-        rows = slice(first, min(first + high, case.q_len))
+    for first in range(of_rows.start, of_rows.stop, high):
+        rows = slice(first, min(first + high, of_rows.stop))
         seen = key_range(case, rows)
         starts = range(seen.start - seen.start % wide, seen.stop, wide)
         for start in _in_order(given, starts):

@@ -61,6 +61,10 @@ def keeps_sums(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
     """Whether `gradients` computes what a recipe says of backward, as far as that is more than fp32
     rounding."""
     sums = [site for x in ("dq", "dk", "dv") for site in (x, f"{x}_product")]
+    if made.splits not in (None, 1):
+        sums.append("dq_partial")
+    if made.q_splits not in (None, 1):
+        sums += ["dk_partial", "dv_partial"]
     return fast.in_any_order(case, made) and not r.rounds(*sums)
 
 

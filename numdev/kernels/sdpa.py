@@ -97,13 +97,19 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     return Output(out=out, lse=_lse(log.returned, out), ran=_named(ran))
 
 
-def _called(case: AttentionCase) -> Tensor:
+def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
+    """What an SDPA call is given as its mask, and as `is_causal`."""
     by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
+    return (None if by_flag else explicit_mask(case)), by_flag
+
+
+def _called(case: AttentionCase) -> Tensor:
+    mask, by_flag = mask_arguments(case)
     return torch.nn.functional.scaled_dot_product_attention(
         case.q,
         case.k,
         case.v,
-        attn_mask=None if by_flag else explicit_mask(case),
+        attn_mask=mask,
         is_causal=by_flag,
         scale=case.scale,
         enable_gqa=case.group > 1,

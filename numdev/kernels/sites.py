@@ -108,6 +108,9 @@ class Recipe:
     splits: int | None = None
     """Into how many parts of whole tiles the keys are divided, each with an O and L of its own, as
     decoding kernels do to fill the GPU; they are merged by their L. None: one."""
+    q_splits: int | None = None
+    """Backward: into how many parts the queries are divided, as ring attention does: each has a dK
+    and dV of its own (`dk_partial`, `dv_partial`), and these are summed. None: one."""
     exponential: Exponential = "exact"
     """How forward computes exp(S − m); exp in backward is exact. `fexp_u20` is what PyTorch's CPU
     kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
@@ -305,7 +308,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "rounding": get_args(RoundingMode),
     "compute": get_args(Compute),
 }
-_POSITIVE = ("block_q", "block_kv", "memory", "splits")
+_POSITIVE = ("block_q", "block_kv", "memory", "splits", "q_splits")
 _FIELDS = (*_CHOICES, *_POSITIVE, *stabilised.DEFAULTS, "seed")
 
 

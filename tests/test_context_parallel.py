@@ -1,0 +1,252 @@
+"""PyTorch's context parallelism as a kernel: the same numbers as `sharded`, and ranks that fail.
+
+On a CPU its ranks are processes over gloo that call PyTorch's ring themselves; what stands before
+the ring on CUDA is tested on two GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_sharded import TENSORS, drawn, errors
+
+from numdev.attempt import Failure, attempt
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.kernels import Output, find
+from numdev.kernels.ranks import Ranks, end_all, packed, together, unpacked
+from numdev.system import Requirement, System
+
+PARALLEL, SHARDED = find("context-parallel"), find("sharded")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def explained(case: Any, **options: Any) -> tuple[Output, Output]:
+    """Context parallelism, and the `sharded` that it should be."""
+    real = PARALLEL.gradients(case, **PARALLEL.with_options(options))
+    balanced = options.get("load_balance", case.is_causal)
+    same = SHARDED.with_options(
+        {
+            "shards": options.get("world", 2),
+            "order": "zigzag" if balanced else "ring",
+            "merge_format": "float32" if options.get("convert_to_f32", True) else "promoted",
+        }
+    )
+    return real, SHARDED.gradients(case, **same)
+
+
+# --- the numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convert_to_f32", [True, False])
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("balance", ["not causal", "plain", "balanced"])
+def test_it_is_sharded_bit_by_bit(balance: str, rotate: str, convert_to_f32: bool) -> None:
+    """Output and gradients of two ranks are those of `sharded` with two shards, every bit."""
+    case = drawn(64, is_causal=balance != "not causal")
+    real, same = explained(
+        case,
+        rotate=rotate,
+        convert_to_f32=convert_to_f32,
+        load_balance=balance == "balanced",
+    )
+    assert all(torch.equal(getattr(real, t), getattr(same, t)) for t in TENSORS)
+    assert real.ran == f"context parallelism, {rotate}: {same.ran}"
+
+
+def test_rows_come_in_their_natural_order() -> None:
+    """A balanced causal call with grouped heads is causal attention of the whole: every error is
+    within a factor of two of one flash call's."""
+    case = drawn(64, heads=4, is_causal=True)
+    real = PARALLEL.gradients(case)
+    whole = errors(case, find("sdpa-flash").gradients(case))
+    assert all(x < 2 * whole[t] for t, x in errors(case, real).items())
+
+
+def test_ranks_are_kept() -> None:
+    """A second call is answered by the same processes, and forward alone gives no gradients."""
+    case = drawn(64)
+    PARALLEL.attend(case)
+    before = together(2, "cpu").pids
+    found = PARALLEL.attend(case)
+    assert together(2, "cpu").pids == before
+    assert found.dq is None
+
+
+# --- ranks that fail -----------------------------------------------------------------------------
+
+
+def test_a_rank_that_dies_is_one_failed_row() -> None:
+    """SIGKILL to a rank: the attempt fails and says so, no rank is left, and the next one runs."""
+    case = drawn(64)
+    PARALLEL.attend(case)
+    pids = together(2, "cpu").pids
+    os.kill(pids[1], signal.SIGKILL)
+    failed = attempt(PARALLEL, case, {})
+    assert isinstance(failed, Failure)
+    assert failed.status == "failed"
+    assert "rank 1 of 2 was killed by SIGKILL" in failed.reason
+    assert not any(map(alive, pids))
+    assert isinstance(attempt(PARALLEL, case, {}), Output)
+
+
+def test_ranks_that_hang_are_ended() -> None:
+    """Stopped ranks are not waited for beyond the limit, and no rank is left."""
+    ranks = together(2, "cpu")
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(MeasurementError, match="rank 0, 1 of 2 did not answer"):
+        ranks.ask({"rotate": "allgather"}, limit_s=0.5)
+    assert ranks.ended
+    assert not any(map(alive, ranks.pids))
+
+
+def test_what_a_rank_raises_is_told() -> None:
+    """An exception in the ranks is the caller's, with its kind and words, and ends them."""
+    ranks = Ranks(1, "cpu")
+    with pytest.raises(MeasurementError, match="rank 0 of 1: KeyError: 'rotate'"):
+        ranks.ask({})
+    assert not any(map(alive, ranks.pids))
+
+
+def test_no_rank_outlives_the_program() -> None:
+    """Ranks end with a program that is killed by SIGKILL."""
+    program = """
+        from numdev.kernels.ranks import Ranks
+        import time
+        print(*Ranks(1, "cpu").pids, flush=True)
+        time.sleep(600)
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    pids = [int(pid) for pid in started.stdout.readline().split()]
+    assert len(pids) == 1
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:  # an orphan that nobody waited for has ended too
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_nothing_is_executed_between_processes() -> None:
+    """Tensors and plain data come back as they were; a pickle that calls something does not."""
+    task = {"q": torch.randn(2, 3).bfloat16(), "scale": 0.5, "is_causal": True, "inner": "x"}
+    back = unpacked(packed(task))
+    assert torch.equal(back["q"], task["q"])  # type: ignore[arg-type]
+    assert {**back, "q": 0} == {**task, "q": 0}
+    with pytest.raises(pickle.UnpicklingError):
+        unpacked(packed({"q": Evil()}))
+
+
+# --- what it needs, and refuses ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "missing"),
+    [
+        (System(device="cpu"), "needs 2 CUDA devices, found 0"),
+        (System(device="cuda", devices=1), "needs 2 CUDA devices, found 1"),
+        (System(device="cuda", devices=2), None),
+    ],
+)
+def test_what_is_missing(system: System, missing: str | None) -> None:
+    """How many devices there should be and how many there are."""
+    assert PARALLEL.missing(system) == missing
+    assert Requirement(device="cuda").missing(System(device="cuda", devices=1)) is None
+
+
+def test_what_it_refuses() -> None:
+    """Each in words, before a rank is asked."""
+    for fields, reason in (
+        ({"softcap": 1.0}, "no soft cap"),
+        ({"mask": torch.ones(64, 64, dtype=torch.bool)}, "no masks"),
+        ({"window": (2, 0)}, "no masks"),
+        ({"is_causal": True, "causal_offset": 1}, "from the top left"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            PARALLEL.attend(drawn(64, **fields))
+    with pytest.raises(Refused, match="as many queries as keys"):
+        PARALLEL.attend(drawn(32, 64, is_causal=True))
+    with pytest.raises(Refused, match="62 and 62 are no multiples of 4"):
+        PARALLEL.attend(drawn(62, is_causal=True))
+    with pytest.raises(Refused, match="causal calls alone"):
+        PARALLEL.attend(drawn(64), load_balance=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"world": 1}, {"inner": "emulated"}, {"rotate": "x"}, {"load_balance": 1}]
+)
+def test_options_without_sense(options: dict[str, Any]) -> None:
+    """Refused before anything is started."""
+    with pytest.raises(UsageError):
+        PARALLEL.with_options(options)
+
+
+# --- on GPUs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("convert_to_f32", [True, False])
+@pytest.mark.parametrize("balance", ["not causal", "plain", "balanced"])
+def test_on_gpus_it_is_sharded(balance: str, convert_to_f32: bool) -> None:
+    """Two GPUs give the output of `sharded` on one, every bit, and its gradients to 1 % of their
+    errors' size (flash attention's backward adds up dq in no fixed order)."""
+    case = on_cuda(drawn(1024, heads=4, kv_heads=4, head_dim=64, is_causal=balance != "not causal"))
+    real, same = explained(case, convert_to_f32=convert_to_f32, load_balance=balance == "balanced")
+    assert torch.equal(real.out, same.out)
+    found, expected = errors(case, real), errors(case, same)
+    for t in TENSORS:
+        assert found[t] == pytest.approx(expected[t], rel=0.01), t
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_on_gpus_a_dead_rank_is_one_failed_row() -> None:
+    """As on a CPU, where the other rank waits inside NCCL."""
+    case = on_cuda(drawn(1024, head_dim=64))
+    assert isinstance(attempt(PARALLEL, case, {}), Output)
+    os.kill(together(2, "cuda").pids[1], signal.SIGKILL)
+    failed = attempt(PARALLEL, case, {})
+    assert isinstance(failed, Failure)
+    assert "killed by SIGKILL" in failed.reason
+    assert isinstance(attempt(PARALLEL, case, {}), Output)
+
+
+def on_cuda(case: Any) -> Any:
+    import dataclasses
+
+    moved = {t: getattr(case, t).cuda() for t in ("q", "k", "v", "grad_out")}
+    return dataclasses.replace(case, **moved)

@@ -1,0 +1,443 @@
+"""Attention over merged shards: the right function in every order, what merging rounds, the claim.
+
+Merging costs a few roundings more than attention itself. In one merge L is a sum of two, a weight
+is the logistic function of a difference of two L, and O a difference, a product and a difference:
+each L adds at most its own error to the weight, and everything else less than 12 u of what is
+merged. With n shards in unit roundoff u that is (12 u + 2 e) n max|V|, for an error e of L.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from gradient_oracle import step as step_case
+from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, make_case, sees
+from torch import Tensor
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import Refused, UsageError
+from numdev.expectation import emulated_step
+from numdev.formats import FORMATS
+from numdev.kernels import Output, find
+from numdev.kernels.merging import Merge, merged
+from numdev.kernels.reference import gradients as exact_gradients
+from numdev.kernels.shards import schedule
+from numdev.system import System
+
+SHARDED = find("sharded")
+WHOLE_QUERIES = ("sequential", "tree", "simultaneous")
+TENSORS = ("out", "dq", "dk", "dv")
+SYSTEM = System.here("cpu")
+
+
+def drawn(
+    length: int = 256,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    **fields: Any,
+) -> AttentionCase:
+    """A case of normal inputs with an upstream gradient."""
+    g = torch.Generator().manual_seed(seed)
+    keys = (batch, kv_heads, kv_len or length, head_dim)
+    q, k, v, dO = (
+        torch.randn(shape, generator=g).to(dtype)
+        for shape in (
+            (batch, heads, length, head_dim),
+            keys,
+            keys,
+            (batch, heads, length, head_dim),
+        )
+    )
+    return AttentionCase(
+        ref=CaseRef(case="drawn"), q=q, k=k, v=v, scale=head_dim**-0.5, grad_out=dO, **fields
+    )
+
+
+def run(case: AttentionCase, **options: Any) -> Output:
+    """A training step."""
+    return SHARDED.gradients(case, **SHARDED.with_options(options))
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def errors(case: AttentionCase, found: Any) -> dict[str, float]:
+    """The rms of each tensor's error."""
+    exact = exact_gradients(case)
+    take = found.get if isinstance(found, dict) else lambda t: getattr(found, t)
+    return {t: rms(take(t).double() - getattr(exact, t)) for t in TENSORS}
+
+
+# --- the right function --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["ring", *WHOLE_QUERIES])
+@pytest.mark.parametrize("feature", sorted(FEATURES))
+def test_every_order_equals_the_oracle(feature: str, order: str) -> None:
+    """In float64 every feature, shards of unequal length, shards that hide all of a row and rows
+    without keys included, is within the bounds of attention and of three merges."""
+    case = make_case(**FEATURES[feature])
+    exact = attention(case)
+    options = SHARDED.with_options(
+        {"shards": 3, "order": order, "inner": "emulated", "merge_format": "float64"}
+    )
+    found = SHARDED.attend(case, **options)
+    bound, lse_bound = error_bounds(case, exact, U64)
+    largest = float(case.v.abs().max())
+    merging = 3 * (12 * U64 + 2 * lse_bound) * largest
+    assert found.lse is not None
+    assert_within(found.out, exact.out, bound + merging[..., None])
+    assert_within(found.lse, exact.lse, lse_bound + 12 * U64 * (1 + _size(exact.lse)))
+
+
+def _size(lse: Any) -> Any:
+    sizes = abs(lse.astype(float))
+    return np.where(np.isinf(sizes), 0.0, sizes)
+
+
+@pytest.mark.parametrize("order", ["ring", *WHOLE_QUERIES])
+@pytest.mark.parametrize(
+    "feature", ["grouped", "causal, more keys, bottom-right", "bool mask", "everything"]
+)
+def test_gradients_are_those_of_the_whole_call(feature: str, order: str) -> None:
+    """In float64, dq, dk and dv of three shards are the reference's: to 1e-12 of the largest, where
+    64 sums of at most 16 terms of order 1 in u = 1e-16 come to less."""
+    case = step_case(**FEATURES[feature])
+    exact = exact_gradients(case)
+    found = run(case, shards=3, order=order, inner="emulated", merge_format="float64")
+    for name in TENSORS:
+        limit = 1e-12 * max(1.0, float(getattr(exact, name).abs().max()))
+        assert float((getattr(found, name) - getattr(exact, name)).abs().max()) <= limit, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_zigzag_is_causal_attention(ranks: int) -> None:
+    """Balanced over ranks, with two chunks each, output and gradients are the whole call's."""
+    case = drawn(12, dtype=torch.float64, is_causal=True)
+    exact = exact_gradients(case)
+    options = {"order": "zigzag", "inner": "emulated", "merge_format": "float64"}
+    found = run(case, shards=ranks, **options)
+    for name in TENSORS:
+        assert torch.allclose(getattr(found, name), getattr(exact, name), rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("order", "fields"),
+    [
+        ("ring", {"q_len": 7, "kv_len": 11}),
+        ("ring", {"q_len": 2, "kv_len": 9, "is_causal": True, "causal_offset": 7}),
+        ("ring", {"q_len": 9, "kv_len": 9, "is_causal": True, "window": (2, 0)}),
+        ("sequential", {"q_len": 5, "kv_len": 3, "is_causal": True}),
+        ("zigzag", {"q_len": 12, "kv_len": 12, "is_causal": True}),
+    ],
+)
+def test_every_pair_is_met_once(order: str, fields: dict[str, Any]) -> None:
+    """The steps of a schedule hold every visible pair of query and key, and none twice."""
+    case = make_case(**fields)
+    met = [
+        (i, j)
+        for at in schedule(case, 3, order)
+        for rows, keys in itertools.product(at.rows, at.keys)
+        for i in range(rows.start, rows.stop)
+        for j in range(keys.start, keys.stop)
+    ]
+    seen = {(i, j) for i in range(case.q_len) for j in range(case.kv_len) if sees(case, 0, 0, i, j)}
+    assert len(met) == len(set(met))
+    assert seen <= set(met)
+
+
+def test_a_rank_begins_with_its_own_keys() -> None:
+    """In a ring of three, rank r meets r, r - 1 and r - 2, and all ranks work in each round."""
+    steps = schedule(make_case(q_len=6, kv_len=6), 3, "ring")
+    assert [s.keys[0].start // 2 for s in steps] == [0, 1, 2, 2, 0, 1, 1, 2, 0]
+    assert [s.rows[0].start // 2 for s in steps] == [0, 1, 2] * 3
+
+
+@pytest.mark.parametrize("inner", ["sdpa-flash", "emulated"])
+def test_one_shard_is_the_inner_kernel(inner: str) -> None:
+    """With one shard both passes are the inner kernel's, bit by bit, whatever the merge."""
+    case = drawn(40, 56)
+    found, inner_step = run(case, shards=1, inner=inner), find(inner).gradients(case)
+    assert all(torch.equal(getattr(found, t), getattr(inner_step, t)) for t in TENSORS)
+    assert found.ran == inner_step.ran
+
+
+def test_rows_that_a_shard_hides_make_no_nan() -> None:
+    """With PyTorch's kernel, whose log-sum-exp of nothing is 0: rows hidden in one shard, in all
+    but one and everywhere, forward and backward."""
+    mask = torch.ones(12, 12, dtype=torch.bool)
+    mask[1, :4], mask[2, 4:], mask[3] = False, False, False
+    case = drawn(12, mask=mask)
+    for order in ("ring", *WHOLE_QUERIES):
+        found = run(case, shards=3, order=order)
+        assert found.lse is not None
+        assert torch.isneginf(found.lse[:, :, 3]).all()
+        assert not found.out[:, :, 3].any()
+        assert all(getattr(found, t).isfinite().all() for t in TENSORS)
+        # bf16: two roundings of 2^-9 to each O of at most 4, and the merge's.
+        exact = exact_gradients(case)
+        assert float((found.out.double() - exact.out).abs().max()) < 4 * 4 * 2.0**-9
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+def _exactly_merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
+    """The formula in 90 digits, for O [rows, d] and L [rows]."""
+    rows, width = parts[0][0].shape
+    out, lse = np.ndarray((rows, width), dtype=object), np.ndarray(rows, dtype=object)
+    with mpmath.workdps(90):
+        for i in range(rows):
+            weights = [mpmath.exp(mpmath.mpf(float(L[i]))) for _, L in parts]
+            total = sum(weights)
+            lse[i] = mpmath.log(total) if total else mpmath.ninf
+            for d in range(width):
+                terms = (
+                    w * mpmath.mpf(float(O[i, d])) for w, (O, _) in zip(weights, parts, strict=True)
+                )
+                out[i, d] = sum(terms) / total if total else mpmath.mpf(0)
+    return out, lse
+
+
+def parts_of(number: int, *, holes: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """Partial results of 6 rows, L between -20 and 20; with holes also -inf, beside an O of NaN."""
+    g = torch.Generator().manual_seed(number)
+    O = torch.randn(number, 6, 4, generator=g).bfloat16()
+    L = 40 * torch.rand(number, 6, generator=g) - 20
+    if holes:
+        L[0, 0] = L[-1, 1] = -torch.inf
+        L[:, 2] = -torch.inf
+        O[torch.isneginf(L)] = torch.nan
+    return [(O[s][None, None], L[s][None, None]) for s in range(number)]
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree", "simultaneous"])
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_merging_equals_the_formula(number: int, order: str) -> None:
+    """O and L against mpmath: in fp64, and in fp32 with its u; parts without keys add nothing."""
+    parts = parts_of(number)
+    clean = [(torch.nan_to_num(O[0, 0].double()), L[0, 0].double()) for O, L in parts]
+    out, lse = _exactly_merged(clean)
+    for name, u in (("float64", U64), ("float32", U32)):
+        O, L = merged(parts, Merge(order=order, format=name, working=FORMATS["bfloat16"]))
+        # L is at most 23 and each merge rounds it four times; |O| is at most 4.
+        e = number * 4 * 23 * u
+        assert_within(L[0, 0], lse, e)
+        assert_within(O[0, 0], out, 4 * number * (12 * u + 2 * e))
+
+
+def test_a_wrong_merge_is_seen() -> None:
+    """The comparison above rejects a mean of the parts, and weights by the shards' sizes."""
+    parts = parts_of(3, holes=False)
+    out, _ = _exactly_merged([(O[0, 0].double(), L[0, 0].double()) for O, L in parts])
+    mean = torch.stack([O for O, _ in parts]).float().mean(dim=0)
+    with pytest.raises(AssertionError):
+        assert_within(mean[0, 0], out, 4 * 3 * (12 * U32 + 2 * 3 * 4 * 23 * U32))
+
+
+def test_order_changes_nothing_in_float64() -> None:
+    """All orders agree in float64 to 1e-13, on 7 parts in any sequence; in bfloat16 they do not."""
+    parts, working = parts_of(7), FORMATS["bfloat16"]
+    for name, agree in (("float64", True), ("bfloat16", False)):
+        found = [
+            merged(list(sequence), Merge(order=order, format=name, working=working))[0]
+            for order in WHOLE_QUERIES
+            for sequence in (parts, parts[::-1])
+        ]
+        off = max(float((x.double() - found[0].double()).abs().max()) for x in found)
+        assert (off < 1e-13) == agree
+
+
+def test_a_running_result_in_bfloat16_is_one() -> None:
+    """Stored between merges in bfloat16, the merged O is a number of that format; in float32 it is
+    not. `promoted` rounds the first difference alone."""
+    parts = parts_of(2, holes=False)
+    found = {
+        name: merged(parts, Merge(order="ring", format=name, working=FORMATS["bfloat16"]))[0]
+        for name in ("bfloat16", "float32", "promoted")
+    }
+    assert torch.equal(found["bfloat16"], found["bfloat16"].bfloat16().float())
+    assert not torch.equal(found["float32"], found["float32"].bfloat16().float())
+    (O, L), (O_b, L_b) = parts
+    difference = (O - O_b).float()  # in bfloat16
+    assert torch.equal(found["promoted"], O - torch.sigmoid(L_b - L)[..., None] * difference)
+
+
+def test_nothing_cannot_be_merged() -> None:
+    """No part at all is an error of the caller's."""
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merged([], Merge(order="ring", format="float32", working=FORMATS["bfloat16"]))
+
+
+# --- what it rounds, and what it claims ----------------------------------------------------------
+
+CLAIMED = {
+    "plain": drawn(),
+    "causal": drawn(is_causal=True),
+    "grouped, causal": drawn(heads=4, is_causal=True, seed=1),
+    "more keys": drawn(64, 192, seed=2),
+    "unequal shards": drawn(130, 190, seed=3),
+}
+
+
+@pytest.mark.parametrize("order", ["ring", "sequential", "simultaneous"])
+@pytest.mark.parametrize("name", sorted(CLAIMED))
+def test_the_claim_predicts_the_errors(name: str, order: str) -> None:
+    """The size of all four errors to 2 %, and the errors themselves but for a part that is 0.45 of
+    them where a shard is no whole number of tiles, 0.15 elsewhere."""
+    case = CLAIMED[name]
+    for shards, inner in ((2, "sdpa-flash"), (5, "sdpa-flash"), (4, "emulated")):
+        found = run(case, shards=shards, order=order, inner=inner)
+        claim = SHARDED.claims(case, found, SYSTEM)
+        assert claim is not None
+        predicted = emulated_step(case, claim)
+        real, expected = errors(case, found), errors(case, predicted)
+        for t in TENSORS:
+            assert real[t] == pytest.approx(expected[t], rel=0.02), (shards, inner, t)
+            left = rms(getattr(found, t).double() - predicted[t].double()) / real[t]
+            assert left < 0.45, (shards, inner, t)
+
+
+def test_the_claim_needs_each_of_its_roundings() -> None:
+    """Without the rounding of the partial O, dq, dk or dv the prediction is more than 5 % off."""
+    case = drawn()
+    found = run(case, shards=8, inner="emulated")
+    claim = dict(SHARDED.claims(case, found, SYSTEM) or {})
+    real = errors(case, found)
+    for site, t in (
+        ("merge", "out"),
+        ("dq_partial", "dq"),
+        ("dk_partial", "dk"),
+        ("dv_partial", "dv"),
+    ):
+        without = errors(case, emulated_step(case, {**claim, site: "exact"}))
+        assert real[t] > 1.05 * without[t], site
+
+
+def test_what_no_emulation_has_claims_nothing() -> None:
+    """Narrow running results over several merges, rounded differences and zigzag; a single merge in
+    the working format rounds once, as the cast does, and is predicted."""
+    case = drawn(64, is_causal=True)
+
+    def claim(**options: Any) -> Any:
+        found = SHARDED.attend(case, **SHARDED.with_options(options))
+        return SHARDED.claims(case, found, SYSTEM)
+
+    assert claim(shards=4, merge_format="working") is None
+    assert claim(shards=2, merge_format="promoted") is None
+    assert claim(shards=2, order="zigzag") is None
+    assert claim(shards=2, merge_format="working") is not None
+    assert claim(shards=4, merge_format="working", order="simultaneous") is not None
+    assert claim(shards=1)["preset"] == "fa2"
+    step = run(case, shards=2, merge_format="working")
+    assert SHARDED.claims(case, step, SYSTEM) is None
+
+
+def test_a_narrow_running_result_costs_more_with_more_shards() -> None:
+    """In bfloat16 a merge adds a rounding, so that 16 shards are worse than with fp32 by more than
+    a half; gradients too, by the sums over ranks."""
+    case = drawn(512)
+    wide, narrow = (
+        errors(case, run(case, shards=16, merge_format=name)) for name in ("float32", "bfloat16")
+    )
+    assert all(narrow[t] > 1.2 * wide[t] for t in TENSORS)
+    assert narrow["out"] > 1.5 * wide["out"]
+
+
+@pytest.mark.parametrize(
+    ("order", "merge_format", "shards", "more"),
+    [
+        ("ring", "bfloat16", 16, 15 / 2 - 1 / 16),
+        ("tree", "bfloat16", 16, 3.0),
+        ("ring", "promoted", 2, 1.0),
+        ("simultaneous", "bfloat16", 16, 0.0),
+    ],
+)
+def test_the_growth_is_what_counting_gives(
+    order: str, merge_format: str, shards: int, more: float
+) -> None:
+    """The squares that docs/kernels.md counts, over that of the cast: (n - 1) / 2 - 1 / n in a
+    ring, log2 n - 1 in a tree, 2 / n promoted; to 5 % of the sum."""
+    case = drawn(1024)
+    exact = exact_gradients(case).out
+    floor = rms(exact.bfloat16().double() - exact)
+
+    def squares(name: str) -> float:
+        options = {"shards": shards, "order": order, "merge_format": name}
+        found = SHARDED.attend(case, **SHARDED.with_options(options))
+        return (rms(found.out.double() - exact) / floor) ** 2
+
+    assert squares(merge_format) == pytest.approx(squares("float32") + more, rel=0.05)
+
+
+def test_partial_results_in_float32_cost_less() -> None:
+    """Handed over in float32, nothing is rounded but at the end: the error of one shard."""
+    case = drawn()
+    one = errors(case, run(case, shards=1, inner="emulated"))
+    wide = errors(case, run(case, shards=8, inner="emulated", partial_format="float32"))
+    working = errors(case, run(case, shards=8, inner="emulated"))
+    assert all(wide[t] < 1.05 * one[t] for t in TENSORS)
+    assert all(working[t] > 1.1 * wide[t] for t in TENSORS)
+
+
+def test_the_emulation_of_splits_is_exact_where_nothing_rounds() -> None:
+    """`splits` and `q_splits` with every site exact leave the reference's numbers, in float64."""
+    case = drawn(40, 56, heads=4)
+    exact = exact_gradients(case)
+    found = find("emulated").gradients(case, preset="exact", block_kv=8, splits=3, q_splits=4)
+    for t in TENSORS:
+        assert torch.allclose(getattr(found, t).double(), getattr(exact, t), rtol=0, atol=1e-12), t
+
+
+# --- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shards": 0},
+        {"shards": True},
+        {"inner": "flex"},
+        {"order": "circle"},
+        {"merge_format": "e4m3"},
+        {"partial_format": "float32"},
+    ],
+)
+def test_options_without_sense(options: dict[str, Any]) -> None:
+    """Each is refused before anything runs, with a hint."""
+    with pytest.raises(UsageError) as refused:
+        SHARDED.with_options(options)
+    assert refused.value.hint
+
+
+def test_what_a_shard_cannot_do_is_refused() -> None:
+    """The inner kernel's refusal is the row's reason; zigzag takes plain causal calls alone."""
+    case = drawn(24)
+    with pytest.raises(Refused, match="soft cap"):
+        run(dataclasses.replace(case, softcap=2.0))
+    with pytest.raises(Refused, match="plain causal calls"):
+        run(case, order="zigzag")
+    with pytest.raises(Refused, match="divides a length by 10"):
+        run(dataclasses.replace(case, is_causal=True), order="zigzag", shards=5)
+
+
+def test_what_ran_names_every_option() -> None:
+    """`ran` has shards, order and formats, and the operator that computed them."""
+    ran = run(drawn(24), shards=3, order="tree", merge_format="float64").ran
+    assert ran == (
+        "3 shards, tree, merged in float64, handed over in working, each by "
+        "_scaled_dot_product_flash_attention_for_cpu"
+    )
