@@ -83,6 +83,10 @@ class DeviationRow(Record):
     seed: int | None
     phase: Literal["prefill", "decode"] | None = None
     """Of a generation: its first pass, or one of those that follow."""
+    step: int | None = None
+    """Of a diffusion pipeline: the denoising step, from 0."""
+    attends: Literal["self", "cross", "joint"] | None = None
+    """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
     head: int | None
     """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
     whole call."""
