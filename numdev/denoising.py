@@ -1,10 +1,10 @@
-"""Run a diffusers pipeline for some denoising steps, and hand over its denoiser's attention calls.
+"""Run a diffusers pipeline for some steps, and hand over its denoiser's attention calls.
 
-A pipeline encodes its prompt, draws latents and then alternates between its denoiser, which attends,
-and its scheduler. A step ends where the scheduler is asked for the next latents, so a call's step is
-how often it has been asked: a second pass of the denoiser within a step (guidance run apart) belongs
-to the same one, while a scheduler that evaluates twice a step (Heun) has as many steps more. The run
-ends with the last step that is wanted, so no picture is decoded.
+A pipeline encodes its prompt, draws latents and then alternates between its denoiser, which
+attends, and its scheduler. A step ends where the scheduler is asked for the next latents, so a
+call's step is how often it has been asked: a second pass of the denoiser within a step (guidance
+run apart) belongs to the same one, while a scheduler that evaluates twice a step (Heun) has as many
+steps more. The run ends with the last step that is wanted, so no picture is decoded.
 
 Guidance and image size are the pipeline's defaults. Prompts, class labels and latents come from the
 seed, or prompts from a file. What the pipeline is and how it is opened is `numdev.pipelines`'.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.capturing import CaptureCount, capture_run
-from numdev.cases import AttentionCase, Attends
+from numdev.cases import Attends, AttentionCase
 from numdev.errors import UsageError
 from numdev.pipelines import quiet
 from numdev.watch import Watch, attention_modules
@@ -223,7 +223,11 @@ def _lines(texts: Sequence[Path]) -> list[str]:
 def _drawn_prompts(pipeline: Any, count: int, seed: int) -> list[str]:
     """Words of the pipeline's own tokenizer, drawn; they mean nothing."""
     tokenizer = next(
-        (x for n in ("tokenizer", "tokenizer_2", "tokenizer_3") if (x := getattr(pipeline, n, None))),
+        (
+            x
+            for n in ("tokenizer", "tokenizer_2", "tokenizer_3")
+            if (x := getattr(pipeline, n, None))
+        ),
         None,
     )
     if tokenizer is None:

@@ -299,6 +299,3 @@ def quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
         for c in bars:
             c.enable_progress_bar()
-
-
-
