@@ -326,12 +326,14 @@ class CheckpointSource:
         self.checkpoint = _open_weights(request)
         dtype = dtype_of(format_named(request.model_dtype))
         self.model = self.checkpoint.load_model(dtype=dtype, device=system.device)
+        self.checkpoint = self.checkpoint.fitted(self.model)
         if request.generate:
             check_generates(self.model)
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
         prefix = self.checkpoint.describe().get("prefix_removed")
-        removed = f"All names of weights began with {prefix!r}; it was taken off."
+        whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
+        removed = f"{whose} under names that begin with {prefix!r}; it was taken off."
         self.notes: tuple[str, ...] = (removed,) if prefix else ()
         self.upstream = None
         if gradients:
@@ -474,11 +476,12 @@ class PipelineSource:
 def _open_weights(request: AuditRequest) -> Checkpoint | StateDict:
     """A directory or the demo is a checkpoint, a file a state dict with a factory."""
     from numdev.checkpoint import open_checkpoint
-    from numdev.statedict import open_state_dict
+    from numdev.statedict import is_distributed, open_state_dict
 
     demo = request.checkpoint == "demo"
     path = demo_checkpoint() if demo else Path(request.checkpoint or "")
-    if path.is_file():
+    distributed = is_distributed(path) and not (path / "config.json").is_file()
+    if path.is_file() or distributed or (request.model and is_distributed(path)):
         return open_state_dict(path, request.model)
     if request.model:
         raise UsageError(

@@ -167,7 +167,7 @@ def _parts(table: pd.DataFrame, ranked: Sequence[KernelSummary]) -> list[PartSum
     whole = table[measured & (table["role"] != "precision")]
     if len(whole[PART].drop_duplicates()) < 2:
         return []
-    order = {
+    order: dict[Any, int] = {
         (k.kernel, repr(sorted(k.options.items())), k.role, k.format): i
         for i, k in enumerate(ranked)
     }

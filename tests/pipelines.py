@@ -72,7 +72,7 @@ def stable_diffusion(directory: Path, scheduler: Any = None) -> Path:
         text_encoder=CLIPTextModel(text),
         tokenizer=words,
         unet=unet,
-        scheduler=scheduler or diffusers.DDIMScheduler(),
+        scheduler=scheduler or diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
