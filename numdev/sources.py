@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -436,7 +437,7 @@ class PipelineSource:
         return {
             "checkpoint": self.opened.name,
             "sha256": self.opened.identity(),
-            "pipeline": self.opened.kind,
+            "pipeline": f"{self.opened.kind} of diffusers {version('diffusers')}",
             "architecture": type(self.denoiser).__name__,
             "parameters": sum(p.numel() for p in self.denoiser.parameters()),
             "scheduler": type(self.pipeline.scheduler).__name__,

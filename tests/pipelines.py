@@ -8,7 +8,12 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
 
 WORDS = ("a", "cat", "dog", "on", "red", "mat", "small", "house")
 
@@ -39,6 +44,21 @@ def vae(channels: int = 4) -> diffusers.AutoencoderKL:
     )
 
 
+def text_config(words: CLIPTokenizer) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        projection_dim=16,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
+
+
 def stable_diffusion(directory: Path, scheduler: Any = None) -> Path:
     """A UNet with self and cross attention, a CLIP text encoder, a VAE; guided by default."""
     torch.manual_seed(0)
@@ -56,20 +76,9 @@ def stable_diffusion(directory: Path, scheduler: Any = None) -> Path:
         cross_attention_dim=16,
         attention_head_dim=2,  # the number of heads, in this class
     )
-    text = CLIPTextConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=12,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
-    )
     pipeline = diffusers.StableDiffusionPipeline(
         vae=vae(),
-        text_encoder=CLIPTextModel(text),
+        text_encoder=CLIPTextModel(text_config(words)),
         tokenizer=words,
         unet=unet,
         scheduler=scheduler or diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
@@ -96,6 +105,39 @@ def dit(directory: Path) -> Path:
     )
     pipeline = diffusers.DiTPipeline(
         transformer=transformer, vae=vae(), scheduler=diffusers.DDIMScheduler()
+    )
+    pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
+    return directory / "pipeline"
+
+
+def stable_diffusion_3(directory: Path) -> Path:
+    """A transformer of joint attention, two CLIP encoders, and no third one."""
+    torch.manual_seed(0)
+    words = tokenizer(directory / "made")
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+    encoders = [CLIPTextModelWithProjection(text_config(words)) for _ in range(2)]
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(),
+        text_encoder=encoders[0],
+        tokenizer=words,
+        text_encoder_2=encoders[1],
+        tokenizer_2=words,
+        text_encoder_3=None,
+        tokenizer_3=None,
     )
     pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
     return directory / "pipeline"

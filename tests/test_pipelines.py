@@ -110,6 +110,13 @@ def test_a_class_conditional_transformer(dit: Path) -> None:
     assert {tuple(c.q.shape) for c in cases} == {(4, 2, 16, 8)}
 
 
+def test_joint_attention_and_a_part_left_out(tmp_path: Path) -> None:
+    """Image and text in one sequence; the third text encoder is None in the index."""
+    cases = captured(pipelines.stable_diffusion_3(tmp_path), denoise=1, sequences=1)
+    assert [c.ref.attends for c in cases] == ["joint", "joint"]
+    assert all(c.q_len == c.kv_len > 16 for c in cases)
+
+
 def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
     """The denoiser is given, and answers, the very bits of an unwatched run with these arguments;
     in the wrong order of steps the comparison fails."""
@@ -356,7 +363,7 @@ def test_attention_by_hand_is_told(unet: Path) -> None:
     source.denoiser.mid_block.attentions[0].transformer_blocks[0].attn1.set_processor(
         AttnProcessor()
     )
-    with pytest.raises(MeasurementError, match="not seen in mid_block.attentions.0"):
+    with pytest.raises(MeasurementError, match=r"not seen in mid_block\.attentions\.0"):
         source.visit(lambda located: None)
 
 

@@ -14,6 +14,7 @@ from numdev.report import Axis, Curve, Figure, PartSummary, Point, Role, Tick
 
 PHASES = ("prefill", "decode")
 OF_A_PHASE = ("×floor", "worst", "×pred")
+DEFAULT = "sdpa-default"
 KINDS = {
     "self": "self attention",
     "cross": "cross attention",
@@ -29,6 +30,8 @@ class Line:
     label: str
     role: Role
     cells: tuple[float | None, ...]
+    errors: tuple[float | None, ...] = ()
+    """By step: relative to the size of a row's terms, median head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,15 @@ def _steps(fmt: str, parts: Sequence[PartSummary]) -> Iterator[Grid]:
         lines = []
         for (label, role), own in _by_kernel([p for p in parts if p.attends == kind]).items():
             at = {p.step: p.floor_ratio for p in own}
-            lines.append(Line(label=label, role=role, cells=tuple(at.get(s) for s in steps)))
+            errors = {p.step: p.row_rel for p in own}
+            lines.append(
+                Line(
+                    label=label,
+                    role=role,
+                    cells=tuple(at.get(s) for s in steps),
+                    errors=tuple(errors.get(s) for s in steps),
+                )
+            )
         yield Grid(
             title=f"{fmt}, {KINDS[kind]}: ×floor by denoising step",
             steps=True,
@@ -119,23 +130,19 @@ def _steps(fmt: str, parts: Sequence[PartSummary]) -> Iterator[Grid]:
 
 
 def _curves(parts: Sequence[PartSummary]) -> Iterator[Curve]:
-    drawn: list[tuple[Point, ...]] = []
-    for (label, role), own in _by_kernel(parts).items():
-        points = tuple(
-            Point(
-                x=float(p.step or 0),
-                label=f"step {p.step}",
-                mean=p.row_rel,
-                low=None,
-                high=None,
-                seeds=1,
-            )
-            for p in own
-            if p.row_rel is not None
-        )
-        if points and points not in drawn:
-            drawn.append(points)
-            yield Curve(label=label, role=role, kernel=own[0].kernel, points=points)
+    kernels = _by_kernel(parts)
+    points = {
+        label: tuple(_point(p.step, p.row_rel) for p in own if p.row_rel is not None)
+        for (label, _), own in kernels.items()
+    }
+    for (label, role), own in kernels.items():
+        others = [points[o] for o in points if o != label]
+        if points[label] and not (label == DEFAULT and points[label] in others):
+            yield Curve(label=label, role=role, kernel=own[0].kernel, points=points[label])
+
+
+def _point(step: int | None, error: float) -> Point:
+    return Point(x=float(step or 0), label=f"step {step}", mean=error, low=None, high=None, seeds=1)
 
 
 def _numbers(parts: Sequence[PartSummary]) -> list[int]:
@@ -156,6 +163,6 @@ def _distinct(lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(
         line
         for line in lines
-        if line.label != "sdpa-default"
+        if line.label != DEFAULT
         or not any(o.cells == line.cells for o in lines if o.label != line.label)
     )

@@ -153,7 +153,10 @@ def show_audit(report: AuditReport, console: Console | None = None) -> None:
     for name in dict.fromkeys(k.format for k in summary.kernels):
         out.print(_ranking(name, [k for k in summary.kernels if k.format == name]))
     for grid in parts.grids(summary.parts):
-        out.print(_text(grid.title, "bold"), _part_table(grid, out.width), "", sep="\n")
+        out.print(_text(grid.title, "bold"), _part_table(grid, out.width), sep="\n")
+        for line in _errors_by_step(grid):
+            out.print(_text(line, "dim"))
+        out.print()
     out.print(*_notes(report), sep="\n")
     for part in _explanations(summary.explanations):
         out.print(part)
@@ -436,6 +439,18 @@ def _part_table(grid: parts.Grid, width: int) -> Table:
         label = _text(line.label, "bold" if line.role == "kernel" else "dim")
         table.add_row(label, *(_part_cell(grid.columns[at], line.cells[at]) for at in shown))
     return table
+
+
+def _errors_by_step(grid: parts.Grid) -> Iterator[str]:
+    """How large errors are at the first step and at the last, since the floor moves too."""
+    ends = (grid.columns[0], grid.columns[-1])
+    found = [
+        f"{line.label} {_si(line.errors[0])} at step {ends[0]}, {_si(line.errors[-1])} at {ends[1]}"
+        for line in grid.lines
+        if line.role == "kernel" and len(line.errors) > 1
+    ]
+    if found:
+        yield f"  Error over the size of a row's terms, median head: {'; '.join(found)}."
 
 
 def _part_cell(column: str, value: float | None) -> Text:
