@@ -774,7 +774,7 @@ ALLOWED: dict[str, set[str]] = {
     "guilt": {"diagnosereport"},
     "diagnosecurves": {"diagnosereport", "guilt", "report"},
     "diagnosewords": {"diagnosecurves", "diagnosereport", "guilt"},
-    "series": {"checkpoint", "errors", "storage", "tensorfile", "weightfiles"},
+    "series": {"checkpoint", "errors", "pipelines", "storage", "tensorfile", "weightfiles"},
     "diagnoseconfig": {"config", "errors", "kernels", "kernels.sites", "series"},
     "saturation": {"boundsreport", "trainreport"},
     "bounds": {"boundsreport", "saturation", "seedmeans", "trainreport"},

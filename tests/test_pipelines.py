@@ -357,6 +357,14 @@ def test_steps_are_for_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not is_pipeline(tmp_path)
 
 
+def test_a_diagnosis_takes_none(unet: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text encoder is not taken for a checkpoint of a series."""
+    with pytest.raises(SystemExit) as stop:
+        main(["diagnose", str(unet), "-o", str(unet.parent / "d")])
+    assert stop.value.code == 2
+    assert "is a diffusers pipeline" in capsys.readouterr().err
+
+
 def test_attention_by_hand_is_told(unet: Path) -> None:
     """A processor that multiplies by hand is no SDPA call: an error that names the modules."""
     source: Any = open_source(request(unet), System.here("cpu"))
