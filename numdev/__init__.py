@@ -11,9 +11,19 @@ if TYPE_CHECKING:
     from numdev.api import audit, capture, measure
     from numdev.kernels import kernel
     from numdev.testing import CheckFailed, check_attention
+    from numdev.varlen import save_cases, varlen_cases
 
 __version__ = "0.1.0"
-__all__ = ["CheckFailed", "audit", "capture", "check_attention", "kernel", "measure"]
+__all__ = [
+    "CheckFailed",
+    "audit",
+    "capture",
+    "check_attention",
+    "kernel",
+    "measure",
+    "save_cases",
+    "varlen_cases",
+]
 
 _HOMES = {
     "audit": "api",
@@ -22,6 +32,8 @@ _HOMES = {
     "kernel": "kernels",
     "check_attention": "testing",
     "CheckFailed": "testing",
+    "save_cases": "varlen",
+    "varlen_cases": "varlen",
 }
 
 

@@ -43,6 +43,7 @@ from numdev.trainingstep import TrainingStep, tracing
 from numdev.upstream import Upstream, at_home, loss_of
 from numdev.watch import Watch
 
+MET = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 NAME = "numdev"
 """Under which numdev's function is registered with transformers."""
 
@@ -137,6 +138,35 @@ def capture(
     return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls), drawn=drawn)
 
 
+def capture_run(
+    run: Callable[[], object],
+    watch: Watch,
+    on_call: Callable[[AttentionCase], None],
+    *,
+    owner: object,
+) -> CaptureCount:
+    """Call `run`, calling `on_call` at every attention call that the watched model makes in it.
+
+    Attention of other models in the same run (text encoders, a VAE) goes its own way and is not
+    counted. `owner` is named where the run fails. Raises as `capture` does.
+    """
+    interceptor = _Interceptor(watch.next_call, on_call, wanted=lambda: bool(watch.running))
+    token = _active.set(interceptor)
+    try:
+        with (
+            _blaming(owner, "failed on its inputs", interceptor),
+            torch.no_grad(),
+            without_fast_path(),
+            watch,
+            interceptor,
+        ):
+            run()
+    finally:
+        _active.reset(token)
+    watch.check_complete()
+    return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
+
+
 class _Met(Exception):
     """A call was met, and the run that made it ends there."""
 
@@ -163,7 +193,7 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
 
 
 @contextmanager
-def _blaming(model: nn.Module, what: str, interceptor: _Interceptor) -> Iterator[None]:
+def _blaming(model: object, what: str, interceptor: _Interceptor) -> Iterator[None]:
     """What the model raises as one line that names it; what `on_call` raised, unchanged."""
     try:
         yield
@@ -204,9 +234,11 @@ class _Interceptor(TorchFunctionMode):
         next_call: Callable[[], CaseRef],
         on_call: Callable[[AttentionCase], None],
         step: TrainingStep | None = None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
         self.next_call, self.on_call, self.step = next_call, on_call, step
+        self.wanted = wanted
         self.passed: Passed | None = None
         self.raised: BaseException | None = None
 
@@ -214,11 +246,11 @@ class _Interceptor(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in MET or not self.wanted():
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._meet(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return multi_head_answer(self._meet, args, kwargs, differentiable=self.step is not None)
-        return func(*args, **kwargs)
+        return multi_head_answer(self._meet, args, kwargs, differentiable=self.step is not None)
 
     def _meet(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call over as a case, or hold it for its gradient; the right answer to it."""

@@ -35,6 +35,7 @@ from numdev.layouts import strided_as
 Window = tuple[int | None, int | None]
 EMPTY_BLOCK = 1024
 Phase = Literal["prefill", "decode"]
+Attends = Literal["self", "cross", "joint"]
 Places = slice | Tensor
 """Rows or keys of a case: a range, or int64 indices."""
 
@@ -55,6 +56,10 @@ class CaseRef:
     seed: int | None = None
     phase: Phase | None = None
     """Of a generation: its first pass, or one of those that follow, a token each."""
+    step: int | None = None
+    """Of a diffusion pipeline: the denoising step, from 0."""
+    attends: Attends | None = None
+    """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

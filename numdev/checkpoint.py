@@ -1,7 +1,8 @@
 """Open a checkpoint lazily and safely, build its model, and say which one it was.
 
 A checkpoint is a Hugging Face directory: `config.json` beside its weights, which are safetensors
-files or `pytorch_model.bin`, whole or sharded with an index. Opening one reads `config.json`, the
+files or `pytorch_model.bin`, whole or sharded with an index, or what torch.distributed.checkpoint
+wrote. Opening one reads `config.json`, the
 index and the headers of safetensors files; weights are read when they are asked for, through
 memory maps where the file allows it.
 
@@ -16,12 +17,13 @@ Where the model's attention goes is `numdev.capturing`'s business, what it reads
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ from torch import Tensor
 
 from numdev import storage
 from numdev.capturing import attention_implementation
+from numdev.distmetadata import METADATA
+from numdev.distweights import (
+    NESTED,
+    SplitTensor,
+    files_of,
+    nested_under,
+    open_distributed,
+    taken_off,
+    under,
+)
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.storage import one_line, open_safetensors, read, read_json, shards, some
 
@@ -51,10 +63,22 @@ class Checkpoint:
     config: Mapping[str, Any]
     weights: tuple[Path, ...]
     """The weight files, in the order of their names."""
+    split: Mapping[str, SplitTensor] = field(default_factory=dict)
+    """The tensors of a distributed checkpoint, where the weights are one."""
+    prefix: str = ""
+    """What is taken off all their names."""
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
-        return {}
+        return {"prefix_removed": self.prefix} if self.prefix else {}
+
+    def fitted(self, model: torch.nn.Module) -> Checkpoint:
+        """The same, of a distributed checkpoint without what such a one nests the names of this
+        model's weights under."""
+        if not self.split:
+            return self
+        split = under(nested_under(self.split, model.state_dict()), self.split)
+        return dataclasses.replace(self, split=split, prefix=taken_off(split))
 
     @property
     def vocab_size(self) -> int | None:
@@ -79,6 +103,9 @@ class Checkpoint:
         Tensors that share their storage in a pickle (tied weights) come once, under the first
         name. Raises MeasurementError, naming the file, where one cannot be read.
         """
+        if self.split:
+            yield from ((name, x.read()) for name, x in self.split.items())
+            return
         for path in self.weights:
             yield from storage.distinct(path, read(path))
 
@@ -92,7 +119,7 @@ class Checkpoint:
         with _quiet_transformers():
             config = self._model_config()
             cls = self._model_class()
-            state = {name: tensor for path in self.weights for name, tensor in read(path)}
+            state = self._state(cls, config)
             with _blaming_transformers(self.path, "build the model"):
                 model, loaded = cls.from_pretrained(
                     None,
@@ -112,6 +139,14 @@ class Checkpoint:
         model.config.get_text_config().use_cache = False
         built: torch.nn.Module = model.to(device).eval()
         return built
+
+    def _state(self, cls: Any, config: Any) -> dict[str, Tensor]:
+        """All stored tensors, those of a distributed checkpoint named as the model names them."""
+        if not self.split:
+            return {name: tensor for path in self.weights for name, tensor in read(path)}
+        with _blaming_transformers(self.path, "build the model"), torch.device("meta"):
+            empty = cls(copy.deepcopy(config))
+        return dict(self.fitted(empty).tensors())
 
     def tokenizer(self) -> Any | None:
         """The directory's tokenizer (a transformers one), or None when it has none."""
@@ -206,6 +241,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise UsageError(f"{path}: has no config.json", hint=f"give {ACCEPTED}")
     config = read_json(stored)
     _refuse_code(config, stored)
+    if (path / METADATA).is_file():
+        split = open_distributed(path, NESTED)
+        return Checkpoint(
+            path=path,
+            name=path.resolve().name,
+            config=config,
+            weights=files_of(path, split),
+            split=split,
+            prefix=taken_off(split),
+        )
     weights = _weight_files(path)
     for file in weights:
         if file.suffix == ".safetensors":

@@ -18,9 +18,10 @@ from torch import Tensor
 from numdev import storage
 from numdev.bounds import WHOLE
 from numdev.checkpoint import open_checkpoint
+from numdev.distweights import NESTED, SplitTensor
 from numdev.errors import MeasurementError, UsageError
 from numdev.paired import Paired, paired
-from numdev.statedict import INDEX, NESTED, PREFIXES, SUFFIXES
+from numdev.statedict import INDEX, PREFIXES, SUFFIXES
 from numdev.trainreport import DistanceRow, VariantRecord, VariantRole
 from numdev.weightpairs import unfit
 
@@ -50,10 +51,12 @@ class Weights:
 
 def open_weights(path: Path) -> Weights:
     """A Hugging Face directory, a `.safetensors` file or the index of several, or what torch.save
-    wrote. No model is built. Raises UsageError where there are no weights, MeasurementError where
-    they are damaged."""
+    or torch.distributed.checkpoint wrote. No model is built. Raises UsageError where there are no
+    weights, MeasurementError where they are damaged."""
+    split: Mapping[str, SplitTensor] = {}
     if path.is_dir():
-        files = open_checkpoint(path).weights
+        opened = open_checkpoint(path)
+        files, split = opened.weights, opened.split
     elif path.name.endswith(INDEX):
         files = storage.shards(path)
     elif path.suffix in SUFFIXES and path.is_file():
@@ -61,7 +64,8 @@ def open_weights(path: Path) -> Weights:
     else:
         problem = "is no file of weights" if path.exists() else "does not exist"
         raise UsageError(f"{path}: {problem}", hint="give a checkpoint directory or a weight file")
-    tensors = {name: get for file in files for name, get in _getters(file)}
+    tensors: dict[str, Callable[[], Tensor]] = {name: x.read for name, x in split.items()}
+    tensors |= {name: get for file in files if not split for name, get in _getters(file)}
     if not tensors:
         raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
     prefix = _prefix(tensors)

@@ -30,6 +30,7 @@ from numdev.errors import UsageError, closest
 
 Scalar = bool | int | float | str | None
 Positive = Annotated[int, Field(gt=0, strict=True)]
+Step = Annotated[int, Field(ge=0, strict=True)]
 
 
 MOST_CELLS = 100_000
@@ -149,6 +150,10 @@ class AuditConfig(Strict):
     tokenizer: str | None = None
     inputs: str | None = None
     generate: Positive | None = None
+    denoise: Positive | None = None
+    """For a diffusers pipeline: how many denoising steps are run."""
+    steps: tuple[Step, ...] | None = None
+    """Only these of them, counted from 0."""
     length: Positive | None = None
     sequences: Positive | None = None
     layers: tuple[int, ...] | None = None
@@ -196,6 +201,10 @@ class AuditRequest(Strict):
     """A safetensors file of arguments for the model's forward."""
     generate: Positive | None = None
     """Decode this many tokens after the prefill; None: one forward pass."""
+    denoise: Positive | None = None
+    """For a diffusers pipeline: how many denoising steps are run. None: 4."""
+    steps: tuple[Step, ...] | None = None
+    """Only these of them, counted from 0; None: all."""
     length: Positive = 256
     sequences: Positive = 8
     layers: tuple[int, ...] | None = None

@@ -10,15 +10,22 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from numdev.distmetadata import Described, Piece, Place, read_metadata
+from numdev.distmetadata import METADATA, Described, Piece, Place, read_metadata
 from numdev.errors import MeasurementError
 from numdev.storage import FETCH, one_line
+
+NESTED = ("model", "state_dict", "model_state_dict", "module")
+"""Where training scripts put the state dict in what they save."""
+WRAPPERS = frozenset({*NESTED, "app", "_orig_mod"})
+"""What may stand before the names of weights, the wrappers of torch among it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,37 @@ def open_distributed(directory: Path, nested: tuple[str, ...]) -> dict[str, Spli
         for name, d in named
         if d.path[: len(head)] == head
     }
+
+
+def files_of(directory: Path, tensors: Mapping[str, SplitTensor]) -> tuple[Path, ...]:
+    """The metadata and the files that hold these tensors, as far as they are there."""
+    files = set().union(*(tensor.files for tensor in tensors.values()))
+    return (directory / METADATA, *sorted(f for f in files if f.is_file()))
+
+
+def nested_under(names: Iterable[str], own: Iterable[str]) -> str:
+    """What stands before most of a model's own names among the stored ones, of the keys that
+    training scripts nest a state dict under: `model.`, `state_dict.model.`, or nothing."""
+    wanted = set(own)
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        keys = itertools.takewhile(lambda part: part in WRAPPERS, parts[:-1])
+        for depth in range(len(list(keys)) + 1):
+            if ".".join(parts[depth:]) in wanted:
+                counts["".join(f"{part}." for part in parts[:depth])] += 1
+    return max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")
+
+
+def under(prefix: str, tensors: Mapping[str, SplitTensor]) -> dict[str, SplitTensor]:
+    """The tensors whose names begin so, named without it."""
+    return {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+
+
+def taken_off(tensors: Mapping[str, SplitTensor]) -> str:
+    """What stands before the names of these tensors in the metadata, and no longer here."""
+    found = {x.described.name.removesuffix(n) for n, x in tensors.items()}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _head(path: tuple[str, ...], key: str) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ class Places:
         else:
             words = place.module if place.layer in self._shared else f"layer {place.layer}"
         words += f" {place.phase}" if place.phase else ""
-        words += f" call {place.call}" if self._calls else ""
+        words += f" step {place.step}" if place.step is not None else ""
+        words += f" call {place.call}" if self._calls and place.call != place.step else ""
         words += f" head {place.head}" if place.head is not None else ""
         return words + (f", seed {place.seed}" if self._seeds else "")
 

@@ -360,6 +360,8 @@ def identity(task: Task) -> dict[str, Any]:
         "call": ref.call,
         "seed": ref.seed,
         "phase": ref.phase,
+        "step": ref.step,
+        "attends": ref.attends,
         "role": task.role,
         "kernel": task.kernel,
         "options": dict(task.options),

@@ -83,6 +83,10 @@ class DeviationRow(Record):
     seed: int | None
     phase: Literal["prefill", "decode"] | None = None
     """Of a generation: its first pass, or one of those that follow."""
+    step: int | None = None
+    """Of a diffusion pipeline: the denoising step, from 0."""
+    attends: Literal["self", "cross", "joint"] | None = None
+    """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
     head: int | None
     """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
     whole call."""
@@ -219,6 +223,7 @@ class WorstRow(Record):
     call: int
     seed: int | None
     phase: Literal["prefill", "decode"] | None = None
+    step: int | None = None
     role: Role = "kernel"
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -382,6 +387,30 @@ class KernelSummary(Record):
     """Whether there were enough independent sequences to say anything about bias in general."""
 
 
+class PartSummary(Record):
+    """One kernel in one format over some of its calls: a phase of a generation, or what attends
+    alike in one denoising step."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    phase: Literal["prefill", "decode"] | None = None
+    step: int | None = None
+    attends: Literal["self", "cross", "joint"] | None = None
+    calls: int
+    ok: int
+    """Heads that were measured, of all these calls."""
+    row_rel: float | None = None
+    """Median over heads, as the following; `_worst` the largest."""
+    floor_ratio: float | None = None
+    floor_ratio_worst: float | None = None
+    floor_ratio_where: str | None = None
+    baseline_ratio: float | None = None
+    expected_ratio: float | None = None
+    expected_ratio_worst: float | None = None
+
+
 class HeadMap(Record):
     """One metric of one kernel, layer by head."""
 
@@ -425,6 +454,8 @@ class AuditSummary(Record):
     explanations: tuple[Explanation, ...] = ()
     """For `--explain`: which roundings make each kernel's errors."""
     worst_rows: tuple[WorstRow, ...] = ()
+    parts: tuple[PartSummary, ...] = ()
+    """Of a generation by phase; of a diffusion pipeline by denoising step and what attends."""
 
 
 class Place(Record):
@@ -436,6 +467,7 @@ class Place(Record):
     call: int
     head: int | None
     phase: str | None
+    step: int | None = None
     seed: int | None
 
     @classmethod

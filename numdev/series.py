@@ -19,6 +19,7 @@ from pathlib import Path
 
 from numdev.checkpoint import WHOLE
 from numdev.errors import MeasurementError, UsageError
+from numdev.pipelines import is_pipeline
 from numdev.storage import some
 from numdev.tensorfile import holds_cases
 from numdev.weightfiles import Weights, open_weights
@@ -97,6 +98,11 @@ def _stages(target: str) -> list[Stage]:
     path = Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=GIVE)
+    if is_pipeline(path):  # else its text encoder would be taken for a checkpoint of a series
+        raise UsageError(
+            f"{target}: is a diffusers pipeline, which a diagnosis does not take",
+            hint="numdev audit takes it",
+        )
     if path.suffix in YAML or holds_cases(path):
         return [Stage(target=target, name=path.resolve().name, weights=False)]
     if path.is_file() or _is_checkpoint(path):

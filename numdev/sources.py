@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ from numdev.formats import dtype_of, format_named
 from numdev.inputs import Shapes, check, draw
 from numdev.layouts import laid_out, transposed
 from numdev.masks import draw_mask
+from numdev.pipelines import is_pipeline
 from numdev.projection import Projection, Projections
 from numdev.storage import some
 from numdev.system import System
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from numdev.statedict import StateDict
 
 
-FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate")
+FOR_PIPELINES = ("denoise", "steps")
+FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate", *FOR_PIPELINES)
 """Options that say what a model is and reads, and mean nothing where there is no model."""
+NOT_FOR_PIPELINES = ("model", "tokenizer", "inputs", "generate")
 
 
 class Located(Protocol):
@@ -72,16 +76,23 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
         return ConfigSource(
             request.target, request.cases, (request.seed,), system, gradients=gradients
         )
+    if request.checkpoint != "demo" and is_pipeline(Path(request.checkpoint or "")):
+        return PipelineSource(request, system, gradients=gradients)
     if request.checkpoint != "demo" and holds_cases(Path(request.checkpoint or "")):
         return TensorFileSource(request, system, gradients=gradients)
+    _refuse(
+        request, FOR_PIPELINES, f"{request.checkpoint} is no diffusers pipeline", "for pipelines"
+    )
     return CheckpointSource(request, system, gradients=gradients, projections=projections)
 
 
-def _refuse(request: AuditRequest, options: tuple[str, ...], why: str) -> None:
+def _refuse(
+    request: AuditRequest, options: tuple[str, ...], why: str, whose: str = "for models"
+) -> None:
     """Raise UsageError for an option that has no meaning for this source."""
     for name in options:
         if getattr(request, name):
-            raise UsageError(f"{why}, and {name!r} is for models", hint=f"leave --{name} out")
+            raise UsageError(f"{why}, and {name!r} is {whose}", hint=f"leave --{name} out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +327,14 @@ class CheckpointSource:
         self.checkpoint = _open_weights(request)
         dtype = dtype_of(format_named(request.model_dtype))
         self.model = self.checkpoint.load_model(dtype=dtype, device=system.device)
+        self.checkpoint = self.checkpoint.fitted(self.model)
         if request.generate:
             check_generates(self.model)
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
         prefix = self.checkpoint.describe().get("prefix_removed")
-        removed = f"All names of weights began with {prefix!r}; it was taken off."
+        whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
+        removed = f"{whose} under names that begin with {prefix!r}; it was taken off."
         self.notes: tuple[str, ...] = (removed,) if prefix else ()
         self.upstream = None
         if gradients:
@@ -376,14 +389,100 @@ class CheckpointSource:
         return self.checkpoint.tensors()
 
 
+class PipelineSource:
+    """The attention calls of a diffusion pipeline's denoiser, at every denoising step or at chosen
+    ones. Other parts of it (text encoders, the VAE) are not audited, and `notes` names them.
+
+    With `gradients`, cases carry a drawn grad_out: a pipeline has no loss.
+    """
+
+    def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
+        from numdev import denoising
+        from numdev.pipelines import not_audited, open_pipeline
+        from numdev.watch import attention_modules
+
+        where = request.checkpoint or ""
+        _refuse(request, NOT_FOR_PIPELINES, f"{where} is a diffusers pipeline", "for other models")
+        self.request, self.gradients = request, gradients
+        self.steps = request.denoise or denoising.STEPS
+        if request.steps and max(request.steps) >= self.steps:
+            raise UsageError(
+                f"--steps {max(request.steps)}: steps are counted from 0, and there are "
+                f"{self.steps}",
+                hint="give a larger --denoise, or other --steps",
+            )
+        self.opened = open_pipeline(Path(where))
+        dtype = dtype_of(format_named(request.model_dtype))
+        self.pipeline = self.opened.load(dtype=dtype, device=system.device)
+        self.denoiser = getattr(self.pipeline, self.opened.denoiser)
+        self.reading = denoising.read(
+            self.pipeline,
+            self.denoiser,
+            [Path(text) for text in request.text],
+            count=request.sequences,
+            seed=request.seed,
+        )
+        self.modules = attention_modules(self.denoiser)
+        self.others = not_audited(self.pipeline, self.opened.denoiser)
+        self.notes: tuple[str, ...] = ()
+        if self.others:
+            self.notes += (
+                f"Audited: the {self.opened.denoiser}. Not audited: the attention of "
+                f"{', '.join(self.others)}.",
+            )
+        if gradients:
+            self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "checkpoint": self.opened.name,
+            "sha256": self.opened.identity(),
+            "pipeline": f"{self.opened.kind} of diffusers {version('diffusers')}",
+            "architecture": type(self.denoiser).__name__,
+            "parameters": sum(p.numel() for p in self.denoiser.parameters()),
+            "scheduler": type(self.pipeline.scheduler).__name__,
+            "denoising_steps": self.steps,
+            "not_audited": ", ".join(self.others),
+            "prompt": self.reading.description,
+            "prompt_sha256": self.reading.digest,
+            **({"grad_out": drawn_from(self.request.seed)} if self.gradients else {}),
+        }
+
+    def count(self) -> int:
+        return len(self.modules) * len(self.request.steps or range(self.steps))
+
+    def visit(self, handle: Callable[[Located], None]) -> None:
+        from numdev.denoising import denoise
+
+        def chosen(case: AttentionCase) -> None:
+            if self.request.layers is None or case.ref.layer in self.request.layers:
+                upstream = self.gradients
+                handle(Captured(case=with_drawn(case, self.request.seed) if upstream else case))
+
+        denoise(
+            self.pipeline,
+            self.denoiser,
+            self.reading,
+            chosen,
+            source=self.opened.name,
+            steps=self.steps,
+            chosen=self.request.steps,
+            seed=self.request.seed,
+        )
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.opened.tensors()
+
+
 def _open_weights(request: AuditRequest) -> Checkpoint | StateDict:
     """A directory or the demo is a checkpoint, a file a state dict with a factory."""
     from numdev.checkpoint import open_checkpoint
-    from numdev.statedict import open_state_dict
+    from numdev.statedict import is_distributed, open_state_dict
 
     demo = request.checkpoint == "demo"
     path = demo_checkpoint() if demo else Path(request.checkpoint or "")
-    if path.is_file():
+    distributed = is_distributed(path) and not (path / "config.json").is_file()
+    if path.is_file() or distributed or (request.model and is_distributed(path)):
         return open_state_dict(path, request.model)
     if request.model:
         raise UsageError(

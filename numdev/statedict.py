@@ -1,9 +1,10 @@
 """A state dict and the factory that builds its model: any PyTorch module can be audited.
 
-The weights are a `.safetensors` file, the index of a sharded one, or what torch.save wrote (`.pt`,
-`.pth`, `.bin`). The model is the user's own `package.module:factory`. Training scripts save more
-than weights: a state dict under one of `NESTED` is found, and the configuration under one of
-`CONFIGS` is handed to a factory that takes a parameter (for safetensors, the `config.json` beside).
+The weights are a `.safetensors` file, the index of a sharded one, what torch.save wrote (`.pt`,
+`.pth`, `.bin`), or a `torch.distributed.checkpoint` directory. The model is the user's own
+`package.module:factory`. Training scripts save more than weights: a state dict under one of
+`NESTED` is found, and the configuration under one of `CONFIGS` is handed to a factory that takes a
+parameter (where the file is no pickle, the `config.json` beside it).
 
 Loading is strict: a weight missing or left over is named, and so is one of another shape. What
 torch.compile and DistributedDataParallel put before names is taken off, and said.
@@ -13,10 +14,11 @@ The interface is that of `numdev.checkpoint.Checkpoint`.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,25 @@ from torch import Tensor, nn
 from numdev import storage
 from numdev.capturing import attention_implementation
 from numdev.checkpoint import size
+from numdev.distmetadata import METADATA
+from numdev.distweights import (
+    NESTED,
+    SplitTensor,
+    files_of,
+    nested_under,
+    open_distributed,
+    taken_off,
+    under,
+)
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import fingerprint, imported
 
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
-ACCEPTED = "a file .safetensors, .safetensors.index.json, .pt, .pth or .bin"
-NESTED = ("model", "state_dict", "model_state_dict", "module")
-"""Where training scripts put the state dict in what they save."""
+ACCEPTED = (
+    "a file .safetensors, .safetensors.index.json, .pt, .pth or .bin, or a "
+    "torch.distributed.checkpoint directory"
+)
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 """Where they put the model's configuration: nanoGPT, Lightning, and others."""
 PREFIXES = ("_orig_mod.", "module.")
@@ -54,6 +67,8 @@ class StateDict:
     """The configuration stored with the weights, if there is one."""
     prefix: str
     """What is taken off all names."""
+    split: Mapping[str, SplitTensor] = field(default_factory=dict)
+    """The tensors of a distributed checkpoint."""
 
     def identity(self) -> str:
         """SHA-256 over the names and contents of the files."""
@@ -66,8 +81,19 @@ class StateDict:
         described = {"model": self.factory, "model_made_from": fingerprint(made_from)}
         return {**described, **({"prefix_removed": self.prefix} if self.prefix else {})}
 
+    def fitted(self, model: nn.Module) -> StateDict:
+        """The same, of a distributed checkpoint without what such a one nests the names of this
+        model's weights under; only then is it known which of its tensors these are."""
+        if not self.split:
+            return self
+        split = under(nested_under(self.split, model.state_dict()), self.split)
+        return dataclasses.replace(self, split=split, prefix=taken_off(split))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every stored weight with its name, one at a time; tied ones of a pickle once."""
+        if self.split:
+            yield from ((name, x.read()) for name, x in self.split.items())
+            return
         for path in self.files:
             for name, tensor in storage.distinct(path, _weights(path)):
                 yield name.removeprefix(self.prefix), tensor
@@ -81,9 +107,12 @@ class StateDict:
         model = self._built()
         _open_to_capture(model)
         model = model.to(dtype)  # before loading, which would round to the factory's own format
-        state = {name: x for path in self.files for name, x in _weights(path)}
         own = model.state_dict()
-        if self.prefix and not all(name.startswith(self.prefix) for name in own):
+        if self.split:
+            state = dict(self.fitted(model).tensors())
+        else:
+            state = {name: x for path in self.files for name, x in _weights(path)}
+        if not self.split and self.prefix and not all(name.startswith(self.prefix) for name in own):
             state = {name.removeprefix(self.prefix): x for name, x in state.items()}
         self._check(model, own, state)
         model.load_state_dict(state, strict=False)
@@ -169,10 +198,10 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     Raises UsageError where there are none, where no factory is given or it cannot be imported,
     MeasurementError for a damaged file and one without a state dict.
     """
-    if not (path.suffix in SUFFIXES or path.name.endswith(INDEX)):
+    if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
         raise UsageError(f"{path}: is no checkpoint that numdev reads", hint=f"give {ACCEPTED}")
     if not factory:
-        beside = (path.parent / "config.json").is_file()
+        beside = path.is_file() and (path.parent / "config.json").is_file()
         hint = "give --model package.module:factory"
         raise UsageError(
             f"{path}: holds weights, and says not of which model",
@@ -181,6 +210,18 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     if ":" not in factory:
         raise UsageError(f"--model {factory!r}: is no factory", hint="write package.module:factory")
     build = imported(factory, "model")
+    if is_distributed(path):
+        split = open_distributed(path, NESTED)
+        return StateDict(
+            path=path,
+            name=path.resolve().name,
+            files=files_of(path, split),
+            factory=factory,
+            build=build,
+            config=_config(path / METADATA),
+            prefix=taken_off(split),
+            split=split,
+        )
     files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
     names = [name for file in files for name in _names(file)]
     if not names:
@@ -194,6 +235,11 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
         config=_config(path),
         prefix=common_prefix(names),
     )
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote this directory."""
+    return (path / METADATA).is_file()
 
 
 def vocabulary(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:

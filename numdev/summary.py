@@ -21,6 +21,7 @@ from numdev.report import (
     GradientSummary,
     HeadMap,
     KernelSummary,
+    PartSummary,
     WeightRow,
     WeightSummary,
     WorstRow,
@@ -28,6 +29,7 @@ from numdev.report import (
 from numdev.rules import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP, holm, noise_ratio
 
 KEY = ["kernel", "options", "role", "format"]
+PART = ["phase", "step", "attends"]
 
 
 def summarise(
@@ -58,6 +60,7 @@ def summarise(
         sequences=int(sequences.min()) if len(sequences) else None,
         explanations=explanations(attributions),
         worst_rows=tuple(worst),
+        parts=tuple(_parts(table, ranked)),
     )
 
 
@@ -66,14 +69,21 @@ def _places(table: pd.DataFrame) -> pd.Series[str]:
 
     Encoder, decoder and cross attention of one model share their layers' numbers, so that there
     the words that tell their modules apart join it; the module's name where that is not enough. In
-    a generation the phase is part of the place.
+    a generation the phase is part of the place. In a diffusion pipeline it is what they attend to
+    that tells calls apart.
     """
     modules = table.groupby("layer")["module"].transform("nunique")
-    numbers = [f"layer {int(n)}" if pd.notna(n) else "" for n in table["layer"]]
-    roles = _roles(table["module"].unique().tolist())
+    told = table["attends"].nunique() > 1
+    kinds = [f" {x}" if told and x else "" for x in table["attends"]]
+    numbers = [
+        f"layer {int(n)}{x}" if pd.notna(n) else ""
+        for n, x in zip(table["layer"], kinds, strict=True)
+    ]
+    roles = {} if told else _roles(table["module"].unique().tolist())
     layer = pd.Series(numbers, index=table.index)
     role = pd.Series(
-        [n + roles[m] for n, m in zip(numbers, table["module"], strict=True)], index=table.index
+        [n + roles.get(m, "") for n, m in zip(numbers, table["module"], strict=True)],
+        index=table.index,
     )
     one_each = table.groupby([table["layer"], role])["module"].transform("nunique").eq(1).all()
     shared = role if one_each else table["module"]
@@ -93,7 +103,8 @@ def _roles(modules: Sequence[str]) -> dict[str, str]:
 
 
 def _where(row: Any) -> str:
-    return f"{row['place']} head {int(row['head'])}"
+    step = f" step {int(row['step'])}" if pd.notna(row["step"]) else ""
+    return f"{row['place']}{step} head {int(row['head'])}"
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
@@ -146,6 +157,42 @@ def _kernel(rows: Sequence[DeviationRow], group: pd.DataFrame) -> KernelSummary:
         **_bounds(ok),
         fa_rule_heads=None if ok["fa_rule"].isna().all() else int(ok["fa_rule"].eq(True).sum()),
         **_bias(ok),
+    )
+
+
+def _parts(table: pd.DataFrame, ranked: Sequence[KernelSummary]) -> list[PartSummary]:
+    """Every kernel's numbers for each phase or step, in the ranking's order; nothing where all
+    calls are of one part."""
+    measured = (table["status"] == "ok") & (table["tensor"] == "out")
+    whole = table[measured & (table["role"] != "precision")]
+    if len(whole[PART].drop_duplicates()) < 2:
+        return []
+    order: dict[Any, int] = {
+        (k.kernel, repr(sorted(k.options.items())), k.role, k.format): i
+        for i, k in enumerate(ranked)
+    }
+    groups = whole.groupby([*KEY, *PART], sort=False, dropna=False)
+    found = [(order[key[: len(KEY)]], key[len(KEY) :], group) for key, group in groups]
+    found.sort(key=lambda item: item[0])
+    return [_part(ranked[i], part, group) for i, part, group in found]
+
+
+def _part(kernel: KernelSummary, part: Sequence[Any], ok: pd.DataFrame) -> PartSummary:
+    phase, step, attends = (None if pd.isna(x) else x for x in part)
+    return PartSummary(
+        kernel=kernel.kernel,
+        options=kernel.options,
+        role=kernel.role,
+        format=kernel.format,
+        phase=phase,
+        step=None if step is None else int(step),
+        attends=attends,
+        calls=ok["case"].nunique(),
+        ok=len(ok),
+        **_spread(ok, "row_rel"),
+        **_spread(ok, "floor_ratio", worst=True, where=True),
+        **_spread(ok, "baseline_ratio"),
+        **_spread(ok, "expected_ratio", worst=True),
     )
 
 

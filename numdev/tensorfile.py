@@ -71,6 +71,9 @@ class StoredCase:
             layer=call.layer,
             call=call.call,
             seed=call.seed,
+            phase=call.phase,
+            step=call.step,
+            attends=call.attends,
         )
 
     @property

@@ -61,6 +61,12 @@ class Call(_Strict):
     seed: int | None = None
     source: str | None = None
     """The header's."""
+    phase: Literal["prefill", "decode"] | None = None
+    """Of a generation: what reads the prompt, or writes one token."""
+    step: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """Of a diffusion pipeline: the denoising step."""
+    attends: Literal["self", "cross", "joint"] | None = None
+    """Of a diffusion pipeline: to the image itself, the text, or both as one."""
     mask: Literal["none", "bool", "additive"] | None = None
     """By the tensor's dtype. A mask of bytes is read as bool where this says so."""
     scale: float | None = None

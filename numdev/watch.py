@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -34,9 +35,16 @@ class Watch:
     """Follows which modules run, names the calls they make, and notices attention without one."""
 
     def __init__(
-        self, model: nn.Module, *, source: str, prompt: int = 0, generates: bool = False
+        self,
+        model: nn.Module,
+        *,
+        source: str,
+        prompt: int = 0,
+        generates: bool = False,
+        step: Callable[[], int] | None = None,
     ) -> None:
-        self.model, self.generates = model, generates
+        """`step`: asked at every call for the denoising step it belongs to, where there are any."""
+        self.model, self.generates, self.step = model, generates, step
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
         self.wrappers = {m: set(m.children()) & self.owners for m in self.modules}
@@ -81,16 +89,18 @@ class Watch:
         self.seen[owner] += 1
         call = self.calls[name]
         self.calls[name] += 1
-        phase = self._phase()
+        phase, step = self._phase(), self.step() if self.step else None
         return CaseRef(
             case=f"{name}#{call}"
             + (f"/{phase}" if phase else "")
+            + (f"/step{step}" if step is not None else "")
             + (f"@{self.prompt}" if self.prompt else ""),
             source=self.source,
             module=name,
             layer=self._layer(module, name),
             call=call,
             phase=phase,
+            step=step,
         )
 
     def _layer(self, module: nn.Module, name: str) -> int:

@@ -24,9 +24,9 @@ from numdev import storage
 from numdev.checkpoint import WHOLE
 from numdev.config import demo_checkpoint
 from numdev.distmetadata import METADATA
-from numdev.distweights import open_distributed
+from numdev.distweights import NESTED, files_of, open_distributed
 from numdev.errors import MeasurementError, UsageError
-from numdev.statedict import INDEX, NESTED, SUFFIXES, common_prefix, state_in
+from numdev.statedict import INDEX, SUFFIXES, common_prefix, state_in
 
 ACCEPTED = (
     "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
@@ -98,11 +98,10 @@ def open_weights(target: str) -> Weights:
 
 def _distributed(target: str, path: Path) -> Weights:
     found = open_distributed(path, NESTED)
-    files = set().union(*(tensor.files for tensor in found.values()))
     return _unprefixed(
         Weights(
             name=target,
-            files=(path / METADATA, *sorted(f for f in files if f.is_file())),
+            files=files_of(path, found),
             tensors={name: Stored(shape=x.shape, read=x.read) for name, x in found.items()},
         )
     )

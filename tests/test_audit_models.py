@@ -99,7 +99,9 @@ def test_places_that_share_a_layers_number(
     modules: tuple[str, ...], places: tuple[str, ...]
 ) -> None:
     """The words their names differ in are enough, or else the names stand whole."""
-    table = pd.DataFrame({"layer": 0, "module": modules, "case": modules, "phase": None})
+    table = pd.DataFrame(
+        {"layer": 0, "module": modules, "case": modules, "phase": None, "attends": None}
+    )
     assert tuple(_places(table)) == places
 
 

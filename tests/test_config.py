@@ -235,7 +235,7 @@ def test_configurations_are_frozen(read: Any) -> None:
         ({**one(), "kernel": ["baseline"]}, "unknown key 'kernel'; did you mean 'kernels'"),
         (
             {**one(), "zzzz": 1},
-            "unknown key 'zzzz'; known: cases, checkpoint, control, device, explain",
+            "unknown key 'zzzz'; known: cases, checkpoint, control, denoise, device, explain",
         ),
         (one(hed_dim=8), r"unknown key 'cases\.0\.hed_dim'; did you mean 'head_dim'"),
         (one(sequence_length=8), r"unknown key 'cases\.0\.sequence_length'; did you mean 'seq_"),

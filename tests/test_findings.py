@@ -85,6 +85,7 @@ def test_a_finding_is_data_too() -> None:
     assert finding.place is not None
     assert finding.place.model_dump() == {
         "case": "d", "module": "m", "layer": 2, "call": 1, "head": 3, "phase": None, "seed": 5,
+            "step": None,
     }  # fmt: skip
     assert (finding.rule, finding.metric, finding.observed) == ("error", "expected_ratio", 2.5)
     assert (finding.limit, finding.count, finding.judged) == (1.1, 1, 2)

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "numdev"
 # Module to the modules of numdev it imports, wherever in the file the import stands. "numdev" is
 # the package itself, for its version.
 ALLOWED: dict[str, set[str]] = {
-    "numdev": {"api", "kernels", "testing"},  # when a public name is first asked for
+    "numdev": {"api", "kernels", "testing", "varlen"},  # when a public name is first asked for
     "__main__": {"cli"},
     "api": {
         "attempt",
@@ -472,23 +472,36 @@ ALLOWED: dict[str, set[str]] = {
     },
     "projection": {"capturing", "cases", "errors"},
     "arguments": {"errors", "prompts", "storage"},
-    "checkpoint": {"capturing", "errors", "storage"},
-    "statedict": {"capturing", "checkpoint", "errors", "kernels", "storage"},
+    "checkpoint": {"capturing", "distmetadata", "distweights", "errors", "storage"},
+    "statedict": {
+        "capturing",
+        "checkpoint",
+        "distmetadata",
+        "distweights",
+        "errors",
+        "kernels",
+        "storage",
+    },
     "tensorheader": {"errors", "storage"},
     "tensorfile": {"cases", "errors", "storage", "tensorheader"},
     "tensorwriter": {"cases", "errors", "numdev", "storage", "tensorfile", "tensorheader"},
     "reading": {"arguments", "checkpoint", "config", "errors", "prompts", "statedict"},
+    "pipelines": {"errors", "storage", "watch"},
+    "denoising": {"capturing", "cases", "errors", "pipelines", "watch"},
+    "varlen": {"cases", "errors", "tensorwriter"},
     "sources": {
         "capturing",
         "cases",
         "checkpoint",
         "config",
+        "denoising",
         "errors",
         "formats",
         "generation",
         "inputs",
         "layouts",
         "masks",
+        "pipelines",
         "projection",
         "reading",
         "statedict",
@@ -508,12 +521,14 @@ ALLOWED: dict[str, set[str]] = {
     "explanations": {"report"},
     "answer": {"report", "rules"},
     "render": set(),
-    "render.terminal": {"foreign", "report", "stopwatch"},
+    "render.terminal": {"foreign", "render.parts", "report", "stopwatch"},
     "render.chart": {"report"},
+    "render.parts": {"render.chart", "report"},
     "render.html": {
         "foreign",
         "render.chart",
         "render.numbers",
+        "render.parts",
         "render.positions",
         "report",
         "stopwatch",
@@ -521,7 +536,7 @@ ALLOWED: dict[str, set[str]] = {
     "render.markdown": {"foreign", "render.html", "render.sheets", "report"},
     "render.numbers": set(),
     "render.positions": {"report"},
-    "render.sheets": {"render.numbers", "report"},
+    "render.sheets": {"render.numbers", "render.parts", "report"},
     "render.verdicts": {"gate", "render.problems", "render.standing", "render.terminal", "report"},
     "render.standing": {
         "gate",
@@ -799,7 +814,7 @@ ALLOWED: dict[str, set[str]] = {
     "guilt": {"diagnosereport"},
     "diagnosecurves": {"diagnosereport", "guilt", "report"},
     "diagnosewords": {"diagnosecurves", "diagnosereport", "guilt"},
-    "series": {"checkpoint", "errors", "storage", "tensorfile", "weightfiles"},
+    "series": {"checkpoint", "errors", "pipelines", "storage", "tensorfile", "weightfiles"},
     "diagnoseconfig": {"config", "errors", "kernels", "kernels.sites", "series"},
     "saturation": {"boundsreport", "trainreport"},
     "bounds": {"boundsreport", "saturation", "seedmeans", "trainreport"},
@@ -809,6 +824,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpointpairs": {
         "bounds",
         "checkpoint",
+        "distweights",
         "errors",
         "paired",
         "statedict",
@@ -1113,7 +1129,14 @@ def test_what_renders_or_decides_touches_no_tensor() -> None:
         "proxies",
         "boundswords",
     }
-    light |= {"render.chart", "render.html", "render.terminal", "render.verdicts", "explanations"}
+    light |= {
+        "render.chart",
+        "render.html",
+        "render.parts",
+        "render.terminal",
+        "render.verdicts",
+        "explanations",
+    }
     light |= {"render.train", "trainreport", "traincurves", "trainwords", "trainspikes"}
     light |= {"render.github", "render.junit", "render.problems"}
     for name in ALLOWED.keys() & light:

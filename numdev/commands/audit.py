@@ -61,6 +61,13 @@ from numdev.commands.session import command_line, hand_over, measuring
     help="Let the model write: audit the prefill and N decode steps, with a cache, in place of one "
     "forward pass.",
 )
+@click.option(
+    "--denoise",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="For a diffusers pipeline: run N denoising steps.  [4]",
+)
+@click.option("--steps", metavar="LIST", help="Only these denoising steps, from 0: 0,3.  [all]")
 @click.option("--length", type=click.IntRange(min=1), help="Tokens in a sequence.  [256]")
 @click.option(
     "--sequences",
@@ -101,7 +108,8 @@ def audit(
     """Audit the attention of a model, of captured tensors, or of the shapes in a YAML file.
 
     TARGET is a Hugging Face checkpoint directory, a state dict (.safetensors, its sharded index,
-    .pt, .pth, .bin; with --model), a .safetensors file of captured tensors or a directory of them,
+    .pt, .pth, .bin, or a torch.distributed.checkpoint directory; with --model), a diffusers
+    pipeline's directory, a .safetensors file of captured tensors or a directory of them,
     a YAML configuration, or `demo` (the checkpoint that ships with numdev). Without it,
     configs/audit/default.yaml. The same request into the same
     directory continues where it stopped.

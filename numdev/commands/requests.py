@@ -28,6 +28,7 @@ def audit_request(target: str | None, flags: dict[str, Any]) -> AuditRequest:
         "text": flags.pop("text") or None,
         "layers": numbers(flags.pop("layers"), "--layers"),
         "heads": numbers(flags.pop("heads"), "--heads"),
+        "steps": numbers(flags.pop("steps", None), "--steps"),
         **flags,
     }
     merged = {k: v for k, v in config.items() if v is not None}

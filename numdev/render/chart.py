@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from numdev.report import Axis, Curve, Figure, Point
 
 WIDTH, HEIGHT = 660, 400
-LEFT, RIGHT, TOP, BOTTOM = 66, 168, 14, 82
+LEFT, RIGHT, TOP, BOTTOM = 78, 168, 14, 82
 UNDER = 36
 """Below the frame, for the axis and its title, without the lines of its labels."""
 LINE = 14

@@ -113,7 +113,8 @@ def place(where: Place) -> str:
     """Where something is, in a table: the module, and the case where it was drawn."""
     words = where.case if where.layer is None else where.module
     words += f" {where.phase}" if where.phase else ""
-    words += f" call {where.call}" if where.call else ""
+    words += f" step {where.step}" if where.step is not None else ""
+    words += f" call {where.call}" if where.call and where.call != where.step else ""
     return words + (f" head {where.head}" if where.head is not None else "")
 
 

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from numdev.foreign import plain
-from numdev.render import chart, numbers, positions
+from numdev.render import chart, numbers, parts, positions
 from numdev.report import AuditReport, Finding, Report, SweepReport, replacing
 from numdev.stopwatch import words
 
@@ -97,6 +97,8 @@ def _audit(report: AuditReport) -> dict[str, Any]:
     figures = positions.figures(report.summary.worst_rows)
     return {
         "summary": report.summary,
+        "grids": parts.grids(report.summary.parts),
+        "by_step": parts.charts(report.summary.parts),
         "positions": chart.charts(figures, positions.AXIS, "baseline"),
         "sites": {s.site: s.rounds for e in report.summary.explanations for s in e.sites},
     }
@@ -136,6 +138,8 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     yield "source", source.get("checkpoint") or source.get("config")
     yield "SHA-256", source.get("sha256")
     yield "read", source.get("prompt")
+    yield "pipeline", source.get("pipeline")
+    yield "not audited", source.get("not_audited")
     yield "GPU", system.get("gpu")
     yield "CPU", f"{system.get('cpu')} ({system.get('cpu_capability')})"
     if isinstance(packages, dict):

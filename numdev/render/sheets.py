@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from numdev.render import parts
 from numdev.render.numbers import NONE, ratio, si
 from numdev.report import (
     AuditReport,
@@ -83,6 +84,12 @@ def _audit(report: AuditReport) -> Iterator[Sheet]:
             title=f"{name}: kernels, the closest to the truth first",
             columns=COLUMNS,
             rows=tuple(_ranked(k) for k in measured),
+        )
+    for grid in parts.grids(report.summary.parts):
+        yield Sheet(
+            title=grid.title,
+            columns=("kernel", *grid.columns),
+            rows=tuple((line.label, *map(ratio, line.cells)) for line in grid.lines),
         )
     found = report.summary.map
     if found is not None:

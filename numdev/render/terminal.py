@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from numdev.foreign import plain
+from numdev.render import parts
 from numdev.report import (
     AuditReport,
     Axis,
@@ -151,6 +152,11 @@ def show_audit(report: AuditReport, console: Console | None = None) -> None:
     _answered(report, out)
     for name in dict.fromkeys(k.format for k in summary.kernels):
         out.print(_ranking(name, [k for k in summary.kernels if k.format == name]))
+    for grid in parts.grids(summary.parts):
+        out.print(_text(grid.title, "bold"), _part_table(grid, out.width), sep="\n")
+        for line in _errors_by_step(grid):
+            out.print(_text(line, "dim"))
+        out.print()
     out.print(*_notes(report), sep="\n")
     for part in _explanations(summary.explanations):
         out.print(part)
@@ -411,6 +417,44 @@ def _slow_references(report: AuditReport) -> list[str]:
         f"block, slower and as good: {reason}."
         for reason, count in counts.items()
     ]
+
+
+def _part_table(grid: parts.Grid, width: int) -> Table:
+    """Phases or steps side by side; of more columns than fit, some, evenly."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("kernel", overflow="fold")
+    longest = max((len(line.label) for line in grid.lines), default=0)
+    fitting = max(2, (width - min(longest, width // 3) - 2) // 6)
+    shown = list(range(len(grid.columns)))
+    if len(shown) > max(fitting, 6):
+        shown = sorted({round(i * (len(shown) - 1) / (fitting - 1)) for i in range(fitting)})
+    for at in shown:
+        table.add_column(grid.columns[at], justify="right")
+    for line in grid.lines:
+        label = _text(line.label, "bold" if line.role == "kernel" else "dim")
+        table.add_row(label, *(_part_cell(grid.columns[at], line.cells[at]) for at in shown))
+    return table
+
+
+def _errors_by_step(grid: parts.Grid) -> Iterator[str]:
+    """How large errors are at the first step and at the last, since the floor moves too."""
+    ends = (grid.columns[0], grid.columns[-1])
+    found = [
+        f"{line.label} {_si(line.errors[0])} at step {ends[0]}, {_si(line.errors[-1])} at {ends[1]}"
+        for line in grid.lines
+        if line.role == "kernel" and len(line.errors) > 1
+    ]
+    if found:
+        yield f"  Error over the size of a row's terms, median head: {'; '.join(found)}."
+
+
+def _part_cell(column: str, value: float | None) -> Text:
+    return _beside_prediction(value) if column.endswith("×pred") else _shaded(value)
 
 
 def _explanations(found: Sequence[Explanation]) -> Iterator[RenderableType]:

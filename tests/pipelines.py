@@ -1,0 +1,143 @@
+"""Tiny diffusers pipelines, made and saved where a test wants them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
+
+WORDS = ("a", "cat", "dog", "on", "red", "mat", "small", "house")
+
+
+def tokenizer(directory: Path) -> CLIPTokenizer:
+    """Of byte letters and a few words; it is saved with the pipeline."""
+    directory.mkdir(parents=True, exist_ok=True)
+    letters = [chr(c) for c in range(97, 123)]
+    tokens = [*letters, *(f"{x}</w>" for x in letters), *(f"{w}</w>" for w in WORDS if len(w) > 1)]
+    vocabulary = {t: i for i, t in enumerate([*tokens, "<|startoftext|>", "<|endoftext|>"])}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(
+        str(directory / "vocab.json"), str(directory / "merges.txt"), model_max_length=12
+    )
+
+
+def vae(channels: int = 4) -> diffusers.AutoencoderKL:
+    """With attention of its own, in its middle block."""
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=channels,
+        norm_num_groups=4,
+    )
+
+
+def text_config(words: CLIPTokenizer) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        projection_dim=16,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
+
+
+def stable_diffusion(directory: Path, scheduler: Any = None) -> Path:
+    """A UNet with self and cross attention, a CLIP text encoder, a VAE; guided by default."""
+    torch.manual_seed(0)
+    words = tokenizer(directory / "made")
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type="UNetMidBlock2DCrossAttn",
+        cross_attention_dim=16,
+        attention_head_dim=2,  # the number of heads, in this class
+    )
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=vae(),
+        text_encoder=CLIPTextModel(text_config(words)),
+        tokenizer=words,
+        unet=unet,
+        scheduler=scheduler or diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
+    return directory / "pipeline"
+
+
+def dit(directory: Path) -> Path:
+    """A transformer of two layers for classes, without text."""
+    torch.manual_seed(0)
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=1000,
+    )
+    pipeline = diffusers.DiTPipeline(
+        transformer=transformer, vae=vae(), scheduler=diffusers.DDIMScheduler()
+    )
+    pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
+    return directory / "pipeline"
+
+
+def stable_diffusion_3(directory: Path) -> Path:
+    """A transformer of joint attention, two CLIP encoders, and no third one."""
+    torch.manual_seed(0)
+    words = tokenizer(directory / "made")
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+    encoders = [CLIPTextModelWithProjection(text_config(words)) for _ in range(2)]
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae(),
+        text_encoder=encoders[0],
+        tokenizer=words,
+        text_encoder_2=encoders[1],
+        tokenizer_2=words,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
+    pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
+    return directory / "pipeline"

@@ -1,0 +1,471 @@
+"""Diffusers pipelines as a source: how they are opened, run and captured, and what is said."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pipelines
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor
+
+from numdev import denoising, report
+from numdev.cases import AttentionCase, CaseRef
+from numdev.cli import main
+from numdev.config import AuditRequest, Choice
+from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.kernels import find
+from numdev.pipelines import is_pipeline, not_audited, open_pipeline
+from numdev.render import html, parts
+from numdev.sources import Located, open_source
+from numdev.system import System
+
+BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention
+SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipelines.stable_diffusion(tmp_path_factory.mktemp("sd"))
+
+
+@pytest.fixture(scope="module")
+def dit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipelines.dit(tmp_path_factory.mktemp("dit"))
+
+
+def request(path: Path, **given: Any) -> AuditRequest:
+    given = {"sequences": 2, "denoise": 2, "device": "cpu", **given}
+    return AuditRequest(
+        target=path.name, checkpoint=str(path), kernels=(Choice(name="sdpa-math"),), **given
+    )
+
+
+def captured(path: Path, **given: Any) -> list[AttentionCase]:
+    """Every case that the pipeline's source hands over."""
+    found: list[AttentionCase] = []
+    source = open_source(request(path, **given), System.here("cpu"))
+    source.visit(lambda located: found.append(located.load()))
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], code: int, target: Path, *flags: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", str(target), *SMALL, *flags, "--output", str(target.parent / "refused")])
+    err = capsys.readouterr().err
+    assert stop.value.code == code, err
+    assert "unexpected" not in err
+    return err
+
+
+def edited(path: Path, to: Path, **changes: Any) -> Path:
+    """A copy of a pipeline's directory with other entries in its index."""
+    to.mkdir()
+    for part in path.iterdir():
+        if part.is_dir():
+            (to / part.name).symlink_to(part)
+    index = json.loads((path / "model_index.json").read_text())
+    (to / "model_index.json").write_text(json.dumps(index | changes))
+    return to
+
+
+# --- what is captured ----------------------------------------------------------------------------
+
+
+def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
+    """Four blocks with self and cross attention, twice; none of the text encoder or the VAE."""
+    cases = captured(unet)
+    assert [c.ref.step for c in cases] == [0] * 2 * BLOCKS + [1] * 2 * BLOCKS
+    assert [c.ref.attends for c in cases] == ["self", "cross"] * BLOCKS * 2
+    assert {c.ref.case for c in cases if c.ref.step == 1} == {
+        f"{c.ref.module}#1/step1" for c in cases
+    }
+    assert all(c.kv_len == (c.q_len if c.ref.attends == "self" else 12) for c in cases)
+    assert all(c.ref.attends != "self" or ".attn1" in c.ref.module for c in cases)
+    assert {c.q.shape[0] for c in cases} == {4}  # two images, each with and without its prompt
+
+
+def test_chosen_steps_are_the_same_calls(unet: Path) -> None:
+    """Steps 0 and 2 of three, and nothing between; bit for bit what a run of all has there."""
+    whole = {c.ref.case: c for c in captured(unet, denoise=3)}
+    some = captured(unet, denoise=3, steps=(0, 2))
+    assert {c.ref.step for c in some} == {0, 2}
+    assert len(some) == 2 * 2 * BLOCKS
+    assert all(torch.equal(c.q, whole[c.ref.case].q) for c in some)
+    assert all(torch.equal(c.k, whole[c.ref.case].k) for c in some)
+
+
+def test_a_class_conditional_transformer(dit: Path) -> None:
+    """Two layers of self attention a step, guided, of drawn classes."""
+    cases = captured(dit, denoise=3)
+    assert [(c.ref.layer, c.ref.step, c.ref.attends) for c in cases] == [
+        (layer, step, "self") for step in range(3) for layer in range(2)
+    ]
+    assert {tuple(c.q.shape) for c in cases} == {(4, 2, 16, 8)}
+
+
+def test_joint_attention_and_a_part_left_out(tmp_path: Path) -> None:
+    """Image and text in one sequence; the third text encoder is None in the index."""
+    cases = captured(pipelines.stable_diffusion_3(tmp_path), denoise=1, sequences=1)
+    assert [c.ref.attends for c in cases] == ["joint", "joint"]
+    assert all(c.q_len == c.kv_len > 16 for c in cases)
+
+
+def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
+    """The denoiser is given, and answers, the very bits of an unwatched run with these arguments;
+    in the wrong order of steps the comparison fails."""
+    source: Any = open_source(request(unet), System.here("cpu"))
+    answers: list[torch.Tensor] = []
+    source.denoiser.register_forward_hook(lambda m, a, out: answers.append(out[0].clone()))
+    source.visit(lambda located: None)
+    watched, answers[:] = list(answers), []
+    source.pipeline(
+        **source.reading.arguments,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    )
+    assert len(watched) == len(answers) == 2
+    assert all(torch.equal(a, b) for a, b in zip(watched, answers, strict=True))
+    assert not torch.equal(watched[0], answers[1])
+
+
+def test_a_case_is_the_denoisers_attention(unet: Path) -> None:
+    """The fp64 reference of a captured cross-attention call, put through the module's own output
+    projection, is what the module answered in fp64."""
+    source: Any = open_source(request(unet, model_dtype="float64"), System.here("cpu"))
+    module = source.denoiser.mid_block.attentions[0].transformer_blocks[0].attn2
+    answers: list[torch.Tensor] = []
+    module.register_forward_hook(lambda m, a, out: answers.append(out.clone()))
+    cases: list[AttentionCase] = []
+    source.visit(lambda located: cases.append(located.load()))
+    case = next(
+        c for c in cases if c.ref.module == "mid_block.attentions.0.transformer_blocks.0.attn2"
+    )
+    attended = find("baseline").attend(case).out.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(module.to_out[0](attended), answers[0], rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(module.to_out[0](1.001 * attended), answers[0], rtol=1e-12)
+
+
+def test_a_scheduler_that_evaluates_twice_has_more_steps(tmp_path: Path) -> None:
+    """Heun: three steps are five evaluations, and each is one of the calls' steps."""
+    path = pipelines.stable_diffusion(tmp_path, diffusers.HeunDiscreteScheduler(steps_offset=1))
+    assert {c.ref.step for c in captured(path, denoise=3)} == {0, 1, 2, 3, 4}
+
+
+def test_the_run_leaves_the_pipeline_as_it_was(dit: Path) -> None:
+    """The scheduler's own step is back, and no hook is left."""
+    source: Any = open_source(request(dit), System.here("cpu"))
+    source.visit(lambda located: None)
+    assert "step" not in vars(source.pipeline.scheduler)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in source.denoiser.modules())
+
+
+def test_gradients_are_drawn(dit: Path) -> None:
+    """A pipeline has no loss: each case carries a drawn dO, and says so."""
+    cases = captured(dit, gradients=True)
+    assert all(c.grad_out is not None and c.grad_out_from for c in cases)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "own", "told", "attends"),
+    [
+        (16, 16, 16, None, "self"),
+        (16, 7, 16, 7, "cross"),
+        (16, 16, 16, 16, "cross"),  # as long as the image, and still the text
+        (23, 23, 16, 7, "joint"),
+        (16, 23, 16, 7, "joint"),  # keys of the text added to the image's
+        (16, 4, 16, None, "cross"),
+    ],
+)
+def test_what_a_call_attends_to(q: int, k: int, own: int, told: int | None, attends: str) -> None:
+    """By the lengths of what its module was given."""
+    lengths = denoising._Lengths(torch.nn.Module())
+    lengths.given["m"] = own, told
+    x = torch.zeros(1, 1, 1, 8)
+    case = AttentionCase(
+        ref=CaseRef(case="c", module="m"),
+        q=x.expand(1, 1, q, 8),
+        k=x.expand(1, 1, k, 8),
+        v=x.expand(1, 1, k, 8),
+        scale=1.0,
+    )
+    assert lengths.attends(case) == attends
+
+
+# --- what it reads -------------------------------------------------------------------------------
+
+
+def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
+    """A line is a prompt; fewer lines than images are used again; the text changes the keys."""
+    (tmp_path / "p.txt").write_text("a red cat\n\n  a small house \n")
+    given = {"sequences": 3, "denoise": 1, "text": (str(tmp_path / "p.txt"),)}
+    source: Any = open_source(request(unet, **given), System.here("cpu"))
+    assert source.reading.arguments == {"prompt": ["a red cat", "a small house", "a red cat"]}
+    assert source.describe()["prompt"] == "3 images, prompts: 2 of p.txt"
+    cross = [c for c in captured(unet, **given) if c.ref.attends == "cross"]
+    other = [c for c in captured(unet, sequences=3, denoise=1) if c.ref.attends == "cross"]
+    assert not torch.equal(cross[0].k, other[0].k)
+
+
+def test_drawn_prompts_follow_the_seed(unet: Path) -> None:
+    """The same seed, the same prompts and latents; another, others."""
+    first, again, other = (captured(unet, denoise=1, seed=s) for s in (0, 0, 1))
+    assert torch.equal(first[-1].q, again[-1].q)
+    assert not torch.equal(first[-1].q, other[-1].q)
+    assert not torch.equal(first[1].k, other[1].k)
+
+
+def test_text_that_is_not_read_is_refused(
+    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("a cat")
+    assert "reads no text" in refusal(capsys, 2, dit, "--text", str(tmp_path / "p.txt"))
+
+
+# --- how it is opened ----------------------------------------------------------------------------
+
+
+def test_what_is_not_audited_is_named(unet: Path) -> None:
+    """The parts that attend beside the denoiser; the tokenizer and scheduler do not."""
+    source: Any = open_source(request(unet), System.here("cpu"))
+    assert not_audited(source.pipeline, "unet") == ["text_encoder", "vae"]
+    assert source.notes == ("Audited: the unet. Not audited: the attention of text_encoder, vae.",)
+    assert source.describe()["not_audited"] == "text_encoder, vae"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_class_name": ["my_pipeline", "MyPipeline"]},
+        {"unet": ["my_unet", "MyUNet"]},
+        {"unet": ["diffusers", "UNet2DConditionModel", "more"]},
+        {"../unet": ["diffusers", "UNet2DConditionModel"]},
+    ],
+)
+def test_code_of_its_own_is_refused(
+    unet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    """A custom pipeline, a part of another library, a path for a name: exit code 2, none run."""
+    path = edited(unet, tmp_path / "p", **changes)
+    for name in ("my_pipeline.py", "my_unet.py", "pipeline.py"):
+        (path / name).write_text("raise SystemExit('code ran')")
+    assert "runs no code that comes with a pipeline" in refusal(capsys, 2, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"_class_name": "NoSuchPipeline"}, "has no NoSuchPipeline"),
+        ({"_class_name": "UNet2DConditionModel"}, "has no UNet2DConditionModel"),
+        ({"unet": ["diffusers", "DiffusionPipeline"]}, "has no DiffusionPipeline"),
+        ({"text_encoder": ["transformers", "pipeline"]}, "has no pipeline"),
+        ({"extra": ["diffusers", "AutoencoderKL"]}, "is missing"),
+    ],
+)
+def test_names_that_are_no_parts(
+    unet: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    says: str,
+) -> None:
+    """Whatever the libraries have under a name, only parts of pipelines are built."""
+    assert says in refusal(capsys, 3, edited(unet, tmp_path / "p", **changes))
+
+
+def test_a_pickle_is_not_read(
+    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights as .bin alone: the file is named, and is not opened."""
+    path = edited(dit, tmp_path / "p")
+    (path / "transformer").unlink()
+    (path / "transformer").mkdir()
+    config = (dit / "transformer" / "config.json").read_bytes()
+    (path / "transformer" / "config.json").write_bytes(config)
+    (path / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"no pickle")
+    err = refusal(capsys, 2, path)
+    assert "no weights that numdev reads (it has diffusion_pytorch_model.bin)" in err
+
+
+def test_weights_that_are_missing_are_named(
+    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tensor short: no layer is left as it was drawn."""
+    from safetensors.torch import load_file, save_file
+
+    path = edited(dit, tmp_path / "p")
+    (path / "transformer").unlink()
+    (path / "transformer").mkdir()
+    source, name = dit / "transformer", "diffusion_pytorch_model.safetensors"
+    (path / "transformer" / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = load_file(source / name)
+    del tensors["transformer_blocks.1.attn1.to_q.weight"]
+    save_file(tensors, path / "transformer" / name)
+    assert "transformer_blocks.1.attn1.to_q.weight" in refusal(capsys, 3, path)
+
+
+def test_without_a_denoiser_it_is_refused(
+    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = edited(dit, tmp_path / "p", transformer=[None, None])
+    assert "names no part unet or transformer" in refusal(capsys, 2, path)
+
+
+def test_without_diffusers_the_hint_installs_it(dit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "diffusers":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UsageError) as refused:
+        open_pipeline(dit)
+    assert refused.value.hint == "pip install 'numdev[diffusers]'"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--steps", "0,4"), "--steps 4: steps are counted from 0, and there are 4"),
+        (("--generate", "2"), "is a diffusers pipeline"),
+        (("--inputs", "x"), "is a diffusers pipeline"),
+        (("--model", "m:f"), "is a diffusers pipeline"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    dit: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
+) -> None:
+    assert says in refusal(capsys, 2, dit, *flags)
+
+
+def test_steps_are_for_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that does not denoise has none."""
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", "demo", *SMALL, "--denoise", "3", "-o", str(tmp_path / "o")])
+    assert stop.value.code == 2
+    assert "demo is no diffusers pipeline" in capsys.readouterr().err
+    assert not is_pipeline(tmp_path)
+
+
+def test_a_diagnosis_takes_none(unet: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text encoder is not taken for a checkpoint of a series."""
+    with pytest.raises(SystemExit) as stop:
+        main(["diagnose", str(unet), "-o", str(unet.parent / "d")])
+    assert stop.value.code == 2
+    assert "is a diffusers pipeline" in capsys.readouterr().err
+
+
+def test_attention_by_hand_is_told(unet: Path) -> None:
+    """A processor that multiplies by hand is no SDPA call: an error that names the modules."""
+    source: Any = open_source(request(unet), System.here("cpu"))
+    source.denoiser.mid_block.attentions[0].transformer_blocks[0].attn1.set_processor(
+        AttnProcessor()
+    )
+    with pytest.raises(MeasurementError, match=r"not seen in mid_block\.attentions\.0"):
+        source.visit(lambda located: None)
+
+
+def test_what_the_audit_raises_comes_out_unchanged(dit: Path) -> None:
+    """An error of whoever measures a case is not blamed on the pipeline."""
+
+    class Mine(Exception):
+        pass
+
+    def fail(located: Located) -> None:
+        raise Mine
+
+    with pytest.raises(Mine):
+        open_source(request(dit), System.here("cpu")).visit(fail)
+
+
+def test_what_the_pipeline_raises_names_it(unet: Path) -> None:
+    source: Any = open_source(request(unet), System.here("cpu"))
+    object.__setattr__(source.reading, "arguments", {"prompt": 3})
+    with pytest.raises(NumdevError, match="StableDiffusionPipeline failed on its inputs"):
+        source.visit(lambda located: None)
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def audited(unet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An audit's directory, of two steps of three."""
+    output = tmp_path_factory.mktemp("audited") / "o"
+    flags = ("--kernel", "sdpa-flash", "--denoise", "3", "--steps", "0,2", "-q")
+    main(["audit", str(unet), *SMALL, *flags, "-o", str(output)])
+    return output
+
+
+def test_rows_know_step_and_kind(audited: Path) -> None:
+    """In the report, in its CSV and in the names of places."""
+    found = report.read(audited)
+    assert isinstance(found, report.AuditReport)
+    assert {(r.step, r.attends) for r in found.rows} == {
+        (s, a) for s in (0, 2) for a in ("self", "cross")
+    }
+    assert {"step", "attends"} <= set((audited / "rows.csv").read_text().split("\n")[0].split(","))
+    assert found.summary.map is not None
+    assert found.summary.map.layers[:2] == ("0 self", "1 cross")
+
+
+def test_deviation_by_step_is_that_of_its_rows(audited: Path) -> None:
+    """A part's median is the median over the rows of its step and kind."""
+    found = report.read(audited)
+    assert isinstance(found, report.AuditReport)
+    part = next(
+        p
+        for p in found.summary.parts
+        if (p.kernel, p.step, p.attends) == ("sdpa-flash", 2, "cross")
+    )
+    ratios = sorted(
+        r.floor_ratio or 0
+        for r in found.rows
+        if (r.kernel, r.step, r.attends, r.tensor) == ("sdpa-flash", 2, "cross", "out")
+    )
+    assert (part.calls, part.ok) == (BLOCKS, len(ratios))
+    assert part.floor_ratio == pytest.approx((ratios[3] + ratios[4]) / 2)
+    assert part.floor_ratio_worst == ratios[-1]
+
+
+def test_the_page_and_the_terminal_show_it(
+    audited: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A curve and a table for each kind of attention, a point and a column for each step."""
+    found = report.read(audited)
+    assert isinstance(found, report.AuditReport)
+    page = html.page(found)
+    assert "bfloat16, self attention: error by denoising step" in page
+    assert "Not audited".lower() in page
+    drawn = parts.charts(found.summary.parts)
+    assert [len(c.drawn[0].dots) for c in drawn] == [2, 2]
+    grid = parts.grids(found.summary.parts)[0]
+    assert grid.columns == ("0", "2")
+    main(["report", str(audited)])
+    shown = capsys.readouterr().out
+    assert "bfloat16, cross attention: ×floor by denoising step" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_saved_calls_give_the_same_rows(unet: Path, tmp_path: Path) -> None:
+    """--save-cases keeps step and kind: the rows of an audit of the files are the pipeline's."""
+    flags = (*SMALL, "--denoise", "2", "-q")
+    main(
+        ["audit", str(unet), *flags, "-o", str(tmp_path / "a"), "--save-cases", str(tmp_path / "c")]
+    )
+    main(["audit", str(tmp_path / "c"), *SMALL, "-q", "-o", str(tmp_path / "b")])
+    first, second = report.read(tmp_path / "a"), report.read(tmp_path / "b")
+    assert isinstance(first, report.AuditReport)
+    assert isinstance(second, report.AuditReport)
+    assert first.rows == second.rows
+    assert first.summary.parts == second.summary.parts

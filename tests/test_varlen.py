@@ -1,0 +1,188 @@
+"""Calls as serving engines make them, packed and paged, become the cases they are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import numdev
+from numdev import report
+from numdev.cli import main
+from numdev.errors import UsageError
+from numdev.kernels import find
+from numdev.tensorfile import open_cases
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
+QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)
+"""A prefill, a decode step, a sequence that is only padding, and a chunk after four keys."""
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def begins(counts: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+
+
+def packed() -> dict[str, Any]:
+    """q, k and v behind each other, with four rows of padding after the queries."""
+    return {
+        "q": drawn(sum(QUERIES) + 4, HEADS, DIM),
+        "k": drawn(sum(KEYS), KV_HEADS, DIM),
+        "v": drawn(sum(KEYS), KV_HEADS, DIM + 2)[..., :DIM],
+        "cu_seqlens_q": begins(QUERIES),
+        "cu_seqlens_k": begins(KEYS),
+    }
+
+
+def paged() -> dict[str, Any]:
+    """The same keys in pages of four that lie in no order, the rest of each page full of NaN."""
+    given = packed()
+    caches = {n: torch.full((12, PAGE, KV_HEADS, DIM), math.nan) for n in "kv"}
+    free = iter((7, 2, 11, 0, 5, 9, 3))
+    table = torch.full((len(KEYS), 3), -1, dtype=torch.int32)
+    for i, (start, count) in enumerate(zip(begins(KEYS).tolist(), KEYS, strict=False)):
+        for page in range(-(-count // PAGE)):
+            table[i, page] = place = next(free)
+            held = slice(start + PAGE * page, start + min(count, PAGE * (page + 1)))
+            for n, cache in caches.items():
+                cache[place, : held.stop - held.start] = given[n][held]
+    return {
+        "q": given["q"],
+        **caches,
+        "cu_seqlens_q": given["cu_seqlens_q"],
+        "seqused_k": torch.tensor(KEYS, dtype=torch.int32),
+        "block_table": table,
+    }
+
+
+def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal: bool) -> Any:
+    """One sequence in numpy, aligned at the last key: [queries, heads, dim] from packed tensors."""
+    out = np.zeros((len(q), HEADS, v.shape[-1]))
+    for head in range(HEADS):
+        own = head // (HEADS // KV_HEADS)
+        for i in range(len(q)):
+            at = i + len(k) - len(q)
+            first = 0 if left is None else max(0, at - left)
+            seen = slice(first, at + 1 if causal else len(k))
+            scores = k[seen, own] @ q[i, head] * scale
+            weights = np.exp(scores - scores.max())
+            out[i, head] = weights @ v[seen, own] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("given", [packed, paged])
+@pytest.mark.parametrize(("causal", "left"), [(True, None), (False, None), (True, 2)])
+def test_a_packed_call_is_one_case_a_sequence(given: Any, causal: bool, left: int | None) -> None:
+    """Each case, attended in fp64, is what plain loops over the packed tensors give for its rows;
+    1 % off in the scale is not."""
+    whole = packed()
+    window = {} if left is None else {"window_size": (left, 0)}
+    cases = numdev.varlen_cases(**given(), causal=causal, softmax_scale=0.3, **window)
+    assert [c.ref.case for c in cases] == [f"attention#0/seq{i}" for i in (0, 1, 3)]
+    q, k, v = (whole[n].double().numpy() for n in "qkv")
+    rows, keys = begins(QUERIES).tolist(), begins(KEYS).tolist()
+    for i, case in zip((0, 1, 3), cases, strict=True):
+        own = (q[rows[i] : rows[i + 1]], *(x[keys[i] : keys[i + 1]] for x in (k, v)))
+        wanted = attention(*own, scale=0.3, left=left, causal=causal)
+        wrong = attention(*own, scale=0.303, left=left, causal=causal)
+        found = find("reference").attend(case).out[0].transpose(0, 1).numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-13)
+        assert not np.allclose(found, wrong, rtol=1e-12, atol=1e-13)
+
+
+def test_phases_are_told_apart() -> None:
+    """One query before several keys is decoding; a prompt of one token is read, not written."""
+    assert [c.ref.phase for c in numdev.varlen_cases(**paged())] == ["prefill", "decode", "prefill"]
+    one = torch.tensor([0, 1])
+    q, k = drawn(1, HEADS, DIM), drawn(1, KV_HEADS, DIM)
+    (case,) = numdev.varlen_cases(q, k, k, cu_seqlens_q=one, cu_seqlens_k=one)
+    assert case.ref.phase == "prefill"
+
+
+def test_cases_are_copies() -> None:
+    """The engine overwrites its cache, and the case stays."""
+    given = paged()
+    case = numdev.varlen_cases(**given)[1]
+    before = case.k.clone()
+    given["k"].zero_()
+    assert torch.equal(case.k, before)
+    assert case.k.isfinite().all()
+
+
+def test_flash_attentions_words_for_nothing() -> None:
+    """softcap 0 and a window of (-1, -1) are none; -1 on a side is no limit there."""
+    case = numdev.varlen_cases(**packed(), softcap=0.0, window_size=(-1, -1))[0]
+    assert (case.softcap, case.window) == (None, None)
+    case = numdev.varlen_cases(**packed(), softcap=30.0, window_size=(3, -1))[0]
+    assert (case.softcap, case.window) == (30.0, (3, None))
+    assert numdev.varlen_cases(**packed(), causal=True, window_size=(3, -1))[0].window == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "says"),
+    [
+        (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "does not ascend"),
+        (packed, {"cu_seqlens_q": torch.tensor([0, 99])}, "does not ascend"),
+        (packed, {"cu_seqlens_k": None}, "how many keys"),
+        (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, "4 sequences of queries, and 1 of keys"),
+        (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, "5 keys, and it should read 6"),
+        (packed, {"k": drawn(22, KV_HEADS, DIM)[None]}, "no packed call"),
+        (paged, {"block_table": None}, "no packed call"),
+        (paged, {"seqused_k": torch.tensor([5, 13, 0, 7])}, "13 keys do not fit into 3 pages of 4"),
+        (paged, {"block_table": torch.full((4, 3), 12)}, "beyond the 12"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    given: Any, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        numdev.varlen_cases(**{**given(), **changes})
+
+
+def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two layers' calls in one file: the same tensors come back, rows know the phase, and the
+    report sets prefill beside decode."""
+    cases = [
+        case
+        for layer in range(2)
+        for case in numdev.varlen_cases(
+            **paged(), causal=True, module=f"layers.{layer}.attn", layer=layer, source="engine"
+        )
+    ]
+    numdev.save_cases(tmp_path / "dump.safetensors", cases)
+    stored = open_cases(tmp_path / "dump.safetensors").cases
+    assert [s.ref for s in stored] == [c.ref for c in cases]
+    assert all(torch.equal(s.load().k, c.k) for s, c in zip(stored, cases, strict=True))
+    flags = ("--kernel", "sdpa-math", "--device", "cpu", "-o", str(tmp_path / "o"))
+    main(["audit", str(tmp_path / "dump.safetensors"), *flags])
+    found = report.read(tmp_path / "o")
+    assert isinstance(found, report.AuditReport)
+    assert [p.phase for p in found.summary.parts if p.kernel == "sdpa-math"] == [
+        "prefill",
+        "decode",
+    ]
+    assert "bfloat16: prefill beside decode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "says"),
+    [
+        ("d.pt", 1, "no .safetensors file"),
+        ("d.safetensors", 0, "no case"),
+        ("d.safetensors", 2, "called"),
+    ],
+)
+def test_a_file_that_could_not_be_audited_is_not_written(
+    tmp_path: Path, name: str, count: int, says: str
+) -> None:
+    cases = numdev.varlen_cases(**packed())[:1] * count
+    with pytest.raises(UsageError, match=says):
+        numdev.save_cases(tmp_path / name, cases)
+    assert not list(tmp_path.iterdir())
