@@ -27,7 +27,7 @@ from numdev.commands.schema import schema
 from numdev.commands.sweep import sweep
 from numdev.commands.train import train
 from numdev.commands.weights import weights
-from numdev.errors import NumdevError
+from numdev.errors import NumdevError, UsageError
 
 __all__ = ["DEFAULT_KERNELS", "cli", "main"]
 
@@ -89,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
     130 interrupted."""
     try:
+        if "" in (sys.argv[1:] if arguments is None else arguments):
+            raise UsageError("an argument is empty", hint="is a variable of the shell not set?")
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
         _fail(str(error), error.exit_code)

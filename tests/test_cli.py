@@ -547,6 +547,17 @@ def test_killed_at_any_moment_it_continues(run: Any, tmp_path: Path, undisturbed
         assert (tmp_path / f"out{i}" / JOURNAL).read_bytes() == undisturbed
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("diagnose", ""), ("audit", ""), ("gate", ""), ("audit", "demo", "--text", "")],
+)
+def test_an_empty_argument_is_called_that(run: Any, arguments: tuple[str, ...]) -> None:
+    """A variable of the shell that is not set is no path to the directory one stands in."""
+    found = run(*arguments)
+    assert (found.code, found.out) == (2, "")
+    assert found.err == "numdev: error: an argument is empty; is a variable of the shell not set?\n"
+
+
 def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
     """`numdev report ... | head -1`: exit code 0 and nothing on stderr, as text and as JSON."""
     assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0

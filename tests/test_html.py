@@ -170,7 +170,7 @@ def test_the_page_replaces_the_old_one(tmp_path: Path) -> None:
 def test_an_audits_numbers_are_there() -> None:
     """The answer, the ranking, the map with its values, and why something is missing."""
     text = Seen(html.page(audit())).text
-    for shown in ("bfloat16", "1.23", "1.0e-03", "4.56", "skipped: flash", "2.00"):
+    for shown in ("bfloat16", "1.23", "1.0e-3", "4.56", "skipped: flash", "2.00"):
         assert shown in text
 
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from numdev.foreign import plain
+from numdev.render import numbers
 from numdev.report import (
     AuditReport,
     Axis,
@@ -535,21 +536,11 @@ def _shaded(value: float | None, *, short: bool = False) -> Text:
     if value is None:
         return Text("-", "dim")
     style = next(colour for limit, colour in SHADES if value <= limit)
-    return Text(_short(value) if short else _ratio(value), style)
-
-
-def _short(value: float) -> str:
-    """A ratio in four characters."""
-    for limit, digits in ((9.995, 2), (99.95, 1), (999.5, 0)):
-        if value < limit:
-            return f"{value:.{digits}f}"
-    return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return Text(numbers.short(value) if short else _ratio(value), style)
 
 
 def _ratio(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value < 100 else f"{value:.3g}"
+    return "-" if value is None else numbers.ratio(value)
 
 
 def _times(value: float | None) -> str:
@@ -558,9 +549,10 @@ def _times(value: float | None) -> str:
 
 
 def _si(value: float | None) -> str:
+    """An error: all in one column as powers, but those near 1."""
     if not value:
         return "-" if value is None else "0"
-    return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:.1f}" if 0.95 <= value < 100 else numbers.power(f"{value:.1e}")
 
 
 def _text(content: str, style: str = "") -> Text:
