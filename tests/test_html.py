@@ -292,6 +292,14 @@ def test_numbers_on_the_axis(value: float, plain: bool, shown: str) -> None:
     assert chart._number(value, plain) == shown
 
 
+def test_words_in_backticks_are_code(tmp_path: Path) -> None:
+    """And nothing else is: what stands in them is text as everywhere."""
+    bad = finding("the `fa2` roundings, `<b>x</b>` and `two words`")
+    page = html.page(audit().model_copy(update={"findings": (bad,)}))
+    assert "the <code>fa2</code> roundings" in page
+    assert "<code>&lt;b&gt;x&lt;/b&gt;</code> and `two words`" in page
+
+
 def test_findings_stand_under_the_answer() -> None:
     """And what was tested under them; but a different function comes first."""
     found = audit().model_copy(

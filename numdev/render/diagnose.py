@@ -44,13 +44,13 @@ def show(report: DiagnoseReport, console: Console) -> None:
         for part in (_sums(report, console.width), _map(report, console.width)):
             console.print(*part, sep="\n")
         console.print(*_side_by_side(report, console.width), sep="\n")
-        for part in _over_training(report, console.width):
-            console.print(part)
+        for line in _over_training(report, console.width):
+            console.print(line)
         columns = _shown((cells.SCORE, *cells.head_columns()), console.width)
         console.print(_text(cells.legend(columns, MET), "dim"), "", sep="\n")
     what = f"Emulated: attention with {_attention(report)}, against fp64 on the same inputs."
-    for line in (what, *report.summary.notes, *_last_lines(report)):
-        console.print(_text(line, "dim"))
+    for said in (what, *report.summary.notes, *_last_lines(report)):
+        console.print(_text(said, "dim"))
 
 
 def seen(report: DiagnoseReport) -> dict[str, Any]:
