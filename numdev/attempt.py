@@ -61,6 +61,6 @@ def copied(case: AttentionCase) -> AttentionCase:
 
 
 def one_line(error: Exception) -> str:
-    """The exception's kind and the first line of what it says."""
+    """The exception's kind and the first line of what it says, without its full stop."""
     text = str(error).strip() or repr(error)
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
+    return f"{type(error).__name__}: {text.splitlines()[0].removesuffix('.')}"

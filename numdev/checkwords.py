@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from numdev.foreign import plain
 from numdev.report import AuditReport, DeviationRow, Finding, Place
 from numdev.verdict import Judgement
 from numdev.wording import listed
@@ -21,8 +22,9 @@ EXPLAINED = 2
 """So many of them are told in full."""
 PREDICTED = ("expected_ratio", "worst_row")
 CLAIM = (
-    "The errors are held against those of the roundings it claims to make: FlashAttention-2's, "
-    "unless `claims` says otherwise."
+    "Without `claims` a function is held against the roundings of FlashAttention-2: P, dS and the "
+    "results. One that rounds elsewhere by design, as autograd does at casts in between, says so: "
+    'claims={"preset": "eager"}, or other options of `emulated`.'
 )
 
 
@@ -32,10 +34,14 @@ def failure(
     judgement: Judgement,
     scripts: Sequence[Path],
     said: Sequence[str],
+    left_out: Sequence[str] = (),
 ) -> str:
-    """Why a check failed: the offending rows first, the gravest fault's before the others'."""
+    """Why a check failed: the offending rows first, the gravest fault's before the others';
+    `left_out` is what was not tested."""
     wrong = _wrong(report)
-    first, *lines = textwrap.wrap("#" * NAMED + _title(kernel, judgement, wrong), WIDTH)
+    first, *lines = textwrap.wrap(
+        "#" * NAMED + plain(_title(kernel, judgement, wrong)), WIDTH, break_on_hyphens=False
+    )
     lines = [first.removeprefix("#" * NAMED), *lines]
     if wrong:
         lines.append("")
@@ -47,13 +53,16 @@ def failure(
     lines += _paragraphs(serious[:EXPLAINED])
     if not wrong:
         lines += _paragraphs(undecided(judgement))
-    if wrong and all(f.metric in PREDICTED for f in wrong):
+    claims = report.request.get("claims")
+    if wrong and claims is None and all(f.metric in PREDICTED for f in wrong):
         lines += _paragraphs([CLAIM])
     lines += _scripts(scripts, said)
-    return "\n".join([*lines, *_paragraphs(not_tested(report))])
+    return "\n".join([*lines, *_paragraphs(left_out)])
 
 
-def success(kernel: str, report: AuditReport, judgement: Judgement) -> str:
+def success(
+    kernel: str, report: AuditReport, judgement: Judgement, left_out: Sequence[str] = ()
+) -> str:
     """What a passed check has shown, and what it has not."""
     ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
     count = len({(r.case, r.seed) for r in ok})
@@ -63,17 +72,18 @@ def success(kernel: str, report: AuditReport, judgement: Judgement) -> str:
         f"{kernel} passes the rules {judgement.rules}: {tensors} in {count} "
         f"{'case' if count == 1 else 'cases'}, {formats}."
     )
-    return "\n".join([*_wrapped(said), *_paragraphs(not_tested(report))])
+    return "\n".join([*_wrapped(said), *_paragraphs(left_out)])
 
 
 def in_short(kernel: str, report: AuditReport, judgement: Judgement) -> str:
     """A failed check in one line."""
     for finding in _wrong(report):
         if finding.place is not None:
-            return f"{kernel}: {_against(finding, report)}: {_where(finding, finding.place)}"
+            said = f"{_against(finding, report)}: {_where(finding, finding.place)}"
+            return plain(f"{kernel}: {said}")
     why = [f.sentence for f in report.findings if f.severity == "unmeasured"]
     why += [*undecided(judgement), *not_tested(report)]
-    return f"{kernel}: not measured: {why[0] if why else 'nothing ran'}"
+    return plain(f"{kernel}: not measured: {why[0] if why else 'nothing ran'}")
 
 
 def not_tested(report: AuditReport) -> Iterator[str]:
@@ -89,6 +99,18 @@ def not_tested(report: AuditReport) -> Iterator[str]:
         names = ", ".join(dict.fromkeys(r.case for r in rows))
         which = "" if len(rows) == len(every) else f" ({names})"
         yield f"Skipped: {len(rows)} of {len(every)} {what}{which}: {why}."
+
+
+def repeated(report: AuditReport) -> Iterator[str]:
+    """Of a function that takes as many kv heads as query heads: where it was not given fewer."""
+    grouped = {c.case for c in report.cases if c.kv_heads < c.heads}
+    ran = [r for r in report.rows if r.role == "kernel" and r.status == "ok" and r.case in grouped]
+    if ran:
+        names = ", ".join(dict.fromkeys(r.case for r in ran))
+        yield (
+            f"Not tested: fewer kv heads than query heads ({names}). k and v were repeated, since "
+            "no parameter is named enable_gqa."
+        )
 
 
 def undecided(judgement: Judgement) -> Iterator[str]:
@@ -167,5 +189,5 @@ def _paragraphs(sentences: Iterable[str]) -> Iterator[str]:
 def _wrapped(text: str, indent: int = 0) -> list[str]:
     first, rest = " " * indent, " " * (indent + 2 if indent else 0)
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        plain(text), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )

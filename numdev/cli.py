@@ -27,9 +27,11 @@ from numdev.commands.schema import schema
 from numdev.commands.sweep import sweep
 from numdev.commands.train import train
 from numdev.commands.weights import weights
-from numdev.errors import NumdevError
+from numdev.errors import NumdevError, UsageError
 
 __all__ = ["DEFAULT_KERNELS", "cli", "main"]
+COMPLETION = "_NUMDEV_COMPLETE"
+"""Set by the shell that asks for completions."""
 
 
 class _ReaderLeft(Exception):
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
     130 interrupted."""
     try:
+        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
         _fail(str(error), error.exit_code)
@@ -105,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(left.code)
     except SystemExit as stop:
+        if os.environ.get(COMPLETION):
+            raise  # click has answered the shell, and ends the program so
         _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -117,6 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         if code:
             sys.exit(code)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """An empty path would be the directory one stands in."""
+    if "" in arguments:
+        at = arguments.index("")
+        after = f" after {arguments[at - 1]}" if at else ""
+        raise UsageError(
+            f"the argument{after} is empty", hint="is a variable of the shell not set?"
+        )
 
 
 def _fail(message: str, code: int) -> None:

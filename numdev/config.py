@@ -337,6 +337,8 @@ def read_yaml(path: Path, model: type[M]) -> M:
     """A YAML file as a validated model; raises UsageError that names the file and the key."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: cannot be read (no such file)", hint=_shipped(path)) from error
     except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
         raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
     except RecursionError as error:
@@ -471,6 +473,14 @@ def bundled(name: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise UsageError(f"the bundled configuration {name} is missing", hint="reinstall numdev")
+
+
+def _shipped(path: Path) -> str:
+    """Where a file is of which the documentation speaks as it is called in the source tree."""
+    try:
+        return f"numdev's own is {bundled(path.relative_to('configs').as_posix())}"
+    except (UsageError, ValueError):
+        return "give a YAML file"
 
 
 def demo_checkpoint() -> Path:

@@ -78,16 +78,21 @@ class DiagnoseRequest(Strict):
 
 def attention_options(preset: str | None, given: Sequence[str]) -> dict[str, Scalar]:
     """`--preset` and `--attention NAME=VALUE` as options of `emulated`. Raises UsageError for what
-    has no `=`."""
-    options: dict[str, Scalar] = {"preset": preset or "fa2"}
+    has no `=`, and for two different values of one name."""
+    options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
     for item in given:
         name, equals, value = item.partition("=")
         if not equals:
             raise UsageError(
                 f"--attention {item!r}: is no NAME=VALUE", hint="write --attention block_kv=64"
             )
-        options[name.strip()] = _scalar(item, value)
-    return options
+        name, chosen = name.strip(), _scalar(item, value)
+        if options.get(name, chosen) != chosen:
+            raise UsageError(
+                f"--attention {item!r}: {name} is {options[name]} already", hint="say it once"
+            )
+        options[name] = chosen
+    return {"preset": "fa2", **options}
 
 
 def _scalar(item: str, text: str) -> Scalar:

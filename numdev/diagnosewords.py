@@ -14,6 +14,7 @@ from numdev.guilt import (
     DELTA,
     EXACT,
     MEAN,
+    OUTPUT,
     SIGN,
     TIES,
     WRONG,
@@ -185,7 +186,10 @@ def _origin(first: Ranked, row: HeadRow) -> list[str]:
     """Whether the links before delta are there too: what the error of delta comes from."""
     forward = [name for name in (TIES, EXACT, SIGN) if name in first.conditions]
     lacking = [name for name in first.missing if name != WRONG]
-    if (TIES in forward or EXACT in forward) and SIGN not in first.missing:
+    # A head that attends to one key has P at 1 without any tie: then only a biased output shows
+    # that rounding P V to one side is where it begins.
+    peaked = EXACT in forward and OUTPUT in first.conditions
+    if (TIES in forward or peaked) and SIGN not in first.missing:
         rest = f"of the other conditions it lacks {_listed(lacking)}"
         if not lacking:
             rest = f"it meets all {len(first.conditions)} conditions that could be judged"

@@ -36,9 +36,19 @@ def markdown(text: str) -> str:
 
 def cell(value: Any) -> Any:
     """As a cell of a CSV file: mappings as JSON, and text that a spreadsheet would compute with an
-    apostrophe before it. Numbers, negative ones too, stay numbers."""
+    apostrophe before it; control characters but tabs and line ends spelled out. Numbers, negative
+    ones too, stay numbers."""
     if isinstance(value, dict):
         return json.dumps(value)
-    if isinstance(value, str) and value.startswith(FORMULA):
-        return f"'{value}"
+    if isinstance(value, str):
+        value = plain(value, keep="\t\r\n")
+        return f"'{value}" if value.startswith(FORMULA) else value
     return value
+
+
+def json_text(text: str) -> str:
+    """JSON for a terminal: what is not printable as the escapes that JSON has for it. The same
+    data."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in " \t\r\n" else json.dumps(c)[1:-1] for c in text)

@@ -229,6 +229,7 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
             calls |= {(r.case, r.call, r.seed): status for r in group if r.status == status}
         count = Counter(calls.values())
         required = any(fnmatchcase(first.kernel, p) for p in rules.required)
+        said = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
         outcome: Outcome = "passed" if count["ok"] == len(calls) else "untested"
         if count["failed"] or (required and count["skipped"]):
             outcome = "unmeasured"
@@ -241,7 +242,7 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
             skipped=count["skipped"],
             failed=count["failed"],
             required=required,
-            reasons=tuple(dict.fromkeys(r.reason or "" for r in group if r.status != "ok")),
+            reasons=tuple(dict.fromkeys(r.reason or "" for r in group if r.status == said)),
             place=next((Place.of(r) for r in group if r.status == "failed"), None),
             outcome=outcome,
         )

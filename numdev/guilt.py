@@ -296,7 +296,8 @@ def percent(share: float) -> str:
     if value == 0:
         return "0 %"
     if not 0.01 <= abs(value) < 1e5:
-        return f"{value:.1g} %".replace("e-0", "e-").replace("e-", "e−").replace("e+", "e")
+        digits, _, power = f"{value:.1g}".partition("e")
+        return f"{digits}e{int(power)} %".replace("e-", "e−") if power else f"{digits} %"
     return f"{value:#.2g} %" if abs(value) < 9.95 else f"{value:.0f} %"
 
 

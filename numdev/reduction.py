@@ -8,6 +8,8 @@ What a finding needs to show is kept, whatever it is: the question decides, noth
 Where causality or a window hides keys, leaving out positions must not move the others. A range of
 rows and keys stays the same call with another `causal_offset`; those that keep the offset are tried
 first, since a kernel's causal flag can say nothing else and another form may run another kernel.
+A call with as many queries as keys keeps as many: where they differ kernels align causality at one
+corner or the other, and one that is right about the call could be shown to differ for that alone.
 Arbitrary rows and keys need positions as an explicit mask; that form is kept if it is much smaller.
 
 The result is never larger than the input, and it showed whenever it was last asked.
@@ -32,6 +34,17 @@ TRIES = 3
 """How often the input, and at the end the result, is asked."""
 FLAKY_TRIES = 5
 """How often a candidate is asked where the input did not show every time."""
+CUTS = (
+    (0, 1, 0, 1),
+    (1, 0, 1, 0),
+    (0, 1, 0, 0),
+    (0, 0, 0, 1),
+    (1, 0, 1, 0),
+    (0, 0, 1, 0),
+    (1, 0, 0, 0),
+)
+"""Of rows at the start and the end, of keys at the start and the end: which are cut together. The
+first two keep a call square."""
 PIECES = (4, 32, 1 << 30)
 """Into how many pieces an axis is cut at most, from round to round: all axes become coarsely small
 before the budget goes into single keys."""
@@ -156,15 +169,8 @@ def _rows(search: _Search, pieces: int) -> None:
 def _ranges(search: _Search) -> None:
     """Rows and keys off the ends: first the cuts that keep the offset (rows and keys together, at
     the end and at the start; then one of them at the end), then those that move it."""
-    for rows_first, rows_last, keys_first, keys_last in (
-        (0, 1, 0, 1),
-        (1, 0, 1, 0),
-        (0, 1, 0, 0),
-        (0, 0, 0, 1),
-        (1, 0, 1, 0),
-        (0, 0, 1, 0),
-        (1, 0, 0, 0),
-    ):
+    square = search.best.q_len == search.best.kv_len
+    for rows_first, rows_last, keys_first, keys_last in CUTS[: 2 if square else None]:
         case = search.best
         n, m = case.q_len, case.kv_len
         moves_rows, moves_keys = rows_first or rows_last, keys_first or keys_last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numdev.config import validated
 from numdev.errors import UsageError
 from numdev.functionsource import folder_of, name_of
 from numdev.kernels import Kernel, find, of_function
+from numdev.kernels.plain import takes
 from numdev.report import AuditReport
 from numdev.rules import Rules, default_rules, read_rules
 from numdev.studies.check import Backward, check, one_thread
@@ -128,20 +129,27 @@ def check_attention(
             asked=asked,
         )
     parts = (name, found.report, found.judgement)
-    words = checkwords.success(*parts)
+    left_out = (*checkwords.not_tested(found.report), *_ungrouped(kernel, found.report))
+    words = checkwords.success(*parts, left_out)
     if not found.passed:
-        words = checkwords.failure(*parts, found.scripts, found.said)
+        words = checkwords.failure(*parts, found.scripts, found.said, left_out)
     result = CheckResult(
         kernel=name,
         report=found.report,
         judgement=found.judgement,
-        skipped=tuple(checkwords.not_tested(found.report)),
+        skipped=left_out,
         reproducer=next(iter(found.scripts), None),
         words=words,
     )
     if not found.passed:
         raise CheckFailed(result)
     return result
+
+
+def _ungrouped(kernel: Kernel, report: AuditReport) -> Iterable[str]:
+    """That grouped heads were not tested, of a function that cannot be told of them."""
+    function = kernel.adapted
+    return () if function is None or takes("gqa", function) else checkwords.repeated(report)
 
 
 def _listed(cases: Cases) -> Sequence[Named] | None:

@@ -16,14 +16,14 @@ def sentences(
     rows: Sequence[TrainRow],
     distances: Sequence[DistanceRow],
 ) -> tuple[str, ...]:
-    """Each as `WHAT: what is said of it`; the golden run's loss first, then those
-    that differ, beside chance, then the nulls."""
+    """Each as `WHAT: what is said of it`; how far those that differ are from the golden run, beside
+    chance, then that run's loss, then the nulls."""
     golden = next(v for v in variants if v.role == "golden")
     others = [v for v in variants if v is not golden and not v.role.startswith("null")]
     chance = _re_rounded(variants, distances)
     return (
-        f"{golden.name}: {_loss(golden, rows)}",
         *(f"{v.name}: {_said(v, rows, distances, chance)}" for v in others),
+        f"{golden.name}, the golden run: {_loss(golden, rows)}",
         *_nulls(variants, distances),
         *_trouble(variants, rows),
     )

@@ -31,8 +31,14 @@ def _tensor(verdict: Verdict) -> str:
 
 def _number(verdict: Verdict) -> str:
     return (
-        f"{verdict.observed:.3g}" if isinstance(verdict.observed, float) else str(verdict.observed)
+        _short(verdict.observed) if isinstance(verdict.observed, float) else f"{verdict.observed}"
     )
+
+
+def _short(value: float) -> str:
+    """Three digits; 9570 and not 9.57e+03."""
+    text = f"{value:.3g}"
+    return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else text
 
 
 def listed(words: Iterable[str]) -> str:
@@ -107,9 +113,9 @@ def _lse(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
 
 
 def _function(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
-    cut = statistics.median(r.suspicion_cut or 0.0 for r in rows)
+    cut = _short(statistics.median(r.suspicion_cut or 0.0 for r in rows))
     return (
-        f"computes a different function: {rows[0].suspicion} (residual {cut:.3g} x smaller against "
+        f"computes a different function: {rows[0].suspicion} (residual {cut} x smaller against "
         "that)"
     )
 

@@ -108,7 +108,7 @@ def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
     assert {r.tensor for r in rows} == {"out", "lse", "dq", "dk", "dv"}
     assert {r.format for r in rows} == {"bfloat16", "float16"}
     assert {r.case for r in rows} == {c.name for c in default_cases() if c.mask is None}
-    assert len(result.skipped) == 1
+    assert len(result.skipped) == 2  # no mask is taken, and no grouped heads
     assert "(padding, additive-mask): the function takes no mask" in result.skipped[0]
 
 
@@ -269,6 +269,55 @@ def test_a_kernel_that_raises_fails_with_its_words(own: Any, tmp_path: Path) -> 
     answer = bare(error.result.reproducer, PYTHONPATH=str(ROOT))
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert "illegal memory access" in answer.stdout
+
+
+def test_an_exceptions_words_are_harmless() -> None:
+    """Control characters of what a kernel raises are spelled out, in the message and in the line of
+    pytest's summary; and it is not said of what a call failed that another was declined."""
+
+    def raising(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise RuntimeError("red \x1b[31m\u202e.")
+
+    error = failing(raising, cases=["full", "causal"], formats="float16")
+    for text in (str(error), error.result.in_short):
+        words = " ".join(text.split())
+        assert words.isprintable()
+        assert "failed in 1 of 2 calls (float16): RuntimeError: red \\x1b[31m\\u202e." in words
+
+
+def test_heads_that_were_repeated_were_not_tested() -> None:
+    """A function without `enable_gqa` gets as many kv heads as query heads, and that is said; one
+    that groups them wrongly is caught where it is told of them."""
+
+    def swapped(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        return plain(q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), is_causal)
+
+    def told(
+        q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, enable_gqa: bool = False
+    ) -> Tensor:
+        return swapped(q, k, v, is_causal)
+
+    given: dict[str, Any] = {"formats": "float16", "backward": False, "claims": EAGER}
+    (left_out,) = check_attention(swapped, cases=["full", "grouped"], **given).skipped
+    assert left_out.startswith("Not tested: fewer kv heads than query heads (grouped).")
+    assert check_attention(swapped, cases="full", **given).skipped == ()
+    error = failing(told, cases="grouped", **given)
+    assert "query head h reads kv head h % kv_heads" in " ".join(str(error).split())
+    assert "Not tested" not in str(error)
+
+
+def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
+    """Only a function that claims nothing is told that it is held against FlashAttention-2."""
+    wrong: dict[str, Any] = {"cases": "full", "formats": "float16", "backward": False}
+
+    def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = torch.softmax((q @ k.mT).float() * q.shape[-1] ** -0.5, dim=-1)
+        coarse = (p * 16).to(torch.float8_e4m3fn).to(q.dtype) / 16
+        return coarse @ v
+
+    assert "Without `claims` a function" in " ".join(str(failing(rounded, **wrong)).split())
+    assert "Without `claims`" not in str(failing(rounded, claims=EAGER, **wrong))
 
 
 def test_checks_do_not_overwrite_each_others_scripts(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ USAGE = {
     "layers backwards": (["audit", "demo", "--layers", "5-3"], "cannot read '5-3'", "0,3-5"),
     "an open range": (["audit", "demo", "--heads", "3-"], "--heads '3-': cannot read '3-'", ""),
     "a number that is none": (["audit", "demo", "--heads", "²"], "cannot read '²'", "0,3-5"),
-    "an empty list": (["audit", "demo", "--heads", ""], "--heads ''", "0,3-5"),
+    "an empty list": (["audit", "demo", "--heads", ","], "--heads ','", "0,3-5"),
     "layers of drawn cases": (["audit", "tiny.yaml", "--layers", "0"], "draws its cases", "leave"),
     "a bad number": (["audit", "demo", "--length", "0"], "--length", "numdev audit --help"),
     "an unknown option": (["audit", "--fast"], "--fast", "see `numdev audit --help`"),
@@ -254,7 +254,7 @@ def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
     said = "No kernel under audit could be measured."
     assert report.read(Path("out")).summary.answer[0].startswith(f"bfloat16: {said}")
     if flag is None:
-        assert ran.out.split()[:7] == ["bfloat16", *said.split()][:7]
+        assert ran.out.split()[:7] == ["bfloat16:", *said.split()][:7]
     assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
     assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
 
@@ -545,6 +545,49 @@ def test_killed_at_any_moment_it_continues(run: Any, tmp_path: Path, undisturbed
         assert found.rows == expected.rows
         assert found.summary == expected.summary
         assert (tmp_path / f"out{i}" / JOURNAL).read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("words", "at", "offered"),
+    [("numdev au", 1, "plain,audit"), ("numdev report --format m", 3, "plain,markdown")],
+)
+def test_the_shell_gets_its_completions_and_nothing_else(
+    run: Any, monkeypatch: pytest.MonkeyPatch, words: str, at: int, offered: str
+) -> None:
+    """No error on the line that is being typed, and exit code 0; so too for the script that a
+    shell's start file evaluates."""
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(at))
+    monkeypatch.setenv("_NUMDEV_COMPLETE", "bash_complete")
+    found = run()
+    assert (found.code, found.out, found.err) == (0, f"{offered}\n", "")
+    monkeypatch.setenv("_NUMDEV_COMPLETE", "zsh_source")
+    found = run()
+    assert (found.code, found.err) == (0, "")
+    assert found.out.startswith("#compdef numdev")
+
+
+def test_a_configuration_that_numdev_ships_is_found(run: Any) -> None:
+    """Named as in the documentation, from a folder without it, the error says where it is."""
+    found = run("sweep", "configs/sweep/ci.yaml")
+    assert found.code == 2
+    start, _, path = found.err.strip().partition("; numdev's own is ")
+    assert start == "numdev: error: configs/sweep/ci.yaml: cannot be read (no such file)"
+    assert Path(path).is_file()
+    for other in ("configs/sweep/none.yaml", "configs/../../x.yaml"):
+        assert "give a YAML file" in run("sweep", other).err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("diagnose", ""), ("audit", ""), ("gate", ""), ("audit", "demo", "--text", "")],
+)
+def test_an_empty_argument_is_called_that(run: Any, arguments: tuple[str, ...]) -> None:
+    """A variable of the shell that is not set is no path to the directory one stands in."""
+    found = run(*arguments)
+    assert (found.code, found.out) == (2, "")
+    said = f"the argument after {arguments[-2]} is empty; is a variable of the shell not set?"
+    assert found.err == f"numdev: error: {said}\n"
 
 
 def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from diagnosed_rows import cured, guilty, innocent, real, running
 from rich.console import Console
 
 from numdev import guilt
+from numdev.diagnoseconfig import attention_options
 from numdev.diagnosecurves import Onset, axis_of, figures, onsets
 from numdev.diagnosereport import (
     Bias,
@@ -23,6 +24,7 @@ from numdev.diagnosereport import (
     KernelRow,
 )
 from numdev.diagnosewords import answer
+from numdev.errors import UsageError
 from numdev.guilt import ranked
 from numdev.render import diagnosecells as cells
 from numdev.render import html, terminal
@@ -199,6 +201,50 @@ def test_another_cause_than_the_published_one() -> None:
         "Not the published cause: it lacks tied maxima and weights at powers of two; the rows of "
         "its dS sum to 0.40 % of their size (t = 13), not to 0."
     )
+
+
+def test_a_peaked_head_begins_in_forward_only_with_a_biased_output() -> None:
+    """P is 1 wherever a row attends to one key: without ties that alone is no cause, and with an
+    output of one sign it is."""
+    peaked = {"tied": 0.0, "ones": 0.0}
+    _, _, origin, *_ = said([guilty(**peaked)])
+    assert origin.startswith("It begins in forward: weights at powers of two and V of one sign; of")
+    still = Bias(mean=0.0, rms=0.3, t=0.1, outward=0.0)
+    _, _, origin, *_ = said([guilty(**peaked, pv=still, out=still)])
+    assert origin.startswith("Not the published cause: it lacks tied maxima and biased output; ")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_the_legend_is_of_the_columns_that_are_there(width: int) -> None:
+    """In the terminal no column is explained that the width leaves out, and in the page none is
+    left out."""
+    found = report([guilty(), innocent()])
+    text = " ".join(shown(found, width).split())
+    for column in cells.head_columns():
+        if column.says:
+            told = f"{column.title.strip()}: {column.says}" in text
+            assert told == (column.width <= width), column.title
+    page = html.page(found)
+    assert all(column.says in page.replace("&#39;", "'") for column in cells.head_columns())
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(3e5, "3e7 %"), (2.9e-7, "3e−5 %"), (3e-5, "0.003 %"), (0.031, "3.1 %"), (0.0, "0 %")],
+)
+def test_per_cent_of_any_size(share: float, said: str) -> None:
+    """Without zeros in the exponent."""
+    assert guilt.percent(share) == said
+
+
+def test_one_preset_is_asked_for() -> None:
+    """By either option; two that differ contradict each other."""
+    assert attention_options(None, ["preset=eager"]) == {"preset": "eager"}
+    assert attention_options("eager", ["preset=eager"]) == {"preset": "eager"}
+    assert attention_options(None, []) == {"preset": "fa2"}
+    for given in (("fa2", ["preset=eager"]), (None, ["block_kv=64", "block_kv=32"])):
+        with pytest.raises(UsageError, match="already"):
+            attention_options(*given)
 
 
 def test_the_cure_that_helps_most() -> None:

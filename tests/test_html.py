@@ -170,7 +170,7 @@ def test_the_page_replaces_the_old_one(tmp_path: Path) -> None:
 def test_an_audits_numbers_are_there() -> None:
     """The answer, the ranking, the map with its values, and why something is missing."""
     text = Seen(html.page(audit())).text
-    for shown in ("bfloat16", "1.23", "1.0e-03", "4.56", "skipped: flash", "2.00"):
+    for shown in ("bfloat16", "1.23", "1.0e-3", "4.56", "skipped: flash", "2.00"):
         assert shown in text
 
 
@@ -290,6 +290,14 @@ def test_a_linear_axis_has_readable_ticks(high: float) -> None:
 def test_numbers_on_the_axis(value: float, plain: bool, shown: str) -> None:
     """As a person writes them."""
     assert chart._number(value, plain) == shown
+
+
+def test_words_in_backticks_are_code(tmp_path: Path) -> None:
+    """And nothing else is: what stands in them is text as everywhere."""
+    bad = finding("the `fa2` roundings, `<b>x</b>` and `two words`")
+    page = html.page(audit().model_copy(update={"findings": (bad,)}))
+    assert "the <code>fa2</code> roundings" in page
+    assert "<code>&lt;b&gt;x&lt;/b&gt;</code> and `two words`" in page
 
 
 def test_findings_stand_under_the_answer() -> None:

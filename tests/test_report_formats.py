@@ -145,6 +145,24 @@ def test_no_cell_is_a_formula(start: str, tmp_path: Path) -> None:
     assert line["bias"] == "-0.5"
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> None:
+    """Whatever is printed holds no control character and no mark of direction; JSON says the same
+    in escapes."""
+    hostile = "red\x1b[31m\x9b2J\u202eabc\u2066\x07"
+    found = reports.read(sample("audit"))
+    assert isinstance(found, reports.AuditReport)
+    row = found.rows[0].model_copy(update={"kernel": hostile, "case": hostile})
+    reports.write(found.model_copy(update={"rows": (row,)}), tmp_path)
+    assert run("report", str(tmp_path), "--format", form) == 0
+    shown = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    if form == "json":
+        assert json.loads(shown)["rows"][0]["kernel"] == hostile
+    if form == "csv":
+        assert "red\\x1b[31m\\x9b2J\\u202eabc" in shown
+
+
 # --- other versions ------------------------------------------------------------------------------
 
 

@@ -442,12 +442,29 @@ def test_one_row_and_one_key_are_found(fields: dict[str, Any], head: int | None)
 
 
 def test_the_flag_is_kept_while_the_fault_needs_it() -> None:
-    """What shows only under a causal flag without offset keeps it: rows and keys go together."""
+    """What shows only under a causal flag without offset keeps it: rows and keys go together, and
+    as many stay of either."""
     case, shows = marked((0, 1, 70), 37, heads=2, q_len=90, kv_len=90, is_causal=True)
     small = reduce(case, lambda c: shows(c) and c.is_causal and c.causal_offset == 0, 30)
     assert (small.is_causal, small.causal_offset, small.mask) == (True, 0, None)
-    assert small.q.shape == (1, 1, 34, 4)  # from row 37 on, where key 37 is the first
-    assert small.k.shape == (1, 1, 1, 4)
+    assert small.q.shape == (1, 1, 34, 4)  # from row 37, where key 37 is the first, to 70
+    assert small.k.shape == (1, 1, 34, 4)
+
+
+def test_a_square_call_never_shows_another_alignment() -> None:
+    """A kernel that aligns causality at the last key is right where q and k are as long: no smaller
+    call is made in which it would be wrong for that."""
+    case = make_case(heads=1, q_len=24, kv_len=24, is_causal=True)
+    asked: list[AttentionCase] = []
+
+    def shows(c: AttentionCase) -> bool:
+        asked.append(c)
+        return not c.is_causal or c.causal_offset == 0
+
+    reduce(case, shows, 10)
+    flagged = [c for c in asked if c.is_causal]
+    assert len(flagged) > 4
+    assert all(c.q_len == c.kv_len for c in flagged)
 
 
 def test_what_the_fault_needs_stays() -> None:

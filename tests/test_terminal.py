@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from numdev.render import terminal
+from numdev.render import numbers, terminal
+from numdev.render.sentences import headed
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -205,6 +206,45 @@ def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> No
     assert all(numbers.count(v) >= values.count(v) for v in set(values))
 
 
+def test_a_functions_name_is_broken_after_its_module() -> None:
+    """In the tables of kernels no word is broken where a name fits in two lines."""
+    lines = shown(report((kernel("my_kernels:wrong_scale"),)), 80).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("my_kernels: "))
+    assert lines[at + 1].strip() == "wrong_scale"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "head", "rest"),
+    [
+        ("bfloat16: a errs: much", "bfloat16:", "a errs: much"),
+        ("my (x: y) and z: w", "my (x: y) and z:", "w"),
+        ("16 rows (a:b: not there) gone.", "16 rows (a:b: not there) gone.", ""),
+        ("module:function errs.", "module:function errs.", ""),
+        ("open (a: b", "open (a: b", ""),
+    ],
+)
+def test_what_a_sentence_is_about(sentence: str, head: str, rest: str) -> None:
+    """Up to the first colon that is not inside brackets; all of it where there is none."""
+    assert headed(sentence) == (head, rest)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "multiple"),
+    [
+        (1.8e-4, "1.8e-4", "0.00"),
+        (0.034, "0.034", "0.03"),
+        (1.83, "1.8", "1.83"),
+        (222.4, "2.2e2", "222"),
+        (8512.0, "8.5e3", "8510"),
+        (3.67e29, "3.7e29", "3.67e29"),
+        (None, "–", "–"),
+    ],
+)
+def test_numbers_in_cells(value: float | None, error: str, multiple: str) -> None:
+    """Digits as far as they read well, then powers without zeros in the exponent."""
+    assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_long_names_are_folded_not_cut(width: int) -> None:
     """A kernel's name longer than the terminal is there whole, over several lines."""
@@ -314,7 +354,7 @@ def test_colours_come_from_the_shade_alone() -> None:
     coloured = shown(found, colour=True)
     assert ESCAPE in coloured
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(found)
-    assert f"{ESCAPE}[1;36mbfloat16{ESCAPE}[0m  sdpa-flash differs" in coloured
+    assert f"{ESCAPE}[1;36mbfloat16:{ESCAPE}[0m sdpa-flash differs" in coloured
 
 
 def test_nothing_depends_on_colour() -> None:

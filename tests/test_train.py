@@ -387,15 +387,15 @@ def test_what_a_killed_save_left_goes_with_the_end_of_the_run(tmp_path: Path) ->
 
 
 def test_the_first_sentences_are_of_the_figures(tmp_path: Path) -> None:
-    """The golden loss first; a variant's mean over seeds is the number in its curve, and that of
-    runs that re-round at random is set beside it."""
+    """How far a variant is from the golden run first, then that run's loss; its mean over seeds is
+    the number in its curve, and that of runs that re-round at random is set beside it."""
     found = run(tmp_path, OTHERS[5], OTHERS[7], seeds=[0, 1])
-    first, of_other, of_noise = found.summary.answer
+    of_other, of_golden, of_noise = found.summary.answer
     loss, rel = (
         {c.label: c.points[-1].mean for f in found.figures if f.metric == metric for c in f.curves}
         for metric in ("loss", "rel")
     )
-    assert first.startswith(f"golden: loss {loss['golden']:.3f} (")
+    assert of_golden.startswith(f"golden, the golden run: loss {loss['golden']:.3f} (")
     assert of_other.startswith("other: weights are off the golden run's, relatively, by ")
     times = rel["other"] / rel["re-rounded at random"]
     assert f", {rel['other']:.1e} at step 6 ({times:.0f} x re-rounding)." in of_other

@@ -49,6 +49,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
 def _check_kernel(name: str, device: str, as_json: bool) -> None:
     """Check one kernel's conformance, show it, and exit with 1 if it does not conform."""
     from numdev.conformance import check
+    from numdev.foreign import json_text
     from numdev.kernels import find
     from numdev.render import terminal
     from numdev.system import System
@@ -56,7 +57,7 @@ def _check_kernel(name: str, device: str, as_json: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
         found = check(find(name), System.here(device))
     if as_json:
-        click.echo(found.model_dump_json())
+        click.echo(json_text(found.model_dump_json()))
     else:
         terminal.show_conformance(found)
     if not found.conforms:

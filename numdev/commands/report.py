@@ -57,11 +57,12 @@ def _text(found: Report, form: str, directory: Path) -> str:
     """The report in one of `FORMATS`; `directory` is where its reproducers are looked for."""
     import io
 
+    from numdev.foreign import json_text
     from numdev.report import write_csv
 
     file = io.StringIO(newline="")
     if form == "json":
-        return found.model_dump_json()
+        return json_text(found.model_dump_json())
     if form == "html":
         from numdev.render import html
 

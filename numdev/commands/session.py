@@ -40,12 +40,13 @@ def hand_over(found: Report, directory: Path, *, as_json: bool, quiet: bool) -> 
     """Write a finished report, and show it as asked. Raises MeasurementError, after that, for one
     in which nothing was measured: that is no success."""
     from numdev import report as reports
+    from numdev.foreign import json_text
     from numdev.render import html, terminal
 
     reports.write(found, directory)
     html.write(found, directory)
     if as_json:
-        click.echo(found.model_dump_json())
+        click.echo(json_text(found.model_dump_json()))
     elif not quiet:
         terminal.show(found)
         click.echo(f"Report: {directory / 'report.html'}", err=True)

@@ -54,7 +54,10 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise UsageError(f"kernel {name!r}: cannot read the function's parameters") from error
+        raise UsageError(
+            f"kernel {name!r}: cannot read the function's parameters",
+            hint="it is no Python function; write one of q, k, v and is_causal that calls it",
+        ) from error
     if parameters and parameters[0].name == "case":
         return Kernel(
             name=name,
@@ -88,6 +91,11 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
         made_from=fingerprint(function),
         adapted=function,
     )
+
+
+def takes(role: str, function: Callable[..., Any]) -> bool:
+    """Whether a plain function has a parameter for one of NAMES."""
+    return any(name in NAMES[role] for name in inspect.signature(function).parameters)
 
 
 def _unusable(first: list[inspect.Parameter], others: list[inspect.Parameter]) -> str | None:

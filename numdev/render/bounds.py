@@ -29,11 +29,16 @@ WHOLE = ("given", "early")
 WITH_W1 = ("given", "early", "saturated")
 METRICS = (("mean_abs", "mean |Δ|"), ("max_abs", "max |Δ|"), ("rel", "relative L2"), ("w1", "W1"))
 LEGEND = (
-    "Mean |difference| of weights from the golden run, over another run's: the geometric mean over "
-    "steps and seeds [95 %]. early: before chance decides or curves begin to merge; merged: from "
-    "where they have; steps later: how many steps after the other a run reaches the same distance. "
-    "W1 does not know which weight moved. All of these are proxies."
+    "Mean |difference| of weights from those of the golden run, which all others are held against, "
+    "over another run's: the geometric mean over steps and seeds [95 %]. {windows}steps later: how "
+    "many steps after the other a run reaches the same distance. W1 does not know which weight "
+    "moved. All of these are proxies."
 )
+MEANT: dict[Window, str] = {
+    "early": "early: before chance decides or curves begin to merge",
+    "saturated": "merged: from where they have",
+    "start": "gradient: of the first step's gradients instead of weights",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ def show(report: BoundsReport, console: Console) -> None:
     """Print a bounds report."""
     _answer(report.summary.answer, console)
     console.print(_table(report, console.width))
-    console.print("", _text(LEGEND, "dim"), "", sep="\n")
+    console.print("", _text(_legend(report), "dim"), "", sep="\n")
     axis = report.summary.axis
     for figure in report.figures if axis else ():
         if figure.place.get("group") == "all" and figure.metric == "mean_abs" and axis:
@@ -82,10 +87,16 @@ def seen(report: BoundsReport) -> dict[str, Any]:
         "groups": [(group, lines(report, group)) for group in groups],
         "windows": [(w, f"{words} {_steps(report, w)}".strip()) for w, words in _windows(report)],
         "metrics": METRICS,
-        "legend": LEGEND,
+        "legend": _legend(report),
         "charts": [c for group, c in drawn if group in ("all", None)],
         "more_charts": [c for group, c in drawn if group not in ("all", None)],
     }
+
+
+def _legend(report: BoundsReport) -> str:
+    """What the columns that are there mean."""
+    said = [MEANT[window] for window, _ in _windows(report) if window in MEANT]
+    return LEGEND.format(windows="".join(f"{words}; " for words in said))
 
 
 def sheets(report: BoundsReport) -> Iterator[Sheet]:

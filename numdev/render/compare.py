@@ -142,11 +142,13 @@ def _moves(moves: Sequence[Move]) -> Table:
 def _groups(groups: Sequence[Group]) -> Table:
     numbers = ("heads", "moved", "same bits", "equal", "A", "B", "largest")
     table = _grid("kernel", "", *numbers, right=numbers)
+    several = len({group.format for group in groups}) > 1  # else the answer has it
     for group in groups:
         value = _si if group.metric == "rms" else _ratio
         style = "bold" if group.role == "kernel" else "dim"
         table.add_row(
-            _text(label(group), style), _text(f"{group.tensor} {group.format}"), str(group.pairs),
+            _text(label(group), style),
+            _text(group.tensor + f" {group.format}" * several), str(group.pairs),
             Text(str(group.moved), "bold red" if group.moved else "dim"), str(group.same_bits),
             str(group.same_numbers), value(group.a), value(group.b), _ratio(group.change),
         )  # fmt: skip

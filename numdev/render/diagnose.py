@@ -31,16 +31,9 @@ SHOWN = 10
 TITLE = 42
 """Characters that the name of a number over training may take."""
 BARS = " ▁▂▃▄▅▆▇█"
+MET = "meets"
+"""The column that says how many links of the chain a head meets."""
 STYLES = ("dim", "green", "yellow", "dark_orange", "bold red")
-LEGEND = (
-    "of layer, the order: |error of the head's dW_Q| / |dW_Q| of its layer; dW_Q, all: over that "
-    "of the head; by δ: what delta makes of it by not fitting the dP and P it is subtracted from. "
-    "δ error: its mean, over the rms of what delta is summed from; t: of that "
-    "mean; run: the largest running sum over rms √rows, near 1 where signs are random. O bias: "
-    "along the sign of O, + is away from zero. alike: the share of dW_Q's terms in one direction. "
-    "× layer: spectral norm of W_Q over its layer's median. meets: how many conditions of the "
-    "chain, of those that could be judged."
-)
 
 
 def show(report: DiagnoseReport, console: Console) -> None:
@@ -51,11 +44,13 @@ def show(report: DiagnoseReport, console: Console) -> None:
         for part in (_sums(report, console.width), _map(report, console.width)):
             console.print(*part, sep="\n")
         console.print(*_side_by_side(report, console.width), sep="\n")
-        console.print(*_over_training(report, console.width), sep="\n")
-        console.print(_text(LEGEND, "dim"), "", sep="\n")
+        for line in _over_training(report, console.width):
+            console.print(line)
+        columns = _shown((cells.SCORE, *cells.head_columns()), console.width)
+        console.print(_text(cells.legend(columns, MET), "dim"), "", sep="\n")
     what = f"Emulated: attention with {_attention(report)}, against fp64 on the same inputs."
-    for line in (what, *report.summary.notes, *_last_lines(report)):
-        console.print(_text(line, "dim"))
+    for said in (what, *report.summary.notes, *_last_lines(report)):
+        console.print(_text(said, "dim"))
 
 
 def seen(report: DiagnoseReport) -> dict[str, Any]:
@@ -76,7 +71,8 @@ def seen(report: DiagnoseReport) -> dict[str, Any]:
         "kernels": cells.of_first(report.kernels, report),
         "charts": chart.charts(report.figures, axis, "") if axis and report.figures else [],
         "attention": _attention(report),
-        "legend": LEGEND,
+        "met": MET,
+        "legend": cells.legend((cells.SCORE, *cells.head_columns()), MET),
     }
 
 
@@ -92,7 +88,7 @@ def sheets(report: DiagnoseReport) -> Iterator[Sheet]:
     ranked = cells.rows_of(report, report.summary.ranking)
     yield Sheet(
         title=f"Heads, by {cells.order(report.summary.ranking)}",
-        columns=("head", cells.SCORE.title, *(c.title for c in columns), "meets"),
+        columns=("head", cells.SCORE.title, *(c.title for c in columns), MET),
         rows=tuple(
             (brief(r), cells.SCORE.cell(r), *(c.cell(row) for c in columns), cells.met(r))
             for r, row in ranked
@@ -122,11 +118,15 @@ def _table(title: str, columns: Sequence[Column], width: int, name: str) -> tupl
         pad_edge=False,
         show_edge=False,
     )
-    shown = [column for column in columns if column.width <= width]
+    shown = _shown(columns, width)
     table.add_column(name, overflow="fold")
     for column in shown:
         table.add_column(column.title, justify="right")
     return table, shown
+
+
+def _shown(columns: Sequence[Column], width: int) -> list[Column]:
+    return [column for column in columns if column.width <= width]
 
 
 def _ranking(report: DiagnoseReport, width: int) -> Table:
@@ -135,7 +135,7 @@ def _ranking(report: DiagnoseReport, width: int) -> Table:
     heads = "1 head" if count == 1 else f"{count} heads"
     title = f"{heads}{first}, by {cells.order(report.summary.ranking)}"
     table, columns = _table(title, (cells.SCORE, *cells.head_columns()), width, "head")
-    table.add_column("meets", justify="right")
+    table.add_column(MET, justify="right")
     for ranked, row in cells.rows_of(report, report.summary.ranking[:SHOWN]):
         style = STYLES[cells.shade(ranked.score)]
         values = [Text(column.cell(row)) for column in columns[1:]]

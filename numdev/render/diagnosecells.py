@@ -23,31 +23,75 @@ class Column:
     cell: Callable[[Any], str]
     width: int = 0
     """Of the terminal, from where on it is shown."""
+    says: str = ""
+    """What the number is, where the title does not say it."""
 
 
 def head_columns() -> tuple[Column, ...]:
     """Of a head's row."""
     return (
-        Column(title="dW_Q by δ", cell=lambda h: share(moved(h))),
-        Column(title="dW_Q, all", cell=lambda h: share(h.dw_q_error), width=90),
-        Column(title="δ error", cell=lambda h: signed(_of_delta(h, "mean"))),
-        Column(title="t", cell=lambda h: t(_of_delta(h, "t"))),
-        Column(title="run", cell=lambda h: plain(_of_delta(h, "run"))),
+        Column(
+            title="dW_Q by δ",
+            cell=lambda h: share(moved(h)),
+            says="what delta makes of its dW_Q by not fitting the dP and P it is subtracted from",
+        ),
+        Column(
+            title="dW_Q, all",
+            cell=lambda h: share(h.dw_q_error),
+            width=90,
+            says="its whole error, over that of the head",
+        ),
+        Column(
+            title="δ error",
+            cell=lambda h: signed(_of_delta(h, "mean")),
+            says="its mean, over the rms of what delta is summed from",
+        ),
+        Column(title="t", cell=lambda h: t(_of_delta(h, "t")), says="of that mean"),
+        Column(
+            title="run",
+            cell=lambda h: plain(_of_delta(h, "run")),
+            says="the largest running sum over rms √rows, near 1 where signs are random",
+        ),
         Column(title="tied rows", cell=lambda h: share(h.tied)),
         Column(title="P̄ = 1", cell=lambda h: share(h.ones), width=120),
         Column(title="P at 2ⁿ", cell=lambda h: share(h.powers), width=130),
         Column(title="V one sign", cell=lambda h: share(h.one_signed), width=90),
-        Column(title="O bias, ulp", cell=lambda h: ulps(h.out)),
+        Column(
+            title="O bias, ulp",
+            cell=lambda h: ulps(h.out),
+            says="along the sign of O, + is away from zero",
+        ),
         Column(title="t ", cell=lambda h: t(h.out.t), width=110),
         Column(title="rows of dS", cell=lambda h: share(h.ds_row_sum), width=150),
-        Column(title="alike", cell=lambda h: share(h.similarity), width=115),
+        Column(
+            title="alike",
+            cell=lambda h: share(h.similarity),
+            width=115,
+            says="the share of dW_Q's terms in one direction",
+        ),
         Column(title="‖W_Q‖₂", cell=lambda h: plain(h.spectral_norm), width=140),
-        Column(title="× layer", cell=lambda h: plain(h.spectral_ratio), width=90),
+        Column(
+            title="× layer",
+            cell=lambda h: plain(h.spectral_ratio),
+            width=90,
+            says="spectral norm of W_Q over its layer's median",
+        ),
     )
 
 
-SCORE = Column(title="of layer", cell=lambda r: share(r.score))
+SCORE = Column(
+    title="of layer",
+    cell=lambda r: share(r.score),
+    says="the order, |error of the head's dW_Q| over |dW_Q| of its layer",
+)
 """Of a `Ranked`: the number that heads are ordered by."""
+
+
+def legend(columns: Sequence[Column], last: str) -> str:
+    """What those columns of the heads' table are that do not say it themselves; `last` is the title
+    of the column with `met`."""
+    said = [f"{c.title.strip()}: {c.says}" for c in columns if c.says]
+    return "; ".join([*said, f"{last}: how many of the chain, of those that could be judged"]) + "."
 
 
 def cure_columns() -> tuple[Column, ...]:

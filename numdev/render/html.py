@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from numdev.foreign import plain
 from numdev.render import chart, numbers, parts, positions
+from numdev.render.sentences import headed
 from numdev.report import AuditReport, Finding, Report, SweepReport, replacing
 from numdev.stopwatch import words
 
 REPRODUCERS = "reproducers"
+_CODE = re.compile(r"`([^`\s]+)`")
 LONGEST = 32_000
 """Characters of a reproducer that the page shows; a longer one is only named."""
 
@@ -81,6 +84,8 @@ def _templates() -> Environment:
         "short": numbers.short,
         "shade": numbers.shade,
         "said": chart.value,
+        "headed": headed,
+        "prose": _prose,
     }
     return environment
 
@@ -90,6 +95,11 @@ def _visible(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Markup):
         return plain(value, keep="\n\t")
     return value
+
+
+def _prose(text: str) -> Markup:
+    """A sentence, what stands in backticks set as code."""
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(_visible(text)))))
 
 
 def _audit(report: AuditReport) -> dict[str, Any]:

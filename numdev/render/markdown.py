@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.foreign import markdown as text
 from numdev.render.html import facts
+from numdev.render.sentences import headed
 from numdev.render.sheets import Sheet, sheets
 from numdev.report import Report
 
@@ -28,8 +29,8 @@ def _lines(report: Report) -> Iterator[str]:
         if finding.metric == "suspicion":
             yield f"- **{text(finding.sentence)}**"
     for sentence in getattr(report, "summary").answer:  # noqa: B009 - every kind has one
-        head, colon, rest = sentence.partition(": ")
-        yield f"- **{text(head + colon.rstrip())}**{' ' + text(rest) if rest else ''}"
+        head, rest = headed(sentence)
+        yield f"- **{text(head)}**{' ' + text(rest) if rest else ''}"
     for sheet in sheets(report):
         yield from ("", f"## {text(sheet.title)}", "", *_table(sheet))
     if report.findings:

@@ -11,14 +11,21 @@ def si(value: float | None) -> str:
     """An error, with two digits."""
     if value is None:
         return NONE
-    return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.1e}"
+    return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 100 else power(f"{value:.1e}")
+
+
+def power(number: str) -> str:
+    """As Python writes it, without zeros in the exponent: 1.2e-3, 1.2e3."""
+    return number.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def ratio(value: float | None) -> str:
     """A multiple, with two decimals or three digits."""
     if value is None:
         return NONE
-    return f"{value:.2f}" if value < 100 else f"{value:.3g}"
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{float(f'{value:.3g}'):.0f}" if value < 1e5 else power(f"{value:.2e}")
 
 
 def short(value: float | None) -> str:
@@ -28,7 +35,7 @@ def short(value: float | None) -> str:
     for limit, digits in ((9.995, 2), (99.95, 1), (999.5, 0)):
         if value < limit:
             return f"{value:.{digits}f}"
-    return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return power(f"{value:.0e}")
 
 
 def shade(value: float | None) -> int:

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from numdev.foreign import plain
-from numdev.render import parts
+from numdev.render import numbers, parts
+from numdev.render.sentences import headed
 from numdev.report import (
     AuditReport,
     Axis,
@@ -40,6 +41,8 @@ from numdev.report import (
 from numdev.stopwatch import words
 
 GRADIENTS = ("dq", "dk", "dv")
+LONG = 14
+"""Characters of a kernel's name that a table of 80 columns has room for."""
 SHADES = ((1.25, "green"), (2.0, "yellow"), (4.0, "dark_orange"), (float("inf"), "bold red"))
 """Up to this multiple of the floor, this colour."""
 
@@ -121,9 +124,9 @@ def _at(curve: Curve, x: float, relative: bool) -> Text:
 def _answer(sentences: Sequence[str], out: Console) -> None:
     out.print()
     for sentence in sentences:
-        head, _, rest = sentence.partition(": ")
+        head, rest = headed(sentence)
         start = Text(overflow="fold").append_text(_text(head, "bold cyan"))
-        out.print(start.append("  ").append_text(_text(rest)))
+        out.print(start.append_text(_text(f" {rest}" if rest else "")))
     out.print()
 
 
@@ -231,9 +234,18 @@ def _ranking(name: str, kernels: Sequence[KernelSummary]) -> Group:
     for k in measured:
         if _repeats(k, measured):
             continue
-        label = _text(k.kernel + _options(k.options), "bold" if k.role == "kernel" else "dim")
-        table.add_row(label, *(column.cell(k) for column in shown))
+        table.add_row(_label(k), *(column.cell(k) for column in shown))
     return Group(table, *_remarks(name, kernels), "", *_gradients(name, measured))
+
+
+def _label(k: KernelSummary) -> Text:
+    """A kernel with its options. A long `module:function` is broken after the colon, since a table
+    would break it anywhere."""
+    style = "bold" if k.role == "kernel" else "dim"
+    module, colon, function = (k.kernel + _options(k.options)).partition(":")
+    if len(module) + len(function) < LONG or not colon:
+        return _text(module + colon + function, style)
+    return _text(module + colon, style).append("\n").append_text(_text(function, style))
 
 
 def _gradients(name: str, kernels: Sequence[KernelSummary]) -> Iterator[RenderableType]:
@@ -262,8 +274,7 @@ def _gradients(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Renderab
             cells.append(_shaded(g.floor_ratio if g else None))
             cells.append(_beside_prediction(g.expected_ratio_worst if g else None))
         noise = Text("-", "dim") if k.noise is None else Text(_ratio(k.noise) if k.noise else "0")
-        label = _text(k.kernel + _options(k.options), "bold" if k.role == "kernel" else "dim")
-        table.add_row(label, *cells, noise)
+        table.add_row(_label(k), *cells, noise)
     yield table
     yield _text(_amplified(measured), "dim")
     yield ""
@@ -579,21 +590,11 @@ def _shaded(value: float | None, *, short: bool = False) -> Text:
     if value is None:
         return Text("-", "dim")
     style = next(colour for limit, colour in SHADES if value <= limit)
-    return Text(_short(value) if short else _ratio(value), style)
-
-
-def _short(value: float) -> str:
-    """A ratio in four characters."""
-    for limit, digits in ((9.995, 2), (99.95, 1), (999.5, 0)):
-        if value < limit:
-            return f"{value:.{digits}f}"
-    return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return Text(numbers.short(value) if short else _ratio(value), style)
 
 
 def _ratio(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value < 100 else f"{value:.3g}"
+    return "-" if value is None else numbers.ratio(value)
 
 
 def _times(value: float | None) -> str:
@@ -602,9 +603,10 @@ def _times(value: float | None) -> str:
 
 
 def _si(value: float | None) -> str:
+    """An error: all in one column as powers, but those near 1."""
     if not value:
         return "-" if value is None else "0"
-    return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:.1f}" if 0.95 <= value < 100 else numbers.power(f"{value:.1e}")
 
 
 def _text(content: str, style: str = "") -> Text:

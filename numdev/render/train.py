@@ -12,6 +12,7 @@ from rich.text import Text
 
 from numdev.foreign import plain
 from numdev.render import chart
+from numdev.render.sentences import headed
 from numdev.render.sheets import Sheet, of_figure
 from numdev.report import Figure
 from numdev.stopwatch import words
@@ -25,9 +26,9 @@ def show(report: TrainReport, console: Console) -> None:
     """Print it: the sentences, then the loss and the distance of each variant at some steps."""
     console.print()
     for sentence in report.summary.answer:
-        head, _, rest = sentence.partition(": ")
+        head, rest = headed(sentence)
         start = Text(overflow="fold").append(plain(head), "bold cyan")
-        console.print(start.append(f"  {plain(rest)}"))
+        console.print(start.append(f" {plain(rest)}" if rest else ""))
     console.print()
     for figure in report.figures:
         if figure.metric in ("loss", "rel"):

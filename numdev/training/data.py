@@ -148,7 +148,7 @@ def _described(config: DataConfig, ids: Tensor) -> dict[str, Any]:
     names = {"stdlib": "the Python standard library"}
     what = names.get(config.source) or ", ".join(Path(f).name for f in config.files)
     return {
-        "prompt": f"{len(ids)} {unit} of {what}",
+        "prompt": f"{len(ids):,} {unit} of {what}",
         "data_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
 
