@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -67,16 +67,29 @@ def judge_report(
 
 def decide_report(report: Older, rules: Rules, against: Older | None = None) -> Decided:
     """As `judge_report`, with the rows."""
-    for key, pattern in rules.holds_for.items():
-        found = str(report.provenance.system.get(key))
-        if not fnmatchcase(found, pattern):
-            raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {found!r}",
-                hint="calibrate rules for that system, or gate a report from this one",
-            )
+    _refuse_elsewhere(report.provenance.system, rules)
     if against is not None:
         comparable(report, against)
     return decide(report.rows, rules, Around.of(report, against))
+
+
+def _refuse_elsewhere(system: Mapping[str, Any], rules: Rules) -> None:
+    """A key that the report does not have is of no kind at all, whatever the pattern."""
+    known = ", ".join(k for k, v in system.items() if isinstance(v, str))
+    for key, pattern in rules.holds_for.items():
+        found = system.get(key)
+        if found is None:
+            raise MeasurementError(
+                f"the rules {rules.name} hold for {key} {pattern!r}, and this report's system has "
+                f"no {key}",
+                hint=f"what it has is under provenance.system in the report: {known or 'nothing'}",
+            )
+        if not fnmatchcase(str(found), pattern):
+            raise MeasurementError(
+                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has "
+                f"{str(found)!r}",
+                hint="calibrate rules for that system, or gate a report from this one",
+            )
 
 
 def judge(

@@ -36,6 +36,7 @@ SCHEMA_VERSION = 1
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
+Phase = Literal["prefill", "decode"]
 NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
 """Why dk and dv have no expected_ratio, worst_row and baseline_ratio then."""
 
@@ -81,7 +82,7 @@ class DeviationRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     """Of a generation: its first pass, or one of those that follow."""
     head: int | None
     """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
@@ -184,7 +185,7 @@ class AttributionRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -218,7 +219,7 @@ class WorstRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     role: Role = "kernel"
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)

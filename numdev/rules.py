@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from numdev.config import Names, Strict, bundled, lines_of, read_yaml
 from numdev.errors import closest
 from numdev.report import DeviationRow
-from numdev.selecting import Over, Selector, matches, whose
+from numdev.selecting import Over, Selector, Tensors, matches, whose
 
 BIAS_ALPHA = 0.01
 """Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
@@ -216,7 +216,7 @@ class Instead(Strict):
 
     kernel: Names = ()
     format: Names = ()
-    tensor: Names = ()
+    tensor: Tensors = ()
     at_most: Annotated[float, Field(ge=0)]
 
     def holds_for(self, row: DeviationRow) -> bool:

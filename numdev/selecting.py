@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from numdev.config import Names, Scalar, Strict
-from numdev.report import DeviationRow
+from numdev.errors import closest
+from numdev.report import DeviationRow, Phase, Tensor
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 
@@ -22,6 +23,24 @@ def _listed(value: Any) -> Any:
 Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
+def _among(known: tuple[str, ...]) -> AfterValidator:
+    """Patterns each of which fits one of the names there are: a slip of the pen fits none, and
+    would leave a rule without a row."""
+
+    def check(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            bare = pattern.removeprefix("!")
+            if not any(fnmatchcase(name, bare) for name in known):
+                raise ValueError(f"there is no {bare!r}; {closest(bare.lower(), known)}")
+        return patterns
+
+    return AfterValidator(check)
+
+
+Tensors = Annotated[Names, _among(get_args(Tensor))]
+Phases = Annotated[Names, _among(get_args(Phase))]
+
+
 class Selector(Strict):
     """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
 
@@ -29,12 +48,12 @@ class Selector(Strict):
     kernel: Names = ()
     format: Names = ()
     out_format: Names = ()
-    tensor: Names = ()
+    tensor: Tensors = ()
     case: Names = ()
     regime: Names = ()
     """The inputs that the request says were drawn for a case; a model's case has none."""
     module: Names = ()
-    phase: Names = ()
+    phase: Phases = ()
     layer: Numbers = None
     head: Numbers = None
 
