@@ -22,8 +22,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
 
 from numdev.cells import Older
+from numdev.columns import column, largest
 from numdev.errors import MeasurementError
 from numdev.held import Held, Lacking
 from numdev.report import DeviationRow
@@ -97,11 +100,43 @@ def comparable(new: Older, old: Older) -> None:
         )
 
 
+def unmoved(
+    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
+) -> Held | None:
+    """What stands beside the limit where every cell, of one seed, is the same one in both reports,
+    in the same order, has its number, whole, and none is beyond; None of any others."""
+    if threshold.equals is not None or len(rows) < (threshold.heads or 1):
+        return None
+    places = list(map(_PLACE, rows))
+    if places != list(map(_PLACE, older)) or len(set(places)) < len(places):
+        return None
+    sides = [column(threshold.metric, side) for side in (rows, older)]
+    if any(side is None or None in side for side in sides):
+        return None
+    if any(map(_SAMPLED, (*rows, *older))) and not _whole(threshold.metric):
+        return None
+    ratios = [_over(abs(new), abs(old)) for new, old in zip(*sides, strict=True)]
+    if math.isnan(sum(ratios)) or not threshold.excess(max(ratios)) < 1 - CLOSE:
+        return None
+    at = largest(ratios, median=threshold.heads is not None)
+    found = _change(threshold, rows[at : at + 1], older[at : at + 1])
+    return found if isinstance(found, Held) else None
+
+
+CLOSE = 1e-9
+"""So near to the limit a quotient is left to `changes`, which rounds otherwise."""
+_PLACE = attrgetter("case", "module", "layer", "call", "phase", "head")
+_SAMPLED = attrgetter("sampled")
+
+
+def _over(new: float, old: float) -> float:
+    return new / old if old else (math.inf if new else 1.0)
+
+
 def _by_place(rows: Sequence[DeviationRow]) -> dict[Place, list[DeviationRow]]:
     """Rows of all seeds, by where they were measured."""
     found: dict[Place, list[DeviationRow]] = {}
-    for row in rows:
-        place = (row.case, row.module, row.layer, row.call, row.phase, row.head)
+    for place, row in zip(map(_PLACE, rows), rows, strict=True):
         found.setdefault(place, []).append(row)
     return found
 
@@ -121,10 +156,7 @@ def _change(
         return f"in the old report: {old}"
     # In units of the largest, so that no sum or quotient overflows.
     unit = max(*new, *old) or 1.0
-    now, before = (statistics.fmean(x / unit for x in side) for side in (new, old))
-    room = allowance([x / unit for x in old], len(new))
-    if _error(threshold.metric):
-        room += 2 * before * _noise(theirs)
+    now, before = (statistics.fmean([x / unit for x in side]) for side in (new, old))
     worst = mine[new.index(max(new))]
     if now and not before:
         value: float | str = f"{now * unit:.3g}, from 0"
@@ -132,7 +164,12 @@ def _change(
     else:
         value = now / before if before else 1.0
         excess = threshold.excess(value)
-    excused = excess > 1 and abs(now - before) <= room
+    excused = False
+    if excess > 1:
+        room = allowance([x / unit for x in old], len(new))
+        if _error(threshold.metric):
+            room += 2 * before * _noise(theirs)
+        excused = abs(now - before) <= room
     return Held(worst, threshold, value, 1.0 if excused else excess, excused=excused)
 
 
@@ -147,6 +184,7 @@ def _sizes(metric: str, rows: Sequence[DeviationRow]) -> list[float] | str:
     return found
 
 
+@lru_cache(maxsize=256)
 def _whole(metric: str) -> bool:
     return (ESTIMATED | MAXIMA).isdisjoint(parts_of(metric))
 

@@ -8,8 +8,11 @@ that it ran.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 
 from numdev.gate import Decided, Judged, decide
 from numdev.report import DeviationRow, Finding, Place
@@ -40,7 +43,7 @@ def findings_in(
     return tuple(_merged(found)), tuple(_tested(judged, found))
 
 
-def named_in(rows: Iterable[DeviationRow]) -> Callable[[Place], str]:
+def named_in(rows: Sequence[DeviationRow]) -> Callable[[Place], str]:
     """What to call a place in a report of these rows."""
     return Places(rows)
 
@@ -48,26 +51,29 @@ def named_in(rows: Iterable[DeviationRow]) -> Callable[[Place], str]:
 class Places:
     """What to call where something is."""
 
-    def __init__(self, rows: Iterable[DeviationRow]) -> None:
-        modules: dict[int | None, set[str]] = {}
-        seeds, calls = set(), set()
-        for row in rows:
-            modules.setdefault(row.layer, set()).add(row.module)
-            seeds.add(row.seed)
-            calls.add(row.call)
-        self._shared = {layer for layer, names in modules.items() if len(names) > 1}
-        self._seeds, self._calls = len(seeds) > 1, len(calls) > 1
+    def __init__(self, rows: Sequence[DeviationRow]) -> None:
+        self._rows = rows
+
+    @cached_property
+    def _told(self) -> tuple[set[int | None], bool, bool]:
+        """Layers whose number several modules share; whether there are several seeds, and calls.
+        Found out when the first place is named: a report that passes names none."""
+        known = set(map(attrgetter("layer", "module"), self._rows))
+        layers = Counter(layer for layer, _ in known)
+        several = [len(set(map(attrgetter(x), self._rows))) > 1 for x in ("seed", "call")]
+        return {layer for layer, count in layers.items() if count > 1}, several[0], several[1]
 
     def __call__(self, place: Place) -> str:
         """`layer 3 head 2`; the module where layers share a number, the case where it was drawn."""
+        shared, seeds, calls = self._told
         if place.layer is None:
             words = place.case
         else:
-            words = place.module if place.layer in self._shared else f"layer {place.layer}"
+            words = place.module if place.layer in shared else f"layer {place.layer}"
         words += f" {place.phase}" if place.phase else ""
-        words += f" call {place.call}" if self._calls else ""
+        words += f" call {place.call}" if calls else ""
         words += f" head {place.head}" if place.head is not None else ""
-        return words + (f", seed {place.seed}" if self._seeds else "")
+        return words + (f", seed {place.seed}" if seeds else "")
 
 
 def _exceeded(judged: Sequence[Judged], named: Callable[[Place], str]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from numdev.cells import Around, Groups, Older, measured
+from numdev.cells import Around, Groups, Older, by_tensor, measured
 from numdev.errors import MeasurementError
 from numdev.gate import judge_report, power_of, verdicts_of
 from numdev.report import DeviationRow
@@ -128,7 +128,7 @@ def fitted(report: Older, name: str) -> str:
 
     Raises MeasurementError where nothing was measured, or a kernel is wrong outright.
     """
-    groups = measured(report.rows, {"kernel"})
+    groups = measured(by_tensor(report.rows), {"kernel"})
     if not groups:
         raise MeasurementError(
             f"{name}: no kernel under audit was measured, so nothing can be fitted",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -72,19 +73,29 @@ class Selector(Strict):
         given = [(name, patterns) for name in apart if (patterns := getattr(self, name))]
         if not given and not self.regime and self.layer is None and self.head is None:
             return list(rows)
-        drawn = regimes or {}
-        return [
-            row
-            for row in rows
-            if (self.layer is None or row.layer in self.layer)
-            and (self.head is None or row.head in self.head)
-            and (not self.regime or matches(self.regime, drawn.get(row.case)))
-            and all(matches(patterns, getattr(row, name)) for name, patterns in given)
-        ]
+        found = list(rows)
+        for name, patterns in given:
+            found = _fitting(found, patterns, attrgetter(name))
+        if self.regime:
+            drawn = regimes or {}
+            found = _fitting(found, self.regime, lambda row: drawn.get(row.case))
+        for name, numbers in (("layer", self.layer), ("head", self.head)):
+            if numbers is not None:
+                found = [row for row in found if getattr(row, name) in numbers]
+        return found
 
     def _shared(self, row: DeviationRow) -> bool:
         shared = ((self.kernel, row.kernel), (self.format, row.format), (self.tensor, row.tensor))
         return all(matches(patterns, value) for patterns, value in shared)
+
+
+def _fitting(
+    rows: list[DeviationRow], patterns: tuple[str, ...], text: Callable[[DeviationRow], str | None]
+) -> list[DeviationRow]:
+    """Those whose text the patterns choose; a text that many rows have is looked at once."""
+    texts = list(map(text, rows))
+    chosen = {each for each in set(texts) if matches(patterns, each)}
+    return [row for row, each in zip(rows, texts, strict=True) if each in chosen]
 
 
 @lru_cache(maxsize=4096)
