@@ -27,6 +27,7 @@ from operator import attrgetter
 
 from numdev.cells import Older
 from numdev.columns import column, largest
+from numdev.comparable import APART, MUST, differences
 from numdev.errors import MeasurementError
 from numdev.held import Held, Lacking
 from numdev.report import DeviationRow
@@ -81,21 +82,13 @@ GONE = "measured in the old report, and not in this one"
 NEW = "not measured in the old report"
 
 
-SAME = ("cases", "length", "sequences", "model_dtype", "generate", "sampled_rows")
-"""Of a request: what a cell's numbers depend on and its name does not say. Not the seed, which may
-be another."""
-
-
-def comparable(new: Older, old: Older) -> None:
-    """Raises MeasurementError unless both are about the same inputs: the checkpoint and the text by
-    their hashes, drawn cases by their configuration."""
-    sources = [x.provenance.source for x in (new, old)]
-    other = [k for k in ("sha256", "prompt_sha256") if len({str(s.get(k)) for s in sources}) > 1]
-    other += [key for key in SAME if new.request.get(key) != old.request.get(key)]
-    if new.kind != old.kind or other:
-        what = f"differ in {', '.join(other)}" if other else f"are of {new.kind} and {old.kind}"
+def refuse_other(new: Older, old: Older) -> None:
+    """Raises MeasurementError unless both are about the same inputs. The seeds may be others."""
+    apart = differences(old, new, [key for key in MUST if key not in APART])
+    if apart:
+        what = ", ".join(f"{d.key} ({d.a} in the older, {d.b} now)" for d in apart)
         raise MeasurementError(
-            f"the older report is about something else: the two {what}",
+            f"the older report is about something else: the two differ in {what}",
             hint="give --against a report of the same request",
         )
 

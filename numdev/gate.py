@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from numdev.cells import Around, Groups, Older, by_tensor, grouped, key_of, measured, something
-from numdev.change import GONE, NEW, comparable
+from numdev.change import GONE, NEW, refuse_other
 from numdev.errors import MeasurementError
 from numdev.held import Held, Lacking
 from numdev.holding import Holding, hold
@@ -73,7 +73,7 @@ def decide_report(report: Older, rules: Rules, against: Older | None = None) -> 
     around = Around.of(report, against)
     check_whole(report, around.groups)
     if against is not None:
-        comparable(report, against)
+        refuse_other(report, against)
         check_whole(against, around.old_groups, "the older report")
     return decide(report.rows, rules, around)
 
@@ -306,9 +306,7 @@ def power_of(
         )
 
 
-def _powerless(
-    power: Sequence[Power], rules: Rules, formats: Iterable[str]
-) -> Iterator[Judged]:
+def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Judged]:
     """A verdict for each planted fault that the rules must catch, and did not show that they do in
     each format that kernels ran in."""
     for at, (fault, dose) in enumerate(rules.catches.items()):

@@ -5,10 +5,10 @@ why there is none. A file from which rows were left out, or in which some are re
 was measured: a head that is not there exceeds no limit, and one that is there ten times is most of
 a median.
 
-Which heads a call has is in `cases`, and which seeds a sweep has in its request. Where only some were asked for (`request.heads`), or nothing
-is said of cases, one kernel has what another has. The log-sum-exp need not be returned, and is of
-all heads where it is. Planted faults are held to each other. Other rows are no one's to judge: what
-divides by them says that they are not there.
+Which heads a call has is in `cases`, and which seeds a sweep has in its request. Where only some
+heads were asked for (`request.heads`), or nothing is said of cases, one kernel has what another
+has. The log-sum-exp need not be returned, and is of all heads where it is. Planted faults are held
+to each other. Other rows are no one's to judge: what divides by them says that they are not there.
 """
 
 from __future__ import annotations

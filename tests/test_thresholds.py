@@ -17,7 +17,7 @@ from numdev.config import bundled
 from numdev.errors import UsageError
 from numdev.gate import decide, judge, judge_report
 from numdev.report import DeviationRow, write
-from numdev.rules import Rules, Threshold, default_rules, read_rules
+from numdev.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
 from numdev.verdict import Judgement, Verdict
 
 
@@ -247,12 +247,19 @@ def test_a_list_from_a_merge_key_has_a_line_all_the_same(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_seen_at_a_glance_is_what_every_row_says(seed: int, monkeypatch: Any) -> None:
-    """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule."""
+    """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule,
+    and those on a change from others like them."""
     draw = random.Random(seed)
-    rows = [_drawn(draw, head) for head in range(draw.choice((3, 12, 40)))]
-    quick = decide(rows, default_rules())
-    monkeypatch.setattr(holding, "_at_a_glance", lambda threshold, rows, around: None)
-    slow = decide(rows, default_rules())
+    heads = range(draw.choice((3, 12, 40)))
+    rows = [_drawn(draw, head) for head in heads]
+    old = [r.model_copy(update={"row_rel": r.row_rel * draw.uniform(0.9, 1.1)}) if r.row_rel else r
+           for r in rows]  # fmt: skip
+    if draw.random() < 0.2:
+        del old[draw.randrange(len(old))]
+    around = Around(rows=rows, old=old)
+    quick = decide(rows, default_rules_against(), around)
+    monkeypatch.setattr(holding, "_at_a_glance", lambda *_: None)
+    slow = decide(rows, default_rules_against(), around)
     assert quick.judgement == slow.judgement
     assert [j.offending for j in quick.judged] == [j.offending for j in slow.judged]
 

@@ -32,7 +32,8 @@ def compare(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel.
+    """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel. Or
+    from sweep to sweep, which must have kept the rows of heads.
 
     Each is a report.json or a directory with one, of the same request. Needs neither torch nor a
     GPU. Exit code 0: nothing moved. 1: a number moved beyond noise, something else ran, or a row is
