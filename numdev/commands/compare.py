@@ -44,9 +44,11 @@ def compare(
     import json
 
     from numdev.claim import claim
+    from numdev.collector import uncollected
     from numdev.studies.compare import compare as run
 
-    found = run(a, b, allow=allow, command=command_line())
+    with uncollected():
+        found = run(a, b, allow=allow, command=command_line())
     digest = hashlib.sha256(json.dumps(found.request, sort_keys=True).encode()).hexdigest()
     directory = output or Path("numdev-reports") / f"compare-{digest[:8]}"
     claim(directory, "compare", found.request, overwrite=overwrite)

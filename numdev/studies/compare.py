@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numdev
-from numdev import report as reports
 from numdev.comparable import MUST, Difference, Measured, changes, differences
 from numdev.compare import compared
 from numdev.comparereport import CompareReport, CompareSummary, Side
@@ -20,6 +19,7 @@ from numdev.comparewords import answer, notes, threshold
 from numdev.errors import UsageError, closest
 from numdev.presence import news
 from numdev.report import AuditReport, Provenance, SweepReport
+from numdev.rowparts import read_judged
 
 
 def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
@@ -63,7 +63,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
 
 
 def _measured(path: Path) -> Measured:
-    found = reports.read(path)
+    found = read_judged(path, every=True)
     if not isinstance(found, AuditReport | SweepReport):
         raise UsageError(
             f"{path}: is a report of numdev {found.kind}, and compare takes audits or sweeps",
