@@ -736,8 +736,21 @@ def read(path: Path) -> Report:
         where = ".".join(str(part) for part in problem["loc"]) or "the file"
         raise MeasurementError(
             f"{path}: not a report this version understands: {where}: {problem['msg']}",
-            hint=f"this version reads schema {SCHEMA_VERSION}",
+            hint=_written_by(text),
         ) from error
+
+
+def _written_by(text: bytes) -> str:
+    """What is known of a report that was refused: rows of another version may have more fields
+    under the same schema number."""
+    from numdev import __version__
+
+    read = f"this is numdev {__version__}, which reads schema {SCHEMA_VERSION}"
+    try:
+        by = _Head.model_validate_json(text).provenance.get("numdev")
+    except ValidationError:
+        by = None
+    return read if by in (None, __version__) else f"numdev {by} wrote it, and {read}"
 
 
 def _check(head: _Head, path: Path) -> None:

@@ -7,12 +7,12 @@ the gate and the findings of every report share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
 from numdev.config import Names, Strict, bundled, lines_of, read_yaml
 from numdev.errors import closest
@@ -120,10 +120,28 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     return ends[0] * value / row.rms, ends[1] * value / row.rms
 
 
+def _completed(names: Collection[str]) -> dict[str, Any]:
+    """The JSON Schema of a metric: a known name, or a ratio of two."""
+    either = "|".join(sorted(set(names) - {"suspicion"}))
+    return {
+        "anyOf": [
+            {"enum": sorted(names)},
+            {
+                "type": "string",
+                "pattern": rf"^\s*({either})\s*/\s*({either})\s*$",
+                "examples": ["from_baseline_rms / precision_rms"],
+            },
+        ]
+    }
+
+
+Metric = Annotated[str, WithJsonSchema(_completed(METRICS))]
+
+
 class Limit(Strict):
     """What one metric may be. Exactly one of the four. A signed number is judged by its size."""
 
-    metric: str
+    metric: Metric
     """Of a row, or two as `a / b`."""
     over: Over | None = None
     """What it is divided by; None: nothing."""
@@ -198,7 +216,7 @@ _ABOVE = math.nextafter(1.0, 2.0)
 class Certain(Strict):
     """A metric that counts only where it is significant."""
 
-    p: str = "bias_p"
+    p: Annotated[str, WithJsonSchema({"enum": sorted(METRICS)})] = "bias_p"
     alpha: Annotated[float, Field(gt=0, lt=1)] = BIAS_ALPHA
     """Family-wise, over the heads of a kernel in a format, by Holm's procedure."""
     sequences: Annotated[int, Field(ge=2)] = BIAS_SEQUENCES
