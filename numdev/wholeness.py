@@ -131,14 +131,18 @@ def _check_cases(report: Older, runs: Iterable[_Run], what: str) -> None:
         calls: dict[Cell, set[Any]] = {}
         for cell in _every(runs, tensor) if known else ():
             calls.setdefault(_call(cell), set()).add(cell[6])
-        for call, heads in calls.items():
-            case = known.get(call[0])
-            lacking = set(range(_heads(case, tensor))) - heads if case else ()
-            for head in sorted(lacking):
-                raise MeasurementError(
-                    f"{what} is not whole: no kernel has a row for {_place(tensor, (*call, head))}",
-                    hint=HINT,
-                )
+        lacking = [
+            (*call, head)
+            for call, heads in calls.items()
+            if (case := known.get(call[0]))
+            for head in set(range(_heads(case, tensor))) - heads
+        ]
+        if lacking:
+            raise MeasurementError(
+                f"{what} is not whole: no kernel has a row for "
+                f"{_place(tensor, min(lacking, key=str))}",
+                hint=HINT,
+            )
     asked = report.request.get("seeds")
     seeds = [seed for seed in asked if isinstance(seed, int)] if isinstance(asked, list) else []
     there = {(c[0], c[1] if seeds else None) for run in runs for c in run.calls}

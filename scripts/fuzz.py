@@ -6,7 +6,7 @@
 An input is a number: it seeds the generator that picks a target, a file from configs/ or
 tests/data/reports/, and what is done to it. Whatever comes of it, these hold:
 
-- an exit code of 0, 1, 2 or 3 and no unexpected exception, within `SECONDS`;
+- an exit code of 0, 1, 2 or 3 and no unexpected exception, within `SECONDS` of the processor;
 - no control character on stdout or stderr, but line ends;
 - no element or attribute in a page that a harmless report's page cannot have; no HTML, heading or
   link in Markdown; no formula in CSV;
@@ -139,16 +139,18 @@ def unmeasured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
+    """Of this process, whatever else the machine does."""
+
     def late(*_: Any) -> None:
         raise Broken(f"takes more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 # --- inputs --------------------------------------------------------------------------------------

@@ -55,6 +55,20 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
     assert judge_report(sound, rules).exit_code == 3
 
 
+def test_only_what_is_caught_in_every_format_must_be_caught_again() -> None:
+    """A fault that one format hides, or in which it was not planted, is no reason for no file."""
+    kinds = ("bfloat16", "float16")
+    heads = [row(h, format=fmt) for fmt in kinds for h in range(2)]
+    seen = [control("seen", 1, 9.0, head=h, format=fmt) for fmt in kinds for h in range(2)]
+    hidden = [control("hidden", 1, 9.0 if fmt == "float16" else 1.0, head=h, format=fmt)
+              for fmt in kinds for h in range(2)]  # fmt: skip
+    once = [control("once", 1, 9.0, head=h) for h in range(2)]
+    found = report(*heads, *seen, *hidden, *once)
+    fitting = read(fitted(found, "r"))
+    assert fitting.catches == {"seen": 1}
+    assert judge_report(found, fitting).exit_code == 0
+
+
 def test_limits_are_what_was_measured_times_the_margin() -> None:
     """Per kernel, format and tensor: b errs 1.4 times as much, and has its own. Ten per cent beyond
     each limit is caught."""

@@ -337,6 +337,29 @@ def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: in
             assert said.unjudged == 1
 
 
+@pytest.mark.parametrize(
+    ("ends", "value"),
+    [((1.5, 2.0), 0.9), ((2.0, 0.5), 0.9), ((0.2, 0.5), 3.0), ((5.0, 0.1), 3.0)],
+)
+def test_an_interval_that_contradicts_itself_decides_nothing(
+    ends: tuple[float, float], value: float
+) -> None:
+    """Beside its own estimate, or with its ends the wrong way round."""
+    sampled = row(sampled=True, expected_ratio=value, interval={"expected_ratio": ends})
+    assert judge([sampled], rules(metric="expected_ratio", at_most=1.1)).exit_code == 3
+
+
+def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
+    """Though it ran in every call."""
+    rows = [row(elements=0), row(kernel="b")]
+    finite = rules(metric="nonfinite", equals=0)
+    assert judge(rows, finite).exit_code == 0
+    required = judge(rows, finite.model_copy(update={"required": ("mine",)}))
+    assert (required.exit_code, required.calls[0].reasons) == (
+        3, ("no element of it could be judged",)
+    )  # fmt: skip
+
+
 def test_what_is_exceeded_for_certain_outweighs_what_is_undecided() -> None:
     """One head beyond its limit is exit code 1, beside others that are not decided."""
     book = rules(metric="rms", at_most=1)
@@ -610,6 +633,14 @@ def test_rules_hold_for_one_system() -> None:
     for system in ({"cpu_capability": "DEFAULT"}, {}):
         with pytest.raises(MeasurementError, match="hold for cpu_capability"):
             judge_report(report(row(), **system), book)
+
+
+@pytest.mark.parametrize("system", [{}, {"gpu": None}])
+def test_a_system_that_is_not_told_is_none_of_them(system: dict[str, Any]) -> None:
+    """Rules for any GPU at all hold for no report without one."""
+    book = default_rules().model_copy(update={"holds_for": {"gpu": "*"}})
+    with pytest.raises(MeasurementError, match="has no gpu"):
+        judge_report(report(row(), cpu="x", **system), book)
 
 
 def test_the_default_file_is_bundled_and_read() -> None:

@@ -140,6 +140,11 @@ def test_a_regime_is_what_the_request_drew() -> None:
         ("metric: rms, at_most: 1, over: before, certain: {}", "goes without"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),
         ("metric: rms, at_most: 1, file: x", "unknown key"),
+        ("metric: rms, at_most: 1, where: {tensor: dQ}, may_lack: rows", "there is no 'dQ'"),
+        ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "there is no 'd'"),
+        ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
+        ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
+        ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
     ],
 )  # fmt: skip
 def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -148,6 +153,26 @@ def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> N
     with pytest.raises(UsageError) as error:
         read_rules(tmp_path / "t.yaml")
     assert said in str(error.value)
+
+
+def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
+    """A mapping that takes another's keys may say its own."""
+    (tmp_path / "t.yaml").write_text(
+        "thresholds:\n"
+        "  - &a {name: a, metric: rms, at_most: 1}\n"
+        "  - {<<: *a, name: b}\n"
+        "  - <<: [*a]\n"
+        "    name: c\n"
+        "    at_most: 2\n"
+    )
+    found = read_rules(tmp_path / "t.yaml").thresholds
+    assert [(t.name, t.at_most, t.line) for t in found] == [("a", 1, 2), ("b", 1, 3), ("c", 2, 4)]
+
+
+@pytest.mark.parametrize("tensor", ["d*", "[d]q", "!lse", "out", ["dq", "!dk"]])
+def test_patterns_of_tensors_are_patterns(tensor: Any) -> None:
+    """Each of which fits one that there is."""
+    assert Threshold(name="a", metric="rms", at_most=1, where={"tensor": tensor}).where.tensor
 
 
 # --- what the gate must catch --------------------------------------------------------------------
@@ -172,6 +197,18 @@ def test_a_gate_can_be_asked_to_prove_what_it_catches(
     assert [v.reasons for v in judged.verdicts if v.rule == "catches scale"] == (
         [(why,)] if why else []
     )
+
+
+def test_a_fault_must_be_caught_in_each_format() -> None:
+    """In one in which kernels ran and it was not planted, nobody knows."""
+    found = [row(), row(format="float16"), control("scale", 0.01, 9.0)]
+    asked = rules(metric="expected_ratio", at_most=1.1).model_copy(
+        update={"catches": {"scale": 0.01}}
+    )
+    (*_, verdict) = judge(found, asked).verdicts
+    assert (verdict.outcome, verdict.reasons) == ("unmeasured", ("not planted in float16",))
+    planted = [*found, control("scale", 0.01, 9.0, format="float16")]
+    assert judge(planted, asked).exit_code == 0
 
 
 def test_the_ci_file_is_the_default_rules_and_asks_for_proof() -> None:
