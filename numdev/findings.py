@@ -149,8 +149,10 @@ def _finding(group: Sequence[Judged], named: Callable[[Place], str]) -> Finding:
 def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
     """Calls in which a kernel failed; then those that it declined, where it ran others."""
     for call in calls:
-        if call.failed or (call.required and call.skipped):
-            yield _call(call, "runs", "failed in" if call.failed else "is required, and skipped")
+        if call.outcome == "unmeasured":
+            words = "failed in" if call.failed else "is required, and skipped"
+            empty = "is required, and has nothing to judge in"
+            yield _call(call, "runs", words if call.failed or call.skipped else empty)
     for call in calls:
         if call.ok and call.skipped and not (call.failed or call.required):
             yield _call(call, "refuses", "refuses")
@@ -158,7 +160,7 @@ def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
 
 def _call(call: Calls, rule: str, words: str) -> Finding:
     every = call.ok + call.skipped + call.failed
-    count = call.failed or call.skipped
+    count = call.failed or call.skipped or call.ok
     what = "backward passes" if call.backward else "calls"
     why = "; ".join(call.reasons[:3])
     if len(call.reasons) > 3:

@@ -18,6 +18,7 @@ from gate_rows import SOUND, control, lse, report, row
 from numdev.cli import main
 from numdev.config import bundled
 from numdev.errors import MeasurementError, UsageError
+from numdev.findings import _not_run
 from numdev.gate import judge, judge_report
 from numdev.report import (
     NOT_PREDICTED,
@@ -358,6 +359,8 @@ def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
     assert (required.exit_code, required.calls[0].reasons) == (
         3, ("no element of it could be judged",)
     )  # fmt: skip
+    (finding,) = _not_run(required.calls)
+    assert "has nothing to judge in 1 of 1 calls (bfloat16): no element of it" in finding.sentence
 
 
 def test_what_is_exceeded_for_certain_outweighs_what_is_undecided() -> None:

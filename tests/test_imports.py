@@ -523,21 +523,26 @@ ALLOWED: dict[str, set[str]] = {
         "trainreport",
     },
     # What is decided, from the report alone, and in words.
-    "selecting": {"config", "report"},
+    "selecting": {"config", "errors", "report"},
     "rules": {"config", "errors", "report", "selecting"},
     "verdict": {"report"},
     "cells": {"report", "rules", "selecting"},
     "held": {"report", "rules"},
-    "change": {"cells", "errors", "held", "report", "rules"},
-    "holding": {"cells", "change", "held", "report", "rules"},
-    "gate": {"cells", "change", "errors", "held", "holding", "report", "rules", "verdict"},
+    "columns": {"report", "rules"},
+    "wholeness": {"cells", "errors", "report"},
+    "change": {"cells", "columns", "comparable", "errors", "held", "report", "rules"},
+    "holding": {"cells", "change", "columns", "held", "report", "rules"},
+    "gate": {
+        *("cells", "change", "errors", "held", "holding", "report", "rules", "verdict"),
+        "wholeness",
+    },
     "fitting": {"cells", "errors", "gate", "report", "rules", "verdict"},
     "wording": {"report", "verdict"},
     "findings": {"gate", "report", "rules", "verdict", "wording"},
     # Two audits beside each other.
     "claim": {"errors", "report"},
     "comparereport": {"report"},
-    "comparable": {"comparereport", "report"},
+    "comparable": {"report"},
     "movement": {"report", "rules"},
     "pairing": {"comparable", "comparereport", "report"},
     "presence": {"comparable", "comparereport", "movement", "pairing", "report"},
@@ -1064,7 +1069,7 @@ def test_what_renders_or_decides_touches_no_tensor() -> None:
     light |= {"checkwords", "diagnosereport", "render.bounds"}
     light |= {"claim", "comparable", "compare", "comparereport", "comparewords", "movement"}
     light |= {"pairing", "presence", "render.compare", "studies.compare"}
-    light |= {"fitting", "render.standing", "rowparts"}
+    light |= {"fitting", "render.standing", "rowparts", "columns", "wholeness"}
     light |= {
         "boundsreport",
         "saturation",
