@@ -93,6 +93,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": set(),
     "commands.options": set(),
     "commands.places": {
+        "errors",
         "render.github",
         "render.junit",
         "render.problems",
@@ -117,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
         "studies.bounds",
     },
     "commands.compare": {
+        "collector",
         "claim",
         "commands.options",
         "commands.session",
@@ -459,7 +461,7 @@ ALLOWED: dict[str, set[str]] = {
         "watch",
     },
     # What was found, and how a person sees it: no torch, no kernels, no metrics.
-    "report": {"collector", "errors", "foreign"},
+    "report": {"collector", "errors", "foreign", "numdev"},
     "collector": set(),
     "rowparts": {"collector", "report"},
     "foreign": set(),
@@ -497,6 +499,7 @@ ALLOWED: dict[str, set[str]] = {
     "render.github": {"foreign", "render.problems", "report", "verdict"},
     "render.bounds": {"boundsreport", "render.chart", "render.sheets", "render.terminal"},
     "render.compare": {
+        "comparable",
         "comparereport",
         "render.numbers",
         "render.sheets",
@@ -541,13 +544,15 @@ ALLOWED: dict[str, set[str]] = {
     "findings": {"gate", "report", "rules", "verdict", "wording"},
     # Two audits beside each other.
     "claim": {"errors", "report"},
-    "comparereport": {"report"},
+    "comparereport": {"comparable", "report"},
     "comparable": {"report"},
     "movement": {"report", "rules"},
     "pairing": {"comparable", "comparereport", "report"},
     "presence": {"comparable", "comparereport", "movement", "pairing", "report"},
-    "compare": {"comparereport", "movement", "pairing", "presence", "report"},
-    "comparewords": {"compare", "comparereport", "findings", "movement", "report", "wording"},
+    "compare": {"comparable", "comparereport", "movement", "pairing", "presence", "report"},
+    "comparewords": {
+        *("comparable", "compare", "comparereport", "findings", "movement", "report", "wording"),
+    },
     # The loop.
     "execute": {"cases", "errors", "sampling"},
     "bench": {
@@ -868,6 +873,7 @@ ALLOWED: dict[str, set[str]] = {
         "verdict",
     },
     "studies.compare": {
+        "rowparts",
         "comparable",
         "compare",
         "comparereport",
