@@ -357,7 +357,11 @@ def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around:
 
 def _size(row: DeviationRow) -> float:
     dose = row.options.get("dose")
-    return float(dose) if isinstance(dose, int | float) else 0.0
+    return float(dose) if isinstance(dose, int | float) and abs(dose) < LARGEST else 0.0
+
+
+LARGEST = 1e300
+"""A dose beyond it is none: JSON has integers that no float holds."""
 
 
 def _fa_rule(rows: Iterable[DeviationRow]) -> tuple[int, int] | None:

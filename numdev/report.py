@@ -37,6 +37,8 @@ Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Phase = Literal["prefill", "decode"]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number of things; not one that only JSON can hold."""
 NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
 """Why dk and dv have no expected_ratio, worst_row and baseline_ratio then."""
 
@@ -103,14 +105,14 @@ class DeviationRow(Record):
     sampled: bool = False
     """Whether only some rows were measured (keys, for dk and dv): then a maximum is a lower bound,
     and averages are estimates."""
-    rows_measured: int | None = None
+    rows_measured: Count | None = None
     """How many of each head, where they are sampled."""
     interval: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """Metric name to the 95 % interval of its estimate from sampled rows."""
-    elements: int | None = None
-    sequences: int | None = None
-    empty_rows: int | None = None
-    nonfinite: int | None = None
+    elements: Count | None = None
+    sequences: Count | None = None
+    empty_rows: Count | None = None
+    nonfinite: Count | None = None
     max_abs: float | None = None
     mean_abs: float | None = None
     rms: float | None = None

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, WithJsonSchema, field_validator, model_
 
 from numdev.config import Names, Strict, bundled, lines_of, read_yaml
 from numdev.errors import closest
-from numdev.report import DeviationRow
+from numdev.report import Count, DeviationRow
 from numdev.selecting import Over, Selector, Tensors, matches, whose
 
 BIAS_ALPHA = 0.01
@@ -70,7 +70,7 @@ ESTIMATED = frozenset(
 the whole output (nonfinite, noise), or has a test of its own (bias)."""
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 """Multiples of an error, and so 0 where there is none, whatever the denominator."""
-_NUMBERS = (float | None, int | None, bool | None)
+_NUMBERS = (float | None, int | None, Count | None, bool | None)
 _FIELDS = frozenset(
     name for name, field in DeviationRow.model_fields.items() if field.annotation in _NUMBERS
 ) - {"layer", "seed", "head"}

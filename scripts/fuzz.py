@@ -252,6 +252,9 @@ def sound() -> Any:
     found = report_of("audit")
     found["rows"] = [r for r in found["rows"] if not r["kernel"].startswith("bad:")]
     found["rows"] = [r for r in found["rows"] if r["tensor"] == "out"]
+    found["request"]["heads"] = None  # all of them are there
+    for case in found["cases"]:
+        case["heads"] = case["kv_heads"] = 2
     return found
 
 

@@ -629,6 +629,23 @@ def test_a_report_that_is_not_understood_is_no_pass(tmp_path: Path, damage: Any)
     assert gate(str(path)) == 3
 
 
+@pytest.mark.parametrize("name", ["nonfinite", "elements", "sequences"])
+@pytest.mark.parametrize("count", [-1, 2**63, 10**400, -(10**400)])
+def test_a_count_is_a_count(tmp_path: Path, name: str, count: int) -> None:
+    """JSON has integers of any size and sign."""
+    write(report(row()), tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    data["rows"][0][name] = count
+    for text in (json.dumps(data), json.dumps(data, separators=(",", ":"))):
+        (tmp_path / "report.json").write_text(text)
+        assert gate(str(tmp_path)) == 3
+
+
+def test_a_dose_of_any_size_is_no_error() -> None:
+    """One that no float holds is none."""
+    assert judge([row(), control("scale", 10**400, 9.0)]).exit_code == 0
+
+
 def test_rules_hold_for_one_system() -> None:
     """Those that say so judge no report from another."""
     book = default_rules().model_copy(update={"holds_for": {"cpu_capability": "AVX*"}})

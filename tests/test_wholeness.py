@@ -117,6 +117,14 @@ def test_the_older_report_must_be_whole_too() -> None:
         judge_report(found, change, told(without(rows(), head=3, tensor="out")))
 
 
+def test_a_call_of_a_strange_number_of_heads_is_not_whole() -> None:
+    """At once, whatever the number is."""
+    found = told(rows())
+    many = tuple(c.model_copy(update={"heads": 10**30}) for c in found.cases)
+    with pytest.raises(MeasurementError, match="no kernel has a row for out of c head 4"):
+        judged(found.model_copy(update={"cases": many}))
+
+
 @pytest.mark.parametrize("seeds", [None, 3, "x", [], ["x", {}], [[0]], {"a": 1}])
 def test_a_strange_request_is_no_error(seeds: Any) -> None:
     """It is whatever a file says."""
