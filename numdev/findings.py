@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 
-from numdev.gate import Decided, Judged, decide
+from numdev.gate import NOTHING, Decided, Judged, decide
 from numdev.report import DeviationRow, Finding, Place
 from numdev.rules import Rules, default_rules
 from numdev.verdict import Calls, Power, Verdict
@@ -229,7 +229,7 @@ def _lacking(rule: str, verdicts: Sequence[Verdict]) -> str:
     reasons = dict.fromkeys(chain.from_iterable(v.reasons for v in these))
     if not reasons:
         return ""
-    if "no row matches" in reasons:
+    if any(why.startswith(NOTHING) for why in reasons):
         return f"{rule} (nothing here to apply it to)"
     partly = "in part: " if any(v.judged for v in these) else ""
     return f"{rule} ({partly}{'; '.join(list(reasons)[:2])})"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from numdev.held import Held, Lacking
 from numdev.holding import Holding, hold
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
 from numdev.rules import Rules, Threshold, Value, default_rules
+from numdev.selecting import Selector, matches
 from numdev.verdict import Calls, Dose, Judgement, Outcome, Power, Verdict
 from numdev.wholeness import check_whole
 
@@ -165,11 +166,21 @@ def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Jud
         older = around.older(where)
     keys = dict.fromkeys((*chosen, *older))
     if not keys:
-        yield _nothing(
-            threshold, NOTHING, "unmeasured" if threshold.may_lack == "nothing" else "untested"
-        )
+        lenient = threshold.may_lack != "nothing"
+        why = NOTHING + _unmatched(where, groups)
+        yield _nothing(threshold, why, "untested" if lenient else "unmeasured")
     for key in keys:
         yield _judge(threshold, chosen.get(key, []), around, older.get(key, []))
+
+
+def _unmatched(where: Selector, groups: Groups) -> str:
+    """Which of a selector's patterns fit no row at all, beside what there is."""
+    for name in ("kernel", "format", "tensor"):
+        known = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
+        patterns = getattr(where, name)
+        if known and not any(matches(patterns, each) for each in known):
+            return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(known, 8))}"
+    return ""
 
 
 def _nothing(threshold: Threshold, why: str, outcome: Outcome) -> Judged:

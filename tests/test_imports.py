@@ -537,7 +537,7 @@ ALLOWED: dict[str, set[str]] = {
     "holding": {"cells", "change", "columns", "held", "report", "rules"},
     "gate": {
         *("cells", "change", "errors", "held", "holding", "report", "rules", "verdict"),
-        "wholeness",
+        *("selecting", "wholeness"),
     },
     "fitting": {"cells", "errors", "gate", "report", "rules", "verdict"},
     "wording": {"report", "verdict"},

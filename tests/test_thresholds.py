@@ -137,12 +137,14 @@ def test_a_regime_is_what_the_request_drew() -> None:
         ("metric: suspicion / rms, at_most: 1", "no ratio of two"),
         ("metric: rms, at_most: 1, over: flor", "'flor' is none of floor, baseline, before"),
         ("metric: suspicion, absent: true, over: floor", "`over` divides a number"),
-        ("metric: rms, at_most: 1, over: before, certain: {}", "goes without"),
+        ("metric: bias_size, at_most: 1, over: before, certain: {}", "goes without"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),
         ("metric: rms, at_most: 1, file: x", "unknown key"),
         ("metric: rms, at_most: 1, where: {tensor: dQ}, may_lack: rows", "there is no 'dQ'"),
         ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "there is no 'd'"),
         ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {p: expected_ratio}", "certain.p"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {}", "`certain` is for a bias"),
         ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
         ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
     ],
@@ -167,6 +169,21 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
     )
     found = read_rules(tmp_path / "t.yaml").thresholds
     assert [(t.name, t.at_most, t.line) for t in found] == [("a", 1, 2), ("b", 1, 3), ("c", 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"format": "bf16"}, "no row matches; format bf16 is none of bfloat16"),
+        ({"kernel": ["sdpa-*", "!x"]}, "no row matches; kernel sdpa-*, !x is none of mine"),
+        ({"tensor": "dq"}, "no row matches; tensor dq is none of out"),
+        ({"layer": 7}, "no row matches"),
+    ],
+)
+def test_what_matches_no_row_is_told_beside_what_there_is(where: Any, said: str) -> None:
+    """So that a slip of the pen is seen."""
+    judgement = judge([row()], rules(metric="rms", at_most=1, where=where))
+    assert (judgement.exit_code, only(judgement).reasons) == (3, (said,))
 
 
 @pytest.mark.parametrize("tensor", ["d*", "[d]q", "!lse", "out", ["dq", "!dk"]])
