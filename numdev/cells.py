@@ -6,9 +6,11 @@ A kernel has one row in it for each set of options. Rows alone; nothing is measu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
 from numdev.report import AuditReport, DeviationRow, SweepReport
@@ -16,6 +18,9 @@ from numdev.rules import Limit, Value, value_of
 from numdev.selecting import Judgeable, Kernel, Over, Selector, whose
 
 Cell = tuple[Any, ...]
+_ALIKE = attrgetter("role", "kernel", "format", "tensor")
+_OPTIONS, _STATUS, _ELEMENTS = map(attrgetter, ("options", "status", "elements"))
+_CELL = attrgetter("case", "module", "layer", "call", "seed", "phase", "head", "format", "tensor")
 Groups = dict[Any, list[DeviationRow]]
 Older = AuditReport | SweepReport
 
@@ -30,8 +35,8 @@ class Read(NamedTuple):
 
 
 def cell_of(row: DeviationRow) -> Cell:
-    place = (row.case, row.module, row.layer, row.call, row.seed, row.phase, row.head)
-    return (*place, row.format, row.tensor)
+    cell: Cell = _CELL(row)
+    return cell
 
 
 def key_of(row: DeviationRow, *, but: str = "") -> tuple[str, ...]:
@@ -49,18 +54,39 @@ def grouped(rows: Iterable[DeviationRow], key: Callable[[DeviationRow], Any]) ->
     return groups
 
 
-def measured(rows: Iterable[DeviationRow], roles: Container[str]) -> Groups:
-    """Rows that there is something to judge in, by role, kernel, options, format and tensor.
+def by_tensor(rows: Sequence[DeviationRow]) -> Groups:
+    """Rows by role, kernel, options, format and tensor, in the order they first came."""
+    alike: Groups = defaultdict(list)
+    for (role, kernel, fmt, tensor), row in zip(map(_ALIKE, rows), rows, strict=True):
+        alike[role, kernel, "", fmt, tensor].append(row)
+    if not any(map(_OPTIONS, rows)):  # they are slow to tell apart, and mostly none
+        return dict(alike)
+    at = {id(row): i for i, row in enumerate(rows)}
+    groups: Groups = {}
+    for some in alike.values():
+        groups |= grouped(some, lambda row: (row.role, *key_of(row), row.tensor))
+    return dict(sorted(groups.items(), key=lambda group: at[id(group[1][0])]))
+
+
+def measured(groups: Groups, roles: Container[str]) -> Groups:
+    """Of rows by tensor those that there is something to judge in.
 
     There is nothing in a head without a row that sees a key, or that overflows as it should: no
     element is left, and none is missing; unless there are more rows than those that were looked at.
     """
-    groups: Groups = {}
-    for row in rows:
-        something = row.elements != 0 or row.nonfinite or row.sampled
-        if something and row.status == "ok" and row.role in roles:
-            groups.setdefault((row.role, *key_of(row), row.tensor), []).append(row)
-    return groups
+    chosen = {key: rows for key, rows in groups.items() if key[0] in roles}
+    return {key: some for key, rows in chosen.items() if (some := _with_something(rows))}
+
+
+def _with_something(rows: list[DeviationRow]) -> list[DeviationRow]:
+    if set(map(_STATUS, rows)) == {"ok"} and 0 not in map(_ELEMENTS, rows):
+        return rows
+    return [row for row in rows if row.status == "ok" and something(row)]
+
+
+def something(row: DeviationRow) -> bool:
+    """Whether there is anything to judge in a measured row."""
+    return bool(row.elements != 0 or row.nonfinite or row.sampled)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +108,20 @@ class Around:
     def sampled(self) -> bool:
         """Whether any row of the report is one of sampled rows."""
         return any(row.sampled for row in self.rows)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Its rows by tensor."""
+        return by_tensor(self.rows)
+
+    @cached_property
+    def old_groups(self) -> Groups:
+        """Those of the older report."""
+        return by_tensor(self.old or ())
+
+    def by_tensor(self, rows: Sequence[DeviationRow]) -> Groups:
+        """Some rows; the report's own are grouped once."""
+        return self.groups if rows is self.rows else by_tensor(rows)
 
     def read(self, row: DeviationRow, limit: Limit) -> Read:
         """The number of a row that a limit is for, divided by what it says."""
@@ -109,7 +149,7 @@ class Around:
 
     @cached_property
     def _older(self) -> Groups:
-        return measured(self.old or (), get_args(Judgeable))
+        return measured(self.old_groups, get_args(Judgeable))
 
     def _beside(self, row: DeviationRow, over: Over) -> DeviationRow | str:
         """The row of the same cell, or why there is none."""

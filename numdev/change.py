@@ -22,8 +22,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
 
 from numdev.cells import Older
+from numdev.columns import column, largest
+from numdev.comparable import APART, MUST, differences
 from numdev.errors import MeasurementError
 from numdev.held import Held, Lacking
 from numdev.report import DeviationRow
@@ -78,30 +82,54 @@ GONE = "measured in the old report, and not in this one"
 NEW = "not measured in the old report"
 
 
-SAME = ("cases", "length", "sequences", "model_dtype", "generate", "sampled_rows")
-"""Of a request: what a cell's numbers depend on and its name does not say. Not the seed, which may
-be another."""
-
-
-def comparable(new: Older, old: Older) -> None:
-    """Raises MeasurementError unless both are about the same inputs: the checkpoint and the text by
-    their hashes, drawn cases by their configuration."""
-    sources = [x.provenance.source for x in (new, old)]
-    other = [k for k in ("sha256", "prompt_sha256") if len({str(s.get(k)) for s in sources}) > 1]
-    other += [key for key in SAME if new.request.get(key) != old.request.get(key)]
-    if new.kind != old.kind or other:
-        what = f"differ in {', '.join(other)}" if other else f"are of {new.kind} and {old.kind}"
+def refuse_other(new: Older, old: Older) -> None:
+    """Raises MeasurementError unless both are about the same inputs. The seeds may be others."""
+    apart = differences(old, new, [key for key in MUST if key not in APART])
+    if apart:
+        what = ", ".join(f"{d.key} ({d.a} in the older, {d.b} now)" for d in apart)
         raise MeasurementError(
-            f"the older report is about something else: the two {what}",
+            f"the older report is about something else: the two differ in {what}",
             hint="give --against a report of the same request",
         )
+
+
+def unmoved(
+    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
+) -> Held | None:
+    """What stands beside the limit where every cell, of one seed, is the same one in both reports,
+    in the same order, has its number, whole, and none is beyond; None of any others."""
+    if threshold.equals is not None or len(rows) < (threshold.heads or 1):
+        return None
+    places = list(map(_PLACE, rows))
+    if places != list(map(_PLACE, older)) or len(set(places)) < len(places):
+        return None
+    sides = [column(threshold.metric, side) for side in (rows, older)]
+    if any(side is None or None in side for side in sides):
+        return None
+    if any(map(_SAMPLED, (*rows, *older))) and not _whole(threshold.metric):
+        return None
+    ratios = [_over(abs(new), abs(old)) for new, old in zip(*sides, strict=True)]
+    if math.isnan(sum(ratios)) or not threshold.excess(max(ratios)) < 1 - CLOSE:
+        return None
+    at = largest(ratios, median=threshold.heads is not None)
+    found = _change(threshold, rows[at : at + 1], older[at : at + 1])
+    return found if isinstance(found, Held) else None
+
+
+CLOSE = 1e-9
+"""So near to the limit a quotient is left to `changes`, which rounds otherwise."""
+_PLACE = attrgetter("case", "module", "layer", "call", "phase", "head")
+_SAMPLED = attrgetter("sampled")
+
+
+def _over(new: float, old: float) -> float:
+    return new / old if old else (math.inf if new else 1.0)
 
 
 def _by_place(rows: Sequence[DeviationRow]) -> dict[Place, list[DeviationRow]]:
     """Rows of all seeds, by where they were measured."""
     found: dict[Place, list[DeviationRow]] = {}
-    for row in rows:
-        place = (row.case, row.module, row.layer, row.call, row.phase, row.head)
+    for place, row in zip(map(_PLACE, rows), rows, strict=True):
         found.setdefault(place, []).append(row)
     return found
 
@@ -121,10 +149,7 @@ def _change(
         return f"in the old report: {old}"
     # In units of the largest, so that no sum or quotient overflows.
     unit = max(*new, *old) or 1.0
-    now, before = (statistics.fmean(x / unit for x in side) for side in (new, old))
-    room = allowance([x / unit for x in old], len(new))
-    if _error(threshold.metric):
-        room += 2 * before * _noise(theirs)
+    now, before = (statistics.fmean([x / unit for x in side]) for side in (new, old))
     worst = mine[new.index(max(new))]
     if now and not before:
         value: float | str = f"{now * unit:.3g}, from 0"
@@ -132,7 +157,12 @@ def _change(
     else:
         value = now / before if before else 1.0
         excess = threshold.excess(value)
-    excused = excess > 1 and abs(now - before) <= room
+    excused = False
+    if excess > 1:
+        room = allowance([x / unit for x in old], len(new))
+        if _error(threshold.metric):
+            room += 2 * before * _noise(theirs)
+        excused = abs(now - before) <= room
     return Held(worst, threshold, value, 1.0 if excused else excess, excused=excused)
 
 
@@ -147,6 +177,7 @@ def _sizes(metric: str, rows: Sequence[DeviationRow]) -> list[float] | str:
     return found
 
 
+@lru_cache(maxsize=256)
 def _whole(metric: str) -> bool:
     return (ESTIMATED | MAXIMA).isdisjoint(parts_of(metric))
 

@@ -1,8 +1,9 @@
-"""What two audits must have in common to be compared, and what else differs between them.
+"""What two reports must have in common to be compared, and what else differs between them.
 
 What the request says of the inputs must be the same: the checkpoint and the text by their hashes,
 wherever they lie. What may differ, since that is what a comparison is for, is where and with what
-it was measured: versions, machine, settings, kernels and their options.
+it was measured: versions, machine, settings, kernels and their options. `numdev compare` and
+`numdev gate --against` ask this, and only this, of two reports.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from numdev.comparereport import Difference
-from numdev.report import AuditReport, DeviationRow
+from numdev.report import AuditReport, DeviationRow, Record, SweepReport
 
 MUST = (
-    *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed"),
+    *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
     *("generate", "length", "sequences", "layers", "heads", "gradients", "sampled_rows"),
 )
-"""Keys of a request that must be the same, and are what `--allow` takes."""
+"""Keys of a request that must be the same, and are what `--allow` takes. An audit has a `seed`, a
+sweep `seeds`."""
+APART = ("formats", "seed", "seeds", "layers", "heads", "gradients")
+"""Of these what rows say themselves: where they differ rows are not found in the other report, or,
+of other seeds, are other draws of the same cells."""
+Measured = AuditReport | SweepReport
 HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
 """Keys that name files, and where their hashes are in a report's source."""
 READ = ("text", "length", "sequences")
@@ -29,16 +34,32 @@ HEX = 16
 """And of a hash."""
 
 
-def differences(a: AuditReport, b: AuditReport) -> tuple[Difference, ...]:
-    """What differs of what must be the same."""
-    found = (_different(key, a, b) for key in MUST)
+class Difference(Record):
+    """Something the two do not have in common: a key, and both values, shortened to be read."""
+
+    key: str
+    """With the first place in it where they differ, as in `cases[0].seq_len`."""
+    a: str
+    b: str
+
+    @property
+    def root(self) -> str:
+        """The key of the request itself."""
+        return self.key.partition("[")[0].partition(".")[0]
+
+
+def differences(a: Measured, b: Measured, keys: Sequence[str] = MUST) -> tuple[Difference, ...]:
+    """What differs of what must be the same; of an audit and a sweep that they are that."""
+    if a.kind != b.kind:
+        return (Difference(key="kind", a=a.kind, b=b.kind),)
+    found = (_different(key, a, b) for key in keys)
     return tuple(one for one in found if one is not None)
 
 
-def _different(key: str, a: AuditReport, b: AuditReport) -> Difference | None:
+def _different(key: str, a: Measured, b: Measured) -> Difference | None:
     hashes = [_hash(key, x) for x in (a, b)]
-    if all(hashes):
-        a_hash, b_hash = (str(x) for x in hashes)
+    if any(hashes):
+        a_hash, b_hash = (str(x or "not told") for x in hashes)
         same = a_hash == b_hash
         return None if same else Difference(key=key, a=a_hash[:HEX], b=b_hash[:HEX])
     if key in READ and all(_hash("text", x) for x in (a, b)):
@@ -46,11 +67,11 @@ def _different(key: str, a: AuditReport, b: AuditReport) -> Difference | None:
     return _unequal(key, a.request.get(key), b.request.get(key))
 
 
-def _hash(key: str, report: AuditReport) -> Any:
+def _hash(key: str, report: Measured) -> Any:
     return report.provenance.source.get(HASHES[key]) if key in HASHES else None
 
 
-def changes(a: AuditReport, b: AuditReport) -> tuple[Difference, ...]:
+def changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     """What else differs in where the numbers come from, by key."""
     sides = [_flat(_facts(x)) for x in (a, b)]
     keys = dict.fromkeys((*sides[1], *sides[0]))
@@ -58,7 +79,7 @@ def changes(a: AuditReport, b: AuditReport) -> tuple[Difference, ...]:
     return (*(one for one in found if one is not None), *_options(a.rows, b.rows))
 
 
-def _facts(report: AuditReport) -> dict[str, Any]:
+def _facts(report: Measured) -> dict[str, Any]:
     system = dict(report.provenance.system)
     packages = dict(system.pop("packages", None) or {})
     packages.pop("numdev", None)

@@ -16,11 +16,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from numdev.comparable import Measured
 from numdev.comparereport import Failed, Group, Inputs, Move, Presence, Ran
 from numdev.movement import Judged, Noise, Pair
 from numdev.pairing import Key, Names, Told, equal, widths
 from numdev.presence import failed, presences, ran
-from numdev.report import AuditReport, Place
+from numdev.report import Place
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Compared:
     """Numbers that were judged."""
 
 
-def compared(a: AuditReport, b: AuditReport) -> Compared:
+def compared(a: Measured, b: Measured) -> Compared:
     """B beside A. Rows are told apart by what they say of themselves; a row that is there twice
     counts once."""
     old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))

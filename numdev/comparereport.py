@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from numdev.comparable import Difference
 from numdev.report import Finding, Place, Record, Report, Role
 
 Inputs = Literal["same", "nearly the same", "other", "unknown"]
@@ -26,20 +27,6 @@ class Side(Record):
     command: str
     created: str
     rows: int
-
-
-class Difference(Record):
-    """Something the two do not have in common: a key, and both values, shortened to be read."""
-
-    key: str
-    """With the first place in it where they differ, as in `cases[0].seq_len`."""
-    a: str
-    b: str
-
-    @property
-    def root(self) -> str:
-        """The key of the request itself."""
-        return self.key.partition("[")[0].partition(".")[0]
 
 
 class Group(Record):

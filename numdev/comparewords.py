@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from numdev.comparable import Difference
 from numdev.compare import Compared
-from numdev.comparereport import Difference, Group, Move, NewsOfFinding, Presence
+from numdev.comparereport import Group, Move, NewsOfFinding, Presence
 from numdev.findings import Places
 from numdev.movement import ALPHA, LEAST, WORST, WORST_ELSE
 from numdev.report import DeviationRow

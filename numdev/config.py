@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -336,7 +335,7 @@ M = TypeVar("M", bound=BaseModel)
 def read_yaml(path: Path, model: type[M]) -> M:
     """A YAML file as a validated model; raises UsageError that names the file and the key."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_EachKeyOnce)
     except FileNotFoundError as error:
         raise UsageError(f"{path}: cannot be read (no such file)", hint=_shipped(path)) from error
     except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
@@ -359,6 +358,21 @@ def read_yaml(path: Path, model: type[M]) -> M:
             f"{path}: comes to more than {MOST_VALUES:,} values", hint="see to its aliases (*name)"
         )
     return validated(raw, model, str(path))
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML forbids a key that stands twice in a mapping; of two limits the loader would take the
+    last and say nothing."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"the key {key.value!r} stands twice"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
+        return node
 
 
 def validated(raw: Mapping[str, Any], model: type[M], where: str) -> M:
@@ -485,6 +499,8 @@ def _shipped(path: Path) -> str:
 
 def demo_checkpoint() -> Path:
     """The demo checkpoint that ships with the package."""
+    from importlib import resources  # ten milliseconds that most commands need not wait for
+
     return Path(str(resources.files("numdev"))) / "data" / "demo"
 
 

@@ -8,10 +8,13 @@ that it ran.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 
-from numdev.gate import Decided, Judged, decide
+from numdev.gate import NOTHING, Decided, Judged, decide
 from numdev.report import DeviationRow, Finding, Place
 from numdev.rules import Rules, default_rules
 from numdev.verdict import Calls, Power, Verdict
@@ -40,7 +43,7 @@ def findings_in(
     return tuple(_merged(found)), tuple(_tested(judged, found))
 
 
-def named_in(rows: Iterable[DeviationRow]) -> Callable[[Place], str]:
+def named_in(rows: Sequence[DeviationRow]) -> Callable[[Place], str]:
     """What to call a place in a report of these rows."""
     return Places(rows)
 
@@ -48,27 +51,30 @@ def named_in(rows: Iterable[DeviationRow]) -> Callable[[Place], str]:
 class Places:
     """What to call where something is."""
 
-    def __init__(self, rows: Iterable[DeviationRow]) -> None:
-        modules: dict[int | None, set[str]] = {}
-        seeds, calls = set(), set()
-        for row in rows:
-            modules.setdefault(row.layer, set()).add(row.module)
-            seeds.add(row.seed)
-            calls.add(row.call)
-        self._shared = {layer for layer, names in modules.items() if len(names) > 1}
-        self._seeds, self._calls = len(seeds) > 1, len(calls) > 1
+    def __init__(self, rows: Sequence[DeviationRow]) -> None:
+        self._rows = rows
+
+    @cached_property
+    def _told(self) -> tuple[set[int | None], bool, bool]:
+        """Layers whose number several modules share; whether there are several seeds, and calls.
+        Found out when the first place is named: a report that passes names none."""
+        known = set(map(attrgetter("layer", "module"), self._rows))
+        layers = Counter(layer for layer, _ in known)
+        several = [len(set(map(attrgetter(x), self._rows))) > 1 for x in ("seed", "call")]
+        return {layer for layer, count in layers.items() if count > 1}, several[0], several[1]
 
     def __call__(self, place: Place) -> str:
         """`layer 3 head 2`; the module where layers share a number, the case where it was drawn."""
+        shared, seeds, calls = self._told
         if place.layer is None:
             words = place.case
         else:
-            words = place.module if place.layer in self._shared else f"layer {place.layer}"
+            words = place.module if place.layer in shared else f"layer {place.layer}"
         words += f" {place.phase}" if place.phase else ""
         words += f" step {place.step}" if place.step is not None else ""
-        words += f" call {place.call}" if self._calls and place.call != place.step else ""
+        words += f" call {place.call}" if calls and place.call != place.step else ""
         words += f" head {place.head}" if place.head is not None else ""
-        return words + (f", seed {place.seed}" if self._seeds else "")
+        return words + (f", seed {place.seed}" if seeds else "")
 
 
 def _exceeded(judged: Sequence[Judged], named: Callable[[Place], str]) -> Iterator[Finding]:
@@ -144,8 +150,10 @@ def _finding(group: Sequence[Judged], named: Callable[[Place], str]) -> Finding:
 def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
     """Calls in which a kernel failed; then those that it declined, where it ran others."""
     for call in calls:
-        if call.failed or (call.required and call.skipped):
-            yield _call(call, "runs", "failed in" if call.failed else "is required, and skipped")
+        if call.outcome == "unmeasured":
+            words = "failed in" if call.failed else "is required, and skipped"
+            empty = "is required, and has nothing to judge in"
+            yield _call(call, "runs", words if call.failed or call.skipped else empty)
     for call in calls:
         if call.ok and call.skipped and not (call.failed or call.required):
             yield _call(call, "refuses", "refuses")
@@ -153,7 +161,7 @@ def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
 
 def _call(call: Calls, rule: str, words: str) -> Finding:
     every = call.ok + call.skipped + call.failed
-    count = call.failed or call.skipped
+    count = call.failed or call.skipped or call.ok
     what = "backward passes" if call.backward else "calls"
     why = "; ".join(call.reasons[:3])
     if len(call.reasons) > 3:
@@ -222,7 +230,7 @@ def _lacking(rule: str, verdicts: Sequence[Verdict]) -> str:
     reasons = dict.fromkeys(chain.from_iterable(v.reasons for v in these))
     if not reasons:
         return ""
-    if "no row matches" in reasons:
+    if any(why.startswith(NOTHING) for why in reasons):
         return f"{rule} (nothing here to apply it to)"
     partly = "in part: " if any(v.judged for v in these) else ""
     return f"{rule} ({partly}{'; '.join(list(reasons)[:2])})"

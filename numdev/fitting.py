@@ -14,13 +14,14 @@ import glob
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from numdev.cells import Around, Groups, Older, measured
+from numdev.cells import Around, Groups, Older, by_tensor, measured
 from numdev.errors import MeasurementError
 from numdev.gate import judge_report, power_of, verdicts_of
 from numdev.report import DeviationRow
@@ -128,7 +129,7 @@ def fitted(report: Older, name: str) -> str:
 
     Raises MeasurementError where nothing was measured, or a kernel is wrong outright.
     """
-    groups = measured(report.rows, {"kernel"})
+    groups = measured(by_tensor(report.rows), {"kernel"})
     if not groups:
         raise MeasurementError(
             f"{name}: no kernel under audit was measured, so nothing can be fitted",
@@ -141,7 +142,7 @@ def fitted(report: Older, name: str) -> str:
     text += [_written(family, rule, report.rows, around) for family, rule in rules]
     whole = "\n".join(text)
     power = list(power_of(report.rows, _parsed(whole), around))
-    whole += _catches(power)
+    whole += _catches(power, {rows[0].format for rows in groups.values()})
     outcome = judge_report(report, _parsed(whole)).outcome
     if outcome != "passed":
         raise MeasurementError(
@@ -294,12 +295,14 @@ def _entry(family: Family, data: dict[str, Any]) -> Iterator[str]:
         yield "    may_lack: numbers"
 
 
-def _catches(power: Iterable[Power]) -> str:
-    """What these rules must go on catching."""
+def _catches(power: Sequence[Power], formats: AbstractSet[str]) -> str:
+    """What these rules must go on catching: faults that they catch in every format."""
     doses: dict[str, float] = {}
-    for each in power:
-        if each.caught_from is not None:
-            doses[each.fault] = max(each.caught_from, doses.get(each.fault, 0.0))
+    for fault in dict.fromkeys(p.fault for p in power):
+        these = [p for p in power if p.fault == fault]
+        caught = [p.caught_from for p in these if p.caught_from is not None]
+        if len(caught) == len(these) and {p.format for p in these} >= formats:
+            doses[fault] = max(caught)
     if not doses:
         return ""
     lines = [f"  {_quoted(fault)}: {_number(dose)}" for fault, dose in doses.items()]

@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from itertools import islice, takewhile
+from operator import attrgetter
 from typing import Any, Literal
 
-from numdev.cells import Around, Groups, Older, grouped, key_of, measured
-from numdev.change import GONE, NEW, comparable
+from numdev.cells import Around, Groups, Older, by_tensor, grouped, key_of, measured, something
+from numdev.change import GONE, NEW, refuse_other
 from numdev.errors import MeasurementError
 from numdev.held import Held, Lacking
 from numdev.holding import Holding, hold
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
 from numdev.rules import Rules, Threshold, Value, default_rules
+from numdev.selecting import Selector, matches
 from numdev.verdict import Calls, Dose, Judgement, Outcome, Power, Verdict
+from numdev.wholeness import check_whole
 
 PLACES = 3
 """So many places of offending rows are named."""
@@ -59,24 +62,40 @@ def judge_report(
 ) -> Judgement:
     """A report's rows held to the rules, and where rules ask for it to those of an older one.
 
-    Raises MeasurementError for a report from a system that the rules do not hold for, and for an
-    older one that is not about the same inputs.
+    Raises MeasurementError for a report from a system that the rules do not hold for, for one that
+    is not whole, and for an older one that is not about the same inputs.
     """
     return decide_report(report, rules or default_rules(), against).judgement
 
 
 def decide_report(report: Older, rules: Rules, against: Older | None = None) -> Decided:
     """As `judge_report`, with the rows."""
+    _refuse_elsewhere(report.provenance.system, rules)
+    around = Around.of(report, against)
+    check_whole(report, around.groups)
+    if against is not None:
+        refuse_other(report, against)
+        check_whole(against, around.old_groups, "the older report")
+    return decide(report.rows, rules, around)
+
+
+def _refuse_elsewhere(system: Mapping[str, Any], rules: Rules) -> None:
+    """A key that the report does not have is of no kind at all, whatever the pattern."""
+    known = ", ".join(k for k, v in system.items() if isinstance(v, str))
     for key, pattern in rules.holds_for.items():
-        found = str(report.provenance.system.get(key))
-        if not fnmatchcase(found, pattern):
+        found = system.get(key)
+        if found is None:
             raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {found!r}",
+                f"the rules {rules.name} hold for {key} {pattern!r}, and this report's system has "
+                f"no {key}",
+                hint=f"what it has is under provenance.system in the report: {known or 'nothing'}",
+            )
+        if not fnmatchcase(str(found), pattern):
+            raise MeasurementError(
+                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has "
+                f"{str(found)!r}",
                 hint="calibrate rules for that system, or gate a report from this one",
             )
-    if against is not None:
-        comparable(report, against)
-    return decide(report.rows, rules, Around.of(report, against))
 
 
 def judge(
@@ -88,10 +107,12 @@ def judge(
 
 def decide(rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None) -> Decided:
     """As `judge`, with the rows."""
+    around = around or Around(rows=rows)
     power = tuple(power_of(rows, rules, around))
-    judged = (*verdicts_of(rows, rules, around), *_powerless(power, rules))
+    calls = tuple(calls_of(rows, rules, around))
+    formats = dict.fromkeys(call.format for call in calls)
+    judged = (*verdicts_of(rows, rules, around), *_powerless(power, rules, formats))
     verdicts = tuple(each.verdict for each in judged)
-    calls = tuple(calls_of(rows, rules))
     known = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in known))
     judgement = Judgement(
@@ -126,7 +147,9 @@ def verdicts_of(
 ) -> Iterator[Judged]:
     """Every rule on everything it selects, in the rules' order."""
     around = around or Around(rows=rows)
-    groups = measured(rows, {role for t in rules.thresholds for role in t.where.role})
+    groups = measured(
+        around.by_tensor(rows), {role for t in rules.thresholds for role in t.where.role}
+    )
     for threshold in rules.thresholds:
         yield from _apply(threshold, groups, around)
 
@@ -143,11 +166,21 @@ def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Jud
         older = around.older(where)
     keys = dict.fromkeys((*chosen, *older))
     if not keys:
-        yield _nothing(
-            threshold, NOTHING, "unmeasured" if threshold.may_lack == "nothing" else "untested"
-        )
+        lenient = threshold.may_lack != "nothing"
+        why = NOTHING + _unmatched(where, groups)
+        yield _nothing(threshold, why, "untested" if lenient else "unmeasured")
     for key in keys:
         yield _judge(threshold, chosen.get(key, []), around, older.get(key, []))
+
+
+def _unmatched(where: Selector, groups: Groups) -> str:
+    """Which of a selector's patterns fit no row at all, beside what there is."""
+    for name in ("kernel", "format", "tensor"):
+        known = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
+        patterns = getattr(where, name)
+        if known and not any(matches(patterns, each) for each in known):
+            return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(known, 8))}"
+    return ""
 
 
 def _nothing(threshold: Threshold, why: str, outcome: Outcome) -> Judged:
@@ -219,33 +252,47 @@ def _first(found: Holding, lacking: Sequence[Lacking], outcome: Outcome) -> list
     return [row for row, _ in lacking[:PLACES]] if outcome == "unmeasured" else []
 
 
-def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
+def calls_of(
+    rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None
+) -> Iterator[Calls]:
     """How many calls each kernel under audit ran, declined, or failed in."""
-    kernels = [r for r in rows if r.role == "kernel"]
-    for group in grouped(kernels, lambda r: (*key_of(r), r.tensor in GRADIENTS)).values():
+    around = around or Around(rows=rows)
+    passes: Groups = {}
+    for (role, *key, tensor), group in around.by_tensor(rows).items():
+        if role == "kernel":
+            passes.setdefault((*key, tensor in GRADIENTS), []).extend(group)
+    for (kernel, _, fmt, backward), group in passes.items():
         first = group[0]
-        calls = {(r.case, r.call, r.seed): "ok" for r in group}
-        for status in ("skipped", "failed"):  # the worst of a call's rows last
-            calls |= {(r.case, r.call, r.seed): status for r in group if r.status == status}
-        count = Counter(calls.values())
-        required = any(fnmatchcase(first.kernel, p) for p in rules.required)
+        bare = [row for row in group if row.status != "ok"]
+        status = dict.fromkeys(map(_CALL, group), "ok")
+        for worst in ("skipped", "failed"):  # the worst of a call's rows last
+            status |= {_CALL(row): worst for row in bare if row.status == worst}
+        count = Counter(status.values())
         said = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
-        outcome: Outcome = "passed" if count["ok"] == len(calls) else "untested"
+        reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == said))
+        required = any(fnmatchcase(kernel, p) for p in rules.required)
+        outcome: Outcome = "passed" if count["ok"] == len(status) else "untested"
+        if required and count["ok"] and not any(map(something, group)):
+            outcome, reasons = "unmeasured", [*reasons, EMPTY]
         if count["failed"] or (required and count["skipped"]):
             outcome = "unmeasured"
         yield Calls(
-            kernel=first.kernel,
+            kernel=kernel,
             options=first.options,
-            format=first.format,
-            backward=first.tensor in GRADIENTS,
+            format=fmt,
+            backward=backward,
             ok=count["ok"],
             skipped=count["skipped"],
             failed=count["failed"],
             required=required,
-            reasons=tuple(dict.fromkeys(r.reason or "" for r in group if r.status == said)),
-            place=next((Place.of(r) for r in group if r.status == "failed"), None),
+            reasons=tuple(reasons),
+            place=next((Place.of(row) for row in bare if row.status == "failed"), None),
             outcome=outcome,
         )
+
+
+_CALL = attrgetter("case", "call", "seed")
+EMPTY = "no element of it could be judged"
 
 
 def power_of(
@@ -271,12 +318,15 @@ def power_of(
         )
 
 
-def _powerless(power: Sequence[Power], rules: Rules) -> Iterator[Judged]:
-    """A verdict for each planted fault that the rules must catch, and did not show that they do."""
+def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Judged]:
+    """A verdict for each planted fault that the rules must catch, and did not show that they do in
+    each format that kernels ran in."""
     for at, (fault, dose) in enumerate(rules.catches.items()):
         found = [p for p in power if p.fault == fault]
         weak = [p for p in found if p.caught_from is None or p.caught_from > dose]
         why = [_missed(p, dose) for p in weak] if found else [NOT_PLANTED]
+        planted = {p.format for p in found}
+        why += [f"not planted in {fmt}" for fmt in formats if found and fmt not in planted]
         if why:
             verdict = Verdict(
                 rule=f"catches {fault}",
@@ -301,7 +351,7 @@ def _missed(power: Power, dose: float) -> str:
 
 def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around: Around) -> Dose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
-    groups = measured(rows, {"control"})
+    groups = measured(by_tensor(rows), {"control"})
     judged = [
         (threshold.name, _judge(threshold, chosen, around).verdict.outcome)
         for threshold in thresholds
@@ -319,7 +369,11 @@ def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around:
 
 def _size(row: DeviationRow) -> float:
     dose = row.options.get("dose")
-    return float(dose) if isinstance(dose, int | float) else 0.0
+    return float(dose) if isinstance(dose, int | float) and abs(dose) < LARGEST else 0.0
+
+
+LARGEST = 1e300
+"""A dose beyond it is none: JSON has integers that no float holds."""
 
 
 def _fa_rule(rows: Iterable[DeviationRow]) -> tuple[int, int] | None:

@@ -25,11 +25,12 @@ class Held:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The least and the most that the excess may be."""
+        """The least and the most that the excess may be. An interval that does not contain its own
+        estimate, or has its ends the wrong way round, excuses nothing."""
         if self.interval is None:
             return self.excess, self.excess
-        low, high = (self.limit.excess(end) for end in self.interval)
-        return low, high
+        both = (self.excess, *map(self.limit.excess, self.interval))
+        return min(both), max(both)
 
 
 Lacking = tuple[DeviationRow, str]

@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter
-from typing import Any
 
 from numdev.cells import Around
-from numdev.change import changes
+from numdev.change import changes, unmoved
+from numdev.columns import column, largest
 from numdev.held import Held, Lacking
 from numdev.report import DeviationRow
 from numdev.rules import (
-    DERIVED,
-    ERRORS,
     ESTIMATED,
     MAXIMA,
     Threshold,
@@ -57,7 +55,7 @@ def hold(
 ) -> Holding:
     """Hold rows that share kernel, options, format and tensor to a threshold; `older` are those of
     an older report, for one on a change."""
-    seen = _at_a_glance(threshold, rows, around)
+    seen = _at_a_glance(threshold, rows, around, older)
     if seen is not None:
         return seen
     held: list[Held] = []
@@ -93,41 +91,37 @@ def hold(
 
 
 def _at_a_glance(
-    threshold: Threshold, rows: Sequence[DeviationRow], around: Around
+    threshold: Threshold,
+    rows: Sequence[DeviationRow],
+    around: Around,
+    older: Sequence[DeviationRow],
 ) -> Holding | None:
     """The same for rows that all have the number, whole, and of which none is beyond the limit;
     None of any others."""
+    if threshold.over == "before":
+        change = unmoved(threshold, rows, older)
+        return None if change is None else Holding(judged=len(rows), shown=change)
     if threshold.over is not None or (threshold.certain and not _testable(threshold, rows)):
         return None
     if around.sampled and any(map(attrgetter("sampled"), rows)):
         return None
-    column = _column(threshold.metric, rows)
-    if column is None:
+    numbers = column(threshold.metric, rows)
+    if numbers is None:
         return None
     if threshold.absent:
-        whole = column.count(None) == len(rows)
+        whole = numbers.count(None) == len(rows)
         return (
             Holding(judged=len(rows), shown=Held(rows[0], threshold, None, 0.0)) if whole else None
         )
-    if None in column or len(rows) < (threshold.heads or 0) or math.isnan(sum(column)):
+    if None in numbers or len(rows) < (threshold.heads or 0) or math.isnan(sum(numbers)):
         return None
     if threshold.equals is not None:
-        at = 0 if column.count(threshold.equals) == len(rows) else None
+        at = 0 if numbers.count(threshold.equals) == len(rows) else None
     else:
-        at = _largest([abs(x) for x in column], median=threshold.heads is not None)
-    if at is None or (excess := threshold.excess(column[at])) > 1:
+        at = largest([abs(x) for x in numbers], median=threshold.heads is not None)
+    if at is None or (excess := threshold.excess(numbers[at])) > 1:
         return None
-    return Holding(judged=len(rows), shown=Held(rows[at], threshold, column[at], excess))
-
-
-def _column(metric: str, rows: Sequence[DeviationRow]) -> list[Any] | None:
-    """The numbers of all rows; None where it takes more than a look at each."""
-    if metric in DERIVED:
-        return list(map(DERIVED[metric], rows))
-    if "/" in metric:
-        return [value_of(row, metric)[0] for row in rows]
-    column = list(map(attrgetter(metric), rows))
-    return None if metric in ERRORS and None in column else column
+    return Holding(judged=len(rows), shown=Held(rows[at], threshold, numbers[at], excess))
 
 
 def _testable(threshold: Threshold, rows: Sequence[DeviationRow]) -> bool:
@@ -135,16 +129,9 @@ def _testable(threshold: Threshold, rows: Sequence[DeviationRow]) -> bool:
     test = threshold.certain
     if test is None:
         return True
-    p = _column(test.p, rows)
+    p = column(test.p, rows)
     enough = all((row.sequences or 0) >= test.sequences for row in rows)
     return enough and p is not None and None not in p
-
-
-def _largest(sizes: Sequence[float], *, median: bool) -> int:
-    """Where the largest is, the first of equals; or the median, as `_median` has it."""
-    if not median:
-        return sizes.index(max(sizes))
-    return sorted(range(len(sizes)), key=lambda i: -sizes[i])[len(sizes) // 2]
 
 
 def _held(threshold: Threshold, row: DeviationRow, around: Around) -> Held | str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from numdev.comparable import options_of, spelt
@@ -21,6 +22,10 @@ FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 IDENTITY = frozenset({"source", "seed", "options", "ran", "bits"})
 """Fields that rows may differ in though all their numbers are equal."""
 Key = tuple[Any, ...]
+
+
+_CALL = attrgetter("case", "module", "layer", "call", "phase")
+_SEEDED = attrgetter("case", "module", "layer", "call", "phase", "seed")
 
 
 class Names:
@@ -40,8 +45,8 @@ class Names:
         return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
 
     def call(self, row: DeviationRow) -> Key:
-        seed = row.seed if self._seeds else None
-        return (row.case, row.module, row.layer, row.call, row.phase, seed)
+        call: Key = _SEEDED(row) if self._seeds else _CALL(row)
+        return call
 
     def row(self, row: DeviationRow) -> Key:
         return (self.kernel(row), self.call(row), row.tensor, row.head)
@@ -93,7 +98,9 @@ def _close(a: float | None, b: float | None) -> bool:
 
 def equal(a: DeviationRow, b: DeviationRow) -> bool:
     """Whether two rows are equal in every number, and every reason for not having one."""
-    one, other = a.__dict__, b.__dict__
-    if one["rms"] != other["rms"] or one["expected_ratio"] != other["expected_ratio"]:
+    if a.rms != b.rms or a.expected_ratio != b.expected_ratio:  # mostly enough
         return False
-    return one == other or all(one[k] == other[k] for k in one if k not in IDENTITY)
+    return bool(_NUMBERS(a) == _NUMBERS(b))
+
+
+_NUMBERS = attrgetter(*(name for name in DeviationRow.model_fields if name not in IDENTITY))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from numdev.comparable import spelt
+from numdev.comparable import Measured, spelt
 from numdev.comparereport import Failed, Move, NewsOfFinding, Presence, Ran
 from numdev.movement import Pair
 from numdev.pairing import Key, Names
-from numdev.report import AuditReport, DeviationRow, Place
+from numdev.report import DeviationRow, Place
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -88,7 +88,7 @@ def failed(old: Sequence[DeviationRow], new: Sequence[DeviationRow]) -> Iterator
         yield Failed(side=both, kernel=kernel, format=fmt, calls=max(sides.values()), reason=reason)
 
 
-def news(a: AuditReport, b: AuditReport, moves: Sequence[Move]) -> tuple[NewsOfFinding, ...]:
+def news(a: Measured, b: Measured, moves: Sequence[Move]) -> tuple[NewsOfFinding, ...]:
     """Findings that only one of the two has. That one is beyond its limit and the other not does
     not say that anything moved."""
 

@@ -36,6 +36,9 @@ SCHEMA_VERSION = 1
 Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
+Phase = Literal["prefill", "decode"]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number of things; not one that only JSON can hold."""
 NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
 """Why dk and dv have no expected_ratio, worst_row and baseline_ratio then."""
 
@@ -81,7 +84,7 @@ class DeviationRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     """Of a generation: its first pass, or one of those that follow."""
     step: int | None = None
     """Of a diffusion pipeline: the denoising step, from 0."""
@@ -106,14 +109,14 @@ class DeviationRow(Record):
     sampled: bool = False
     """Whether only some rows were measured (keys, for dk and dv): then a maximum is a lower bound,
     and averages are estimates."""
-    rows_measured: int | None = None
+    rows_measured: Count | None = None
     """How many of each head, where they are sampled."""
     interval: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """Metric name to the 95 % interval of its estimate from sampled rows."""
-    elements: int | None = None
-    sequences: int | None = None
-    empty_rows: int | None = None
-    nonfinite: int | None = None
+    elements: Count | None = None
+    sequences: Count | None = None
+    empty_rows: Count | None = None
+    nonfinite: Count | None = None
     max_abs: float | None = None
     mean_abs: float | None = None
     rms: float | None = None
@@ -188,7 +191,7 @@ class AttributionRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -222,7 +225,7 @@ class WorstRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     step: int | None = None
     role: Role = "kernel"
     kernel: str = ""
@@ -767,8 +770,21 @@ def read(path: Path) -> Report:
         where = ".".join(str(part) for part in problem["loc"]) or "the file"
         raise MeasurementError(
             f"{path}: not a report this version understands: {where}: {problem['msg']}",
-            hint=f"this version reads schema {SCHEMA_VERSION}",
+            hint=_written_by(text),
         ) from error
+
+
+def _written_by(text: bytes) -> str:
+    """What is known of a report that was refused: rows of another version may have more fields
+    under the same schema number."""
+    from numdev import __version__
+
+    read = f"this is numdev {__version__}, which reads schema {SCHEMA_VERSION}"
+    try:
+        by = _Head.model_validate_json(text).provenance.get("numdev")
+    except ValidationError:
+        by = None
+    return read if by in (None, __version__) else f"numdev {by} wrote it, and {read}"
 
 
 def _check(head: _Head, path: Path) -> None:

@@ -7,17 +7,17 @@ the gate and the findings of every report share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
 from numdev.config import Names, Strict, bundled, lines_of, read_yaml
 from numdev.errors import closest
-from numdev.report import DeviationRow
-from numdev.selecting import Over, Selector, matches, whose
+from numdev.report import Count, DeviationRow
+from numdev.selecting import Over, Selector, Tensors, matches, whose
 
 BIAS_ALPHA = 0.01
 """Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
@@ -70,7 +70,7 @@ ESTIMATED = frozenset(
 the whole output (nonfinite, noise), or has a test of its own (bias)."""
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 """Multiples of an error, and so 0 where there is none, whatever the denominator."""
-_NUMBERS = (float | None, int | None, bool | None)
+_NUMBERS = (float | None, int | None, Count | None, bool | None)
 _FIELDS = frozenset(
     name for name, field in DeviationRow.model_fields.items() if field.annotation in _NUMBERS
 ) - {"layer", "seed", "head"}
@@ -120,10 +120,28 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     return ends[0] * value / row.rms, ends[1] * value / row.rms
 
 
+def _completed(names: Collection[str]) -> dict[str, Any]:
+    """The JSON Schema of a metric: a known name, or a ratio of two."""
+    either = "|".join(sorted(set(names) - {"suspicion"}))
+    return {
+        "anyOf": [
+            {"enum": sorted(names)},
+            {
+                "type": "string",
+                "pattern": rf"^\s*({either})\s*/\s*({either})\s*$",
+                "examples": ["from_baseline_rms / precision_rms"],
+            },
+        ]
+    }
+
+
+Metric = Annotated[str, WithJsonSchema(_completed(METRICS))]
+
+
 class Limit(Strict):
     """What one metric may be. Exactly one of the four. A signed number is judged by its size."""
 
-    metric: str
+    metric: Metric
     """Of a row, or two as `a / b`."""
     over: Over | None = None
     """What it is divided by; None: nothing."""
@@ -198,17 +216,10 @@ _ABOVE = math.nextafter(1.0, 2.0)
 class Certain(Strict):
     """A metric that counts only where it is significant."""
 
-    p: str = "bias_p"
+    p: Literal["bias_p"] = "bias_p"
     alpha: Annotated[float, Field(gt=0, lt=1)] = BIAS_ALPHA
     """Family-wise, over the heads of a kernel in a format, by Holm's procedure."""
     sequences: Annotated[int, Field(ge=2)] = BIAS_SEQUENCES
-
-    @field_validator("p")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in METRICS:
-            raise ValueError(f"no metric {name!r}; {closest(name, METRICS)}")
-        return name
 
 
 class Instead(Strict):
@@ -216,7 +227,7 @@ class Instead(Strict):
 
     kernel: Names = ()
     format: Names = ()
-    tensor: Names = ()
+    tensor: Tensors = ()
     at_most: Annotated[float, Field(ge=0)]
 
     def holds_for(self, row: DeviationRow) -> bool:
@@ -231,7 +242,7 @@ class Instead(Strict):
 class Threshold(Limit):
     """A selector, a metric and its limit."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     where: Selector = Selector()
     otherwise: tuple[Limit, ...] = ()
     """In this order where the metric is null and the row says why."""
@@ -271,6 +282,8 @@ class Threshold(Limit):
             raise ValueError("`instead` changes at_most, and there is none")
         if self.heads is not None and (self.certain or self.absent):
             raise ValueError("`heads` takes the median of a number, without `certain`")
+        if self.certain and not self.metric.startswith("bias"):
+            raise ValueError(f"`certain` is for a bias, and {self.metric} is none")
         if self.over == "before" and (self.otherwise or self.certain):
             raise ValueError("`over: before` goes without `otherwise` and `certain`")
         if any(limit.over == "before" for limit in self.otherwise):

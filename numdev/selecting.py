@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from operator import attrgetter
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from numdev.config import Names, Scalar, Strict
-from numdev.report import DeviationRow
+from numdev.errors import closest
+from numdev.report import DeviationRow, Phase, Tensor
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 
@@ -22,6 +24,24 @@ def _listed(value: Any) -> Any:
 Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
 
 
+def _among(known: tuple[str, ...]) -> AfterValidator:
+    """Patterns each of which fits one of the names there are: a slip of the pen fits none, and
+    would leave a rule without a row."""
+
+    def check(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            bare = pattern.removeprefix("!")
+            if not any(fnmatchcase(name, bare) for name in known):
+                raise ValueError(f"there is no {bare!r}; {closest(bare.lower(), known)}")
+        return patterns
+
+    return AfterValidator(check)
+
+
+Tensors = Annotated[Names, _among(get_args(Tensor))]
+Phases = Annotated[Names, _among(get_args(Phase))]
+
+
 class Selector(Strict):
     """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
 
@@ -29,12 +49,12 @@ class Selector(Strict):
     kernel: Names = ()
     format: Names = ()
     out_format: Names = ()
-    tensor: Names = ()
+    tensor: Tensors = ()
     case: Names = ()
     regime: Names = ()
     """The inputs that the request says were drawn for a case; a model's case has none."""
     module: Names = ()
-    phase: Names = ()
+    phase: Phases = ()
     layer: Numbers = None
     head: Numbers = None
 
@@ -53,19 +73,29 @@ class Selector(Strict):
         given = [(name, patterns) for name in apart if (patterns := getattr(self, name))]
         if not given and not self.regime and self.layer is None and self.head is None:
             return list(rows)
-        drawn = regimes or {}
-        return [
-            row
-            for row in rows
-            if (self.layer is None or row.layer in self.layer)
-            and (self.head is None or row.head in self.head)
-            and (not self.regime or matches(self.regime, drawn.get(row.case)))
-            and all(matches(patterns, getattr(row, name)) for name, patterns in given)
-        ]
+        found = list(rows)
+        for name, patterns in given:
+            found = _fitting(found, patterns, attrgetter(name))
+        if self.regime:
+            drawn = regimes or {}
+            found = _fitting(found, self.regime, lambda row: drawn.get(row.case))
+        for name, numbers in (("layer", self.layer), ("head", self.head)):
+            if numbers is not None:
+                found = [row for row in found if getattr(row, name) in numbers]
+        return found
 
     def _shared(self, row: DeviationRow) -> bool:
         shared = ((self.kernel, row.kernel), (self.format, row.format), (self.tensor, row.tensor))
         return all(matches(patterns, value) for patterns, value in shared)
+
+
+def _fitting(
+    rows: list[DeviationRow], patterns: tuple[str, ...], text: Callable[[DeviationRow], str | None]
+) -> list[DeviationRow]:
+    """Those whose text the patterns choose; a text that many rows have is looked at once."""
+    texts = list(map(text, rows))
+    chosen = {each for each in set(texts) if matches(patterns, each)}
+    return [row for row, each in zip(rows, texts, strict=True) if each in chosen]
 
 
 @lru_cache(maxsize=4096)

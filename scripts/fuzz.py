@@ -6,11 +6,12 @@
 An input is a number: it seeds the generator that picks a target, a file from configs/ or
 tests/data/reports/, and what is done to it. Whatever comes of it, these hold:
 
-- an exit code of 0, 1, 2 or 3 and no unexpected exception, within `SECONDS`;
+- an exit code of 0, 1, 2 or 3 and no unexpected exception, within `SECONDS` of the processor;
 - no control character on stdout or stderr, but line ends;
 - no element or attribute in a page that a harmless report's page cannot have; no HTML, heading or
   link in Markdown; no formula in CSV;
-- `numdev gate` passes nothing that is damaged, worse or not measured (`_wrongly_passed`);
+- `numdev gate` passes nothing that is damaged, worse or not measured (`_wrongly_passed`), and
+  `numdev compare` does not call that the same;
 - nothing is written outside the directory that was given.
 """
 
@@ -138,16 +139,18 @@ def unmeasured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
+    """Of this process, whatever else the machine does."""
+
     def late(*_: Any) -> None:
         raise Broken(f"takes more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -249,6 +252,9 @@ def sound() -> Any:
     found = report_of("audit")
     found["rows"] = [r for r in found["rows"] if not r["kernel"].startswith("bad:")]
     found["rows"] = [r for r in found["rows"] if r["tensor"] == "out"]
+    found["request"]["heads"] = None  # all of them are there
+    for case in found["cases"]:
+        case["heads"] = case["kv_heads"] = 2
     return found
 
 
@@ -318,6 +324,12 @@ SHOWN: dict[str, Callable[[str], None]] = {
 }
 
 
+CELL = (
+    *("case", "module", "layer", "call", "phase", "seed", "head"),
+    *("kernel", "options", "format", "tensor"),
+)
+
+
 def _wrongly_passed(raw: bytes) -> str:
     """Why a report must not have passed, judged from its JSON alone; empty where it may."""
     found = json.loads(raw)
@@ -326,6 +338,9 @@ def _wrongly_passed(raw: bytes) -> str:
     rows = [r for r in found["rows"] if r.get("role") == "kernel"]
     if not any(r["status"] == "ok" for r in rows):
         return "no kernel was measured"
+    cells = [str([r.get(k) for k in CELL]) for r in rows if r["status"] == "ok"]
+    if len(set(cells)) < len(cells):
+        return "a head is there twice"
     for row in rows:
         if row["status"] == "failed":
             return "a kernel failed"
@@ -377,6 +392,72 @@ def fuzz_thresholds(rng: random.Random, folder: Path) -> str:
     _only_text(done.out)
     if done.code == 0:
         _may_pass(folder / "gate.yaml")
+    return f"{done.code}"
+
+
+def fuzz_against(rng: random.Random, folder: Path) -> str:
+    """A sound report against a mutated older one, or the reverse: nothing passes that is not in
+    both."""
+    new, old = sound(), sound()
+    which = rng.choice(("new", "old"))
+    raw = as_json(mutated(new if which == "new" else old, rng), rng)
+    sides = {"new": json.dumps(new).encode(), "old": json.dumps(old).encode(), which: raw}
+    for name, text in sides.items():
+        (folder / f"{name}.json").write_bytes(text)
+    done = call("gate", str(folder / "new.json"), "--against", str(folder / "old.json"))
+    _only_text(done.out)
+    if done.code == 0:
+        if which == "new" and _wrongly_passed(raw):
+            raise Broken(f"passed: {_wrongly_passed(raw)}")
+        if _measured(sides["new"]) != _measured(sides["old"]):
+            raise Broken("passed: not the same was measured in both")
+    return f"{done.code}"
+
+
+def _measured(raw: bytes) -> set[tuple[Any, ...]]:
+    """What of kernels under audit has numbers to judge."""
+    keys = ("case", "module", "layer", "call", "phase", "head", "kernel", "format", "tensor")
+    return {
+        tuple(row.get(key) for key in keys)
+        for row in json.loads(raw)["rows"]
+        if row["role"] == "kernel" and row["status"] == "ok" and row.get("elements") != 0
+    }
+
+
+def fuzz_compare(rng: random.Random, folder: Path) -> str:
+    """Two audits of which the second is mutated, or made worse on purpose: that is told."""
+    data, worse = sound(), rng.random() < 0.3
+    (folder / "a.json").write_text(json.dumps(data), encoding="utf-8")
+    if worse:
+        rows = [r for r in data["rows"] if r["role"] == "kernel" and r["status"] == "ok"]
+        key = rng.choice(list(WORSE))
+        rng.choice(rows)[key] = rng.choice(WORSE[key])
+    (folder / "b.json").write_bytes(as_json(data if worse else mutated(data, rng), rng))
+    sides = [str(folder / name) for name in rng.sample(("a.json", "b.json"), 2)]
+    done = call("compare", *sides, "-o", str(folder / "out"), "--overwrite")
+    _only_text(done.out)
+    if done.code == 0 and worse and sides[1].endswith("b.json"):
+        raise Broken("nothing moved, and it was made worse")
+    page = folder / "out" / "report.html"
+    if page.exists():
+        page_is_safe(page.read_text(encoding="utf-8"))
+        for table in page.parent.glob("*.csv"):
+            csv_is_safe(table.read_text(encoding="utf-8"))
+    return f"{done.code}"
+
+
+def fuzz_init(rng: random.Random, folder: Path) -> str:
+    """Thresholds fitted to a mutated report, which then pass it, and nothing that is wrong."""
+    raw = as_json(mutated(sound(), rng), rng)
+    report, file = str(folder / "report.json"), str(folder / "fitted.yaml")
+    (folder / "report.json").write_bytes(raw)
+    done = call("gate", report, "--init", "-o", file)
+    if done.code == 0:
+        if call("gate", report, "--thresholds", file).code:
+            raise Broken("the report does not pass thresholds fitted to it")
+        wrong = _wrongly_passed(raw)
+        if wrong and "predicted" not in wrong:  # what was measured is the standard
+            raise Broken(f"fitted to it: {wrong}")
     return f"{done.code}"
 
 
@@ -438,11 +519,14 @@ TARGETS: dict[str, Callable[[random.Random, Path], str]] = {
     "report": fuzz_report,
     "gate": fuzz_gate,
     "thresholds": fuzz_thresholds,
+    "against": fuzz_against,
+    "compare": fuzz_compare,
+    "init": fuzz_init,
     "config": fuzz_config,
     "bounds": fuzz_bounds,
     "names": fuzz_names,
 }
-WEIGHTS = (35, 25, 15, 15, 5, 5)
+WEIGHTS = (25, 20, 12, 10, 10, 5, 10, 4, 4)
 
 
 def one(target: str, rng: random.Random, folder: Path) -> str:

@@ -144,8 +144,28 @@ def test_reports_about_something_else_are_refused() -> None:
     with pytest.raises(MeasurementError, match="differ in length"):
         judge_report(new, GREW, other)
     source = old.provenance.model_copy(update={"source": {"sha256": "0"}})
-    with pytest.raises(MeasurementError, match="differ in sha256"):
+    with pytest.raises(MeasurementError, match="differ in checkpoint"):
         judge_report(new, GREW, old.model_copy(update={"provenance": source}))
+
+
+def test_the_seed_and_what_rows_say_themselves_may_differ() -> None:
+    """Other seeds are draws of the same cells; a format that is in one alone is a cell that is."""
+    for key, other in (("seed", 1), ("seeds", [1]), ("formats", ["float16"]), ("layers", [0])):
+        old = report(row()).model_copy(update={"request": {key: other}})
+        assert judge_report(report(row()), GREW, old).exit_code == 0
+    old = report(row(), row(format="float16"))
+    assert judge_report(report(row()), GREW, old).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("inputs", "i.safetensors"), ("model", "m:f"), ("checkpoint", "x"), ("text", ["a"])],
+)
+def test_what_compare_refuses_the_gate_refuses(key: str, value: Any) -> None:
+    """The keys are the same ones."""
+    old = report(row()).model_copy(update={"request": {key: value}})
+    with pytest.raises(MeasurementError, match=f"differ in {key}"):
+        judge_report(report(row()), GREW, old)
 
 
 def test_the_quantiles_are_students() -> None:

@@ -20,7 +20,15 @@ from numdev.comparereport import CompareReport
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.render import html, terminal
-from numdev.report import AuditReport, DeviationRow, Finding
+from numdev.report import (
+    AuditReport,
+    Axis,
+    DeviationRow,
+    Finding,
+    SweepReport,
+    SweepSummary,
+    Tick,
+)
 from numdev.studies.audit import audit as study
 from numdev.studies.compare import compare
 
@@ -122,7 +130,7 @@ def test_another_seed_is_refused(
     """Exit code 2, with the key and both values; nothing is written."""
     assert command(audited["a"], audited["seed"], "-o", out) == 2
     said = capsys.readouterr().err
-    assert "they differ in seed (0 in A, 1 in B); audit the same, or --allow seed" in said
+    assert "they differ in seed (0 in A, 1 in B); measure the same, or --allow seed" in said
     assert not out.exists()
 
 
@@ -170,7 +178,7 @@ OTHER: dict[str, Any] = {
     "checkpoint": "other", "model": "m:f", "text": ["x.txt"], "inputs": "i.safetensors",
     "cases": [{"name": "c"}], "formats": ["float16"], "model_dtype": "bfloat16", "seed": 7,
     "generate": 3, "length": 77, "sequences": 2, "layers": [1], "heads": [0],
-    "gradients": False, "sampled_rows": 64,
+    "gradients": False, "sampled_rows": 64, "seeds": [1],
 }  # fmt: skip
 
 
@@ -224,8 +232,8 @@ def test_what_may_differ_is_told(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such key; did you mean 'seed'"):
-        of(tmp_path, audit(head()), audit(head()), allow=("seeds",))
+    with pytest.raises(UsageError, match="no such key; did you mean 'seeds'"):
+        of(tmp_path, audit(head()), audit(head()), allow=("seds",))
 
 
 def test_what_is_no_audit(tmp_path: Path) -> None:
@@ -233,7 +241,7 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     a = written(tmp_path / "a", audit(head()))
     found = compare(a, a)
     other = written(tmp_path / "other", found)
-    with pytest.raises(UsageError, match="is a report of numdev compare, and compare takes two"):
+    with pytest.raises(UsageError, match="is a report of numdev compare, and compare takes"):
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")
@@ -348,3 +356,60 @@ def test_the_longest_tables_are_cut(tmp_path: Path) -> None:
     with console.capture() as seen:
         terminal.show(found, console)
     assert "and 28 more, in moves.csv" in seen.get()
+
+
+# --- sweeps ---------------------------------------------------------------------------------------
+
+
+def swept(*rows: DeviationRow, seeds: tuple[int, ...] = (0, 1), **request: Any) -> SweepReport:
+    """A sweep by hand: the rows, and no cells or figures."""
+    return SweepReport(
+        provenance=audit().provenance,
+        request={"cases": [{"name": "c"}], "formats": ["bfloat16"], "seeds": seeds, **request},
+        summary=SweepSummary(
+            answer=(), cells=1, seeds=seeds, baseline="baseline",
+            axis=Axis(name="x", title="x", scale="linear", ticks=(Tick(x=1, label="1"),)),
+        ),
+        figures=(),
+        cells=(),
+        rows=rows,
+    )  # fmt: skip
+
+
+def seeded(seeds: tuple[int, ...] = (0, 1), **changes: Any) -> list[DeviationRow]:
+    made = [(make, seed, h) for make in (head, floor) for seed in seeds for h in range(4)]
+    return [make(h, seed=seed, **(changes if make is head else {})) for make, seed, h in made]
+
+
+def test_two_sweeps_are_compared_seed_by_seed(tmp_path: Path, out: Path) -> None:
+    """The same one has nothing that moved; a head that is off in one seed is found there."""
+    rows = seeded()
+    bad = [times(r, 1.5) if (r.role, r.seed, r.head) == ("kernel", 1, 2) else r for r in rows]
+    a, b = tmp_path / "a", tmp_path / "b"
+    for path, these in ((a, rows), (b, bad)):
+        path.mkdir()
+        reports.write(swept(*these), path)
+    assert compare(a, a).exit_code == 0
+    found = compare(a, b)
+    assert found.exit_code == 1
+    assert {(m.place.seed, m.place.head) for m in found.moves} == {(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: swept(*seeded((0, 2)), seeds=(0, 2)), "seeds ([0, 1] in A, [0, 2] in B)"),
+        (lambda: swept(*seeded(), formats=["float16"]), "formats"),
+        (lambda: swept(*seeded(), cases=[{"name": "c", "seq_len": 9}]), "cases[0].seq_len"),
+        (lambda: swept(), "kept cells, and no rows of heads"),
+        (lambda: audit(head()), "kind (sweep in A, audit in B); measure the same"),
+    ],
+)
+def test_sweeps_of_something_else_are_refused(tmp_path: Path, make: Any, said: str) -> None:
+    """Other seeds, formats or cases, a sweep without rows, an audit."""
+    for name, found in (("a", swept(*seeded())), ("b", make())):
+        (tmp_path / name).mkdir()
+        reports.write(found, tmp_path / name)
+    with pytest.raises(UsageError) as error:
+        compare(tmp_path / "a", tmp_path / "b")
+    assert said in str(error.value)

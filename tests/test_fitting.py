@@ -33,7 +33,10 @@ def audited(*rows: DeviationRow) -> AuditReport:
         for h in range(8)
     ]  # fmt: skip
     faults = [
-        control("scale", d, 1 + 100 * d, head=h) for d in (0.001, 0.003, 0.01) for h in (0, 1)
+        control("scale", d, 1 + 100 * d, head=h, format=fmt)
+        for d in (0.001, 0.003, 0.01)
+        for h in (0, 1)
+        for fmt in ("bfloat16", "float16")
     ]
     return report(*heads, *(lse(h, kernel="a") for h in range(8)), *faults, *rows)
 
@@ -45,11 +48,25 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
     text = fitted(found, "r")
     rules = read(text)
     judged = judge_report(found, rules)
-    assert (judged.exit_code, [p.caught_from for p in judged.power]) == (0, [0.003])
+    assert (judged.exit_code, {p.caught_from for p in judged.power}) == (0, {0.003})
     assert rules.catches == {"scale": 0.003}
-    assert "# Would have caught: scale from 0.003 (bfloat16)." in text
+    assert "# Would have caught: scale from 0.003 (bfloat16), scale from 0.003 (float16)." in text
     sound = found.model_copy(update={"rows": tuple(r for r in found.rows if r.role == "kernel")})
     assert judge_report(sound, rules).exit_code == 3
+
+
+def test_only_what_is_caught_in_every_format_must_be_caught_again() -> None:
+    """A fault that one format hides, or in which it was not planted, is no reason for no file."""
+    kinds = ("bfloat16", "float16")
+    heads = [row(h, format=fmt) for fmt in kinds for h in range(2)]
+    seen = [control("seen", 1, 9.0, head=h, format=fmt) for fmt in kinds for h in range(2)]
+    hidden = [control("hidden", 1, 9.0 if fmt == "float16" else 1.0, head=h, format=fmt)
+              for fmt in kinds for h in range(2)]  # fmt: skip
+    once = [control("once", 1, 9.0, head=h) for h in range(2)]
+    found = report(*heads, *seen, *hidden, *once)
+    fitting = read(fitted(found, "r"))
+    assert fitting.catches == {"seen": 1}
+    assert judge_report(found, fitting).exit_code == 0
 
 
 def test_limits_are_what_was_measured_times_the_margin() -> None:
@@ -86,9 +103,10 @@ def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
     """Random numbers, some missing, sampled or exact."""
     draw = random.Random(seed)
     rows = []
+    heads = draw.choice((1, 8))
     for group in range(draw.randint(1, 6)):
         lacks = {k: None for k in SOUND if k != "nonfinite" and draw.random() < 0.15}
-        for h in range(draw.choice((1, 8))):
+        for h in range(heads):
             size = 10 ** draw.uniform(-8, 3)
             numbers = {"expected_ratio": size, "worst_row": size, "noise": draw.choice((0, size)),
                        "rms": draw.choice((0.0, size)), "bias_size": 0.0}  # fmt: skip
@@ -130,7 +148,8 @@ HOSTILE = (
 def test_names_from_elsewhere_stay_names(name: str) -> None:
     """YAML's own signs, patterns and line breaks in the names of kernels and of the report."""
     found = report(row(kernel=name), row(kernel="z", expected_ratio=2.0),
-                   row(kernel=name, tensor="dq", expected_ratio=9.0))  # fmt: skip
+                   row(kernel=name, tensor="dq", expected_ratio=9.0),
+                   row(kernel="z", tensor="dq", expected_ratio=9.0))  # fmt: skip
     text = fitted(found, name)
     rules = read(text)
     assert len(rules.required) == 2

@@ -18,6 +18,7 @@ from gate_rows import SOUND, control, lse, report, row
 from numdev.cli import main
 from numdev.config import bundled
 from numdev.errors import MeasurementError, UsageError
+from numdev.findings import _not_run
 from numdev.gate import judge, judge_report
 from numdev.report import (
     NOT_PREDICTED,
@@ -247,7 +248,8 @@ def test_a_rule_that_matches_no_row_is_no_pass() -> None:
     for where in ({"kernel": "mien"}, {"format": "bf16"}, {"tensor": "dq"}, {"head": 9}):
         book = rules(metric="nonfinite", equals=0, where=where)
         judged = judge([row()], book)
-        assert (judged.exit_code, judged.verdicts[0].reasons) == (3, ("no row matches",))
+        assert judged.exit_code == 3
+        assert judged.verdicts[0].reasons[0].startswith("no row matches")
     assert judge([row()], rules(metric="nonfinite", equals=0, where={"head": 0})).exit_code == 0
 
 
@@ -335,6 +337,31 @@ def test_an_estimate_is_judged_by_its_interval(low: float, high: float, code: in
                 "audit more rows",
             )
             assert said.unjudged == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "value"),
+    [((1.5, 2.0), 0.9), ((2.0, 0.5), 0.9), ((0.2, 0.5), 3.0), ((5.0, 0.1), 3.0)],
+)
+def test_an_interval_that_contradicts_itself_decides_nothing(
+    ends: tuple[float, float], value: float
+) -> None:
+    """Beside its own estimate, or with its ends the wrong way round."""
+    sampled = row(sampled=True, expected_ratio=value, interval={"expected_ratio": ends})
+    assert judge([sampled], rules(metric="expected_ratio", at_most=1.1)).exit_code == 3
+
+
+def test_a_required_kernel_of_which_nothing_can_be_judged_is_no_pass() -> None:
+    """Though it ran in every call."""
+    rows = [row(elements=0), row(kernel="b")]
+    finite = rules(metric="nonfinite", equals=0)
+    assert judge(rows, finite).exit_code == 0
+    required = judge(rows, finite.model_copy(update={"required": ("mine",)}))
+    assert (required.exit_code, required.calls[0].reasons) == (
+        3, ("no element of it could be judged",)
+    )  # fmt: skip
+    (finding,) = _not_run(required.calls)
+    assert "has nothing to judge in 1 of 1 calls (bfloat16): no element of it" in finding.sentence
 
 
 def test_what_is_exceeded_for_certain_outweighs_what_is_undecided() -> None:
@@ -603,6 +630,23 @@ def test_a_report_that_is_not_understood_is_no_pass(tmp_path: Path, damage: Any)
     assert gate(str(path)) == 3
 
 
+@pytest.mark.parametrize("name", ["nonfinite", "elements", "sequences"])
+@pytest.mark.parametrize("count", [-1, 2**63, 10**400, -(10**400)])
+def test_a_count_is_a_count(tmp_path: Path, name: str, count: int) -> None:
+    """JSON has integers of any size and sign."""
+    write(report(row()), tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    data["rows"][0][name] = count
+    for text in (json.dumps(data), json.dumps(data, separators=(",", ":"))):
+        (tmp_path / "report.json").write_text(text)
+        assert gate(str(tmp_path)) == 3
+
+
+def test_a_dose_of_any_size_is_no_error() -> None:
+    """One that no float holds is none."""
+    assert judge([row(), control("scale", 10**400, 9.0)]).exit_code == 0
+
+
 def test_rules_hold_for_one_system() -> None:
     """Those that say so judge no report from another."""
     book = default_rules().model_copy(update={"holds_for": {"cpu_capability": "AVX*"}})
@@ -610,6 +654,14 @@ def test_rules_hold_for_one_system() -> None:
     for system in ({"cpu_capability": "DEFAULT"}, {}):
         with pytest.raises(MeasurementError, match="hold for cpu_capability"):
             judge_report(report(row(), **system), book)
+
+
+@pytest.mark.parametrize("system", [{}, {"gpu": None}])
+def test_a_system_that_is_not_told_is_none_of_them(system: dict[str, Any]) -> None:
+    """Rules for any GPU at all hold for no report without one."""
+    book = default_rules().model_copy(update={"holds_for": {"gpu": "*"}})
+    with pytest.raises(MeasurementError, match="has no gpu"):
+        judge_report(report(row(), cpu="x", **system), book)
 
 
 def test_the_default_file_is_bundled_and_read() -> None:

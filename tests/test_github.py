@@ -361,6 +361,20 @@ def test_the_files_are_written_whatever_the_outcome(gate: Any, tmp_path: Path) -
         assert not (tmp_path / "step.md").exists()
 
 
+@pytest.mark.parametrize("option", ["--junit", "--summary"])
+def test_a_file_that_cannot_be_written_hides_no_verdict(
+    gate: Any, tmp_path: Path, option: str
+) -> None:
+    """Exit code 2, which names the file, after what was found."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_text("")
+    for place in (folder, folder / "file" / "x"):
+        code, out, err = gate([row(expected_ratio=2.0)], option, str(place))
+        assert (code, "EXCEEDED" in out) == (2, True)
+        assert f"{place}: cannot be written" in err
+
+
 def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
     """An error at the line of the user's own rule file; the summary is added to what the step has
     written already."""

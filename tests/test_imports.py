@@ -94,6 +94,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": set(),
     "commands.options": set(),
     "commands.places": {
+        "errors",
         "render.github",
         "render.junit",
         "render.problems",
@@ -125,6 +126,7 @@ ALLOWED: dict[str, set[str]] = {
         "studies.bounds",
     },
     "commands.compare": {
+        "collector",
         "claim",
         "commands.options",
         "commands.session",
@@ -527,7 +529,7 @@ ALLOWED: dict[str, set[str]] = {
         "watch",
     },
     # What was found, and how a person sees it: no torch, no kernels, no metrics.
-    "report": {"collector", "errors", "foreign"},
+    "report": {"collector", "errors", "foreign", "numdev"},
     "collector": set(),
     "rowparts": {"collector", "report"},
     "foreign": set(),
@@ -576,6 +578,7 @@ ALLOWED: dict[str, set[str]] = {
     "render.github": {"foreign", "render.problems", "report", "verdict"},
     "render.bounds": {"boundsreport", "render.chart", "render.sheets", "render.terminal"},
     "render.compare": {
+        "comparable",
         "comparereport",
         "render.numbers",
         "render.sheets",
@@ -603,26 +606,33 @@ ALLOWED: dict[str, set[str]] = {
         "trainreport",
     },
     # What is decided, from the report alone, and in words.
-    "selecting": {"config", "report"},
+    "selecting": {"config", "errors", "report"},
     "rules": {"config", "errors", "report", "selecting"},
     "verdict": {"report"},
     "cells": {"report", "rules", "selecting"},
     "held": {"report", "rules"},
-    "change": {"cells", "errors", "held", "report", "rules"},
-    "holding": {"cells", "change", "held", "report", "rules"},
-    "gate": {"cells", "change", "errors", "held", "holding", "report", "rules", "verdict"},
+    "columns": {"report", "rules"},
+    "wholeness": {"cells", "errors", "report"},
+    "change": {"cells", "columns", "comparable", "errors", "held", "report", "rules"},
+    "holding": {"cells", "change", "columns", "held", "report", "rules"},
+    "gate": {
+        *("cells", "change", "errors", "held", "holding", "report", "rules", "verdict"),
+        *("selecting", "wholeness"),
+    },
     "fitting": {"cells", "errors", "gate", "report", "rules", "verdict"},
     "wording": {"report", "verdict"},
     "findings": {"gate", "report", "rules", "verdict", "wording"},
     # Two audits beside each other.
     "claim": {"errors", "report"},
-    "comparereport": {"report"},
-    "comparable": {"comparereport", "report"},
+    "comparereport": {"comparable", "report"},
+    "comparable": {"report"},
     "movement": {"report", "rules"},
     "pairing": {"comparable", "comparereport", "report"},
     "presence": {"comparable", "comparereport", "movement", "pairing", "report"},
-    "compare": {"comparereport", "movement", "pairing", "presence", "report"},
-    "comparewords": {"compare", "comparereport", "findings", "movement", "report", "wording"},
+    "compare": {"comparable", "comparereport", "movement", "pairing", "presence", "report"},
+    "comparewords": {
+        *("comparable", "compare", "comparereport", "findings", "movement", "report", "wording"),
+    },
     # The loop.
     "execute": {"cases", "errors", "sampling"},
     "bench": {
@@ -944,6 +954,7 @@ ALLOWED: dict[str, set[str]] = {
         "verdict",
     },
     "studies.compare": {
+        "rowparts",
         "comparable",
         "compare",
         "comparereport",
@@ -1145,7 +1156,7 @@ def test_what_renders_or_decides_touches_no_tensor() -> None:
     light |= {"checkwords", "diagnosereport", "render.bounds"}
     light |= {"claim", "comparable", "compare", "comparereport", "comparewords", "movement"}
     light |= {"pairing", "presence", "render.compare", "studies.compare"}
-    light |= {"fitting", "render.standing", "rowparts"}
+    light |= {"fitting", "render.standing", "rowparts", "columns", "wholeness"}
     light |= {
         "boundsreport",
         "saturation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from numdev import schema
 from numdev.commands.schema import NAMES
+from numdev.rules import METRICS, Rules
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))
@@ -30,7 +32,7 @@ TYPES: dict[str, Any] = {
 KEYWORDS = {
     *("type", "anyOf", "oneOf", "$ref", "properties", "required", "additionalProperties"),
     *("items", "prefixItems", "minItems", "maxItems", "enum", "const", "minimum", "maximum"),
-    *("exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength"),
+    *("exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "examples"),
     *("title", "description", "default", "$defs", "$schema", "$id", "discriminator"),
 }
 
@@ -59,6 +61,8 @@ def accepts(value: Any, rule: Any, root: Any) -> bool:
     if "anyOf" in rule and not any(accepts(value, r, root) for r in rule["anyOf"]):
         return False
     if "oneOf" in rule and sum(accepts(value, r, root) for r in rule["oneOf"]) != 1:
+        return False
+    if "pattern" in rule and isinstance(value, str) and not re.search(rule["pattern"], value):
         return False
     if ("enum" in rule and value not in rule["enum"]) or rule.get("const", value) != value:
         return False
@@ -133,6 +137,9 @@ CASE = {"name": "a", "heads": 1, "seq_len": 8, "head_dim": 8}
         ("thresholds", {"thresholds": []}),
         ("thresholds", {"thresholds": [{"name": "a", "metric": "rms", "at_most": -1}]}),
         ("thresholds", {"thresholds": [{"name": "a", "metrik": "rms", "at_most": 1}]}),
+        ("thresholds", {"thresholds": [{"name": "a", "metric": "rmse", "at_most": 1}]}),
+        ("thresholds", {"thresholds": [{"name": "a", "metric": "rms / w1", "at_most": 1}]}),
+        ("thresholds", {"thresholds": [{"name": "a", "metric": "rms/rms/rms", "at_most": 1}]}),
         ("report", {"kind": "audit", "schema_version": 1}),
         ("report", {"kind": "horoscope"}),
     ],
@@ -156,6 +163,19 @@ def test_what_numdev_rejects_is_rejected(name: str, value: Any) -> None:
 def test_short_forms_are_accepted(name: str, value: Any) -> None:
     """What a file may say in place of what the models hold."""
     assert valid(value, name)
+
+
+@pytest.mark.parametrize("metric", [*sorted(METRICS), "rms/rel", " rms  / max_abs", "a/b", "rms /"])
+def test_metrics_complete_and_are_checked_alike(metric: str) -> None:
+    """Names are listed for an editor; whatever the schema accepts numdev does, and the reverse."""
+    limit = {"absent": True} if metric == "suspicion" else {"at_most": 1}
+    value = {"thresholds": [{"name": "a", "metric": metric, **limit}]}
+    try:
+        Rules.model_validate(value)
+    except ValueError:
+        assert not valid(value, "thresholds")
+    else:
+        assert valid(value, "thresholds")
 
 
 # --- what they are -------------------------------------------------------------------------------

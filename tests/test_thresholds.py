@@ -17,7 +17,7 @@ from numdev.config import bundled
 from numdev.errors import UsageError
 from numdev.gate import decide, judge, judge_report
 from numdev.report import DeviationRow, write
-from numdev.rules import Rules, Threshold, default_rules, read_rules
+from numdev.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
 from numdev.verdict import Judgement, Verdict
 
 
@@ -137,9 +137,16 @@ def test_a_regime_is_what_the_request_drew() -> None:
         ("metric: suspicion / rms, at_most: 1", "no ratio of two"),
         ("metric: rms, at_most: 1, over: flor", "'flor' is none of floor, baseline, before"),
         ("metric: suspicion, absent: true, over: floor", "`over` divides a number"),
-        ("metric: rms, at_most: 1, over: before, certain: {}", "goes without"),
+        ("metric: bias_size, at_most: 1, over: before, certain: {}", "goes without"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),
         ("metric: rms, at_most: 1, file: x", "unknown key"),
+        ("metric: rms, at_most: 1, where: {tensor: dQ}, may_lack: rows", "there is no 'dQ'"),
+        ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "there is no 'd'"),
+        ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {p: expected_ratio}", "certain.p"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {}", "`certain` is for a bias"),
+        ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
+        ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
     ],
 )  # fmt: skip
 def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -148,6 +155,41 @@ def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> N
     with pytest.raises(UsageError) as error:
         read_rules(tmp_path / "t.yaml")
     assert said in str(error.value)
+
+
+def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
+    """A mapping that takes another's keys may say its own."""
+    (tmp_path / "t.yaml").write_text(
+        "thresholds:\n"
+        "  - &a {name: a, metric: rms, at_most: 1}\n"
+        "  - {<<: *a, name: b}\n"
+        "  - <<: [*a]\n"
+        "    name: c\n"
+        "    at_most: 2\n"
+    )
+    found = read_rules(tmp_path / "t.yaml").thresholds
+    assert [(t.name, t.at_most, t.line) for t in found] == [("a", 1, 2), ("b", 1, 3), ("c", 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"format": "bf16"}, "no row matches; format bf16 is none of bfloat16"),
+        ({"kernel": ["sdpa-*", "!x"]}, "no row matches; kernel sdpa-*, !x is none of mine"),
+        ({"tensor": "dq"}, "no row matches; tensor dq is none of out"),
+        ({"layer": 7}, "no row matches"),
+    ],
+)
+def test_what_matches_no_row_is_told_beside_what_there_is(where: Any, said: str) -> None:
+    """So that a slip of the pen is seen."""
+    judgement = judge([row()], rules(metric="rms", at_most=1, where=where))
+    assert (judgement.exit_code, only(judgement).reasons) == (3, (said,))
+
+
+@pytest.mark.parametrize("tensor", ["d*", "[d]q", "!lse", "out", ["dq", "!dk"]])
+def test_patterns_of_tensors_are_patterns(tensor: Any) -> None:
+    """Each of which fits one that there is."""
+    assert Threshold(name="a", metric="rms", at_most=1, where={"tensor": tensor}).where.tensor
 
 
 # --- what the gate must catch --------------------------------------------------------------------
@@ -172,6 +214,18 @@ def test_a_gate_can_be_asked_to_prove_what_it_catches(
     assert [v.reasons for v in judged.verdicts if v.rule == "catches scale"] == (
         [(why,)] if why else []
     )
+
+
+def test_a_fault_must_be_caught_in_each_format() -> None:
+    """In one in which kernels ran and it was not planted, nobody knows."""
+    found = [row(), row(format="float16"), control("scale", 0.01, 9.0)]
+    asked = rules(metric="expected_ratio", at_most=1.1).model_copy(
+        update={"catches": {"scale": 0.01}}
+    )
+    (*_, verdict) = judge(found, asked).verdicts
+    assert (verdict.outcome, verdict.reasons) == ("unmeasured", ("not planted in float16",))
+    planted = [*found, control("scale", 0.01, 9.0, format="float16")]
+    assert judge(planted, asked).exit_code == 0
 
 
 def test_the_ci_file_is_the_default_rules_and_asks_for_proof() -> None:
@@ -247,12 +301,19 @@ def test_a_list_from_a_merge_key_has_a_line_all_the_same(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_seen_at_a_glance_is_what_every_row_says(seed: int, monkeypatch: Any) -> None:
-    """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule."""
+    """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule,
+    and those on a change from others like them."""
     draw = random.Random(seed)
-    rows = [_drawn(draw, head) for head in range(draw.choice((3, 12, 40)))]
-    quick = decide(rows, default_rules())
-    monkeypatch.setattr(holding, "_at_a_glance", lambda threshold, rows, around: None)
-    slow = decide(rows, default_rules())
+    heads = range(draw.choice((3, 12, 40)))
+    rows = [_drawn(draw, head) for head in heads]
+    old = [r.model_copy(update={"row_rel": r.row_rel * draw.uniform(0.9, 1.1)}) if r.row_rel else r
+           for r in rows]  # fmt: skip
+    if draw.random() < 0.2:
+        del old[draw.randrange(len(old))]
+    around = Around(rows=rows, old=old)
+    quick = decide(rows, default_rules_against(), around)
+    monkeypatch.setattr(holding, "_at_a_glance", lambda *_: None)
+    slow = decide(rows, default_rules_against(), around)
     assert quick.judgement == slow.judgement
     assert [j.offending for j in quick.judged] == [j.offending for j in slow.judged]
 

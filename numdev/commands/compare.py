@@ -32,7 +32,8 @@ def compare(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel.
+    """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel. Or
+    from sweep to sweep, which must have kept the rows of heads.
 
     Each is a report.json or a directory with one, of the same request. Needs neither torch nor a
     GPU. Exit code 0: nothing moved. 1: a number moved beyond noise, something else ran, or a row is
@@ -43,9 +44,11 @@ def compare(
     import json
 
     from numdev.claim import claim
+    from numdev.collector import uncollected
     from numdev.studies.compare import compare as run
 
-    found = run(a, b, allow=allow, command=command_line())
+    with uncollected():
+        found = run(a, b, allow=allow, command=command_line())
     digest = hashlib.sha256(json.dumps(found.request, sort_keys=True).encode()).hexdigest()
     directory = output or Path("numdev-reports") / f"compare-{digest[:8]}"
     claim(directory, "compare", found.request, overwrite=overwrite)

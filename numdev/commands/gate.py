@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from numdev.commands.places import Places, place_options
+from numdev.commands.places import Places, place_options, write_file
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,7 +107,6 @@ def _judge(
     judged = decided.judgement
     findings, tested = sentences.findings_in(decided, found.rows)
     file = rules or bundled("gate/default.yaml")
-    annotations = elsewhere.write(judged, findings, tested, rules=chosen, file=file)
     context.find_root().obj = judged.exit_code
     if as_json:
         parts: dict[str, Any] = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
@@ -116,7 +115,8 @@ def _judge(
     else:
         with elsewhere.printing():
             verdicts.show(decided, findings, tested, sentences.named_in(found.rows))
-    for line in annotations:
+    # Afterwards, so that a file that cannot be written hides no verdict.
+    for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
         click.echo(line, err=as_json)  # GitHub reads both streams
     return judged.exit_code
 
@@ -136,11 +136,9 @@ def _read(path: Path, *, every: bool) -> Older:
 
 def _init(path: Path, file: Path, *, overwrite: bool) -> None:
     from numdev.fitting import fitted
-    from numdev.report import replacing
 
     if file.exists() and not overwrite:
         raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another file")
     text = fitted(_read(path, every=True), str(path))
-    with replacing(file) as stream:
-        stream.write(text)
+    write_file(file, text)
     click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from numdev.errors import UsageError
+
 if TYPE_CHECKING:
     from numdev.report import Finding
     from numdev.rules import Rules
@@ -56,9 +58,9 @@ class Places:
 
         spots = spots_of(rules, file) if self.junit or self.github else {}
         if self.junit:
-            _write(self.junit, junit(judged, findings, spots))
+            write_file(self.junit, junit(judged, findings, spots))
         if self.summary:
-            _write(self.summary, summary(judged, findings, tested))
+            write_file(self.summary, summary(judged, findings, tested))
         if not self.github:
             return []
         step = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -85,10 +87,16 @@ class Places:
             click.echo(f"::{word}::")
 
 
-def _write(path: Path, text: str) -> None:
-    """A file that is whole or not there, in a directory that need not be there."""
+def write_file(path: Path, text: str) -> None:
+    """A file that is whole or not there, in a directory that need not be there. Raises UsageError
+    where it cannot be written."""
     from numdev.report import replacing
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be written ({error.strerror})", hint="give another file"
+        ) from error

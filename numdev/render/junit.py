@@ -140,6 +140,8 @@ def _place(place: Place) -> str:
 def _calls(calls: Calls) -> _Case:
     every = calls.ok + calls.skipped + calls.failed
     word, count = ("failed", calls.failed) if calls.failed else ("skipped", calls.skipped)
+    if not count:
+        word, count = "nothing to judge", calls.ok
     name = f"runs ({'backward, ' if calls.backward else ''}{calls.format})"
     message = f"{word} in {count} of {every} calls: {'; '.join(calls.reasons[:3])}"
     more = (_place(calls.place),) if calls.place else ()

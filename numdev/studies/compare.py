@@ -1,4 +1,5 @@
-"""`numdev compare`: two audits of the same request, on two versions, machines or commits.
+"""`numdev compare`: two audits of the same request, or two sweeps, on two versions, machines or
+commits.
 
 Needs neither torch nor a GPU.
 """
@@ -11,18 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numdev
-from numdev import report as reports
-from numdev.comparable import MUST, changes, differences
+from numdev.comparable import MUST, Difference, Measured, changes, differences
 from numdev.compare import compared
-from numdev.comparereport import CompareReport, CompareSummary, Difference, Side
+from numdev.comparereport import CompareReport, CompareSummary, Side
 from numdev.comparewords import answer, notes, threshold
 from numdev.errors import UsageError, closest
 from numdev.presence import news
-from numdev.report import AuditReport, Provenance
+from numdev.report import AuditReport, Provenance, SweepReport
+from numdev.rowparts import read_judged
 
 
 def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
-    """B beside A, each a report.json of an audit or a directory with one.
+    """B beside A, each a report.json of an audit or a sweep, or a directory with one.
 
     Raises UsageError where either is none, or they differ in a key of `MUST` that is not in
     `allow`; MeasurementError for a report that cannot be understood.
@@ -30,7 +31,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
     for key in allow:
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
-    old, new = (_audit(path) for path in (a, b))
+    old, new = (_measured(path) for path in (a, b))
     apart = differences(old, new)
     _refuse([d for d in apart if d.root not in allow])
     found = compared(old, new)
@@ -61,12 +62,17 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
     )
 
 
-def _audit(path: Path) -> AuditReport:
-    found = reports.read(path)
-    if not isinstance(found, AuditReport):
+def _measured(path: Path) -> Measured:
+    found = read_judged(path, every=True)
+    if not isinstance(found, AuditReport | SweepReport):
         raise UsageError(
-            f"{path}: is a report of numdev {found.kind}, and compare takes two audits",
-            hint="give reports of `numdev audit`",
+            f"{path}: is a report of numdev {found.kind}, and compare takes audits or sweeps",
+            hint="give reports of `numdev audit` or `numdev sweep`",
+        )
+    if isinstance(found, SweepReport) and not found.rows:
+        raise UsageError(
+            f"{path}: is a sweep that kept cells, and no rows of heads to compare",
+            hint="sweep with `rows: head`",
         )
     return found
 
@@ -74,13 +80,14 @@ def _audit(path: Path) -> AuditReport:
 def _refuse(apart: Sequence[Difference]) -> None:
     if apart:
         words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in apart)
+        allow = " ".join(dict.fromkeys(f"--allow {d.root}" for d in apart if d.root in MUST))
         raise UsageError(
-            f"these audits do not measure the same: they differ in {words}",
-            hint=f"audit the same, or {' '.join(f'--allow {d.root}' for d in apart)}",
+            f"the two do not measure the same: they differ in {words}",
+            hint=f"measure the same{f', or {allow}' if allow else ''}",
         )
 
 
-def _side(path: Path, report: AuditReport) -> Side:
+def _side(path: Path, report: Measured) -> Side:
     where = report.provenance
     return Side(
         path=str(path),
@@ -91,7 +98,7 @@ def _side(path: Path, report: AuditReport) -> Side:
     )
 
 
-def _provenance(path: Path, report: AuditReport, command: str) -> Provenance:
+def _provenance(path: Path, report: Measured, command: str) -> Provenance:
     return Provenance(
         numdev=numdev.__version__,
         command=command,
