@@ -1,0 +1,478 @@
+"""A run's jobs on Dask: worker processes of this machine, or those of a scheduler that is there.
+
+All of Dask is in this file; what is done on a worker is in `numdev.remote`. Dask decides which
+worker does which job and notices when one dies. What follows from that is decided here:
+
+- What travels is a job: a case with all its tasks. What a worker can make itself (drawn cases,
+  cases in a file it has too) goes as a few words; a case out of a running model is shipped, and
+  then the model waits while there is one for each worker and one more, so that memory does not grow
+  with the number of layers.
+- A job whose worker died comes back with every kernel under audit in a process of its own, so that
+  the row of the guilty one is `failed` and says how; later jobs have that kernel isolated from the
+  start. Where the worker dies even so, its tasks go one at a time, and one whose worker has then
+  died TRIES times is `failed` itself. So a kernel that always crashes ends, and a worker that was
+  merely killed costs time.
+- This process alone writes the journal. Where it dies, or the scheduler, the same command
+  continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import logging
+import pickle
+import queue
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+
+from numdev.attempt import one_line
+from numdev.errors import MeasurementError, UsageError
+from numdev.jobs import Entry, Job, Setting, Step, Tell, case_key, steps, without_result
+from numdev.loop import Executor, Here, runner
+from numdev.measuring import Runner
+from numdev.remote import Parcel, Stamp, leave, packed_setting, work
+from numdev.sources import Drawn, GivenUpstream, Located
+from numdev.stopwatch import Stopwatch
+from numdev.system import System, visible_gpus
+from numdev.tensorfile import StoredCase
+from numdev.worker import parts_of, torch_settings
+
+if TYPE_CHECKING:
+    from distributed import Client, Future, SpecCluster
+
+TRIES = 3
+"""How often a task may lose its worker when it is alone there."""
+TICK_S = 1.0
+"""How often it is looked whether scheduler and workers are there, while nothing arrives."""
+START_S = 300.0
+"""How long this machine's workers may all be away: seconds, but minutes on a cold network disk."""
+CONNECT_S = 30.0
+RESULT_S = 30.0
+CONFIG = {
+    "distributed.scheduler.allowed-failures": 0,  # a job whose worker died is this file's business
+    "distributed.scheduler.worker-saturation": 1.0,  # so that no job that waits dies with another
+    "distributed.nanny.pre-spawn-environ": {},  # it would stay set in this process
+    "distributed.admin.large-graph-warning-threshold": "1 TB",  # cases are large, and few at a time
+    "distributed.worker.profile.enabled": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """Who measures in this process's place: `workers` processes of this machine, or those of the
+    Dask scheduler at an address. Raises UsageError for both, for neither, and without Dask."""
+
+    workers: int | None = None
+    scheduler: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.workers is None) == (self.scheduler is None):
+            raise UsageError(
+                "--workers starts workers here, and --scheduler uses those of a cluster",
+                hint="give one of them",
+            )
+        option = "--scheduler" if self.workers is None else "--workers"
+        if importlib.util.find_spec("distributed") is None:
+            raise UsageError(
+                f"{option} needs Dask, which is not installed", hint='pip install "numdev[dask]"'
+            )
+
+
+def crew_of(workers: int | None, scheduler: str | None) -> Crew | None:
+    """None where neither is given: this process measures."""
+    return (
+        None
+        if workers is None and scheduler is None
+        else Crew(workers=workers, scheduler=scheduler)
+    )
+
+
+@contextlib.contextmanager
+def sharing(crew: Crew | None, device: str) -> Iterator[None]:
+    """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU all.
+
+    Here too, since a report is about one number of threads. Raises UsageError for more workers than
+    there are GPUs.
+    """
+    if crew is None or crew.workers is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    if System.here(device).device == "cpu":
+        torch.set_num_threads(max(1, before // crew.workers))
+    elif crew.workers > len(visible_gpus()):
+        raise UsageError(
+            f"--workers {crew.workers}: each needs a GPU, and {len(visible_gpus())} can be seen",
+            hint="give fewer, or --device cpu",
+        )
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def working(
+    crew: Crew | None,
+    setting: Setting,
+    head: Mapping[str, Any],
+    *,
+    isolated: bool,
+    limit_s: float,
+    watch: Stopwatch,
+    say: Callable[[str], None],
+) -> Iterator[tuple[Executor, Runner]]:
+    """Who does a run's jobs; and where kernels run in this process, apart from jobs.
+
+    `head` is the journal's. `isolated`, `limit_s`: whether kernels under audit run in a process of
+    their own, and what they may take; with a crew the limit holds for all of them. Workers are
+    started for the first job.
+    """
+    # What has cost a worker its life must not be run in this process afterwards.
+    with runner(isolated=isolated or crew is not None, limit_s=limit_s) as run:
+        if crew is None:
+            yield Here(setting=setting, runner=run, watch=watch), run
+            return
+        with contextlib.ExitStack() as stack:
+            yield (
+                Team(
+                    crew=crew,
+                    setting=setting,
+                    expected=expectation(head),
+                    isolated=isolated,
+                    limit_s=limit_s,
+                    watch=watch,
+                    say=say,
+                    stack=stack,
+                ),
+                run,
+            )
+
+
+def expectation(head: Mapping[str, Any]) -> str:
+    """What must be the same on a worker, as `remote.work` takes it."""
+    same = {name: head[name] for name in ("environment", "kernels")}
+    return json.dumps({**same, "torch": torch_settings()}, default=str)
+
+
+@dataclass(kw_only=True, eq=False)
+class Flight:
+    """A job under way."""
+
+    job: Job
+    parcel: Parcel
+    tensors: bytes | None = None
+    """Of a case that is shipped."""
+    alone: bool = False
+    """Whether it is one task of its case."""
+    deaths: int = 0
+    future: Future[dict[str, Any]] | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Team:
+    """An executor (`numdev.loop`) whose jobs are done by Dask workers."""
+
+    crew: Crew
+    setting: Setting
+    expected: str
+    isolated: bool
+    limit_s: float
+    watch: Stopwatch
+    """Gets the workers' times; the time this process waits is not counted."""
+    say: Callable[[str], None]
+    stack: contextlib.ExitStack
+    """Closes what is started."""
+    client: Client | None = None
+    flights: list[Flight] = field(default_factory=list)
+    arrived: queue.SimpleQueue[Flight] = field(default_factory=queue.SimpleQueue)
+    guilty: set[str] = field(default_factory=set)
+    """Kernels that failed in a process of their own, after a worker had died."""
+    away: float | None = None
+    """Since when there is no worker."""
+
+    def submit(self, job: Job, tell: Tell) -> Iterator[Entry]:
+        flight = self._flight(job)
+        with self.watch.stopped():
+            client = self._connected()
+        while len(self.flights) >= self._room(client, shipped=flight.tensors is not None):
+            yield from self._landed(client, tell)
+        self._send(client, flight)
+
+    def rest(self, tell: Tell) -> Iterator[Entry]:
+        while self.flights:
+            yield from self._landed(self._connected(), tell)
+
+    # --- off ---
+
+    def _flight(self, job: Job, *, ship: bool = False) -> Flight:
+        sent = None if ship else _as_words(job.located)
+        plain: dict[str, Any] = {}
+        tensors = None
+        if sent is None:
+            with self.watch("capture"):
+                rest, copies = parts_of(job.located.load())
+                plain = {**rest, "axes": job.located.axes}
+                tensors = safetensors.torch.save(copies)
+        file = _file_of(sent)
+        parcel = Parcel(
+            setting=packed_setting(self.setting),
+            located=sent,
+            stamp=None if file is None else Stamp.of(file.path),
+            plain=plain,
+            wanted=job.wanted,
+            isolated=None if self.isolated else frozenset(self.guilty),
+            limit_s=self.limit_s,
+        )
+        return Flight(job=job, parcel=parcel, tensors=tensors)
+
+    def _send(self, client: Client, flight: Flight) -> None:
+        key = f"numdev-{uuid.uuid4().hex}"
+        sent = pickle.dumps(flight.parcel)
+        future = client.submit(work, self.expected, sent, flight.tensors, key=key, pure=False)
+        flight.future = future
+        self.flights.append(flight)
+        future.add_done_callback(lambda _: self.arrived.put(flight))
+
+    def _room(self, client: Client, *, shipped: bool) -> int:
+        """How many jobs may be under way: two for each worker, so that none waits for the next one;
+        of shipped cases one each, and one more."""
+        there = max(1, self._present(client))
+        return there + 1 if shipped else 2 * there
+
+    # --- back ---
+
+    def _landed(self, client: Client, tell: Tell) -> Iterator[Entry]:
+        """The entries of the next job that is done; none, where none is for a while."""
+        with self.watch.stopped():
+            answer = self._next(client)
+        if answer is None:
+            tell("waiting for workers")
+            return
+        flight, found = answer
+        self.flights.remove(flight)
+        if found is None:
+            yield from self._after_death(client, flight)
+        elif "unread" in found:
+            self._send(client, self._flight(flight.job, ship=True))
+        else:
+            self.watch.add(found["seconds"])
+            self._note_guilty(flight, found["entries"])
+            for given in found["entries"]:
+                entry = Entry(**given)
+                yield entry
+                tell(entry.what)
+
+    def _next(self, client: Client) -> tuple[Flight, dict[str, Any] | None] | None:
+        """The next flight that is back, with its answer; with None where its worker died."""
+        from distributed import CancelledError, KilledWorker
+
+        try:
+            flight = self.arrived.get(timeout=TICK_S)
+        except queue.Empty:
+            self._look_for_workers(client)
+            return None
+        assert flight.future is not None
+        try:
+            found = flight.future.result(timeout=RESULT_S)
+        except KilledWorker:
+            return flight, None
+        except TimeoutError:  # a result that was lost with its worker, and is computed again
+            flight.future.add_done_callback(lambda _: self.arrived.put(flight))
+            return None
+        except (CancelledError, OSError) as error:
+            raise _lost(client) from error
+        except Exception as error:
+            raise MeasurementError(
+                f"a worker could not do its job: {one_line(error)}",
+                hint="is the same numdev installed there?",
+            ) from error
+        if "refused" in found:
+            kind, message, hint = found["refused"]
+            raise (UsageError if kind == "UsageError" else MeasurementError)(message, hint=hint)
+        return flight, found
+
+    def _after_death(self, client: Client, flight: Flight) -> Iterator[Entry]:
+        """What becomes of a job whose worker died."""
+        flight.deaths += 1
+        if flight.parcel.isolated is not None:
+            flight.parcel = dataclasses.replace(flight.parcel, isolated=None)
+            self._send(client, flight)
+        elif not flight.alone:
+            for wanted in self._tasks(flight.job):
+                self._send(
+                    client,
+                    dataclasses.replace(
+                        flight,
+                        job=dataclasses.replace(flight.job, wanted=wanted),
+                        parcel=dataclasses.replace(flight.parcel, wanted=wanted),
+                        alone=True,
+                        deaths=0,
+                    ),
+                )
+        elif flight.deaths < TRIES:
+            self._send(client, flight)
+        else:
+            why = f"its worker died, {TRIES} times over, as one does where memory runs out"
+            for step in self._steps(flight.job):
+                yield from without_result(step, flight.job.wanted, why)
+
+    def _tasks(self, job: Job) -> Iterator[frozenset[str]]:
+        """What is wanted of a job, task by task."""
+        case = job.wanted & {case_key(job.located.ref)}
+        parts = (case, *(job.wanted & step.keys.keys() for step in self._steps(job)))
+        return (part for part in parts if part)
+
+    def _steps(self, job: Job) -> Iterator[Step]:
+        return steps(job.located.ref, self.setting)
+
+    def _note_guilty(self, flight: Flight, found: list[dict[str, Any]]) -> None:
+        if flight.deaths or flight.alone:
+            rows = (row for entry in found if entry["kind"] == "row" for row in entry["rows"])
+            under_audit = (r for r in rows if r["role"] == "kernel" and r["status"] == "failed")
+            self.guilty |= {row["kernel"] for row in under_audit}
+
+    # --- who is there ---
+
+    def _connected(self) -> Client:
+        if self.client is None:
+            self.client = self.stack.enter_context(_client(self.crew, self.setting.system))
+            if link := _dashboard(self.client):
+                self.say(f"Dask dashboard: {link}")
+            if not self._present(self.client):
+                self.say(f"Waiting for workers at {self.crew.scheduler}.")
+        return self.client
+
+    def _present(self, client: Client) -> int:
+        """How many workers there are now. Raises UsageError for one that would do several jobs at
+        a time: they would share a GPU, and torch's settings."""
+        try:
+            threads = client.nthreads()
+        except (OSError, TimeoutError) as error:
+            raise _lost(client) from error
+        for address, count in threads.items():
+            if count > 1:
+                raise UsageError(
+                    f"worker {address}: does {count} jobs at a time in one process",
+                    hint="start it by `dask worker --nthreads 1`",
+                )
+        return len(threads)
+
+    def _look_for_workers(self, client: Client) -> None:
+        if client.status != "running":
+            raise _lost(client)
+        if self._present(client):
+            self.away = None
+            return
+        if self.away is None:
+            self.away = time.monotonic()
+            if self.crew.scheduler is not None:
+                self.say(f"No worker is left at {self.crew.scheduler}; waiting for one.")
+        if self.crew.workers is not None and time.monotonic() - self.away > START_S:
+            raise MeasurementError(
+                f"no worker has been running for {START_S:.0f} s",
+                hint="what is finished is kept; the same command continues",
+            )
+
+
+def _as_words(located: Located) -> Located | None:
+    """A case that a worker can make or read itself, as it may travel; None for others."""
+    if isinstance(located, Drawn):
+        return located
+    if isinstance(located, StoredCase):
+        return dataclasses.replace(located, path=located.path.absolute())
+    if isinstance(located, GivenUpstream):
+        stored = dataclasses.replace(located.stored, path=located.stored.path.absolute())
+        return dataclasses.replace(located, stored=stored)
+    return None
+
+
+def _file_of(located: Located | None) -> StoredCase | None:
+    if isinstance(located, GivenUpstream):
+        return located.stored
+    return located if isinstance(located, StoredCase) else None
+
+
+def _lost(client: Client) -> MeasurementError:
+    return MeasurementError(
+        f"the scheduler at {client.scheduler.address} is gone",  # type: ignore[union-attr]
+        hint="what is finished is kept; the same command continues, with a scheduler",
+    )
+
+
+# --- Dask's own ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _client(crew: Crew, system: System) -> Iterator[Client]:
+    """A client of the crew's scheduler; on leaving, nothing that was started here is left."""
+    import dask
+    from distributed import Client
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dask.config.set(CONFIG))
+        if crew.workers is not None:
+            cluster = stack.enter_context(_local(crew.workers, system))
+            yield stack.enter_context(Client(cluster, set_as_default=False))
+            return
+        try:
+            client = Client(crew.scheduler, timeout=CONNECT_S, set_as_default=False)
+        except (OSError, ValueError, TimeoutError) as error:
+            raise UsageError(
+                f"--scheduler {crew.scheduler}: no Dask scheduler answers there",
+                hint="an address is, for example, tcp://10.0.0.1:8786",
+            ) from error
+        with client:
+            try:
+                yield client
+            finally:
+                with contextlib.suppress(Exception):  # it may be gone: there is nothing to end then
+                    client.run(leave, on_error="ignore")
+
+
+def _local(workers: int, system: System) -> SpecCluster:
+    """A scheduler in this process, and workers in processes of their own, each with a nanny that
+    starts it anew when it dies. They end when this process does, even by SIGKILL."""
+    from distributed import Nanny, Scheduler, SpecCluster
+
+    shown = importlib.util.find_spec("bokeh") is not None
+    gpus = visible_gpus() if system.device == "cuda" else []
+    threads = {name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+
+    def options(i: int) -> dict[str, Any]:
+        return {
+            "nthreads": 1,
+            "host": "127.0.0.1",
+            "memory_limit": 0,  # tensors are not Dask's to count, nor to spill
+            "silence_logs": logging.CRITICAL,
+            "dashboard": False,
+            "env": {**threads, **({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})},
+        }
+
+    return SpecCluster(
+        scheduler={
+            "cls": Scheduler,
+            "options": {
+                "host": "127.0.0.1",
+                "dashboard": shown,
+                "dashboard_address": "127.0.0.1:0",
+            },
+        },
+        workers={i: {"cls": Nanny, "options": options(i)} for i in range(workers)},
+        silence_logs=logging.CRITICAL,
+    )
+
+
+def _dashboard(client: Client) -> str | None:
+    """Its address, where there is one."""
+    services = client.scheduler_info().get("services", {})
+    return client.dashboard_link if "dashboard" in services else None
