@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -417,9 +418,11 @@ def _client(crew: Crew, system: System) -> Iterator[Client]:
     """A client of the crew's scheduler; on leaving, nothing that was started here is left."""
     import dask
     from distributed import Client
+    from distributed.utils import silence_logging_cmgr
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(dask.config.set(CONFIG))
+        stack.enter_context(silence_logging_cmgr(logging.CRITICAL))  # it is said by numdev
         if crew.workers is not None:
             cluster = stack.enter_context(_local(crew.workers, system))
             yield stack.enter_context(Client(cluster, set_as_default=False))
@@ -435,8 +438,9 @@ def _client(crew: Crew, system: System) -> Iterator[Client]:
             try:
                 yield client
             finally:
-                with contextlib.suppress(Exception):  # it may be gone: there is nothing to end then
-                    client.run(leave, on_error="ignore")
+                if client.status == "running":
+                    with contextlib.suppress(Exception):  # no reason to lose a finished run
+                        client.run(leave, on_error="ignore")
 
 
 def _local(workers: int, system: System) -> SpecCluster:
@@ -468,11 +472,13 @@ def _local(workers: int, system: System) -> SpecCluster:
             },
         },
         workers={i: {"cls": Nanny, "options": options(i)} for i in range(workers)},
-        silence_logs=logging.CRITICAL,
     )
 
 
 def _dashboard(client: Client) -> str | None:
-    """Its address, where there is one."""
-    services = client.scheduler_info().get("services", {})
-    return client.dashboard_link if "dashboard" in services else None
+    """Its address, where the scheduler has what shows one."""
+    try:
+        client.run_on_scheduler(importlib.metadata.version, "bokeh")
+    except Exception:  # whatever: a run does not need it
+        return None
+    return str(client.dashboard_link)
