@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -289,6 +288,7 @@ class Team:
             return flight, None
         except TimeoutError:  # a result that was lost with its worker, and is computed again
             flight.future.add_done_callback(lambda _: self.arrived.put(flight))
+            self._look_for_workers(client)
             return None
         except (CancelledError, OSError) as error:
             raise _lost(client) from error
@@ -331,7 +331,7 @@ class Team:
         """What is wanted of a job, task by task."""
         case = job.wanted & {case_key(job.located.ref)}
         parts = (case, *(job.wanted & step.keys.keys() for step in self._steps(job)))
-        return (part for part in parts if part)
+        return (frozenset(part) for part in parts if part)
 
     def _steps(self, job: Job) -> Iterator[Step]:
         return steps(job.located.ref, self.setting)
@@ -478,7 +478,7 @@ def _local(workers: int, system: System) -> SpecCluster:
 def _dashboard(client: Client) -> str | None:
     """Its address, where the scheduler has what shows one."""
     try:
-        client.run_on_scheduler(importlib.metadata.version, "bokeh")
+        shows = client.run_on_scheduler(importlib.util.find_spec, "bokeh")
     except Exception:  # whatever: a run does not need it
         return None
-    return str(client.dashboard_link)
+    return str(client.dashboard_link) if shows else None
