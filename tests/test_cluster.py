@@ -466,6 +466,37 @@ def test_kernels_that_crash_hang_and_eat_memory_cost_their_rows(tmp_path: Path) 
     assert [row for row in rows if row["kernel"] not in bad] == alone[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_kernel_that_ruins_the_gpu_costs_its_row(tmp_path: Path) -> None:
+    """A device-side assert, after which nothing runs in its process: every other row is there, and
+    the same as from one process."""
+    bad = "broken_kernels:poisons_cuda"
+    asked = request_of(bad, "sdpa-math").model_copy(update={"device": "cuda"})
+    found = sweep(plan(asked), tmp_path / "team", crew=Crew(workers=1))
+    failed = [row for row in found.rows if row.status == "failed"]
+    assert {row.kernel for row in failed} == {bad}
+    assert len(failed) == len(found.cases) * len(asked.seeds)
+    sound = asked.model_copy(update={"kernels": asked.kernels[1:]})
+    alone = sweep(plan(sound), tmp_path / "alone")
+    assert [row for row in found.rows if row.kernel != bad] == list(alone.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_every_worker_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    """Two workers on two GPUs, and the report of one process."""
+    asked = request_of("sdpa-math", "fragile_kernels:where").model_copy(update={"device": "cuda"})
+    alone = sweep(plan(asked), tmp_path / "alone")
+    together = sweep(plan(asked), tmp_path / "team", crew=Crew(workers=2))
+    plain = [comparable(x) for x in (together, alone)]
+    seen = {row["ran"] for row in plain[0]["rows"] if row["kernel"] == "fragile_kernels:where"}
+    assert len(seen) == 2
+    for found in plain:
+        found["rows"] = [r for r in found["rows"] if r["kernel"] != "fragile_kernels:where"]
+    assert plain[0]["rows"] == plain[1]["rows"]
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     """SIGKILL to a worker while it measures: the same report."""
