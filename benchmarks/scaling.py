@@ -4,11 +4,10 @@
 
 Sweeps heavy cells of nearly one size, whose time goes to drawing, an emulation and fp64 references,
 by `numdev sweep --workers 1` and `--workers N`. A first run of small cells (not counted) fills the
-caches of compilers. Two times are taken of each run. By the clock, around the command; and the rate
-of jobs once every worker has done one. The rate leaves out what happens once however long a sweep
-is: the start of Python and of the workers, torch's import and the start of CUDA on each of them, and
-the report. Prints Markdown; exits with 1 where the reports differ in anything but times and the
-command.
+caches of compilers. Of each run the whole time is taken, around the command, and the rate of jobs
+once every worker has done one. The rate leaves out what happens once however long a sweep is: the
+start of Python and of the workers, torch's import and the start of CUDA on each, and the report.
+Prints Markdown; exits with 1 where the reports differ in anything but times and the command.
 """
 
 from __future__ import annotations
