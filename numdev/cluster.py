@@ -1,6 +1,6 @@
 """A run's jobs on Dask: worker processes of this machine, or those of a scheduler that is there.
 
-All of Dask is in this file; what is done on a worker is in `numdev.remote`. Dask decides which
+Who these are is in `numdev.crew`, what is done on a worker in `numdev.remote`. Dask decides which
 worker does which job and notices when one dies. What follows from that is decided here:
 
 - What travels is a job: a case with all its tasks. What a worker can make itself (drawn cases,
@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import logging
 import pickle
 import queue
 import time
@@ -32,22 +30,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-import torch
 
 from numdev.attempt import one_line
+from numdev.crew import Crew, client_of, dashboard
 from numdev.errors import MeasurementError, UsageError
 from numdev.jobs import Entry, Job, Setting, Step, Tell, case_key, steps, without_result
 from numdev.loop import Executor, Here, runner
 from numdev.measuring import Runner
-from numdev.remote import Parcel, Stamp, leave, packed_setting, work
+from numdev.remote import Parcel, Stamp, packed_setting, work
 from numdev.sources import Drawn, GivenUpstream, Located
 from numdev.stopwatch import Stopwatch
-from numdev.system import System, visible_gpus
 from numdev.tensorfile import StoredCase
 from numdev.worker import parts_of, torch_settings
 
 if TYPE_CHECKING:
-    from distributed import Client, Future, SpecCluster
+    from distributed import Client, Future
 
 TRIES = 3
 """How often a task may lose its worker when it is alone there."""
@@ -55,69 +52,7 @@ TICK_S = 1.0
 """How often it is looked whether scheduler and workers are there, while nothing arrives."""
 START_S = 300.0
 """How long this machine's workers may all be away: seconds, but minutes on a cold network disk."""
-CONNECT_S = 30.0
 RESULT_S = 30.0
-CONFIG = {
-    "distributed.scheduler.allowed-failures": 0,  # a job whose worker died is this file's business
-    "distributed.scheduler.worker-saturation": 1.0,  # so that no job that waits dies with another
-    "distributed.nanny.pre-spawn-environ": {},  # it would stay set in this process
-    "distributed.admin.large-graph-warning-threshold": "1 TB",  # cases are large, and few at a time
-    "distributed.worker.profile.enabled": False,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crew:
-    """Who measures in this process's place: `workers` processes of this machine, or those of the
-    Dask scheduler at an address. Raises UsageError for both, for neither, and without Dask."""
-
-    workers: int | None = None
-    scheduler: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.workers is None) == (self.scheduler is None):
-            raise UsageError(
-                "--workers starts workers here, and --scheduler uses those of a cluster",
-                hint="give one of them",
-            )
-        option = "--scheduler" if self.workers is None else "--workers"
-        if importlib.util.find_spec("distributed") is None:
-            raise UsageError(
-                f"{option} needs Dask, which is not installed", hint='pip install "numdev[dask]"'
-            )
-
-
-def crew_of(workers: int | None, scheduler: str | None) -> Crew | None:
-    """None where neither is given: this process measures."""
-    return (
-        None
-        if workers is None and scheduler is None
-        else Crew(workers=workers, scheduler=scheduler)
-    )
-
-
-@contextlib.contextmanager
-def sharing(crew: Crew | None, device: str) -> Iterator[None]:
-    """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU all.
-
-    Here too, since a report is about one number of threads. Raises UsageError for more workers than
-    there are GPUs.
-    """
-    if crew is None or crew.workers is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    if System.here(device).device == "cpu":
-        torch.set_num_threads(max(1, before // crew.workers))
-    elif crew.workers > len(visible_gpus()):
-        raise UsageError(
-            f"--workers {crew.workers}: each needs a GPU, and {len(visible_gpus())} can be seen",
-            hint="give fewer, or --device cpu",
-        )
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -346,8 +281,8 @@ class Team:
 
     def _connected(self) -> Client:
         if self.client is None:
-            self.client = self.stack.enter_context(_client(self.crew, self.setting.system))
-            if link := _dashboard(self.client):
+            self.client = self.stack.enter_context(client_of(self.crew, self.setting.system))
+            if link := dashboard(self.client):
                 self.say(f"Dask dashboard: {link}")
             if not self._present(self.client):
                 self.say(f"Waiting for workers at {self.crew.scheduler}.")
@@ -408,77 +343,3 @@ def _lost(client: Client) -> MeasurementError:
         f"the scheduler at {client.scheduler.address} is gone",  # type: ignore[union-attr]
         hint="what is finished is kept; the same command continues, with a scheduler",
     )
-
-
-# --- Dask's own ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _client(crew: Crew, system: System) -> Iterator[Client]:
-    """A client of the crew's scheduler; on leaving, nothing that was started here is left."""
-    import dask
-    from distributed import Client
-    from distributed.utils import silence_logging_cmgr
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(dask.config.set(CONFIG))
-        stack.enter_context(silence_logging_cmgr(logging.CRITICAL))  # it is said by numdev
-        if crew.workers is not None:
-            cluster = stack.enter_context(_local(crew.workers, system))
-            yield stack.enter_context(Client(cluster, set_as_default=False))
-            return
-        try:
-            client = Client(crew.scheduler, timeout=CONNECT_S, set_as_default=False)
-        except (OSError, ValueError, TimeoutError) as error:
-            raise UsageError(
-                f"--scheduler {crew.scheduler}: no Dask scheduler answers there",
-                hint="an address is, for example, tcp://10.0.0.1:8786",
-            ) from error
-        with client:
-            try:
-                yield client
-            finally:
-                if client.status == "running":
-                    with contextlib.suppress(Exception):  # no reason to lose a finished run
-                        client.run(leave, on_error="ignore")
-
-
-def _local(workers: int, system: System) -> SpecCluster:
-    """A scheduler in this process, and workers in processes of their own, each with a nanny that
-    starts it anew when it dies. They end when this process does, even by SIGKILL."""
-    from distributed import Nanny, Scheduler, SpecCluster
-
-    shown = importlib.util.find_spec("bokeh") is not None
-    gpus = visible_gpus() if system.device == "cuda" else []
-    threads = {name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-
-    def options(i: int) -> dict[str, Any]:
-        return {
-            "nthreads": 1,
-            "host": "127.0.0.1",
-            "memory_limit": 0,  # tensors are not Dask's to count, nor to spill
-            "silence_logs": logging.CRITICAL,
-            "dashboard": False,
-            "env": {**threads, **({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})},
-        }
-
-    return SpecCluster(
-        scheduler={
-            "cls": Scheduler,
-            "options": {
-                "host": "127.0.0.1",
-                "dashboard": shown,
-                "dashboard_address": "127.0.0.1:0",
-            },
-        },
-        workers={i: {"cls": Nanny, "options": options(i)} for i in range(workers)},
-    )
-
-
-def _dashboard(client: Client) -> str | None:
-    """Its address, where the scheduler has what shows one."""
-    try:
-        shows = client.run_on_scheduler(importlib.util.find_spec, "bokeh")
-    except Exception:  # whatever: a run does not need it
-        return None
-    return str(client.dashboard_link) if shows else None

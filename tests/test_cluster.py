@@ -22,9 +22,10 @@ import pytest
 import torch
 from distributed import KilledWorker
 
-from numdev import cluster, remote
-from numdev.cluster import Crew, Team, crew_of, expectation, sharing
+from numdev import cluster, crew, remote
+from numdev.cluster import Team, expectation
 from numdev.config import AuditConfig, Choice, SweepRequest, validated
+from numdev.crew import Crew, crew_of, sharing
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Journal
 from numdev.jobs import Held, Job, Setting, case_key, entries, steps
@@ -179,7 +180,7 @@ def test_threads_are_shared_out_and_given_back() -> None:
 def test_no_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker has a GPU of its own."""
     monkeypatch.setattr(System, "here", lambda device: System(device="cuda"))
-    monkeypatch.setattr(cluster, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setattr(crew, "visible_gpus", lambda: ["3", "5"])
     with sharing(Crew(workers=2), "auto"):
         pass
     with (
@@ -548,7 +549,7 @@ def _client(tmp_path: Path, asked: SweepRequest, address: str) -> subprocess.Pop
 import sys
 from pathlib import Path
 import torch
-from numdev.cluster import Crew
+from numdev.crew import Crew
 from numdev.config import SweepRequest
 from numdev.errors import NumdevError
 from numdev.studies.sweep import plan, sweep

@@ -103,10 +103,10 @@ ALLOWED: dict[str, set[str]] = {
     "commands.requests": {"config", "errors"},
     "commands.session": {"errors", "interrupt", "render.html", "render.terminal", "report"},
     "commands.audit": {
-        "cluster",
         "commands.options",
         "commands.requests",
         "commands.session",
+        "crew",
         "execute",
         "studies.audit",
     },
@@ -151,10 +151,10 @@ ALLOWED: dict[str, set[str]] = {
     "commands.report": {"errors", "render.html", "render.markdown", "render.terminal", "report"},
     "commands.schema": {"schema"},
     "commands.sweep": {
-        "cluster",
         "commands.options",
         "commands.requests",
         "commands.session",
+        "crew",
         "execute",
         "studies.sweep",
     },
@@ -648,6 +648,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cluster": {
         "attempt",
+        "crew",
         "errors",
         "jobs",
         "loop",
@@ -655,7 +656,6 @@ ALLOWED: dict[str, set[str]] = {
         "remote",
         "sources",
         "stopwatch",
-        "system",
         "tensorfile",
         "worker",
     },
@@ -690,6 +690,7 @@ ALLOWED: dict[str, set[str]] = {
         "system",
         "worker",
     },
+    "crew": {"errors", "remote", "system"},
     "cost": {"bench", "config", "formats", "jobs", "measuring", "sources", "system"},
     # From a sweep's rows to its curves and sentences.
     "seedmeans": set(),
@@ -876,6 +877,7 @@ ALLOWED: dict[str, set[str]] = {
     "studies.audit": {
         "cluster",
         "config",
+        "crew",
         "errors",
         "examine",
         "execute",
@@ -959,6 +961,7 @@ ALLOWED: dict[str, set[str]] = {
         "cluster",
         "config",
         "cost",
+        "crew",
         "curves",
         "execute",
         "findings",

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from numdev.cluster import Crew, working
+from numdev.cluster import working
 from numdev.config import AuditRequest
+from numdev.crew import Crew
 from numdev.errors import MeasurementError
 from numdev.examine import most
 from numdev.execute import Journal
@@ -48,7 +49,7 @@ def audit(
 ) -> AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
 
-    `crew`: who measures, under `cluster.sharing`; None: this process. `save_cases`: a directory to
+    `crew`: who measures, under `crew.sharing`; None: this process. `save_cases`: a directory to
     write every case to, unrounded. `say` is told what a user should know that the report does not
     hold. Raises UsageError for a request that cannot be run here, before anything is measured, and
     MeasurementError when a sound request could not be carried out.

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from numdev.cluster import Crew, working
+from numdev.cluster import working
 from numdev.config import Choice, SweepRequest
 from numdev.cost import Cost, estimate
+from numdev.crew import Crew
 from numdev.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.execute import Journal
 from numdev.findings import findings_of
@@ -93,7 +94,7 @@ def sweep(
 ) -> SweepReport:
     """Run the plan, journalling into `directory`; returns the report, which the caller writes.
 
-    `crew`: who measures, under `cluster.sharing`; None: this process.
+    `crew`: who measures, under `crew.sharing`; None: this process.
     """
     request, system = planned.request, planned.system
     watch = stopwatch(system)
