@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numdev.bench import Bench
 from numdev.config import CaseConfig
 from numdev.formats import Format
-from numdev.loop import Planned, sample_of, task_of
+from numdev.jobs import Planned, sample_of, task_of
 from numdev.measuring import run_task
 from numdev.sources import Drawn
 from numdev.system import System
@@ -152,5 +152,5 @@ def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
 
 def _timed(planned: Planned, fmt: Format, bench: Bench, system: System) -> float:
     start = time.perf_counter()
-    run_task(task_of(planned, fmt, bench), planned.kernel, bench, system)
+    run_task(task_of(planned, fmt, bench.ref, sample=bench.sample), planned.kernel, bench, system)
     return time.perf_counter() - start

@@ -163,9 +163,10 @@ class Journal:
             ours_part, their_part = self.header[part], theirs.get(part)
             if ours_part == their_part:
                 continue
+            where, was, now = first_difference(their_part, ours_part)
             raise UsageError(
                 f"{self.directory}: holds a run with a different {part}: "
-                f"{_first_difference(their_part, ours_part)}",
+                f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
                 hint="choose another --output, or --overwrite to start anew",
             )
         raise UsageError(f"{self.directory}: holds another run", hint="choose another --output")
@@ -197,9 +198,10 @@ def _parse(raw: bytes, keys: set[str]) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and line.keys() == keys else None
 
 
-def _first_difference(old: Any, new: Any, path: str = "") -> str:
+def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]:
+    """Where two unequal pieces of plain data first differ, as `key.key`, and both values there."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*new, *old]:
             if old.get(key) != new.get(key):
-                return _first_difference(old.get(key), new.get(key), f"{path}{key}.")
-    return f"{path.rstrip('.')} was {old!r}, now {new!r}" if path else f"{old!r}, now {new!r}"
+                return first_difference(old.get(key), new.get(key), f"{path}{key}.")
+    return path.rstrip("."), old, new

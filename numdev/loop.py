@@ -1,8 +1,8 @@
 """The loop: every case, in every format, through every kernel, with what is finished journalled.
 
-What `audit` and `sweep` share. A source hands over cases one at a time; on the bench each is
-rounded to each format and every kernel's output measured against the reference of those same
-rounded inputs; what is finished goes to the journal at once. What the rows come to is the study's
+What `audit` and `sweep` share. A source hands over cases one at a time; each is a job
+(`numdev.jobs`) for an executor, which does it here or has it done elsewhere; what is finished goes
+to the journal at once, and this process alone writes that. What the rows come to is the study's
 business.
 """
 
@@ -14,25 +14,23 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 import numdev
 from numdev.attempt import Failure, attempt
-from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import Choice
 from numdev.controls import CONTROLS
 from numdev.errors import UsageError
-from numdev.examine import examine, kept, remarkable
-from numdev.execute import Journal, Task
-from numdev.explain import explain
+from numdev.execute import Journal
 from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.isolation import Supervised
+from numdev.jobs import Entry, Held, Job, Planned, Setting, Tell, bench_of, case_key, entries, steps
 from numdev.kernels import Kernel, Output, find
-from numdev.measuring import Runner, run_task
-from numdev.records import case_record, recorded, weight_row
+from numdev.measuring import Runner
+from numdev.records import recorded, weight_row
 from numdev.report import (
     AttributionRow,
     CaseRecord,
@@ -41,7 +39,6 @@ from numdev.report import (
     WeightRow,
     WorstRow,
 )
-from numdev.sampling import Sample
 from numdev.sources import Located, Source
 from numdev.stopwatch import SECTIONS, Stopwatch
 from numdev.system import System
@@ -52,15 +49,6 @@ Progress = Callable[[str, int, int], None]
 
 ALWAYS = (("precision", "reference"), ("floor", "floor"), ("baseline", "baseline"))
 """What always runs beside the kernels under audit: (role, kernel)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A kernel as every case will meet it."""
-
-    role: str
-    kernel: Kernel
-    options: Mapping[str, Any]
 
 
 def plan_kernels(choices: Iterable[Choice]) -> list[Planned]:
@@ -119,10 +107,15 @@ def header(
     """What a run must have in common with the journal it continues."""
     return {
         "request": request,
-        "environment": {**system.as_dict(), "numdev": own_fingerprint()},
+        "environment": environment(system),
         "kernels": {p.kernel.name: p.kernel.made_from for p in plan},
         "source": described,
     }
+
+
+def environment(system: System) -> dict[str, Any]:
+    """All of a machine and its software that may change a number."""
+    return {**system.as_dict(), "numdev": own_fingerprint()}
 
 
 def own_fingerprint() -> str:
@@ -158,29 +151,42 @@ def stopwatch(system: System, sections: Sequence[str] = SECTIONS) -> Stopwatch:
     return Stopwatch(settle, sections=sections)
 
 
-@dataclasses.dataclass(kw_only=True)
-class Run:
-    """One pass over a source: what is the same for all its tasks."""
+class Executor(Protocol):
+    """Who does a run's jobs: this process (`Here`), or others (`numdev.cluster`)."""
 
-    journal: Journal
-    system: System
-    formats: Sequence[Format]
-    plan: Sequence[Planned]
-    heads: tuple[int, ...] | None
-    progress: Progress
-    total: int
-    explain: bool = False
-    examine: bool = False
-    """Whether the rows that err most are looked at."""
-    gradients: bool = False
-    sampled_rows: int | None = None
-    """How many query rows of each head are measured; None: all."""
-    seed: int = 0
-    """From which they are drawn, where a case has no seed of its own."""
-    repeats: int = 1
-    """How often each kernel under audit runs on the same inputs."""
+    def submit(self, job: Job, tell: Tell) -> Iterator[Entry]:
+        """Take a job on. What is finished by now, of this job or of earlier ones."""
+
+    def rest(self, tell: Tell) -> Iterator[Entry]:
+        """What is still to come of all jobs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Here:
+    """Does a job as soon as it is given one."""
+
+    setting: Setting
     runner: Runner = attempt
     """Where kernels under audit run."""
+    watch: Stopwatch
+
+    def submit(self, job: Job, tell: Tell) -> Iterator[Entry]:
+        return entries(job, self.setting, self.runner, self.watch, tell)
+
+    def rest(self, tell: Tell) -> Iterator[Entry]:
+        return iter(())
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """One pass over a source: every case through every kernel, journalled in the order of cases,
+    whatever the order in which they are finished."""
+
+    journal: Journal
+    setting: Setting
+    executor: Executor
+    progress: Progress
+    total: int
     writer: Writer | None = None
     """Where cases are saved as they come by."""
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
@@ -191,6 +197,8 @@ class Run:
         before = self.journal.finished
         with self.watch("capture"):
             source.visit(self.case)
+            with self.watch("other"):
+                self._keep(self.executor.rest(self._tell))
         if before and self.journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -216,94 +224,42 @@ class Run:
     def case(self, located: Located) -> None:
         """Every kernel in every format on one case; what is finished is not even loaded."""
         with self.watch("other"):
-            self._case(located)
+            if self.writer is not None:
+                bench = bench_of(located, self.setting, self.watch)
+                self.writer.add(bench.case, located.axes)
+                located = Held(case=bench.case, axes=located.axes)
+            self._tell(located.ref.module)
+            wanted = self._wanted(located.ref)
+            if wanted:
+                self._keep(self.executor.submit(Job(located=located, wanted=wanted), self._tell))
 
-    def _case(self, located: Located) -> None:
-        bench = Bench(
-            located.ref,
-            located.load,
-            self.heads,
-            gradients=self.gradients,
-            watch=self.watch,
-            sample=sample_of(located.ref, self.sampled_rows, self.seed),
-        )
-        if self.writer is not None:
-            self.writer.add(bench.case, located.axes)
-        key = f"case {located.ref.case}"  # whatever the seed, it is the same call
-        if not self.journal.visit(key, "case"):
-            record = case_record(bench.case, located.axes)
-            self.journal.add(key, [record.model_dump(mode="json")], "case")
-        for fmt in self.formats:
-            for planned in self.plan:
-                self.task(planned, fmt, bench)
+    def _wanted(self, ref: CaseRef) -> frozenset[str]:
+        """The keys of the case's entries that are not finished. All are noted, in their order."""
+        keys = {case_key(ref): "case"}
+        for step in steps(ref, self.setting):
+            keys |= step.keys
+        wanted = {key: kind for key, kind in keys.items() if not self.journal.visit(key, kind)}
+        rows = list(keys.values()).count("row") - list(wanted.values()).count("row")
+        self.visited += rows
+        return frozenset(wanted)
 
-    def task(self, planned: Planned, fmt: Format, bench: Bench) -> None:
-        task = task_of(
-            planned, fmt, bench, self.heads, gradients=self.gradients, repeats=self.repeats
-        )
-        self.progress(f"{bench.ref.module} {task.kernel}", self.visited, self.total)
-        examined = self.examine and planned.role == "kernel"
-        if examined:
-            self.journal.visit(f"worst {task.key}", "worst")
-        if not self.journal.visit(task.key) and bench.heads:
-            run = self.runner if planned.role == "kernel" else attempt
-            rows = run_task(task, planned.kernel, bench, self.system, run)
-            if examined:  # before the rows: a task that is finished has both
-                with self.watch("metrics"):
-                    # The worst of a sample is not the worst: worth a look where it is bad enough.
-                    look = bench.sample is None or remarkable(rows)
-                    worst = examine(task, planned.kernel, bench, self.system) if look else []
-                self.journal.add(f"worst {task.key}", kept(worst), "worst")
-            self.journal.add(task.key, [row.model_dump(mode="json") for row in rows])
-        if self.explain and planned.role in ("baseline", "kernel"):
-            self.attribution(task, planned.kernel, bench)
-        self.visited += 1
+    def _keep(self, finished: Iterable[Entry]) -> None:
+        for entry in finished:
+            if not self.journal.visit(entry.key, entry.kind):
+                self.journal.add(entry.key, entry.rows, entry.kind)
+                self.visited += entry.kind == "row"
 
-    def attribution(self, task: Task, kernel: Kernel, bench: Bench) -> None:
-        key = f"explain {task.key}"
-        if not self.journal.visit(key, "attribution") and bench.heads:
-            run = self.runner if task.role == "kernel" else attempt
-            rows = explain(task, kernel, bench, self.system, run)
-            self.journal.add(key, [row.model_dump(mode="json") for row in rows], "attribution")
+    def _tell(self, what: str) -> None:
+        self.progress(what, self.visited, self.total)
 
     def weight(self, name: str, tensor: torch.Tensor) -> list[WeightRow]:
         """One stored tensor cast to every format. Cheap, and so not journalled."""
         if not tensor.is_floating_point():
             return []
-        self.progress(f"weights {name}", self.visited, self.total)
+        self._tell(f"weights {name}")
         with self.watch("weights"):
-            tensor = tensor.to(self.system.device)
-            return [weight_row(name, tensor, fmt) for fmt in self.formats]
-
-
-def task_of(
-    planned: Planned,
-    fmt: Format,
-    bench: Bench,
-    heads: tuple[int, ...] | None = None,
-    *,
-    gradients: bool = False,
-    repeats: int = 1,
-) -> Task:
-    """The task of one planned kernel in one format on the bench's case."""
-    return Task(
-        case=bench.ref,
-        role=planned.role,
-        kernel=planned.kernel.name,
-        options=planned.options,
-        format=fmt.name,
-        heads=heads,
-        gradients=gradients,
-        repeats=repeats if planned.role == "kernel" else 1,
-        sample=bench.sample,
-    )
-
-
-def sample_of(ref: CaseRef, rows: int | None, seed: int) -> Sample | None:
-    """Which rows of a case are measured: each seed of a sweep has its own."""
-    if rows is None:
-        return None
-    return Sample(count=rows, seed=seed if ref.seed is None else ref.seed)
+            tensor = tensor.to(self.setting.system.device)
+            return [weight_row(name, tensor, fmt) for fmt in self.setting.formats]
 
 
 def _workable(name: str, plan: Sequence[Planned]) -> Format:

@@ -60,12 +60,12 @@ def run_task(
     """
     missing = kernel.missing(system)
     if missing:
-        return [_bare_row(task, Failure("skipped", missing))]
+        return [bare_row(task, Failure("skipped", missing))]
     try:
         with bench.watch("metrics"):
             return _task_rows(task, kernel, bench, system, run)
     except COUNTED as error:
-        return [_bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))]
+        return [bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))]
 
 
 def _task_rows(
@@ -79,7 +79,7 @@ def _task_rows(
         if not isinstance(forward, Failure):
             lacking, runs = runs, forward
     if isinstance(runs, Failure):
-        return [_bare_row(task, runs)]
+        return [bare_row(task, runs)]
     claim = kernel.claims(prepared.case, runs[0], system)
     bench.last = (task.key, runs[0])
     rows = _measured_rows(task, runs, prepared, bench, claim)
@@ -336,7 +336,8 @@ def _sampling(bench: Bench, tensor: str) -> dict[str, Any]:
     return {"sampled": True, "rows_measured": len(rows)}
 
 
-def _bare_row(task: Task, failure: Failure) -> DeviationRow:
+def bare_row(task: Task, failure: Failure) -> DeviationRow:
+    """The only row of a task without a result."""
     return DeviationRow(
         **identity(task), head=None, tensor="out", status=failure.status, reason=failure.reason
     )
@@ -345,7 +346,7 @@ def _bare_row(task: Task, failure: Failure) -> DeviationRow:
 def _without_gradients(task: Task, failure: Failure) -> DeviationRow:
     """A kernel whose output was measured, and which has no gradients."""
     where = "in a training step: " if failure.status == "failed" else ""
-    row = _bare_row(task, Failure(failure.status, where + failure.reason))
+    row = bare_row(task, Failure(failure.status, where + failure.reason))
     return row.model_copy(update={"tensor": "dq"})
 
 

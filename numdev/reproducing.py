@@ -22,7 +22,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import NumdevError
 from numdev.execute import Task
 from numdev.formats import format_named
-from numdev.loop import Planned, sample_of
+from numdev.jobs import Planned, sample_of
 from numdev.measuring import Runner, given, run_task
 from numdev.reduction import reduce
 from numdev.report import DeviationRow, Finding

@@ -64,6 +64,21 @@ class Stopwatch:
             self._lap()
             self._open.pop()
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Count nothing until the block is left: somebody else works, and counts."""
+        self._lap()
+        try:
+            yield
+        finally:
+            self._last = self._clock()
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Count what another one counted. Raises KeyError for an unknown section."""
+        for section, spent in seconds.items():
+            if section != TOTAL:
+                self._spent[section] += spent
+
     def seconds(self) -> dict[str, float]:
         """Seconds by section until now, and their sum as `total`."""
         self._lap()

@@ -116,6 +116,20 @@ class Requirement:
         return None
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that PyTorch sees here, by the names CUDA_VISIBLE_DEVICES has for them. No part of a
+    `System`: of several equal ones a process computes on one, whichever it is."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return (
+        [name.strip() for name in named.split(",")][:count]
+        if named
+        else list(map(str, range(count)))
+    )
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 

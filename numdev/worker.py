@@ -47,7 +47,7 @@ def main(tasks: int, answers: int) -> None:
 
 def _answer(task: Plain) -> Plain:
     """Run one task. Its output's tensors are in the file `to`, if it has an output."""
-    _set_torch(task["torch"])
+    set_torch(task["torch"])
     result = _result(task)
     told: Plain = {"task": task["task"]}
     if isinstance(result, Failure):
@@ -81,8 +81,9 @@ def torch_settings() -> Plain:
     }
 
 
-def _set_torch(wanted: Mapping[str, Any]) -> None:
-    """Set what differs. (Setting a switch to what it is already is not always without effect.)"""
+def set_torch(wanted: Mapping[str, Any]) -> None:
+    """Set what differs from what `torch_settings` gave. (Setting a switch to what it is already is
+    not always without effect.)"""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     setters: Mapping[str, Callable[[Any], object]] = {
         "threads": torch.set_num_threads,
@@ -104,28 +105,40 @@ def _set_torch(wanted: Mapping[str, Any]) -> None:
 
 def packed_case(case: AttentionCase, file: Path) -> Plain:
     """Write the case's tensors to `file` as CPU copies; the rest of it is returned."""
-    plain = _packed(case, file)
+    plain, tensors = parts_of(case)
+    safetensors.torch.save_file(tensors, file)
+    return plain
+
+
+def parts_of(case: AttentionCase) -> tuple[Plain, dict[str, Tensor]]:
+    """The case as plain data, and its tensors as contiguous CPU copies."""
+    plain, copies = _parts(case)
     ref, working = dataclasses.asdict(case.ref), case.working
     layout = {
         name: list((torch.empty_like(x, device="meta") if overlaps(x) else x).stride())
         for name, x in _tensors(case).items()
     }
-    return {
-        **plain,
+    plain |= {
         "ref": ref,
         "working": None if working is None else dataclasses.asdict(working),
         "layout": layout,
         "device": str(case.q.device),
     }
+    return plain, copies
 
 
 def unpacked_case(plain: Plain, file: Path) -> AttentionCase:
     """The case that was packed: every bit of it, its axes in the same order in memory."""
+    return from_parts(plain, safetensors.torch.load_file(file))
+
+
+def from_parts(plain: Plain, copies: Mapping[str, Tensor]) -> AttentionCase:
+    """The case that `parts_of` took apart, as `unpacked_case` says."""
     fields = dict(plain)
     device, layout = fields.pop("device"), fields.pop("layout")
     tensors = {
         name: torch.empty_strided(x.shape, layout[name], dtype=x.dtype, device=device).copy_(x)
-        for name, x in safetensors.torch.load_file(file).items()
+        for name, x in copies.items()
     }
     fields["ref"] = CaseRef(**fields["ref"])
     fields["working"] = None if fields["working"] is None else Format(**fields["working"])
@@ -135,7 +148,9 @@ def unpacked_case(plain: Plain, file: Path) -> AttentionCase:
 
 def packed_output(output: Output, file: Path) -> Plain:
     """Write the output's tensors to `file`; the rest of it is returned."""
-    return _packed(output, file)
+    plain, tensors = _parts(output)
+    safetensors.torch.save_file(tensors, file)
+    return plain
 
 
 def unpacked_output(plain: Plain, file: Path, device: torch.device) -> Output:
@@ -144,7 +159,7 @@ def unpacked_output(plain: Plain, file: Path, device: torch.device) -> Output:
     return Output(**{**plain, **tensors})
 
 
-def _packed(record: Any, file: Path) -> Plain:
+def _parts(record: Any) -> tuple[Plain, dict[str, Tensor]]:
     tensors = _tensors(record)
     copies: dict[str, Tensor] = {}
     for name, x in tensors.items():
@@ -155,9 +170,8 @@ def _packed(record: Any, file: Path) -> Plain:
             for z in copies.values()
         )
         copies[name] = y.clone() if shared else y
-    safetensors.torch.save_file(copies, file)
     names = (f.name for f in dataclasses.fields(record))
-    return {name: getattr(record, name) for name in names if name not in tensors}
+    return {name: getattr(record, name) for name in names if name not in tensors}, copies
 
 
 def _tensors(record: Any) -> dict[str, Tensor]:

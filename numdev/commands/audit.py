@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from numdev.commands.options import measuring_options, output_options
+from numdev.commands.options import cluster_options, measuring_options, output_options
 from numdev.commands.requests import audit_request
 from numdev.commands.session import command_line, hand_over, measuring
 
@@ -89,6 +89,7 @@ from numdev.commands.session import command_line, hand_over, measuring
     help="Measure planted faults of growing size too, to show which of them a gate would catch.",
 )
 @measuring_options
+@cluster_options
 @click.option(
     "--save-cases",
     type=click.Path(path_type=Path),
@@ -103,6 +104,8 @@ def audit(
     overwrite: bool,
     as_json: bool,
     quiet: bool,
+    workers: int | None,
+    scheduler: str | None,
     **flags: Any,
 ) -> None:
     """Audit the attention of a model, of captured tensors, or of the shapes in a YAML file.
@@ -114,17 +117,19 @@ def audit(
     configs/audit/default.yaml. The same request into the same
     directory continues where it stopped.
     """
+    from numdev.crew import crew_of, sharing
     from numdev.execute import digest
     from numdev.studies.audit import audit as run
 
-    request = audit_request(target, flags)
+    request, crew = audit_request(target, flags), crew_of(workers, scheduler)
     name = Path(request.target).stem or "audit"
     directory = output or Path("numdev-reports") / f"{name}-{digest(request.model_dump())[:8]}"
     show = not (quiet or as_json)
-    with measuring(show=show) as progress:
+    with sharing(crew, request.device), measuring(show=show) as progress:
         found = run(
             request,
             directory,
+            crew=crew,
             overwrite=overwrite,
             save_cases=save_cases,
             command=command_line(),

@@ -44,6 +44,24 @@ def output_options(function: F) -> F:
     return device_option(seed(function))
 
 
+def cluster_options(function: F) -> F:
+    """Who measures, where it is not this process."""
+    scheduler = click.option(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="Measure on the workers of the Dask scheduler at ADDRESS, for example "
+        "tcp://10.0.0.1:8786.",
+    )
+    workers = click.option(
+        "--workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Measure in N processes of this machine: one GPU each, or an equal share of the "
+        "CPU's threads.",
+    )
+    return workers(scheduler(function))
+
+
 def measuring_options(function: F) -> F:
     """Options of how kernels are run and measured."""
     for option in (
@@ -51,7 +69,7 @@ def measuring_options(function: F) -> F:
             "--time-limit",
             type=click.FloatRange(min=0, min_open=True),
             metavar="SECONDS",
-            help="What an isolated kernel may take.  [60]",
+            help="What an isolated kernel may take, and any with --workers or --scheduler.  [60]",
         ),
         click.option(
             "--reproducers",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from numdev.commands.options import measuring_options, output_options
+from numdev.commands.options import cluster_options, measuring_options, output_options
 from numdev.commands.requests import sweep_request
 from numdev.commands.session import command_line, hand_over, measuring
 
@@ -31,6 +31,7 @@ from numdev.commands.session import command_line, hand_over, measuring
     "replaces the file's.",
 )
 @measuring_options
+@cluster_options
 @click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
 @output_options
 def sweep(
@@ -40,6 +41,8 @@ def sweep(
     as_json: bool,
     quiet: bool,
     dry_run: bool,
+    workers: int | None,
+    scheduler: str | None,
     **flags: Any,
 ) -> None:
     """Measure how deviation depends on length, format, tile size, inputs or kernel.
@@ -49,6 +52,7 @@ def sweep(
     the seeds are counted from N. The same request into the same directory continues where it
     stopped.
     """
+    from numdev.crew import crew_of, sharing
     from numdev.execute import digest
     from numdev.studies.sweep import plan
     from numdev.studies.sweep import sweep as run
@@ -57,20 +61,28 @@ def sweep(
         if not quiet:
             click.echo(text, err=True)
 
-    request = sweep_request(config, flags)
-    planned = plan(request)
-    if dry_run or not quiet:
-        click.echo(planned.cost(), err=not dry_run)
-    if dry_run:
-        return
-    directory = output or Path("numdev-reports") / f"{config.stem}-{digest(request.measured())[:8]}"
-    with measuring(show=not (quiet or as_json)) as progress:
-        found = run(
-            planned,
-            directory,
-            overwrite=overwrite,
-            command=command_line(),
-            progress=progress,
-            say=say,
-        )
+    request, crew = sweep_request(config, flags), crew_of(workers, scheduler)
+    with sharing(crew, request.device):
+        planned = plan(request)
+        if dry_run or not quiet:
+            # A calibration runs the kernels in this process, which a crash would end.
+            here = not request.isolate and crew is None
+            click.echo(planned.cost(calibrate=here), err=not dry_run)
+        if dry_run:
+            return
+        directory = output or _directory(config, digest(request.measured()))
+        with measuring(show=not (quiet or as_json)) as progress:
+            found = run(
+                planned,
+                directory,
+                crew=crew,
+                overwrite=overwrite,
+                command=command_line(),
+                progress=progress,
+                say=say,
+            )
     hand_over(found, directory, as_json=as_json, quiet=quiet)
+
+
+def _directory(config: Path, digest: str) -> Path:
+    return Path("numdev-reports") / f"{config.stem}-{digest[:8]}"

@@ -10,11 +10,14 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from numdev.cluster import working
 from numdev.config import AuditRequest
+from numdev.crew import Crew
 from numdev.errors import MeasurementError
 from numdev.examine import most
 from numdev.execute import Journal
 from numdev.findings import findings_of
+from numdev.jobs import Setting
 from numdev.loop import (
     Progress,
     Run,
@@ -23,7 +26,6 @@ from numdev.loop import (
     plan_formats,
     plan_kernels,
     provenance,
-    runner,
     stopwatch,
 )
 from numdev.report import AuditReport
@@ -38,6 +40,7 @@ def audit(
     request: AuditRequest,
     directory: Path,
     *,
+    crew: Crew | None = None,
     overwrite: bool = False,
     save_cases: Path | None = None,
     command: str = "",
@@ -46,10 +49,10 @@ def audit(
 ) -> AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
 
-    `save_cases`: a directory to write every case to, unrounded. `say` is told what a user should
-    know that the report does not hold. Raises UsageError for a
-    request that cannot be run here, before anything is measured, and MeasurementError when a
-    sound request could not be carried out.
+    `crew`: who measures, under `crew.sharing`; None: this process. `save_cases`: a directory to
+    write every case to, unrounded. `say` is told what a user should know that the report does not
+    hold. Raises UsageError for a request that cannot be run here, before anything is measured, and
+    MeasurementError when a sound request could not be carried out.
     """
     system = System.here(request.device)
     plan = plan_kernels(request.kernels)
@@ -65,23 +68,37 @@ def audit(
     asked = request.model_dump(mode="json")
     head = header(asked, system, plan, described)
     writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
-    isolation = runner(isolated=request.isolate, limit_s=request.time_limit)
-    with Journal.open(directory, head, overwrite=overwrite) as journal, isolation as where:
+    setting = Setting(
+        system=system,
+        formats=formats,
+        plan=plan,
+        heads=request.heads,
+        explain=request.explain,
+        examine=True,
+        gradients=request.gradients,
+        sampled_rows=request.sampled_rows,
+        seed=request.seed,
+        repeats=request.repeats,
+    )
+    at_work = working(
+        crew,
+        setting,
+        head,
+        isolated=request.isolate,
+        limit_s=request.time_limit,
+        watch=watch,
+        say=say,
+    )
+    with (
+        Journal.open(directory, head, overwrite=overwrite) as journal,
+        at_work as (executor, where),
+    ):
         run = Run(
             journal=journal,
-            system=system,
-            formats=formats,
-            plan=plan,
-            heads=request.heads,
+            setting=setting,
+            executor=executor,
             progress=progress,
             total=source.count() * len(formats) * len(plan),
-            explain=request.explain,
-            examine=True,
-            gradients=request.gradients,
-            sampled_rows=request.sampled_rows,
-            seed=request.seed,
-            repeats=request.repeats,
-            runner=where,
             writer=writer,
             watch=watch,
         )

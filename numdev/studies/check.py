@@ -23,9 +23,10 @@ from numdev.errors import Refused
 from numdev.execute import Journal
 from numdev.findings import findings_of
 from numdev.gate import GRADIENTS, judge_report
+from numdev.jobs import Planned, Setting
 from numdev.kernels import Kernel
 from numdev.kernels.backward import differentiate
-from numdev.loop import Planned, Run, plan_formats, plan_kernels, provenance, stopwatch
+from numdev.loop import Here, Run, plan_formats, plan_kernels, provenance, stopwatch
 from numdev.records import recorded
 from numdev.report import AuditReport, Finding
 from numdev.reproducing import Workshop, reproduce
@@ -91,16 +92,19 @@ def check(
     with tempfile.TemporaryDirectory(prefix="numdev-") as scratch:
         header = {"request": asked}
         with Journal.open(Path(scratch), header, overwrite=False) as journal:
-            run = Run(
-                journal=journal,
+            setting = Setting(
                 system=system,
                 formats=plan_formats(formats, plan),
                 plan=plan,
-                heads=None,
-                progress=lambda what, done, total: None,
-                total=0,
                 gradients=backward is not False,
                 repeats=2,
+            )
+            run = Run(
+                journal=journal,
+                setting=setting,
+                executor=Here(setting=setting, watch=watch),
+                progress=lambda what, done, total: None,
+                total=0,
                 watch=watch,
             )
             run.over(source, lambda text: None)

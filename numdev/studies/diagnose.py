@@ -32,9 +32,10 @@ from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.execute import Journal, digest
 from numdev.formats import Format, format_named
 from numdev.guilt import leading, ranked, same_head, suspects
+from numdev.jobs import Planned
 from numdev.kernels import find
 from numdev.kernels.sites import Recipe
-from numdev.loop import Planned, Progress, header, provenance, stopwatch
+from numdev.loop import Progress, header, provenance, stopwatch
 from numdev.projection import Projection
 from numdev.records import recorded
 from numdev.report import Record

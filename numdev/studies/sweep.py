@@ -10,22 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from numdev.cluster import working
 from numdev.config import Choice, SweepRequest
 from numdev.cost import Cost, estimate
+from numdev.crew import Crew
 from numdev.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.execute import Journal
 from numdev.findings import findings_of
 from numdev.formats import Format
+from numdev.jobs import Planned, Setting
 from numdev.kernels import find
 from numdev.loop import (
-    Planned,
     Progress,
     Run,
     header,
     plan_formats,
     plan_kernels,
     provenance,
-    runner,
     stopwatch,
 )
 from numdev.records import recorded
@@ -85,28 +86,45 @@ def sweep(
     planned: Plan,
     directory: Path,
     *,
+    crew: Crew | None = None,
     overwrite: bool = False,
     command: str = "",
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> SweepReport:
-    """Run the plan, journalling into `directory`; returns the report, which the caller writes."""
+    """Run the plan, journalling into `directory`; returns the report, which the caller writes.
+
+    `crew`: who measures, under `crew.sharing`; None: this process.
+    """
     request, system = planned.request, planned.system
     watch = stopwatch(system)
     described = planned.source.describe()
     head = header(request.measured(), system, planned.kernels, described)
-    isolation = runner(isolated=request.isolate, limit_s=request.time_limit)
-    with Journal.open(directory, head, overwrite=overwrite) as journal, isolation as where:
+    setting = Setting(
+        system=system,
+        formats=planned.formats,
+        plan=planned.kernels,
+        gradients=request.gradients,
+        sampled_rows=request.sampled_rows,
+        repeats=request.repeats,
+    )
+    at_work = working(
+        crew,
+        setting,
+        head,
+        isolated=request.isolate,
+        limit_s=request.time_limit,
+        watch=watch,
+        say=say,
+    )
+    with (
+        Journal.open(directory, head, overwrite=overwrite) as journal,
+        at_work as (executor, where),
+    ):
         run = Run(
             journal=journal,
-            system=system,
-            formats=planned.formats,
-            plan=planned.kernels,
-            heads=None,
-            gradients=request.gradients,
-            sampled_rows=request.sampled_rows,
-            repeats=request.repeats,
-            runner=where,
+            setting=setting,
+            executor=executor,
             progress=progress,
             total=planned.source.count() * len(planned.formats) * len(planned.kernels),
             watch=watch,

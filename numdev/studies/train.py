@@ -18,8 +18,9 @@ import torch
 from numdev.errors import UsageError
 from numdev.execute import Journal, digest
 from numdev.interrupt import deferred
+from numdev.jobs import Planned
 from numdev.kernels import find
-from numdev.loop import Planned, Progress, header, provenance, stopwatch
+from numdev.loop import Progress, header, provenance, stopwatch
 from numdev.records import recorded
 from numdev.stopwatch import OF_TRAINING, Stopwatch
 from numdev.system import System
