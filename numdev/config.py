@@ -149,6 +149,9 @@ class AuditConfig(Strict):
     tokenizer: str | None = None
     inputs: str | None = None
     generate: Positive | None = None
+    stream: bool | None = None
+    """Whether weights are read layer by layer while the model runs. None: where they are too large
+    to be loaded whole."""
     length: Positive | None = None
     sequences: Positive | None = None
     layers: tuple[int, ...] | None = None
@@ -196,6 +199,9 @@ class AuditRequest(Strict):
     """A safetensors file of arguments for the model's forward."""
     generate: Positive | None = None
     """Decode this many tokens after the prefill; None: one forward pass."""
+    stream: bool | None = None
+    """Whether weights are read layer by layer while the model runs. None: where they are too large
+    to be loaded whole."""
     length: Positive = 256
     sequences: Positive = 8
     layers: tuple[int, ...] | None = None

@@ -61,6 +61,12 @@ from numdev.commands.session import command_line, hand_over, measuring
     help="Let the model write: audit the prefill and N decode steps, with a cache, in place of one "
     "forward pass.",
 )
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    help="Read the model's weights from disk layer by layer while it runs, in memory for two "
+    "layers.  [where they are too large to be loaded whole]",
+)
 @click.option("--length", type=click.IntRange(min=1), help="Tokens in a sequence.  [256]")
 @click.option(
     "--sequences",
