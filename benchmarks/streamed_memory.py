@@ -11,7 +11,8 @@ one sequence of 64 tokens, 16 rows of each head. Recorded are
 - the largest resident memory (VmHWM), in which pages of mapped files count that the system could
   take back at any time,
 - the largest anonymous memory (RssAnon, looked at every 10 ms), which it could not,
-- the time, and how much of it went where.
+- the time, and how much of it went into running the model, casting its stored weights for the
+  report, and the checkpoint's checksum with the rest.
 
 With `--weights` the largest is also compared, by `numdev weights`, with a copy in which one layer
 has changed (0.4 microseconds of processor time a weight). Prints Markdown; `--svg` draws memory
@@ -107,7 +108,9 @@ def linked(directory: Path, layers: int, name: str, changed: Path | None = None)
         link = place / path.name
         link.unlink(missing_ok=True)
         link.symlink_to(changed if changed and layer == layers - 1 else path.resolve())
-    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
+    (place / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": held})
+    )
     return place
 
 
@@ -263,8 +266,8 @@ def everything(directory: Path, depths: list[int], svg: Path | None, weights: bo
     written(directory, max(depths))
     here = System.here("cpu")
     print(f"{here.cpu}, {here.threads} threads, torch {here.packages['torch']}; bfloat16\n")
-    row("layers", "GB", "by", "anonymous, GB", "resident, GB", "s", "of these model", "checksum")
-    row(*["---"] * 8)
+    row("layers", "GB", "by", "anonymous, GB", "resident, GB", "s", "model", "weights", "checksum")
+    row(*["---"] * 9)
     lines: dict[str, list[tuple[float, float]]] = {}
     for depth in depths:
         place = linked(directory, depth, f"llama-{depth}")
@@ -279,8 +282,8 @@ def everything(directory: Path, depths: list[int], svg: Path | None, weights: bo
                 lines.setdefault(label, []).append((size / 1e9, found[kind] / 1e9))
             times = found["timings"]
             memory = (gb(found["anonymous"]), gb(found["resident"]))
-            seconds = (f"{found['seconds']:.0f}", f"{times['capture']:.0f}")
-            row(depth, gb(size), way, *memory, *seconds, f"{times['other']:.0f}")
+            sections = (found["seconds"], *(times[x] for x in ("capture", "weights", "other")))
+            row(depth, gb(size), way, *memory, *(f"{x:.0f}" for x in sections))
     if svg:
         svg.write_text(drawn(lines))
     if weights:

@@ -317,7 +317,9 @@ class CheckpointSource:
             check_generates(self.model)
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
-        self.numbers = request.layers if numbered(self.model) else None
+        there = numbered(self.model)
+        self.numbers = request.layers if there else None
+        self.layers = request.layers or tuple((there or {}).values())
         prefix = self.checkpoint.describe().get("prefix_removed")
         removed = f"All names of weights began with {prefix!r}; it was taken off."
         self.notes += (removed,) if prefix else ()
@@ -359,7 +361,7 @@ class CheckpointSource:
                 handle(Captured(case=case, projections=made))
 
         with (
-            self.streamed.running(None if self.request.generate else self.request.layers)
+            self.streamed.running(None if self.request.generate else self.layers)
             if self.streamed
             else contextlib.nullcontext(),
             made.following(self.model) if made else contextlib.nullcontext(),

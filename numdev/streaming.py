@@ -81,6 +81,7 @@ class Streamed:
     def __init__(self, model: nn.Module, *, device: str) -> None:
         self.model, self.device = model, torch.empty(0, device=device).device
         names = {module: name for name, module in model.named_modules()}
+        self._free: dict[int, Any] = {}  # a tied weight stays one, if only by what holds its places
         modules = list(_divided(model))
         self.units = [
             Unit(name=names[m], module=m, slots=slots)
@@ -102,7 +103,9 @@ class Streamed:
             for name, weight in list(module.__dict__[kind].items()):
                 if isinstance(weight, Deferred) and not weight.sealed:
                     path = f"{names[module]}.{name}".lstrip(".")
-                    empty = weight.holding_place(path, self.device)
+                    if id(weight) not in self._free:
+                        self._free[id(weight)] = weight.holding_place(path, self.device)
+                    empty = self._free[id(weight)]
                     empty._is_param = kind == "_parameters"
                     slot = Slot(module=module, kind=kind, name=name, weight=weight, empty=empty)
                     slot.put(empty)
@@ -112,7 +115,7 @@ class Streamed:
     def running(self, layers: Sequence[int] | None = None) -> Iterator[None]:
         """Let the model be run, with what is not stored for as long as it lasts. Where only the
         attention of these layers matters, and the last of them is known, the run ends after it
-        (`Enough`), and no later weight is read."""
+        (`Enough`), and no later weight is read. None: all of the model is run."""
         with ExitStack() as stack:
             now = _Pass(
                 pool=stack.enter_context(ThreadPoolExecutor(1)), waited_for=self._with(layers)
@@ -170,7 +173,7 @@ class Streamed:
     def _with(self, layers: Sequence[int] | None) -> set[Unit] | None:
         """The units that hold the attention of these layers; None where that cannot be told: where
         a layer has no number of its own, or may run more than once."""
-        if layers is None:
+        if layers is None:  # a generation chooses its next token by the head
             return None
         numbers = numbered(self.model)
         config: Any = self.model.config
