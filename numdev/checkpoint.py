@@ -107,7 +107,8 @@ class Checkpoint:
         stored = self._headers()
         if find_spec("accelerate") is None:
             raise UsageError(
-                "streaming a model needs accelerate", hint="pip install 'numdev[large]'"
+                "streaming a model needs accelerate",
+                hint="pip install 'numdev[large]', or load it whole with --no-stream",
             )
         # Once all on the meta device, to find out what is missing: values are drawn for that, in
         # the memory of a model that has none.
