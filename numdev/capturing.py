@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,8 @@ def capture(
     With `upstream`, cases have grad_out. Where that is the gradient of the model's loss, one
     training step is run, in the mode the model is in, and `on_call` runs after its backward pass,
     in the same order (`numdev.trainingstep`). Raises UsageError for a generation, which has none.
-    `on_met` is told of every call as it is made, while the modules that make it run.
+    `on_met` is told of every call as it is made, while the modules that make it run. A hook that
+    raises `Enough` ends the run, and what it has made is all there is.
     """
     if upstream is not None and generate is not None:
         raise UsageError(
@@ -115,6 +116,7 @@ def capture(
     try:
         with (
             _blaming(model, "failed on its inputs", interceptor),
+            suppress(Enough),
             tracing(model, step),
             without_fast_path(),
             watch,
@@ -165,6 +167,10 @@ def capture_run(
         _active.reset(token)
     watch.check_complete()
     return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
+
+
+class Enough(Exception):
+    """Raised by a hook of the model's: no call of interest follows, and the run ends there."""
 
 
 class _Met(Exception):

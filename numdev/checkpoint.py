@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from numdev import storage
 from numdev.capturing import attention_implementation
+from numdev.deferred import Deferred, Stored
 from numdev.distmetadata import METADATA
 from numdev.distweights import (
     NESTED,
@@ -47,6 +49,8 @@ from numdev.storage import one_line, open_safetensors, read, read_json, shards, 
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 ACCEPTED = "a Hugging Face directory: config.json with model.safetensors or pytorch_model.bin"
+META = torch.device("meta")
+EMPTY = {"": META}
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
 POSITIONS_AFTER_PADDING = re.compile(
@@ -116,10 +120,60 @@ class Checkpoint:
         that transformers does not have, and, naming them, for weights that are missing, of the
         wrong shape, or of no use to the model; heads it does not have are passed over.
         """
+        built: torch.nn.Module = self._built(self._state(), dtype).to(device).eval()
+        return built
+
+    def deferred_model(self, *, dtype: torch.dtype) -> torch.nn.Module:
+        """The same model on the CPU with a `Deferred` for every weight: how each is made of which
+        stored tensors. What is not stored (rotary frequencies) is there.
+
+        Raises what `load_model` does, and UsageError for weights in pickles, and without
+        accelerate.
+        """
+        stored = self._headers()
+        if find_spec("accelerate") is None:
+            raise UsageError(
+                "streaming a model needs accelerate",
+                hint="pip install 'numdev[large]', or load it whole with --no-stream",
+            )
+        # Once all on the meta device, to find out what is missing: values are drawn for that, in
+        # the memory of a model that has none.
+        self._built({n: empty for n, (_, empty) in stored.items()}, dtype, device_map=EMPTY)
+        return self._built({n: Deferred.of(x, at) for n, (at, x) in stored.items()}, dtype).eval()
+
+    def _headers(self) -> dict[str, tuple[Stored, Tensor]]:
+        """Where every tensor is, and one like it on the meta device; no value is read."""
+        found = {}
+        if self.split:
+            raise UsageError(
+                f"{self.path}: is a distributed checkpoint, and a model is streamed from "
+                "safetensors files alone",
+                hint="save it with save_pretrained, which writes safetensors",
+            )
+        for path in self.weights:
+            if path.suffix in storage.PICKLES:
+                raise UsageError(
+                    f"{path}: is a pickle, and a model is streamed from safetensors files alone",
+                    hint="save it with save_pretrained, which writes safetensors",
+                )
+            for name, tensor in read(path):
+                found[name] = (Stored(file=path, name=name), torch.empty_like(tensor, device=META))
+        return found
+
+    def size_in(self, dtype: torch.dtype) -> int | None:
+        """Bytes of the model's weights in a format, by the files' headers; None where nothing of
+        them can be streamed."""
+        if self.split or any(path.suffix in storage.PICKLES for path in self.weights):
+            return None
+        return sum(x.numel() for path in self.weights for _, x in read(path)) * dtype.itemsize
+
+    def _built(
+        self, state: Mapping[str, Tensor], dtype: torch.dtype, **options: Any
+    ) -> torch.nn.Module:
+        """transformers' model of these weights, checked."""
         with _quiet_transformers():
             config = self._model_config()
             cls = self._model_class()
-            state = self._state(cls, config)
             with _blaming_transformers(self.path, "build the model"):
                 model, loaded = cls.from_pretrained(
                     None,
@@ -133,19 +187,22 @@ class Checkpoint:
                     trust_remote_code=False,
                     ignore_mismatched_sizes=True,  # so as to name them, below
                     output_loading_info=True,
+                    **options,
                 )
         self._check_loaded(model, loaded)
         # A cache would keep every layer's keys and values, and a capture needs memory for one.
         model.config.get_text_config().use_cache = False
-        built: torch.nn.Module = model.to(device).eval()
+        built: torch.nn.Module = model
         return built
 
-    def _state(self, cls: Any, config: Any) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Tensor]:
         """All stored tensors, those of a distributed checkpoint named as the model names them."""
         if not self.split:
             return {name: tensor for path in self.weights for name, tensor in read(path)}
-        with _blaming_transformers(self.path, "build the model"), torch.device("meta"):
-            empty = cls(copy.deepcopy(config))
+        with _quiet_transformers():
+            cls, config = self._model_class(), self._model_config()
+            with _blaming_transformers(self.path, "build the model"), torch.device("meta"):
+                empty = cls(config)
         return dict(self.fitted(empty).tensors())
 
     def tokenizer(self) -> Any | None:

@@ -153,6 +153,9 @@ class AuditConfig(Strict):
     """For a diffusers pipeline: how many denoising steps are run."""
     steps: tuple[Step, ...] | None = None
     """Only these of them, counted from 0."""
+    stream: bool | None = None
+    """Whether weights are read layer by layer while the model runs. None: where they are too large
+    to be loaded whole."""
     length: Positive | None = None
     sequences: Positive | None = None
     layers: tuple[int, ...] | None = None
@@ -204,6 +207,9 @@ class AuditRequest(Strict):
     """For a diffusers pipeline: how many denoising steps are run. None: 4."""
     steps: tuple[Step, ...] | None = None
     """Only these of them, counted from 0; None: all."""
+    stream: bool | None = None
+    """Whether weights are read layer by layer while the model runs. None: where they are too large
+    to be loaded whole."""
     length: Positive = 256
     sequences: Positive = 8
     layers: tuple[int, ...] | None = None

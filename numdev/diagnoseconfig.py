@@ -71,6 +71,8 @@ class DiagnoseRequest(Strict):
             kernels=(),
             formats=(self.format,),
             gradients=True,
+            # Gradients of its loss need the model whole, however large it is.
+            stream=False if "checkpoint" in cases else None,
             **cases,
             **{name: getattr(self, name) for name in same},
         )

@@ -47,6 +47,8 @@ from numdev.tensorwriter import Writer
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many tasks are behind it, and how many there are."""
 
+READING = ("streamed",)
+"""What a source says of how it was read, which may differ from run to run."""
 ALWAYS = (("precision", "reference"), ("floor", "floor"), ("baseline", "baseline"))
 """What always runs beside the kernels under audit: (role, kernel)."""
 
@@ -104,12 +106,13 @@ def header(
     plan: Sequence[Planned],
     described: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a run must have in common with the journal it continues."""
+    """What a run must have in common with the journal it continues. How the source was read is no
+    part of that: no number depends on it."""
     return {
         "request": request,
         "environment": environment(system),
         "kernels": {p.kernel.name: p.kernel.made_from for p in plan},
-        "source": described,
+        "source": {name: x for name, x in described.items() if name not in READING},
     }
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
+from numdev.config import AuditRequest, CaseConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.inputs import Shapes, check, draw
@@ -28,17 +28,14 @@ from numdev.projection import Projection, Projections
 from numdev.storage import some
 from numdev.system import System
 from numdev.tensorfile import StoredCase, holds_cases, open_cases
-from numdev.upstream import STORED, drawn_from, find_upstream, with_drawn
+from numdev.upstream import STORED, Upstream, drawn_from, find_upstream, with_drawn
+from numdev.weightkinds import layer_of
 
-if TYPE_CHECKING:
-    from numdev.checkpoint import Checkpoint
-    from numdev.statedict import StateDict
-
-
+NO_GRAPH = "the model's own loss needs the graph of the whole model, which was streamed"
 FOR_PIPELINES = ("denoise", "steps")
-FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate", *FOR_PIPELINES)
+FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate", "stream", *FOR_PIPELINES)
 """Options that say what a model is and reads, and mean nothing where there is no model."""
-NOT_FOR_PIPELINES = ("model", "tokenizer", "inputs", "generate")
+NOT_FOR_PIPELINES = ("model", "tokenizer", "inputs", "generate", "stream")
 
 
 class Located(Protocol):
@@ -315,8 +312,9 @@ class CheckpointSource:
         projections: bool = False,
     ) -> None:
         from numdev.generation import check as check_generates
+        from numdev.loading import open_model
         from numdev.reading import model_inputs
-        from numdev.watch import attention_modules
+        from numdev.watch import attention_modules, numbered
 
         if gradients and request.generate:
             raise UsageError(
@@ -324,27 +322,35 @@ class CheckpointSource:
                 hint="leave --generate out, or audit it without gradients",
             )
         self.request, self.projections = request, projections
-        self.checkpoint = _open_weights(request)
-        dtype = dtype_of(format_named(request.model_dtype))
-        self.model = self.checkpoint.load_model(dtype=dtype, device=system.device)
-        self.checkpoint = self.checkpoint.fitted(self.model)
+        opened = open_model(request, system)
+        self.model = opened.model
+        self.checkpoint = opened.checkpoint.fitted(self.model)
+        self.streamed, self.notes = opened.streamed, opened.notes
         if request.generate:
             check_generates(self.model)
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
+        there = numbered(self.model)
+        self.numbers = request.layers if there else None
+        self.layers = request.layers or tuple((there or {}).values())
         prefix = self.checkpoint.describe().get("prefix_removed")
         whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
         removed = f"{whose} under names that begin with {prefix!r}; it was taken off."
-        self.notes: tuple[str, ...] = (removed,) if prefix else ()
+        self.notes += (removed,) if prefix else ()
         self.upstream = None
         if gradients:
-            self.upstream = find_upstream(self.model, self.prompt.inputs, request.seed)
+            self.upstream = (
+                Upstream(seed=request.seed, why_not=NO_GRAPH)
+                if self.streamed
+                else find_upstream(self.model, self.prompt.inputs, request.seed)
+            )
             mode = ", in eval mode (no dropout)" if self.upstream.loss else ""
             self.notes += (f"Upstream gradients: {self.upstream.describe()}{mode}.",)
 
     def describe(self) -> dict[str, Any]:
         return {
             "checkpoint": self.checkpoint.name,
+            **({"streamed": "layer by layer"} if self.streamed else {}),
             "sha256": self.checkpoint.identity(),
             **self.checkpoint.describe(),
             "architecture": type(self.model).__name__,
@@ -368,7 +374,12 @@ class CheckpointSource:
             if self.request.layers is None or case.ref.layer in self.request.layers:
                 handle(Captured(case=case, projections=made))
 
-        with made.following(self.model) if made else contextlib.nullcontext():
+        with (
+            self.streamed.running(None if self.request.generate else self.layers)
+            if self.streamed
+            else contextlib.nullcontext(),
+            made.following(self.model) if made else contextlib.nullcontext(),
+        ):
             count = capture(
                 self.model,
                 self.prompt.inputs,
@@ -386,7 +397,11 @@ class CheckpointSource:
             )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.checkpoint.tensors()
+        """Those of the layers asked for, where these are numbered in names, and what is in none."""
+        for name, tensor in self.checkpoint.tensors():
+            layer = layer_of(name)
+            if not self.numbers or not layer or int(layer.rpartition(".")[2]) in self.numbers:
+                yield name, tensor
 
 
 class PipelineSource:
@@ -472,21 +487,3 @@ class PipelineSource:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.opened.tensors()
-
-
-def _open_weights(request: AuditRequest) -> Checkpoint | StateDict:
-    """A directory or the demo is a checkpoint, a file a state dict with a factory."""
-    from numdev.checkpoint import open_checkpoint
-    from numdev.statedict import is_distributed, open_state_dict
-
-    demo = request.checkpoint == "demo"
-    path = demo_checkpoint() if demo else Path(request.checkpoint or "")
-    distributed = is_distributed(path) and not (path / "config.json").is_file()
-    if path.is_file() or distributed or (request.model and is_distributed(path)):
-        return open_state_dict(path, request.model)
-    if request.model:
-        raise UsageError(
-            f"{request.checkpoint}: says itself which model it is, so --model has no place",
-            hint="leave it out, or give the weight file instead of the directory",
-        )
-    return open_checkpoint(path)

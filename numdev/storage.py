@@ -11,6 +11,7 @@ import hashlib
 import json
 import pickle
 import zipfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,9 @@ from numdev.errors import MeasurementError
 
 FETCH = "fetch the checkpoint again"
 PICKLES = (".bin", ".pt", ".pth")
+MAPPED_AT_ONCE = 1 << 28
+"""Bytes. What was read through a memory map counts as the process's memory until the map is gone,
+so a file is mapped anew after so many."""
 
 
 def shards(index: Path) -> tuple[Path, ...]:
@@ -72,8 +76,16 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with open_safetensors(path) as file:
-        for name in file.offset_keys():
-            yield name, file.get_tensor(name)
+        names = deque(file.offset_keys())
+    while names:
+        with open_safetensors(path) as file:
+            mapped = 0
+            while names and mapped <= MAPPED_AT_ONCE:
+                name = names.popleft()
+                tensor = file.get_tensor(name)
+                mapped += tensor.nbytes
+                yield name, tensor
+                del tensor  # else the old map would stay until the new one is there
 
 
 def open_safetensors(path: Path, *, hint: str = FETCH) -> Any:

@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,33 @@ def _torch_settings() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cpu_capability_override": os.environ.get("ATEN_CPU_CAPABILITY"),
     }
+
+
+def free_memory(device: str) -> dict[str, int]:
+    """Bytes that a program can still take, by where: of this machine (or of the container it is,
+    where that is less), and of the GPU for `cuda`. What cannot be told is left out."""
+    import torch
+
+    free = {"host memory": min(found)} if (found := list(_free_on_host())) else {}
+    if device == "cuda":
+        free["GPU memory"] = int(torch.cuda.mem_get_info()[0])
+    return free
+
+
+def _free_on_host() -> Iterator[int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        yield next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        pass
+    try:  # a container's limit; its page cache counts as used, and can be had back
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text())
+        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+        limit = int((group / "memory.max").read_text())
+        yield limit - used + int(stat.get("file", 0))
+    except (OSError, ValueError):
+        pass
 
 
 def flash_attention_impl() -> str | None:

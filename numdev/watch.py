@@ -31,6 +31,24 @@ def attention_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
+def layer_of(module: nn.Module, name: str) -> int | None:
+    """What transformers numbers a module, else the one number in its name; None where it has
+    none, or several."""
+    layer = getattr(module, "layer_idx", None)
+    if isinstance(layer, int):
+        return layer
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def numbered(model: nn.Module) -> dict[str, int] | None:
+    """The numbers of the modules that attend; None where one of them has none."""
+    modules = dict(model.named_modules())
+    found = {name: layer_of(modules[name], name) for name in attention_modules(model)}
+    known = {name: number for name, number in found.items() if number is not None}
+    return known if len(known) == len(found) else None
+
+
 class Watch:
     """Follows which modules run, names the calls they make, and notices attention without one."""
 
@@ -72,8 +90,9 @@ class Watch:
         self.ran[module] += module in self.owners
         self.passes += module is self.model
 
-    def _leave(self, *_: Any) -> None:
-        self.running.pop()
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if self.running and self.running[-1] is module:  # not where a hook before `_enter` raised
+            self.running.pop()
 
     def next_call(self) -> CaseRef:
         """The name of the call being made; it counts for the module that owns its projections.
@@ -104,12 +123,9 @@ class Watch:
         )
 
     def _layer(self, module: nn.Module, name: str) -> int:
-        """What transformers numbers it, else the one number in its name, else a running number."""
-        layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int):
-            return layer
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        return numbers[0] if len(numbers) == 1 else list(self.calls).index(name)
+        """Its number, or where it has none a running number."""
+        layer = layer_of(module, name)
+        return list(self.calls).index(name) if layer is None else layer
 
     def _phase(self) -> Phase | None:
         """The first pass of a generation is its prefill, as is an encoder's run before it."""

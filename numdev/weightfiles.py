@@ -32,9 +32,6 @@ ACCEPTED = (
     "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
     "weights, a torch.distributed.checkpoint directory, or `demo`"
 )
-MAPPED_AT_ONCE = 1 << 28
-"""Bytes. What was read through a memory map counts as the process's memory until the map is gone,
-so a file is mapped anew after so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +232,7 @@ class _Reader:
         return lambda: self._tensor(file, name)
 
     def _tensor(self, file: Path, name: str) -> Tensor:
-        if file != self._path or (self._mapped and self._read > MAPPED_AT_ONCE):
+        if file != self._path or (self._mapped and self._read > storage.MAPPED_AT_ONCE):
             self._path = self._open = None  # the old map goes before the new one comes
             self._open, self._mapped = _opened(file)
             self._path, self._read = file, 0

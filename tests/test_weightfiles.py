@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from numdev import weightfiles
+from numdev import storage
 from numdev.distmetadata import read_metadata
 from numdev.errors import MeasurementError, UsageError
 from numdev.weightfiles import open_weights
@@ -146,7 +146,7 @@ def test_the_demo_by_its_name() -> None:
 
 def test_files_are_mapped_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are the same when each is read from a new map."""
-    monkeypatch.setattr(weightfiles, "MAPPED_AT_ONCE", 0)
+    monkeypatch.setattr(storage, "MAPPED_AT_ONCE", 0)
     for make in (_safetensors, _pickle):
         assert same(values(make(tmp_path)), STATE)
 

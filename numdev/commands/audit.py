@@ -68,6 +68,12 @@ from numdev.commands.session import command_line, hand_over, measuring
     help="For a diffusers pipeline: run N denoising steps.  [4]",
 )
 @click.option("--steps", metavar="LIST", help="Only these denoising steps, from 0: 0,3.  [all]")
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    help="Read the model's weights from disk layer by layer while it runs, in memory for two "
+    "layers.  [where they are too large to be loaded whole]",
+)
 @click.option("--length", type=click.IntRange(min=1), help="Tokens in a sequence.  [256]")
 @click.option(
     "--sequences",

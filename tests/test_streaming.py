@@ -1,0 +1,521 @@
+"""A streamed model computes what the whole one does, bit for bit, with two layers in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import numdev.loading
+from numdev import report, storage, system
+from numdev.capturing import Enough
+from numdev.checkpoint import open_checkpoint
+from numdev.cli import main
+from numdev.deferred import Deferred, Stored
+from numdev.errors import MeasurementError, UsageError
+from numdev.streaming import Streamed
+
+SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "12", "--device", "cpu")
+IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
+
+
+def streamed(directory: Path, dtype: torch.dtype = torch.float32) -> Streamed:
+    return Streamed(open_checkpoint(directory).deferred_model(dtype=dtype), device="cpu")
+
+
+def saved(name: str, directory: Path, **changes: Any) -> Path:
+    return models.save(getattr(models, name)(**changes), directory / name)
+
+
+def audit(target: Path, name: str, *flags: str) -> report.AuditReport:
+    output = target.parent / name
+    main(["audit", str(target), *SMALL, *flags, "--output", str(output), "-q"])
+    return report.read(output)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], code: int, target: Path, *flags: str) -> str:
+    """The one line that refuses the request."""
+    capsys.readouterr()  # saving the model shows a progress bar
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", str(target), *SMALL, *flags, "--output", str(target.parent / "refused")])
+    err = capsys.readouterr().err
+    assert stop.value.code == code, err
+    assert err.count("\n") == 1
+    assert "unexpected" not in err
+    return err
+
+
+def same_numbers(a: report.AuditReport, b: report.AuditReport) -> bool:
+    """Whether two reports say the same, to the last bit, but for how they came about."""
+    others = {"provenance", "request", "timings"}
+    return a.model_dump_json(exclude=others) == b.model_dump_json(exclude=others)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of stored tensors that streaming reads, as it reads them."""
+    found: list[str] = []
+    made = Deferred.made
+
+    def noting(self: Deferred, read: Any) -> Tensor:
+        def note(stored: Stored) -> Tensor:
+            found.append(stored.name)
+            value: Tensor = read(stored)
+            return value
+
+        outermost = getattr(read, "__name__", "") != "note"  # a recipe asks for its parts' recipes
+        return made(self, note if outermost else read)
+
+    monkeypatch.setattr(Deferred, "made", noting)
+    return found
+
+
+# --- the same numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    """Rows, cases, weights, findings and summary; only the report of the streamed one says so."""
+    target = saved(name, tmp_path)
+    a, b = audit(target, "a", "--stream"), audit(target, "b", "--no-stream")
+    assert same_numbers(a, b)
+    assert any(row.role == "kernel" and row.status == "ok" for row in a.rows)
+    sources = [x.provenance.source for x in (a, b)]
+    assert sources[0].pop("streamed") == "layer by layer"
+    assert sources[0] == sources[1]
+
+
+def test_the_comparison_of_reports_sees_one_bit(tmp_path: Path) -> None:
+    """A weight that differs by one rounding gives a report that is not the same."""
+    target = saved("llama", tmp_path)
+    whole = audit(target, "a", "--stream")
+    state = load_file(target / "model.safetensors")
+    x = state["model.layers.1.self_attn.q_proj.weight"]
+    x[0, 0] = torch.nextafter(x[0, 0], torch.tensor(torch.inf))
+    save_file(state, target / "model.safetensors", {"format": "pt"})
+    assert not same_numbers(whole, audit(target, "b", "--stream"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox"])
+def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In every format of the model: bit for bit, a second time too."""
+    directory = saved(name, tmp_path)
+    ours = streamed(directory, dtype)
+    whole = open_checkpoint(directory).load_model(dtype=dtype, device="cpu")
+    with torch.no_grad():
+        wanted = whole(**IDS).logits
+        for _ in range(2):
+            with ours.running():
+                assert torch.equal(ours.model(**IDS).logits, wanted)
+
+
+def test_weights_that_are_converted_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Mixtral stores every expert by itself, and its model has them stacked."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        **models.WIDE,
+        intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    directory = models.save(transformers.MixtralForCausalLM(config), tmp_path / "mixtral")
+    names = load_file(directory / "model.safetensors").keys()
+    assert any("experts.2." in name for name in names)  # by themselves, on disk
+    ours = streamed(directory)
+    whole = open_checkpoint(directory).load_model(dtype=torch.float32, device="cpu")
+    with torch.no_grad(), ours.running():
+        assert torch.equal(ours.model(**IDS).logits, whole(**IDS).logits)
+
+
+def test_tied_weights_and_buffers_are_right(tmp_path: Path) -> None:
+    """The head of a tied model is its embedding; rotary frequencies, which no file stores, are
+    those of the whole model."""
+    directory = saved("llama", tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    ours = streamed(directory)
+    whole = open_checkpoint(directory).load_model(dtype=torch.float32, device="cpu")
+    kept = dict(ours.model.named_buffers())
+    assert kept.keys() == dict(whole.named_buffers()).keys()
+    assert all(torch.equal(kept[name], x) for name, x in whole.named_buffers())
+    with torch.no_grad(), ours.running():
+        assert torch.equal(ours.model(**IDS).logits, whole(**IDS).logits)
+
+
+def test_a_generation_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    """Every pass reads all layers again."""
+    target = saved("llama", tmp_path)
+    flags = ("--generate", "2")
+    assert same_numbers(
+        audit(target, "a", "--stream", *flags), audit(target, "b", "--no-stream", *flags)
+    )
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def values_of(model: nn.Module) -> set[str]:
+    """The modules that have values at this moment, by their parameters."""
+    return {
+        name.rpartition(".")[0]
+        for name, x in model.named_parameters()
+        if not isinstance(x, Deferred)
+    }
+
+
+def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
+    """While a layer runs it alone is filled, and afterwards nothing is."""
+    ours = streamed(saved("llama", tmp_path))
+    assert not values_of(ours.model)
+    seen = []
+    for i, layer in enumerate(ours.model.model.layers):  # type: ignore[union-attr, arg-type]
+        layer.mlp.register_forward_hook(
+            lambda *_, i=i: seen.append((i, {n.split(".")[2] for n in values_of(ours.model)}))
+        )
+    with torch.no_grad(), ours.running():
+        ours.model(**IDS)
+    assert seen == [(0, {"0"}), (1, {"1"})]
+    assert not values_of(ours.model)
+
+
+def test_every_weight_is_read_once_for_each_place(tmp_path: Path, reads: list[str]) -> None:
+    """Reading ahead reads nothing twice, and a tied weight is read for both its places."""
+    directory = saved("llama", tmp_path, tie_word_embeddings=True)
+    ours = streamed(directory)
+    assert not reads
+    with torch.no_grad(), ours.running():
+        ours.model(**IDS)
+    stored = list(load_file(directory / "model.safetensors"))
+    assert sorted(reads) == sorted([*stored, "model.embed_tokens.weight"])
+
+
+def test_files_are_mapped_anew_after_so_many_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And give the same tensors in the same order."""
+    path = saved("llama", tmp_path) / "model.safetensors"
+    once = list(storage.read(path))
+    monkeypatch.setattr(storage, "MAPPED_AT_ONCE", 0)
+    again = list(storage.read(path))
+    assert [name for name, _ in once] == [name for name, _ in again]
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(once, again, strict=True))
+
+
+# --- a part of the model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]) -> None:
+    """With --layers 0 the run ends after layer 0: neither the next one nor the head is read."""
+    target = saved(name, tmp_path)
+    ours = audit(target, "a", "--stream", "--layers", "0")
+    read = set(reads)
+    layers = {n.split(".")[i + 1] for n in read for i, p in enumerate(n.split(".")) if p in STACKS}
+    assert layers == {"0"}
+    assert not any("lm_head" in n or "cls." in n or "norm.weight" in n[:18] for n in read)
+    assert same_numbers(ours, audit(target, "b", "--no-stream", "--layers", "0"))
+    assert {row.layer for row in ours.rows} == {0}
+
+
+STACKS = ("layers", "h", "layer")
+
+
+def test_what_follows_the_last_attention_is_not_run(tmp_path: Path, reads: list[str]) -> None:
+    """No call is there: the head, and logits of every token, would be for nothing. A generation
+    needs them."""
+    target = saved("llama", tmp_path)
+    audit(target, "a", "--stream")
+    assert "model.layers.1.mlp.down_proj.weight" in reads
+    assert "lm_head.weight" not in reads
+    audit(target, "b", "--stream", "--generate", "1")
+    assert "lm_head.weight" in reads
+
+
+def test_a_later_layer_takes_the_earlier_ones(tmp_path: Path, reads: list[str]) -> None:
+    """Layer 1 of two attends to what layer 0 makes; --heads takes a part of its rows."""
+    target = saved("llama", tmp_path)
+    flags = ("--layers", "1", "--heads", "2-3")
+    ours = audit(target, "a", "--stream", *flags)
+    assert {n.split(".")[2] for n in reads if "layers" in n} == {"0", "1"}
+    assert same_numbers(ours, audit(target, "b", "--no-stream", *flags))
+    assert {row.head for row in ours.rows} == {2, 3}
+
+
+def test_an_unknown_layer_runs_all_of_the_model(tmp_path: Path, reads: list[str]) -> None:
+    """There is nothing after which to stop."""
+    ours = streamed(saved("llama", tmp_path))
+    with torch.no_grad(), ours.running((7,)):
+        ours.model(**IDS)
+    assert "lm_head.weight" in reads
+
+
+def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> None:
+    """ALBERT's one layer runs twice: asking for it alone stops nothing."""
+    import transformers
+
+    config = transformers.AlbertConfig(
+        **models.WIDE,
+        embedding_size=16,
+        intermediate_size=48,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    target = models.save(transformers.AlbertModel(config), tmp_path / "albert")
+    flags = ("--layers", "0")
+    ours = audit(target, "a", "--stream", *flags)
+    assert len({case.case for case in ours.cases}) == 2
+    assert same_numbers(ours, audit(target, "b", "--no-stream", *flags))
+
+
+def test_the_run_ends_with_enough(tmp_path: Path) -> None:
+    """A model that is run without a capture ends with the exception a capture waits for."""
+    ours = streamed(saved("llama", tmp_path))
+    with torch.no_grad(), pytest.raises(Enough), ours.running((0,)):
+        ours.model(**IDS)
+    assert not values_of(ours.model)
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def test_gradients_are_drawn_where_there_is_no_loss(tmp_path: Path) -> None:
+    """T5's encoder gives no loss: dq, dk and dv of the streamed model are those of the whole."""
+    target = saved("t5", tmp_path)
+    flags = ("--backward",)
+    a, b = audit(target, "a", "--stream", *flags), audit(target, "b", "--no-stream", *flags)
+    assert same_numbers(a, b)
+    assert {"dq", "dk", "dv"} <= {row.tensor for row in a.rows}
+
+
+def test_the_loss_of_a_streamed_model_is_not_used(tmp_path: Path) -> None:
+    """Its graph would hold every layer: gradients are drawn, and the report says so and why."""
+    found = audit(saved("llama", tmp_path), "a", "--stream", "--backward")
+    said = found.provenance.source["grad_out"]
+    assert said.startswith("drawn from N(0, 1), seed 0")
+    assert "streamed" in said
+    assert any(row.tensor == "dq" and row.status == "ok" for row in found.rows)
+
+
+# --- when it is streamed ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numdev.loading, "free_memory", lambda device: {"host memory": 100_000})
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_what_is_too_large_is_streamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By itself, and one line says so; --no-stream loads it all the same."""
+    target = saved("llama", tmp_path)  # 82 kB in float32
+    capsys.readouterr()
+    main(["audit", str(target), *SMALL, "--output", str(tmp_path / "a")])
+    err = capsys.readouterr().err
+    assert err.count("streamed from disk") == 1
+    assert "GB of host memory are free" in err
+    assert "streamed" in report.read(tmp_path / "a").provenance.source
+    assert "streamed" not in audit(target, "b", "--no-stream").provenance.source
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_what_is_too_large_has_no_gradients_of_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody asked for drawn ones: it is refused, and --stream is the way."""
+    target = saved("llama", tmp_path)
+    said = refusal(capsys, 2, target, "--backward")
+    assert "model's own loss" in said
+    assert "--stream" in said
+
+
+def test_what_fits_is_loaded_whole(tmp_path: Path) -> None:
+    """Of this machine's memory a tiny model takes little."""
+    assert "streamed" not in audit(saved("llama", tmp_path), "a").provenance.source
+
+
+def test_an_audit_continues_whether_or_not_it_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How weights were read is no part of a request: with less memory the same run goes on."""
+    target = saved("llama", tmp_path)
+    first = audit(target, "a")
+    monkeypatch.setattr(numdev.loading, "free_memory", lambda device: {"host memory": 100_000})
+    capsys.readouterr()
+    main(["audit", str(target), *SMALL, "--output", str(tmp_path / "a")])
+    assert "finished before" in capsys.readouterr().err
+    assert same_numbers(first, report.read(tmp_path / "a"))
+
+
+def test_free_memory_is_what_this_machine_has() -> None:
+    """Between nothing and all of its memory."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = int(lines[0].split()[1]) << 10
+    free = system.free_memory("cpu")
+    assert free.keys() <= {"host memory"}
+    assert all(0 < x <= total for x in free.values())
+
+
+# --- what cannot be streamed --------------------------------------------------------------------
+
+
+def test_missing_left_over_and_misshapen_weights_are_named(tmp_path: Path) -> None:
+    """In the words of the ordinary path."""
+    directory = saved("llama", tmp_path)
+    path = directory / "model.safetensors"
+    whole = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for state in (
+        {n: x for n, x in whole.items() if n != name},
+        {**whole, "model.layers.1.mlp.gate.weight": torch.ones(2)},
+        {**whole, name: whole[name][:-1].clone()},
+    ):
+        save_file(state, path, {"format": "pt"})
+        checkpoint = open_checkpoint(directory)
+        with pytest.raises(MeasurementError) as ours:
+            checkpoint.deferred_model(dtype=torch.float32)
+        with pytest.raises(MeasurementError) as ordinary:
+            checkpoint.load_model(dtype=torch.float32, device="cpu")
+        assert str(ours.value) == str(ordinary.value)
+        assert "model.layers.1.mlp" in str(ours.value)
+
+
+def test_a_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for, it names the file; where it is not asked for, pickles are loaded whole."""
+    target = saved("llama", tmp_path)
+    torch.save(load_file(target / "model.safetensors"), target / "pytorch_model.bin")
+    (target / "model.safetensors").unlink()
+    assert "pytorch_model.bin" in refusal(capsys, 2, target, "--stream")
+    assert "streamed" not in audit(target, "a").provenance.source
+
+
+def test_a_state_dict_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its factory builds the model whole."""
+    path = tmp_path / "gpt.safetensors"
+    save_file({"x": torch.ones(1)}, path)
+    assert "builds its model whole" in refusal(
+        capsys, 2, path, "--stream", "--model", "torch.nn:Identity"
+    )
+
+
+def test_shapes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no model to stream."""
+    path = tmp_path / "cases.yaml"
+    path.write_text(json.dumps({"cases": [{"name": "x", "heads": 1, "seq_len": 8, "head_dim": 8}]}))
+    assert "--stream" in refusal(capsys, 2, path, "--stream")
+
+
+class Reaching(nn.Module):
+    """Uses the weights of a layer that does not run."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        weight: Tensor = self.inner.model.layers[1].mlp.up_proj.weight  # type: ignore[index, union-attr, assignment]
+        return weight.sum()
+
+
+def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Path) -> None:
+    """They have no values then, and nothing is made up for them."""
+    ours = streamed(saved("llama", tmp_path))
+    with ours.running(), pytest.raises(MeasurementError) as caught:
+        Reaching(ours.model)(**IDS)
+    assert "model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert caught.value.hint
+
+
+def test_without_accelerate_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a UsageError with the command that installs it."""
+    monkeypatch.setattr("numdev.checkpoint.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        streamed(saved("llama", tmp_path))
+    assert "numdev[large]" in (caught.value.hint or "")
+
+
+def test_a_shard_that_is_lost_on_the_way_is_named(tmp_path: Path) -> None:
+    """The error of the thread that reads ahead comes out where the layer would have run."""
+    directory = saved("llama", tmp_path)
+    ours = streamed(directory)
+    (directory / "model.safetensors").write_bytes(b"")
+    with torch.no_grad(), pytest.raises(MeasurementError) as caught, ours.running():
+        ours.model(**IDS)
+    assert "model.safetensors" in str(caught.value)
+
+
+# --- deferred tensors ---------------------------------------------------------------------------
+
+
+def deferred(*stored: Tensor) -> Iterator[Deferred]:
+    for i, x in enumerate(stored):
+        empty = torch.empty_like(x, device="meta")
+        yield Deferred.of(empty, Stored(file=Path("file"), name=str(i)))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda a, b: a[...],
+        lambda a, b: a.to("cpu", torch.bfloat16),
+        lambda a, b: torch.cat([a, b]).to(torch.float64),
+        lambda a, b: torch.stack([a, b], dim=1).flatten(0, 1),
+        lambda a, b: a.chunk(3, dim=-1)[2].mT.contiguous(),
+        lambda a, b: (a.split([1, 3])[1], b)[0] * 2 + a[1:],
+        lambda a, b: nn.Parameter(a.t(), requires_grad=False),
+    ],
+)
+def test_a_recipe_makes_what_the_operations_make(operation: Any) -> None:
+    """In shape, format, strides and bits; and it knows what it is made of."""
+    a, b = torch.randn(4, 6), torch.randn(4, 6)
+    wanted = operation(a, b)
+    found = operation(*deferred(a, b))
+    assert (found.shape, found.dtype, str(found.device)) == (wanted.shape, wanted.dtype, "cpu")
+    made = found.made(lambda stored: (a, b)[int(stored.name)])
+    assert torch.equal(made, wanted)
+    assert made.stride() == wanted.stride()
+    assert made.dtype == wanted.dtype
+    assert Stored(file=Path("file"), name="0") in found.sources()
+
+
+def test_a_deferred_tensor_is_not_changed_in_place() -> None:
+    """A recipe that was changed behind its back would make the old values."""
+    (x,) = deferred(torch.ones(2))
+    with pytest.raises(MeasurementError):
+        x.mul_(2)
+
+
+def test_a_place_held_free_has_shape_and_device_and_no_values() -> None:
+    (x,) = deferred(torch.ones(2, 3))
+    free = x.holding_place("layer.weight", torch.device("cpu"))
+    assert (free.shape, free.dtype, free.numel()) == (x.shape, x.dtype, 6)
+    with pytest.raises(MeasurementError, match=r"layer\.weight is used"):
+        free + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
+    """Bit for bit there too, though its weights are cast on the device."""
+    directory = saved("llama", tmp_path)
+    checkpoint = open_checkpoint(directory)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = Streamed(checkpoint.deferred_model(dtype=dtype), device="cuda")
+        whole = checkpoint.load_model(dtype=dtype, device="cuda")
+        inputs = {name: x.cuda() for name, x in IDS.items()}
+        with torch.no_grad(), ours.running():
+            assert torch.equal(ours.model(**inputs).logits, whole(**inputs).logits)
