@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import numdev
 from numdev import report
@@ -600,3 +601,11 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
+
+
+def test_the_list_of_commands_says_what_each_is_for() -> None:
+    """In a line that fits into 80 columns, not cut off."""
+    answer = CliRunner().invoke(cli, ["--help"], terminal_width=80)
+    commands = answer.output.partition("Commands:")[2]
+    assert len(commands.splitlines()) >= 11
+    assert "..." not in commands

@@ -12,7 +12,10 @@ from numdev.commands.requests import audit_request
 from numdev.commands.session import command_line, hand_over, measuring
 
 
-@click.command(epilog="Example:  numdev audit demo --format bfloat16 --format float32")
+@click.command(
+    short_help="Audit the attention of a model, a pipeline, or stored tensors.",
+    epilog="Example:  numdev audit demo --format bfloat16 --format float32",
+)
 @click.argument("target", required=False)
 @click.option(
     "--kernel",

@@ -35,7 +35,10 @@ def checkpoint_options(function: F) -> F:
     return function
 
 
-@click.command(epilog="Example:  numdev bounds numdev-reports/proxy-1234abcd")
+@click.command(
+    short_help="Set flash beside low precision, another seed, and chance.",
+    epilog="Example:  numdev bounds numdev-reports/proxy-1234abcd",
+)
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @checkpoint_options
 @result_options

@@ -11,7 +11,10 @@ from numdev.commands.session import command_line, hand_over
 from numdev.errors import MeasurementError
 
 
-@click.command(epilog="Example:  numdev compare reports/torch-2.11 reports/torch-2.13")
+@click.command(
+    short_help="Say what moved from audit A to audit B beyond noise.",
+    epilog="Example:  numdev compare reports/torch-2.11 reports/torch-2.13",
+)
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option(

@@ -47,7 +47,10 @@ def reading_options(function: F) -> F:
     return function
 
 
-@click.command(epilog="Example:  numdev diagnose demo --preset qiu2025")
+@click.command(
+    short_help="Find heads whose rounding errors do not cancel, and a cure.",
+    epilog="Example:  numdev diagnose demo --preset qiu2025",
+)
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET [TARGET]...")
 @click.option(
     "--preset",

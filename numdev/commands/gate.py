@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 INIT = Path("thresholds.yaml")
 
 
-@click.command(epilog="Example:  numdev gate numdev-reports/demo-1234abcd")
+@click.command(
+    short_help="Judge a finished report by thresholds, for CI.",
+    epilog="Example:  numdev gate numdev-reports/demo-1234abcd",
+)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option(
     "--thresholds",

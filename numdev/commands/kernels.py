@@ -8,7 +8,10 @@ import sys
 import click
 
 
-@click.command(epilog="Example:  numdev kernels --check sdpa-flash")
+@click.command(
+    short_help="List the kernels: which run here, and why the others cannot.",
+    epilog="Example:  numdev kernels --check sdpa-flash",
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),

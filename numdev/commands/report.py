@@ -17,7 +17,10 @@ WIDTH = 100
 """Of a terminal's tables in a file."""
 
 
-@click.command(epilog="Example:  numdev report numdev-reports/demo-1234abcd --format markdown")
+@click.command(
+    short_help="Show a finished report again, or in another form.",
+    epilog="Example:  numdev report numdev-reports/demo-1234abcd --format markdown",
+)
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option(
     "--format",

@@ -7,7 +7,10 @@ import click
 NAMES = ("config", "sweep", "train", "thresholds", "report")
 
 
-@click.command(epilog="Example:  numdev schema sweep")
+@click.command(
+    short_help="Print the JSON Schema of a file numdev reads or writes.",
+    epilog="Example:  numdev schema sweep",
+)
 @click.argument("name", metavar="WHAT", type=click.Choice(NAMES))
 def schema(name: str) -> None:
     """Print the JSON Schema of a file that numdev reads or writes, for editors.

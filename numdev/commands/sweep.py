@@ -12,7 +12,10 @@ from numdev.commands.requests import sweep_request
 from numdev.commands.session import command_line, hand_over, measuring
 
 
-@click.command(epilog="Example:  numdev sweep configs/sweep/ci.yaml --dry-run")
+@click.command(
+    short_help="Measure how deviation depends on length, format, tile or kernel.",
+    epilog="Example:  numdev sweep configs/sweep/ci.yaml --dry-run",
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--kernel",

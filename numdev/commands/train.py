@@ -10,7 +10,10 @@ from numdev.commands.options import output_options
 from numdev.commands.session import command_line, hand_over, measuring
 
 
-@click.command(epilog="Example:  numdev train configs/train/tiny-ci.yaml")
+@click.command(
+    short_help="Train small networks side by side; measure how far they drift.",
+    epilog="Example:  numdev train configs/train/tiny-ci.yaml",
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(
     "--steps",

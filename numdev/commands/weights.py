@@ -11,7 +11,10 @@ from numdev.commands.session import command_line, hand_over, measuring
 from numdev.errors import MeasurementError, UsageError
 
 
-@click.command(epilog="Example:  numdev weights run-1/checkpoint run-2/checkpoint")
+@click.command(
+    short_help="Compare sets of weights, tensor by tensor.",
+    epilog="Example:  numdev weights run-1/checkpoint run-2/checkpoint",
+)
 @click.argument("targets", nargs=-1, required=True, metavar="A B [C]...")
 @device_option
 @result_options
