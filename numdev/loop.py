@@ -32,11 +32,13 @@ from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.isolation import Supervised
 from numdev.kernels import Kernel, Output, find
 from numdev.measuring import Runner, run_task
+from numdev.profiling import profile
 from numdev.records import case_record, recorded, weight_row
 from numdev.report import (
     AttributionRow,
     CaseRecord,
     DeviationRow,
+    ProfileRow,
     Provenance,
     WeightRow,
     WorstRow,
@@ -172,6 +174,8 @@ class Run:
     explain: bool = False
     examine: bool = False
     """Whether the rows that err most are looked at."""
+    profile: bool = False
+    """Whether it is kept how kernels err along their calls."""
     gradients: bool = False
     sampled_rows: int | None = None
     """How many query rows of each head are measured; None: all."""
@@ -203,6 +207,10 @@ class Run:
     @property
     def worst(self) -> tuple[WorstRow, ...]:
         return tuple(WorstRow.model_validate(row) for row in self.journal.rows("worst"))
+
+    @property
+    def profiles(self) -> tuple[ProfileRow, ...]:
+        return tuple(ProfileRow.model_validate(row) for row in self.journal.rows("profile"))
 
     @property
     def attributions(self) -> tuple[AttributionRow, ...]:
@@ -245,10 +253,15 @@ class Run:
         examined = self.examine and planned.role == "kernel"
         if examined:
             self.journal.visit(f"worst {task.key}", "worst")
+        if self.profile:
+            self.journal.visit(f"profile {task.key}", "profile")
         if not self.journal.visit(task.key) and bench.heads:
             run = self.runner if planned.role == "kernel" else attempt
             rows = run_task(task, planned.kernel, bench, self.system, run)
-            if examined:  # before the rows: a task that is finished has both
+            if self.profile:  # before the rows: a task that is finished has both
+                along = [row.model_dump(mode="json") for row in profile(task, bench)]
+                self.journal.add(f"profile {task.key}", along, "profile")
+            if examined:
                 with self.watch("metrics"):
                     # The worst of a sample is not the worst: worth a look where it is bad enough.
                     look = bench.sample is None or remarkable(rows)

@@ -272,6 +272,30 @@ class WorstRow(Record):
     sentence: str
 
 
+class ProfileRow(Record):
+    """How one tensor of one call errs along its rows: in bins by position, heads and sequences
+    pooled. Errors are relative to the row's term scale, as row_rel; null in a bin without a row."""
+
+    case: str
+    layer: int | None
+    attends: Literal["self", "cross", "joint"] | None = None
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    tensor: Tensor
+    length: int
+    """Rows of the call: queries, or keys for dk and dv."""
+    starts: tuple[int, ...]
+    """The first row of each bin, which ends before the next, and the last one with the call."""
+    counts: tuple[int, ...]
+    """Rows of each bin that were measured and have a relative error."""
+    errors: tuple[float | None, ...]
+    """Root mean square."""
+    predicted: tuple[float | None, ...] | None = None
+    """The same of what its roundings predict; null where nothing is predicted."""
+
+
 class Explanation(Record):
     """Which roundings make one kernel's errors in one tensor: all its calls together."""
 
@@ -411,6 +435,85 @@ class PartSummary(Record):
     expected_ratio_worst: float | None = None
 
 
+OF_A_BIN = (
+    *("first", "last", "rows", "error", "low", "high"),
+    *("ratio", "ratio_low", "ratio_high"),
+)
+
+
+class ProfileSummary(Record):
+    """How one kernel errs along the rows of calls of one length: of each bin the median over these
+    calls, the least and the largest. Null where no call has a number."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    tensor: Tensor
+    attends: Literal["self", "cross", "joint"] | None = None
+    length: int
+    calls: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    """Rows of each bin, of all calls together."""
+    errors: tuple[float | None, ...]
+    lows: tuple[float | None, ...]
+    highs: tuple[float | None, ...]
+    ratios: tuple[float | None, ...] = ()
+    """Error over what is predicted, taken call by call; empty where nothing is predicted."""
+    ratio_lows: tuple[float | None, ...] = ()
+    ratio_highs: tuple[float | None, ...] = ()
+
+    @model_validator(mode="after")
+    def _aligned(self) -> ProfileSummary:
+        bins = len(self.starts)
+        always = (self.counts, self.errors, self.lows, self.highs)
+        ratios = (self.ratios, self.ratio_lows, self.ratio_highs)
+        if {bins} != {*map(len, always)} or {*map(len, ratios)} not in ({0}, {bins}):
+            raise ValueError("a number for every bin")
+        edges = [*self.starts, self.length]
+        if not bins or edges != sorted({*edges}):
+            raise ValueError("bins that follow each other within the call")
+        return self
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last row of each bin."""
+        return tuple(start - 1 for start in (*self.starts[1:], self.length))
+
+    def bins(self) -> Iterator[ProfileBin]:
+        """A record for each bin."""
+        names = [name for name in ProfileBin.model_fields if name not in OF_A_BIN]
+        shared = {name: getattr(self, name) for name in names}
+        none = (None,) * len(self.starts)
+        ratios = (x or none for x in (self.ratios, self.ratio_lows, self.ratio_highs))
+        columns = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs, *ratios)
+        for own in zip(*columns, strict=True):
+            yield ProfileBin(**shared, **dict(zip(OF_A_BIN, own, strict=True)))
+
+
+class ProfileBin(Record):
+    """One bin of a ProfileSummary, as a line of profiles.csv."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    tensor: Tensor
+    attends: str | None
+    length: int
+    calls: int
+    first: int
+    last: int
+    rows: int
+    error: float | None
+    low: float | None
+    high: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+
+
 class HeadMap(Record):
     """One metric of one kernel, layer by head."""
 
@@ -456,6 +559,10 @@ class AuditSummary(Record):
     worst_rows: tuple[WorstRow, ...] = ()
     parts: tuple[PartSummary, ...] = ()
     """Of a generation by phase; of a diffusion pipeline by denoising step and what attends."""
+    profiles: tuple[ProfileSummary, ...] = ()
+    """Of the lengths that most calls have."""
+    along: str | None = None
+    """What is remarkable of them, as a sentence."""
 
 
 class Place(Record):
@@ -562,6 +669,7 @@ class AuditReport(Report):
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
     attributions: tuple[AttributionRow, ...] = ()
+    profiles: tuple[ProfileRow, ...] = ()
 
     @property
     def measured(self) -> bool:
@@ -570,7 +678,9 @@ class AuditReport(Report):
         return "ok" in status or not status
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
+        bins = [line for p in self.summary.profiles for line in p.bins()]
+        more: dict[str, Sequence[Record]] = {"weights": self.weights, "profiles": bins}
+        return {"rows": self.rows, **{name: rows for name, rows in more.items() if rows}}
 
 
 class CheckRecord(Record):

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup, escape
 
 from numdev.foreign import plain
-from numdev.render import chart, numbers, parts, positions
+from numdev.render import along, chart, numbers, parts, positions
 from numdev.render.sentences import headed
 from numdev.report import AuditReport, Finding, Report, SweepReport, replacing
 from numdev.stopwatch import words
@@ -109,6 +109,7 @@ def _audit(report: AuditReport) -> dict[str, Any]:
         "summary": report.summary,
         "grids": parts.grids(report.summary.parts),
         "by_step": parts.charts(report.summary.parts),
+        "along": along.charts(report.summary.profiles),
         "positions": chart.charts(figures, positions.AXIS, "baseline"),
         "sites": {s.site: s.rounds for e in report.summary.explanations for s in e.sites},
     }
