@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BINS = 24
+BINS = 20
 """At most so many."""
 FEWEST = 4
 """A call of fewer rows has no bins: nothing can be seen along it."""

@@ -95,7 +95,7 @@ def _ends(s: ProfileSummary) -> Iterator[_End]:
     if len(judged) < BINS or not erring:
         return
     middle = median(ratio for _, ratio in judged)
-    for i, ratio in {erring[0], judged[-1]}:
+    for i, ratio in dict.fromkeys((erring[0], judged[-1])):
         end = _End(s, i, ratio, middle)
         if ratio > NOTABLE * end.usual:
             yield end

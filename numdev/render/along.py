@@ -15,6 +15,9 @@ from numdev.report import Axis, Curve, Figure, Point, ProfileSummary, Tick
 
 FEWEST = 2
 """Places that a line needs."""
+LITTLE = 0.1
+"""The first row is left out where it errs less than this share of the next: it sees one key, there
+is hardly anything to round, and the axis would stretch until nothing else is to be seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +74,8 @@ def _of(own: Sequence[ProfileSummary], several: bool) -> Iterator[Along]:
 
 def _axis(p: ProfileSummary) -> Axis:
     ticks = tuple(Tick(x=float(i), label=str(start)) for i, start in enumerate(p.starts))
-    of = "key" if _what(p) == "key" else "query row"
-    return Axis(
-        name="position", title=f"{of}, in bins that begin here", scale="linear", ticks=ticks
-    )
+    title = "first key of the bin" if _what(p) == "key" else "first query row of the bin"
+    return Axis(name="position", title=title, scale="linear", ticks=ticks)
 
 
 def _curves(own: Sequence[ProfileSummary], relative: bool) -> tuple[Curve, ...]:
@@ -91,6 +92,9 @@ def _curves(own: Sequence[ProfileSummary], relative: bool) -> tuple[Curve, ...]:
 def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
     ratios = (p.ratios, p.ratio_lows, p.ratio_highs)
     values, lows, highs = ratios if relative else (p.errors, p.lows, p.highs)
+    drawn = [(i, value) for i, value in enumerate(values) if value is not None]
+    if len(drawn) > 1 and drawn[0][0] == 0 and drawn[0][1] < LITTLE * drawn[1][1]:
+        del drawn[0]
     return tuple(
         Point(
             x=float(i),
@@ -100,8 +104,7 @@ def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
             high=highs[i] if p.calls > 1 else None,
             seeds=p.calls if p.calls > 1 else 0,
         )
-        for i, value in enumerate(values)
-        if value is not None
+        for i, value in drawn
     )
 
 

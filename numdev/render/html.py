@@ -105,11 +105,13 @@ def _prose(text: str) -> Markup:
 def _audit(report: AuditReport) -> dict[str, Any]:
     """What the template of an audit gets."""
     figures = positions.figures(report.summary.worst_rows)
+    profiles = report.summary.profiles
     return {
         "summary": report.summary,
         "grids": parts.grids(report.summary.parts),
         "by_step": parts.charts(report.summary.parts),
-        "along": along.charts(report.summary.profiles),
+        "along": along.charts([p for p in profiles if p.tensor == "out"]),
+        "along_gradients": along.charts([p for p in profiles if p.tensor != "out"]),
         "positions": chart.charts(figures, positions.AXIS, "baseline"),
         "sites": {s.site: s.rounds for e in report.summary.explanations for s in e.sites},
     }
