@@ -82,8 +82,10 @@ class _End:
 
 
 def _ends(s: ProfileSummary) -> Iterator[_End]:
-    """The first bin that errs and the last, where they stand out. In formats whose predictions are
-    bounds rather than predictions none does."""
+    """The first bin that errs and the last, where they stand out, and not only because next to
+    nothing is predicted there: they must err more than is predicted of the median bin, too. (dq of
+    a row that sees one key is 0 exactly, and what a kernel errs there is fp32's.) In formats whose
+    predictions are bounds rather than predictions none does."""
     if s.role != "kernel" or s.format not in BIAS_FORMATS:
         return
     judged = [
@@ -95,9 +97,10 @@ def _ends(s: ProfileSummary) -> Iterator[_End]:
     if len(judged) < BINS or not erring:
         return
     middle = median(ratio for _, ratio in judged)
+    typical = median(s.predicted[i] or 0.0 for i, _ in judged)
     for i, ratio in dict.fromkeys((erring[0], judged[-1])):
         end = _End(s, i, ratio, middle)
-        if ratio > NOTABLE * end.usual:
+        if ratio > NOTABLE * end.usual and (s.errors[i] or 0.0) > NOTABLE * end.usual * typical:
             yield end
 
 
@@ -122,6 +125,7 @@ def _summary(rows: Sequence[ProfileRow]) -> ProfileSummary:
     ratios = [_over(row.errors, row.predicted) for row in rows if row.predicted is not None]
     errors, lows, highs = _over_calls([row.errors for row in rows])
     over, over_lows, over_highs = _over_calls(ratios)
+    predicted, _, _ = _over_calls([row.predicted for row in rows if row.predicted is not None])
     return ProfileSummary(
         kernel=first.kernel,
         options=first.options,
@@ -136,6 +140,7 @@ def _summary(rows: Sequence[ProfileRow]) -> ProfileSummary:
         errors=errors,
         lows=lows,
         highs=highs,
+        predicted=predicted,
         ratios=over,
         ratio_lows=over_lows,
         ratio_highs=over_highs,

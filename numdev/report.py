@@ -437,7 +437,7 @@ class PartSummary(Record):
 
 OF_A_BIN = (
     *("first", "last", "rows", "error", "low", "high"),
-    *("ratio", "ratio_low", "ratio_high"),
+    *("predicted", "ratio", "ratio_low", "ratio_high"),
 )
 
 
@@ -459,8 +459,10 @@ class ProfileSummary(Record):
     errors: tuple[float | None, ...]
     lows: tuple[float | None, ...]
     highs: tuple[float | None, ...]
+    predicted: tuple[float | None, ...] = ()
+    """The median of what is predicted; empty, as the following, where nothing is."""
     ratios: tuple[float | None, ...] = ()
-    """Error over what is predicted, taken call by call; empty where nothing is predicted."""
+    """Error over what is predicted, taken call by call."""
     ratio_lows: tuple[float | None, ...] = ()
     ratio_highs: tuple[float | None, ...] = ()
 
@@ -468,7 +470,7 @@ class ProfileSummary(Record):
     def _aligned(self) -> ProfileSummary:
         bins = len(self.starts)
         always = (self.counts, self.errors, self.lows, self.highs)
-        ratios = (self.ratios, self.ratio_lows, self.ratio_highs)
+        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
         if {bins} != {*map(len, always)} or {*map(len, ratios)} not in ({0}, {bins}):
             raise ValueError("a number for every bin")
         edges = [*self.starts, self.length]
@@ -486,8 +488,9 @@ class ProfileSummary(Record):
         names = [name for name in ProfileBin.model_fields if name not in OF_A_BIN]
         shared = {name: getattr(self, name) for name in names}
         none = (None,) * len(self.starts)
-        ratios = (x or none for x in (self.ratios, self.ratio_lows, self.ratio_highs))
-        columns = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs, *ratios)
+        always = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs)
+        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
+        columns = (*always, *(x or none for x in ratios))
         for own in zip(*columns, strict=True):
             yield ProfileBin(**shared, **dict(zip(OF_A_BIN, own, strict=True)))
 
@@ -509,6 +512,7 @@ class ProfileBin(Record):
     error: float | None
     low: float | None
     high: float | None
+    predicted: float | None
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None

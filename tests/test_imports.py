@@ -390,6 +390,7 @@ ALLOWED: dict[str, set[str]] = {
     "comparison": {"formats", "wasserstein", "yardstick"},
     "bias": set(),
     "intervals": set(),
+    "binning": set(),
     "deviation": {"bias", "comparison", "intervals", "yardstick"},
     "finiteness": {"cases", "comparison", "formats", "yardstick"},
     # How far it should be: the emulation a kernel claims to be, and whether it is one.
@@ -532,7 +533,8 @@ ALLOWED: dict[str, set[str]] = {
     "rowparts": {"collector", "report"},
     "foreign": set(),
     "schema": {"report"},
-    "summary": {"answer", "explanations", "report", "rules"},
+    "profiles": {"report", "rules"},
+    "summary": {"answer", "explanations", "profiles", "report", "rules"},
     "explanations": {"report"},
     "answer": {"report", "rules"},
     "render": set(),
@@ -547,8 +549,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "render.chart": {"report"},
     "render.parts": {"render.chart", "report"},
+    "render.along": {"render.chart", "render.parts", "report"},
     "render.html": {
         "foreign",
+        "render.along",
         "render.chart",
         "render.numbers",
         "render.parts",
@@ -560,7 +564,7 @@ ALLOWED: dict[str, set[str]] = {
     "render.markdown": {"render.sentences", "foreign", "render.html", "render.sheets", "report"},
     "render.numbers": set(),
     "render.positions": {"report"},
-    "render.sheets": {"render.numbers", "render.parts", "report"},
+    "render.sheets": {"render.along", "render.numbers", "render.parts", "report"},
     "render.verdicts": {"gate", "render.problems", "render.standing", "render.terminal", "report"},
     "render.standing": {
         "gate",
@@ -627,7 +631,9 @@ ALLOWED: dict[str, set[str]] = {
     "execute": {"cases", "errors", "sampling"},
     "bench": {
         "attempt",
+        "binning",
         "cases",
+        "comparison",
         "deviation",
         "expectation",
         "finiteness",
@@ -662,6 +668,7 @@ ALLOWED: dict[str, set[str]] = {
         "bench",
         "cases",
         "checksum",
+        "comparison",
         "deviation",
         "errors",
         "execute",
@@ -677,6 +684,7 @@ ALLOWED: dict[str, set[str]] = {
         "system",
     },
     "records": {"cases", "formats", "report"},
+    "profiling": {"bench", "binning", "comparison", "execute", "report"},
     "examine": {
         "bench",
         "execute",
@@ -719,6 +727,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "measuring",
         "numdev",
+        "profiling",
         "records",
         "report",
         "sampling",
@@ -1155,6 +1164,8 @@ def test_what_renders_or_decides_touches_no_tensor() -> None:
         "boundswords",
     }
     light |= {
+        "profiles",
+        "render.along",
         "render.chart",
         "render.html",
         "render.parts",

@@ -145,6 +145,7 @@ def summary(**changes: Any) -> ProfileSummary:
         "errors": (0.0, 0.001, 0.001, 0.001),
         "lows": (0.0, 0.001, 0.001, 0.001),
         "highs": (0.0, 0.001, 0.001, 0.001),
+        "predicted": (0.001, 0.001, 0.001, 0.001),
         "ratios": (0.0, 1.0, 1.0, 1.0),
         "ratio_lows": (0.0, 1.0, 1.0, 1.0),
         "ratio_highs": (0.0, 1.0, 1.0, 1.0),
@@ -400,6 +401,7 @@ def test_a_summary_is_the_median_and_range_over_calls() -> None:
     assert (s.calls, s.counts) == (3, (48, 48, 48, 0))
     assert s.errors == (2.0, 2.0, 4.0, None)
     assert (s.lows, s.highs) == ((1.0, 2.0, 3.0, None), (9.0, 2.0, 8.0, None))
+    assert s.predicted == (1.0, 1.0, 0.0, None)
     assert s.ratios == (2.0, 2.0, 8.0, None)
     assert (s.ratio_lows[0], s.ratio_highs[0]) == (1.0, 3.0)
     assert [(b.first, b.last, b.error) for b in s.bins()][2:] == [(2, 2, 4.0), (3, 3, None)]
@@ -449,13 +451,16 @@ def test_a_summary_that_contradicts_itself_is_refused() -> None:
         ({"ratios": (0.0, 1.0, 1.0, 2.5), "role": "baseline"}, None),
         ({"ratios": (0.0, 1.0, 1.0, 2.5), "counts": (64, 64, 64, ROWS - 1)}, None),
         ({"ratios": (0.0, None, 1.0, 2.5), "counts": (1, 0, 64, 64)}, None),  # two bins
-        ({"ratios": (), "ratio_lows": (), "ratio_highs": ()}, None),
+        ({"ratios": (), "ratio_lows": (), "ratio_highs": (), "predicted": ()}, None),
+        ({"ratios": (9.0, 1.0, 1.0, 1.0), "errors": (0.0001, 0.001, 0.001, 0.001)}, None),
     ],
 )
 def test_an_end_that_stands_out_is_named(changes: dict[str, Any], where: str | None) -> None:
-    """More than twice the middle bin, each over what is predicted, and more than predicted; the
-    first bin that errs and the last one are looked at."""
-    said = remark([summary(**changes)])
+    """More than twice the middle bin, each over what is predicted, and more than predicted, there
+    and of the middle bin; the first bin that errs and the last one are looked at."""
+    ratios = changes.get("ratios", ())
+    given = {"errors": tuple(None if x is None else x / 1000 for x in ratios)} if ratios else {}
+    said = remark([summary(**{**given, **changes})])
     assert (said is None) == (where is None)
     if where is not None:
         assert where in (said or "")
@@ -463,7 +468,10 @@ def test_an_end_that_stands_out_is_named(changes: dict[str, Any], where: str | N
 
 def test_one_remark_is_enough() -> None:
     """The one that stands out most."""
-    ends = [summary(kernel=f"k{x}", ratios=(0.0, 1.0, 1.0, x)) for x in (3.0, 7.0, 5.0)]
+    ends = [
+        summary(kernel=f"k{x}", ratios=(0.0, 1.0, 1.0, x), errors=(0.0, 0.001, 0.001, x / 1000))
+        for x in (3.0, 7.0, 5.0)
+    ]
     assert "k7.0 (bfloat16, out)" in (remark(ends) or "")
     assert remark([]) is None
 

@@ -17,7 +17,7 @@ FEWEST = 2
 """Places that a line needs."""
 LITTLE = 0.1
 """The first row is left out where it errs less than this share of the next: it sees one key, there
-is hardly anything to round, and the axis would stretch until nothing else is to be seen."""
+is hardly anything to round, and the axes would stretch until nothing else is to be seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ def _curves(own: Sequence[ProfileSummary], relative: bool) -> tuple[Curve, ...]:
 def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
     ratios = (p.ratios, p.ratio_lows, p.ratio_highs)
     values, lows, highs = ratios if relative else (p.errors, p.lows, p.highs)
-    drawn = [(i, value) for i, value in enumerate(values) if value is not None]
-    if len(drawn) > 1 and drawn[0][0] == 0 and drawn[0][1] < LITTLE * drawn[1][1]:
-        del drawn[0]
+    first, second = (*p.errors, None)[:2]
+    begins = first is not None and second is not None and first < LITTLE * second
+    drawn = [(i, x) for i, x in enumerate(values) if x is not None and i >= begins]
     return tuple(
         Point(
             x=float(i),
