@@ -8,12 +8,14 @@ import dataclasses
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hostile import NAMES
 from rich.console import Console
 from test_comparison import Counted, outputs, waits, yardstick
 from torch import Tensor
@@ -33,6 +35,7 @@ from numdev.measuring import run_task
 from numdev.profiles import LENGTHS, NOTABLE, ROWS, pooled, remark
 from numdev.profiling import profile
 from numdev.render import html, markdown, terminal
+from numdev.render.along import figures
 from numdev.report import AuditReport, ProfileRow, ProfileSummary
 from numdev.sampling import Sample
 from numdev.studies.audit import audit
@@ -507,6 +510,42 @@ def test_the_page_draws_them(found: AuditReport) -> None:
     assert (found.summary.along or "?") in page
     for name in ("floor", "baseline", "test_profile:sound"):
         assert f"<title>{name} at row 1: " in page
+
+
+def test_a_first_row_with_nothing_to_round_stretches_no_axis() -> None:
+    """Where it errs less than a tenth of the next bin with rows it is not drawn, in neither
+    figure; else it is."""
+    for errors, first in (
+        ((0.00009, 0.001, 0.001, 0.001), 1.0),
+        ((0.00009, None, 0.001, 0.001), 2.0),
+        ((0.00011, 0.001, 0.001, 0.001), 0.0),
+        ((None, 0.00001, 0.001, 0.001), 1.0),
+    ):
+        made = figures([summary(errors=errors, lows=errors, highs=errors, ratios=errors)])
+        assert [along.figure.curves[0].points[0].x for along in made] == [first, first]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("extreme", [1e308, 5e-324, -1.0, 0.0, None])
+def test_whatever_a_report_says_it_is_shown(
+    found: AuditReport, name: str, extreme: float | None
+) -> None:
+    """Names that try to be markup add no kind of element to the page; no number breaks a drawing."""
+
+    def with_one(kernel: str) -> AuditReport:
+        numbers = (extreme, 0.001, extreme, 0.002)
+        odd = summary(
+            kernel=kernel, errors=numbers, lows=numbers, highs=numbers, ratios=numbers, calls=9
+        )
+        changes = {"profiles": (odd,), "along": kernel}
+        return found.model_copy(update={"summary": found.summary.model_copy(update=changes)})
+
+    seen, harmless = (html.page(with_one(kernel)) for kernel in (name, "flash"))
+    elements = re.compile(r"<[^\s>]+")
+    assert {*elements.findall(seen)} == {*elements.findall(harmless)}
+    assert 'onclick="' not in seen
+    assert markdown.page(with_one(name)).count("\n#") == markdown.page(found).count("\n#")
+    assert "\x1b[31" not in shown(with_one(name))
 
 
 def test_one_call_has_no_range(found: AuditReport) -> None:

@@ -92,8 +92,7 @@ def _curves(own: Sequence[ProfileSummary], relative: bool) -> tuple[Curve, ...]:
 def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
     ratios = (p.ratios, p.ratio_lows, p.ratio_highs)
     values, lows, highs = ratios if relative else (p.errors, p.lows, p.highs)
-    first, second = (*p.errors, None)[:2]
-    begins = first is not None and second is not None and first < LITTLE * second
+    begins = 1 if _little_at_first(p) else 0
     drawn = [(i, x) for i, x in enumerate(values) if x is not None and i >= begins]
     return tuple(
         Point(
@@ -106,6 +105,12 @@ def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
         )
         for i, value in drawn
     )
+
+
+def _little_at_first(p: ProfileSummary) -> bool:
+    first, *rest = p.errors
+    following = next((x for x in rest if x is not None), None)
+    return first is not None and following is not None and first < LITTLE * following
 
 
 def _rows(p: ProfileSummary, i: int) -> str:
