@@ -530,7 +530,7 @@ def test_a_first_row_with_nothing_to_round_stretches_no_axis() -> None:
 def test_whatever_a_report_says_it_is_shown(
     found: AuditReport, name: str, extreme: float | None
 ) -> None:
-    """Names that try to be markup add no kind of element to the page; no number breaks a drawing."""
+    """Names that try to be markup add no element to the page; no number breaks a drawing."""
 
     def with_one(kernel: str) -> AuditReport:
         numbers = (extreme, 0.001, extreme, 0.002)
