@@ -28,7 +28,9 @@ from torch import Tensor
 
 from numdev import deviation
 from numdev.attempt import Failure, attempt
+from numdev.binning import membership
 from numdev.cases import AttentionCase, CaseRef, empty_rows
+from numdev.comparison import Along
 from numdev.deviation import Yardstick
 from numdev.expectation import emulated_step, emulation
 from numdev.finiteness import inputs_finite
@@ -137,6 +139,9 @@ class Bench:
         self._at: Prepared | None = None
         self.last: tuple[str, Output] | None = None
         """The task measured last, by its key, and what its kernel returned."""
+        self.along: tuple[str, Mapping[str, Along]] | None = None
+        """The same task, and sums by bin of positions, by tensor."""
+        self._bins: dict[str, Tensor | None] = {}
 
     @cached_property
     def case(self) -> AttentionCase:
@@ -194,9 +199,21 @@ class Bench:
 
     def sampled_from(self, tensor: str) -> int | None:
         """Of how many rows those of `tensor` are a sample; None where all are measured."""
-        rows = self.rows_of(tensor)
-        length = self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
+        rows, length = self.rows_of(tensor), self.length_of(tensor)
         return None if rows is None or len(rows) == length else length
+
+    def length_of(self, tensor: str) -> int:
+        """How many rows a tensor of the call has."""
+        return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
+
+    def bins_of(self, tensor: str) -> Tensor | None:
+        """Which measured row of `tensor` is in which bin of positions (`binning.membership`)."""
+        side = "keys" if tensor in KV_TENSORS else "queries"
+        if side not in self._bins:
+            rows, length = self.rows_of(tensor), self.length_of(tensor)
+            every = torch.arange(length, device=self.case.q.device)
+            self._bins[side] = membership(length, every if rows is None else rows)
+        return self._bins[side]
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
         """The measured heads and rows of a tensor [batch, heads, rows, ...], which may be cut down

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,12 @@ from numdev.yardstick import (
 GROUPS = 16
 """Row i is in group i mod GROUPS, so that each group is spread over positions as the rows are."""
 
+ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")
+"""The sums, those of them there are, that are also made by bin of positions."""
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Along = Mapping[str, Numbers]
+"""Sums by name, [bins]: over batch, heads and the rows of each bin."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,21 +61,36 @@ class Comparison:
     """[H]: Wasserstein distances over all elements, those that are not usable being 0."""
     signed: Signed | None = None
 
-    def on_host(self) -> Totals:
-        """All of it, in one transfer."""
+    def on_host(self, bins: Tensor | None = None) -> Totals:
+        """All of it, in one transfer; with `bins`, fp64 [rows, bins] of 0 and 1, the sums by bin
+        too."""
         grouped = dealt(torch.stack(list(self.sums.values())))
         largest = torch.stack(list(self.largest.values())).amax(dim=(1, 3))
         signed = () if self.signed is None else self.signed.tensors
-        sums, maxima, *rest = transferred([grouped, largest, *self.transport.values(), *signed])
-        at = len(self.transport)
+        along = () if bins is None else (self._along(bins),)
+        sums, maxima, *rest = transferred(
+            [grouped, largest, *self.transport.values(), *signed, *along]
+        )
+        at, end = len(self.transport), len(self.transport) + len(signed)
         return Totals(
             rows=next(iter(self.sums.values())).shape[2],
             elements=self.elements,
             groups=dict(zip(self.sums, sums, strict=True)),
             largest=dict(zip(self.largest, maxima, strict=True)),
             transport=dict(zip(self.transport, rest[:at], strict=True)),
-            signed=tuple(rest[at:]),
+            signed=tuple(rest[at:end]),
+            along=dict(zip(self._binned, rest[end], strict=True)) if along else {},
         )
+
+    @property
+    def _binned(self) -> list[str]:
+        return [name for name in ALONG if name in self.sums]
+
+    def _along(self, bins: Tensor) -> Tensor:
+        """[sums, bins]."""
+        rows = torch.stack([self.sums[name] for name in self._binned]).sum(dim=(1, 2))
+        by_bin: Tensor = rows @ bins
+        return by_bin
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,6 +105,8 @@ class Totals:
     largest: dict[str, Numbers]
     transport: dict[str, Numbers]
     signed: tuple[Numbers, ...]
+    along: Along
+    """Nothing where no bins were given."""
 
     @cached_property
     def sums(self) -> dict[str, Numbers]:
@@ -301,7 +323,12 @@ def _beside_expected(found: Comparison, error: Errors, predicted: Errors) -> Non
     part, size = predicted.part, predicted.part.predicted(predicted.size)
     squares = part.relative(torch.stack([error.size, size, part.least])).square()
     against, expected, least = squares
-    found.sums.update(against=against, predicted=expected, least_row=least)
+    found.sums.update(
+        against=against,
+        predicted=expected,
+        least_row=least,
+        expected_count=part.sums["counted"],
+    )
     typical = _typical(squares[1:], part)
     found.largest["worst_row"] = _ratios(error.size, size, typical, part)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from numdev.bias import bias
 from numdev.comparison import (
+    Along,
     Totals,
     compare,
     compare_plain,
@@ -38,6 +39,7 @@ __all__ = [
     "Yardstick",
     "finite",
     "measure",
+    "measure_along",
     "measure_plain",
     "row_ratios",
     "typical_row",
@@ -65,7 +67,20 @@ def measure(
     it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
     position, of how many; then `interval` holds the intervals of some metrics.
     """
-    found = compare(output, yardstick, expected).on_host()
+    return measure_along(output, yardstick, expected, of=of)[0]
+
+
+def measure_along(
+    output: Tensor,
+    yardstick: Yardstick,
+    expected: Tensor | None = None,
+    *,
+    of: int | None = None,
+    bins: Tensor | None = None,
+) -> tuple[list[Metrics], Along]:
+    """As `measure`, and some of the sums by bin of positions (`comparison.ALONG`): `bins` says
+    which row is in which, fp64 [rows, bins] of 0 and 1; nothing without it."""
+    found = compare(output, yardstick, expected).on_host(bins)
     with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
         columns = of_sums(found.sums) | _common(found) | _beside(found, yardstick)
     metrics = _per_head(columns)
@@ -73,7 +88,7 @@ def measure(
         head.update(own)
         if yardstick.lower is not None:
             head["lower_format"] = yardstick.lower.name
-    return _finished(metrics, found, of)
+    return _finished(metrics, found, of), found.along
 
 
 def measure_plain(

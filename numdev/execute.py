@@ -23,7 +23,7 @@ from numdev.sampling import Sample
 JOURNAL = "rows.jsonl"
 RESULTS = (
     *("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv", "distances.csv"),
-    *("heads.csv", "cures.csv", "kernels.csv", "state.pt"),
+    *("heads.csv", "cures.csv", "kernels.csv", "profiles.csv", "state.pt"),
 )
 """What is built from a journal or goes on from it, and goes with it under --overwrite."""
 

@@ -20,6 +20,7 @@ from numdev.explain import explain
 from numdev.formats import Format
 from numdev.kernels import Kernel
 from numdev.measuring import Runner, bare_row, run_task
+from numdev.profiling import profile
 from numdev.records import case_record
 from numdev.sampling import Sample
 from numdev.sources import Located
@@ -50,6 +51,8 @@ class Setting:
     explain: bool = False
     examine: bool = False
     """Whether the rows that err most are looked at."""
+    profile: bool = False
+    """Whether it is kept how kernels err along their calls."""
     gradients: bool = False
     sampled_rows: int | None = None
     """How many query rows of each head are measured; None: all."""
@@ -100,6 +103,7 @@ class Step:
     planned: Planned
     task: Task
     examined: bool
+    profiled: bool
     explained: bool
 
     @property
@@ -111,6 +115,10 @@ class Step:
         return f"worst {self.task.key}"
 
     @property
+    def profile(self) -> str:
+        return f"profile {self.task.key}"
+
+    @property
     def explanation(self) -> str:
         return f"explain {self.task.key}"
 
@@ -119,7 +127,8 @@ class Step:
         """Of all its entries, in the order a report has them: key to kind."""
         worst = {self.worst: "worst"} if self.examined else {}
         explained = {self.explanation: "attribution"} if self.explained else {}
-        return {**worst, self.task.key: "row", **explained}
+        profile = {self.profile: "profile"} if self.profiled else {}
+        return {**worst, **profile, self.task.key: "row", **explained}
 
 
 def case_key(ref: CaseRef) -> str:
@@ -145,6 +154,7 @@ def steps(ref: CaseRef, setting: Setting) -> Iterator[Step]:
                 planned=planned,
                 task=task,
                 examined=setting.examine and planned.role == "kernel",
+                profiled=setting.profile,
                 explained=setting.explain and planned.role in ("baseline", "kernel"),
             )
 
@@ -187,7 +197,10 @@ def _entries(
         run = attempt
     if task.key in wanted:
         rows = run_task(task, kernel, bench, setting.system, run)
-        if step.examined:  # before the rows: a task that is finished has both
+        if step.profiled:  # before the rows: a task that is finished has both
+            along = [row.model_dump(mode="json") for row in profile(task, bench)]
+            yield Entry(key=step.profile, kind="profile", rows=along)
+        if step.examined:
             with bench.watch("metrics"):
                 # The worst of a sample is not the worst: worth a look where it is bad enough.
                 look = bench.sample is None or remarkable(rows)
@@ -206,7 +219,7 @@ def without_result(step: Step, wanted: frozenset[str], reason: str) -> Iterator[
     """The wanted entries of a task that could not be done anywhere: one row that says why."""
     row = bare_row(step.task, Failure("failed", reason)).model_dump(mode="json")
     for key, kind in step.keys.items():
-        if key in wanted or (kind == "worst" and step.task.key in wanted):
+        if key in wanted or (kind in ("worst", "profile") and step.task.key in wanted):
             yield Entry(key=key, kind=kind, rows=[row] if kind == "row" else [], what=step.what)
 
 

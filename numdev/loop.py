@@ -35,6 +35,7 @@ from numdev.report import (
     AttributionRow,
     CaseRecord,
     DeviationRow,
+    ProfileRow,
     Provenance,
     WeightRow,
     WorstRow,
@@ -214,6 +215,10 @@ class Run:
     @property
     def worst(self) -> tuple[WorstRow, ...]:
         return tuple(WorstRow.model_validate(row) for row in self.journal.rows("worst"))
+
+    @property
+    def profiles(self) -> tuple[ProfileRow, ...]:
+        return tuple(ProfileRow.model_validate(row) for row in self.journal.rows("profile"))
 
     @property
     def attributions(self) -> tuple[AttributionRow, ...]:

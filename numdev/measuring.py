@@ -7,6 +7,7 @@ what it returned, reaches the other tasks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from numdev.attempt import Failure, attempt, one_line
 from numdev.bench import Bench, Prepared
 from numdev.cases import AttentionCase
 from numdev.checksum import checksums
+from numdev.comparison import Along
 from numdev.deviation import Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
@@ -127,6 +129,7 @@ def _measured_rows(
     bits = _bits(task, output, prepared, bench)
     # What was computed of sampled queries alone has no dk and dv.
     given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
+    along: dict[str, Along] = {}
     for tensor in given if trained else ("out",):
         x = getattr(output, tensor)
         if x is None:
@@ -140,7 +143,9 @@ def _measured_rows(
             rows += _rows(task, tensor, metrics, output, bench)
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
-        metrics = _metrics(task, tensor, chosen, fmt, prepared, bench, claim, formats)
+        metrics, along[tensor] = _metrics(
+            task, tensor, chosen, fmt, prepared, bench, claim, formats
+        )
         if tensor in rest:
             metrics = _with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
@@ -160,6 +165,7 @@ def _measured_rows(
             lse = _with_the_rest(lse, rest["lse"])
         lse = _with_bits(lse, bits, "lse")
         rows += _rows(task, "lse", _with_noise(lse, _of(bench, "lse", noises)), output, bench)
+    bench.along = (task.key, along)
     return rows
 
 
@@ -172,24 +178,26 @@ def _metrics(
     bench: Bench,
     claim: Mapping[str, Any] | None,
     formats: Mapping[str, Format],
-) -> list[Metrics]:
-    """One tensor's metrics, beside what the kernel's roundings predict."""
+) -> tuple[list[Metrics], Along]:
+    """One tensor's metrics, beside what the kernel's roundings predict; and along its rows."""
     yardstick = prepared.yardsticks[tensor].for_format(fmt)
-    of = bench.sampled_from(tensor)
+    against = functools.partial(
+        deviation.measure_along, of=bench.sampled_from(tensor), bins=bench.bins_of(tensor)
+    )
     if task.role == "floor":
-        return deviation.measure(x, yardstick, of=of)
+        return against(x, yardstick)
     why = unexpected(claim, prepared.case.format, fmt)
     if tensor not in prepared.by_row:
-        metrics = deviation.measure(x, yardstick, of=of)
+        metrics, along = against(x, yardstick)
         lacking = ("expected_ratio", "worst_row", "baseline_ratio", "amplification")
-        return [_with_nulls(head, lacking, NOT_PREDICTED) for head in metrics]
+        return [_with_nulls(head, lacking, NOT_PREDICTED) for head in metrics], along
     if why is not None:
-        metrics = deviation.measure(x, yardstick, of=of)
-        return [_with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics]
+        metrics, along = against(x, yardstick)
+        return [_with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics], along
     expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
     whose = str((claim or {}).get("preset", "fa2"))
-    metrics = deviation.measure(x, yardstick, expected, of=of)
-    return [{**head, "claim": whose} for head in metrics]
+    metrics, along = against(x, yardstick, expected)
+    return [{**head, "claim": whose} for head in metrics], along
 
 
 def _elsewhere(

@@ -37,6 +37,7 @@ Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Phase = Literal["prefill", "decode"]
+Attends = Literal["self", "cross", "joint"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of things; not one that only JSON can hold."""
 NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
@@ -88,7 +89,7 @@ class DeviationRow(Record):
     """Of a generation: its first pass, or one of those that follow."""
     step: int | None = None
     """Of a diffusion pipeline: the denoising step, from 0."""
-    attends: Literal["self", "cross", "joint"] | None = None
+    attends: Attends | None = None
     """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
     head: int | None
     """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
@@ -192,6 +193,8 @@ class AttributionRow(Record):
     call: int
     seed: int | None
     phase: Phase | None = None
+    step: int | None = None
+    attends: Attends | None = None
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -227,6 +230,7 @@ class WorstRow(Record):
     seed: int | None
     phase: Phase | None = None
     step: int | None = None
+    attends: Attends | None = None
     role: Role = "kernel"
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -273,6 +277,30 @@ class WorstRow(Record):
     mass: float | None = None
     """The probability a key receives, summed over queries."""
     sentence: str
+
+
+class ProfileRow(Record):
+    """How one tensor of one call errs along its rows: in bins by position, heads and sequences
+    pooled. Errors are relative to the row's term scale, as row_rel; null in a bin without a row."""
+
+    case: str
+    layer: int | None
+    attends: Attends | None = None
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    tensor: Tensor
+    length: int
+    """Rows of the call: queries, or keys for dk and dv."""
+    starts: tuple[int, ...]
+    """The first row of each bin, which ends before the next, and the last one with the call."""
+    counts: tuple[int, ...]
+    """Rows of each bin that were measured and have a relative error."""
+    errors: tuple[float | None, ...]
+    """Root mean square."""
+    predicted: tuple[float | None, ...] | None = None
+    """The same of what its roundings predict; null where nothing is predicted."""
 
 
 class Explanation(Record):
@@ -400,7 +428,7 @@ class PartSummary(Record):
     format: str
     phase: Literal["prefill", "decode"] | None = None
     step: int | None = None
-    attends: Literal["self", "cross", "joint"] | None = None
+    attends: Attends | None = None
     calls: int
     ok: int
     """Heads that were measured, of all these calls."""
@@ -412,6 +440,89 @@ class PartSummary(Record):
     baseline_ratio: float | None = None
     expected_ratio: float | None = None
     expected_ratio_worst: float | None = None
+
+
+OF_A_BIN = (
+    *("first", "last", "rows", "error", "low", "high"),
+    *("predicted", "ratio", "ratio_low", "ratio_high"),
+)
+
+
+class ProfileSummary(Record):
+    """How one kernel errs along the rows of calls of one length: of each bin the median over these
+    calls, the least and the largest. Null where no call has a number."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    tensor: Tensor
+    attends: Attends | None = None
+    length: int
+    calls: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    """Rows of each bin, of all calls together."""
+    errors: tuple[float | None, ...]
+    lows: tuple[float | None, ...]
+    highs: tuple[float | None, ...]
+    predicted: tuple[float | None, ...] = ()
+    """The median of what is predicted; empty, as the following, where nothing is."""
+    ratios: tuple[float | None, ...] = ()
+    """Error over what is predicted, taken call by call."""
+    ratio_lows: tuple[float | None, ...] = ()
+    ratio_highs: tuple[float | None, ...] = ()
+
+    @model_validator(mode="after")
+    def _aligned(self) -> ProfileSummary:
+        bins = len(self.starts)
+        always = (self.counts, self.errors, self.lows, self.highs)
+        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
+        if {bins} != {*map(len, always)} or {*map(len, ratios)} not in ({0}, {bins}):
+            raise ValueError("a number for every bin")
+        edges = [*self.starts, self.length]
+        if not bins or edges != sorted({*edges}):
+            raise ValueError("bins that follow each other within the call")
+        return self
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last row of each bin."""
+        return tuple(start - 1 for start in (*self.starts[1:], self.length))
+
+    def bins(self) -> Iterator[ProfileBin]:
+        """A record for each bin."""
+        names = [name for name in ProfileBin.model_fields if name not in OF_A_BIN]
+        shared = {name: getattr(self, name) for name in names}
+        none = (None,) * len(self.starts)
+        always = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs)
+        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
+        columns = (*always, *(x or none for x in ratios))
+        for own in zip(*columns, strict=True):
+            yield ProfileBin(**shared, **dict(zip(OF_A_BIN, own, strict=True)))
+
+
+class ProfileBin(Record):
+    """One bin of a ProfileSummary, as a line of profiles.csv."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    tensor: Tensor
+    attends: str | None
+    length: int
+    calls: int
+    first: int
+    last: int
+    rows: int
+    error: float | None
+    low: float | None
+    high: float | None
+    predicted: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
 
 
 class HeadMap(Record):
@@ -459,6 +570,10 @@ class AuditSummary(Record):
     worst_rows: tuple[WorstRow, ...] = ()
     parts: tuple[PartSummary, ...] = ()
     """Of a generation by phase; of a diffusion pipeline by denoising step and what attends."""
+    profiles: tuple[ProfileSummary, ...] = ()
+    """Of the lengths that most calls have."""
+    along: str | None = None
+    """What is remarkable of them, as a sentence."""
 
 
 class Place(Record):
@@ -565,6 +680,7 @@ class AuditReport(Report):
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
     attributions: tuple[AttributionRow, ...] = ()
+    profiles: tuple[ProfileRow, ...] = ()
 
     @property
     def measured(self) -> bool:
@@ -573,7 +689,9 @@ class AuditReport(Report):
         return "ok" in status or not status
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
+        bins = [line for p in self.summary.profiles for line in p.bins()]
+        more: dict[str, Sequence[Record]] = {"weights": self.weights, "profiles": bins}
+        return {"rows": self.rows, **{name: rows for name, rows in more.items() if rows}}
 
 
 class CheckRecord(Record):

@@ -14,6 +14,7 @@ import pandas as pd
 
 from numdev.answer import answer
 from numdev.explanations import explanations
+from numdev.profiles import pooled, remark
 from numdev.report import (
     AttributionRow,
     AuditSummary,
@@ -22,6 +23,7 @@ from numdev.report import (
     HeadMap,
     KernelSummary,
     PartSummary,
+    ProfileRow,
     WeightRow,
     WeightSummary,
     WorstRow,
@@ -37,6 +39,7 @@ def summarise(
     weights: Sequence[WeightRow] = (),
     attributions: Sequence[AttributionRow] = (),
     worst: Sequence[WorstRow] = (),
+    profiles: Sequence[ProfileRow] = (),
 ) -> AuditSummary:
     """The summary of an audit's rows; raises nothing on rows that are all skipped. Planted faults
     are the gate's business, and left out."""
@@ -52,6 +55,7 @@ def summarise(
         for kernel in sorted((k for k in kernels if k.format == name), key=_rank)
     ]
     sequences = table["sequences"].dropna()
+    along = pooled(profiles)
     return AuditSummary(
         answer=answer(ranked),
         kernels=tuple(ranked),
@@ -61,6 +65,8 @@ def summarise(
         explanations=explanations(attributions),
         worst_rows=tuple(worst),
         parts=tuple(_parts(table, ranked)),
+        profiles=along,
+        along=remark(along),
     )
 
 

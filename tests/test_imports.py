@@ -369,6 +369,7 @@ ALLOWED: dict[str, set[str]] = {
     "comparison": {"formats", "wasserstein", "yardstick"},
     "bias": set(),
     "intervals": set(),
+    "binning": set(),
     "deviation": {"bias", "comparison", "intervals", "yardstick"},
     "finiteness": {"cases", "comparison", "formats", "yardstick"},
     # How far it should be: the emulation a kernel claims to be, and whether it is one.
@@ -511,7 +512,8 @@ ALLOWED: dict[str, set[str]] = {
     "rowparts": {"collector", "report"},
     "foreign": set(),
     "schema": {"report"},
-    "summary": {"answer", "explanations", "report", "rules"},
+    "profiles": {"report", "rules"},
+    "summary": {"answer", "explanations", "profiles", "report", "rules"},
     "explanations": {"report"},
     "answer": {"report", "rules"},
     "render": set(),
@@ -526,8 +528,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "render.chart": {"report"},
     "render.parts": {"render.chart", "report"},
+    "render.along": {"render.chart", "render.parts", "report"},
     "render.html": {
         "foreign",
+        "render.along",
         "render.chart",
         "render.numbers",
         "render.parts",
@@ -539,7 +543,7 @@ ALLOWED: dict[str, set[str]] = {
     "render.markdown": {"foreign", "render.html", "render.sentences", "render.sheets", "report"},
     "render.numbers": set(),
     "render.positions": {"report"},
-    "render.sheets": {"render.numbers", "render.parts", "report"},
+    "render.sheets": {"render.along", "render.numbers", "render.parts", "report"},
     "render.verdicts": {"gate", "render.problems", "render.standing", "render.terminal", "report"},
     "render.standing": {
         "gate",
@@ -628,7 +632,9 @@ ALLOWED: dict[str, set[str]] = {
     "execute": {"cases", "errors", "sampling"},
     "bench": {
         "attempt",
+        "binning",
         "cases",
+        "comparison",
         "deviation",
         "expectation",
         "finiteness",
@@ -663,6 +669,7 @@ ALLOWED: dict[str, set[str]] = {
         "bench",
         "cases",
         "checksum",
+        "comparison",
         "deviation",
         "errors",
         "execute",
@@ -678,6 +685,7 @@ ALLOWED: dict[str, set[str]] = {
         "system",
     },
     "records": {"cases", "formats", "report"},
+    "profiling": {"bench", "binning", "comparison", "execute", "report"},
     "examine": {
         "bench",
         "execute",
@@ -748,6 +756,7 @@ ALLOWED: dict[str, set[str]] = {
         "formats",
         "kernels",
         "measuring",
+        "profiling",
         "records",
         "sampling",
         "sources",
@@ -1228,6 +1237,8 @@ def test_what_renders_or_decides_touches_no_tensor() -> None:
         "boundswords",
     }
     light |= {
+        "profiles",
+        "render.along",
         "render.chart",
         "render.html",
         "render.parts",

@@ -253,3 +253,16 @@ def test_rows_are_immutable() -> None:
     """A row cannot be changed after it was made."""
     with pytest.raises(ValidationError, match="frozen"):
         DeviationRow(**ROW).rms = 1.0
+
+
+@pytest.mark.parametrize("model", [report.DeviationRow, report.WorstRow, report.AttributionRow])
+def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) -> None:
+    """What identifies a task (`measuring.identity`) has a field in each: to `examine` what cannot be
+    measured is no result, and a field that is missing would look like that."""
+    from numdev.cases import CaseRef
+    from numdev.execute import Task
+    from numdev.measuring import identity
+
+    ref = CaseRef(case="a", source="b", module="c", layer=0, call=0, seed=None)
+    task = Task(case=ref, role="kernel", kernel="k", options={}, format="bfloat16", heads=None)
+    assert identity(task).keys() <= model.model_fields.keys()

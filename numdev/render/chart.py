@@ -320,9 +320,9 @@ def _dot(curve: Curve, point: Point, at: float, y: Scale) -> Dot:
 
 
 def value(point: Point) -> str:
-    """A mean and its interval in words."""
+    """A mean and its interval in words. What is no mean over seeds has 0 of them."""
     if point.low is None or point.high is None:
-        return f"{point.mean:.3g} (one seed)"
+        return f"{point.mean:.3g}" + (" (one seed)" if point.seeds else "")
     return f"{point.mean:.3g} [{point.low:.3g} to {point.high:.3g}]"
 
 

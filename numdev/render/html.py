@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup, escape
 
 from numdev.foreign import plain
-from numdev.render import chart, numbers, parts, positions
+from numdev.render import along, chart, numbers, parts, positions
 from numdev.render.sentences import headed
 from numdev.report import AuditReport, Finding, Report, SweepReport, replacing
 from numdev.stopwatch import words
@@ -105,10 +105,13 @@ def _prose(text: str) -> Markup:
 def _audit(report: AuditReport) -> dict[str, Any]:
     """What the template of an audit gets."""
     figures = positions.figures(report.summary.worst_rows)
+    profiles = report.summary.profiles
     return {
         "summary": report.summary,
         "grids": parts.grids(report.summary.parts),
         "by_step": parts.charts(report.summary.parts),
+        "along": along.charts([p for p in profiles if p.tensor == "out"]),
+        "along_gradients": along.charts([p for p in profiles if p.tensor != "out"]),
         "positions": chart.charts(figures, positions.AXIS, "baseline"),
         "sites": {s.site: s.rounds for e in report.summary.explanations for s in e.sites},
     }

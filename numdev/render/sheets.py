@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from numdev.render import parts
+from numdev.render import along, parts
 from numdev.render.numbers import NONE, ratio, si
 from numdev.report import (
     AuditReport,
@@ -91,6 +91,8 @@ def _audit(report: AuditReport) -> Iterator[Sheet]:
             columns=("kernel", *grid.columns),
             rows=tuple((line.label, *map(ratio, line.cells)) for line in grid.lines),
         )
+    for line in along.figures(report.summary.profiles):
+        yield of_figure(line.figure, line.axis)
     found = report.summary.map
     if found is not None:
         yield Sheet(

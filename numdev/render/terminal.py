@@ -166,6 +166,8 @@ def show_audit(report: AuditReport, console: Console | None = None) -> None:
     sampled = any(k.rows_measured for k in summary.kernels)
     for row in _worst_rows(summary.worst_rows, sampled=sampled):
         out.print(row)
+    if summary.along is not None:
+        out.print("", _text(summary.along, "yellow"), sep="\n")
     if summary.map is not None:
         out.print()
         out.print(_head_map(summary.map, out.width))

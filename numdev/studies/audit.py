@@ -75,6 +75,7 @@ def audit(
         heads=request.heads,
         explain=request.explain,
         examine=True,
+        profile=True,
         gradients=request.gradients,
         sampled_rows=request.sampled_rows,
         seed=request.seed,
@@ -110,6 +111,7 @@ def audit(
         with watch("capture"):
             weights = tuple(row for name, w in source.weights() for row in run.weight(name, w))
         rows, cases, attributions = run.rows, run.cases, run.attributions
+        profiles = run.profiles
         if not rows:
             raise MeasurementError(
                 f"{request.target}: no attention call was selected",
@@ -129,12 +131,13 @@ def audit(
     return AuditReport(
         provenance=provenance(system, described, command),
         request=asked,
-        summary=summarise(rows, weights, attributions, most(run.worst)),
+        summary=summarise(rows, weights, attributions, most(run.worst), profiles),
         findings=findings,
         tested=tested,
         cases=cases,
         rows=rows,
         weights=weights,
         attributions=attributions,
+        profiles=profiles,
         timings=watch.seconds(),
     )

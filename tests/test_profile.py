@@ -1,0 +1,668 @@
+"""Errors against row position: the bins, the numbers in them, what a report and a page make of
+them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hostile import NAMES
+from rich.console import Console
+from test_comparison import Counted, outputs, waits, yardstick
+from torch import Tensor
+
+from numdev import report
+from numdev.bench import KV_TENSORS, Bench
+from numdev.binning import BINS, FEWEST, membership, starts
+from numdev.cases import AttentionCase, CaseRef
+from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.deviation import measure, measure_along
+from numdev.execute import JOURNAL, Task
+from numdev.formats import FORMATS
+from numdev.inputs import Shapes, draw
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels.reference import attend, gradients
+from numdev.measuring import run_task
+from numdev.profiles import LENGTHS, NOTABLE, ROWS, pooled, remark
+from numdev.profiling import profile
+from numdev.render import html, markdown, terminal
+from numdev.render.along import figures
+from numdev.report import AuditReport, ProfileRow, ProfileSummary
+from numdev.sampling import Sample
+from numdev.studies.audit import audit
+from numdev.system import System
+
+HERE = System.here("cpu")
+BF16 = FORMATS["bfloat16"]
+LATE = 0.05
+"""How far `late` is off at the last row, relative to its output."""
+
+# --- kernels as users bring them -----------------------------------------------------------------
+
+
+def sound(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+def late(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Right at first, and off by more and more towards the last row."""
+    out = sound(q, k, v, is_causal=is_causal).float()
+    generator = torch.Generator().manual_seed(0)
+    share = torch.linspace(0, 1, out.shape[2])[:, None] ** 6
+    return (out * (1 + LATE * share * torch.randn(out.shape, generator=generator))).to(q.dtype)
+
+
+# --- helpers -------------------------------------------------------------------------------------
+
+
+def drawn(length: int = 90, kv_length: int | None = None, **changes: Any) -> AttentionCase:
+    shapes = Shapes(
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        q_len=length,
+        kv_len=kv_length or length,
+        head_dim=16,
+        v_dim=16,
+    )
+    x = draw("normal", shapes, seed=0, options={}, gradients=True)
+    given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25}
+    return AttentionCase(ref=CaseRef(case="x"), **{**given, "is_causal": True, **changes})
+
+
+def profiled(kernel: Kernel, bench: Bench, role: str = "kernel") -> dict[str, ProfileRow]:
+    task = Task(
+        case=bench.ref,
+        role=role,
+        kernel=kernel.name,
+        format="bfloat16",
+        gradients=bench.gradients,
+        sample=bench.sample,
+    )
+    run_task(task, kernel, bench, HERE)
+    return {row.tensor: row for row in profile(task, bench)}
+
+
+def spoiling(*places: tuple[int, int, int]) -> Kernel:
+    """PyTorch's flash with NaN in the first feature of some rows [batch, head, row]."""
+
+    def run(case: AttentionCase) -> Output:
+        out = find("sdpa-flash").attend(case).out.clone()
+        for place in places:
+            out[(*place, 0)] = math.nan
+        return Output(out=out)
+
+    return Kernel(name="spoiled", function=run, backward=None)
+
+
+def by_hand(
+    found: Tensor, exact: Tensor, terms: Tensor, empty: Tensor, length: int, at: Tensor | None
+) -> tuple[list[int], list[float | None]]:
+    """Rows one after the other, each put into the bin that its position says: how many there are,
+    and the rms of |error| / |term scale| over each row's finite elements."""
+    o, r, t = (x.double().numpy() for x in (found, exact, terms))
+    places = np.arange(o.shape[2]) if at is None else at.numpy()
+    edges = [*starts(length), length]
+    squares: list[list[float]] = [[] for _ in edges[1:]]
+    for b, h, i in np.ndindex(*o.shape[:3]):
+        fine = np.isfinite(o[b, h, i])
+        if empty[b, h, i] or not fine.any():
+            continue
+        size = math.sqrt((t[b, h, i][fine] ** 2).sum())
+        error = math.sqrt(((o[b, h, i] - r[b, h, i])[fine] ** 2).sum())
+        at_bin = max(n for n, edge in enumerate(edges[:-1]) if edge <= places[i])
+        squares[at_bin].append((error / size) ** 2)
+    rms = [math.sqrt(sum(own) / len(own)) if own else None for own in squares]
+    return [len(own) for own in squares], rms
+
+
+def check(row: ProfileRow, counts: list[int], rms: list[float | None]) -> None:
+    """The row holds these numbers, to the four digits that are kept; and zero is zero."""
+    assert list(row.counts) == counts
+    for mine, theirs in zip(row.errors, rms, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert math.isclose(mine, theirs, rel_tol=5.1e-4, abs_tol=1e-15)
+
+
+def summary(**changes: Any) -> ProfileSummary:
+    given: dict[str, Any] = {
+        "kernel": "k",
+        "options": {},
+        "role": "kernel",
+        "format": "bfloat16",
+        "tensor": "out",
+        "length": 40,
+        "calls": 2,
+        "starts": (0, 1, 2, 4),
+        "counts": (64, 64, 128, 2000),
+        "errors": (0.0, 0.001, 0.001, 0.001),
+        "lows": (0.0, 0.001, 0.001, 0.001),
+        "highs": (0.0, 0.001, 0.001, 0.001),
+        "predicted": (0.001, 0.001, 0.001, 0.001),
+        "ratios": (0.0, 1.0, 1.0, 1.0),
+        "ratio_lows": (0.0, 1.0, 1.0, 1.0),
+        "ratio_highs": (0.0, 1.0, 1.0, 1.0),
+    }
+    return ProfileSummary(**{**given, **changes})
+
+
+def row(case: str = "a", **changes: Any) -> ProfileRow:
+    given: dict[str, Any] = {
+        "case": case,
+        "layer": None,
+        "role": "kernel",
+        "kernel": "k",
+        "format": "bfloat16",
+        "tensor": "out",
+        "length": 4,
+        "starts": (0, 1, 2, 3),
+        "counts": (16, 16, 16, 0),
+        "errors": (1.0, 2.0, 3.0, None),
+        "predicted": (1.0, 1.0, 0.0, None),
+    }
+    return ProfileRow(**{**given, **changes})
+
+
+def request(*kernels: str, **changes: Any) -> AuditRequest:
+    cases = [
+        CaseConfig(name=f"c{n}", batch=2, heads=4, seq_len=64, head_dim=16, causal=True)
+        for n in (1, 2)
+    ]
+    given: dict[str, Any] = {
+        "target": "x.yaml",
+        "cases": cases,
+        "kernels": tuple(Choice(name=name) for name in kernels),
+        "formats": ("bfloat16",),
+        "reproducers": 0,
+    }
+    return AuditRequest(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
+    names = ("test_profile:late", "test_profile:sound")
+    return audit(request(*names), tmp_path_factory.mktemp("profile"))
+
+
+def shown(found: AuditReport) -> str:
+    out = io.StringIO()
+    terminal.show_audit(found, Console(file=out, width=200))
+    return out.getvalue()
+
+
+# --- bins ----------------------------------------------------------------------------------------
+
+
+def test_bins_double_and_then_are_even() -> None:
+    """At 256 rows bins of 1, 1, 2, 4 and 8, then 16 each; at 30 of 1, 1, 2 each, and 1 at last."""
+    assert starts(256) == (0, 1, 2, 4, 8, *range(16, 256, 16))
+    assert starts(30) == (0, 1, *range(2, 22, 2), *range(22, 30))
+    assert starts(BINS) == tuple(range(BINS))
+
+
+@pytest.mark.parametrize("length", [0, 1, FEWEST - 1, FEWEST, 25, 47, 1000, 4096, 131072, 1 << 26])
+def test_bins_cover_the_call(length: int) -> None:
+    """At most 20, from row 0, each with a row; from the widest on they differ by one at most. Fewer
+    than four rows have none."""
+    found = starts(length)
+    assert len(found) <= BINS
+    if length < FEWEST:
+        assert found == ()
+        return
+    widths = [b - a for a, b in zip(found, (*found[1:], length), strict=True)]
+    assert found[0] == 0
+    assert min(widths) >= 1
+    even = widths[widths.index(max(widths)) :]
+    assert max(even) - min(even) <= 1
+
+
+@pytest.mark.parametrize("at", [None, [0, 3, 17, 99]])
+def test_membership_puts_every_row_into_one_bin(at: list[int] | None) -> None:
+    """The last bin that begins at or before the row."""
+    positions = np.arange(100) if at is None else np.array(at)
+    mine = membership(100, torch.tensor(positions))
+    assert mine is not None
+    expected = np.searchsorted(starts(100), positions, side="right") - 1
+    assert (mine.argmax(dim=1).numpy() == expected).all()
+    assert bool((mine.sum(dim=1) == 1).all())
+    assert membership(FEWEST - 1, torch.arange(FEWEST - 1)) is None
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def test_errors_are_those_of_the_rows_in_each_bin() -> None:
+    """Out, dq, dk and dv, with grouped heads, more keys than queries, rows that see no key and
+    elements that are not finite, against a loop over rows."""
+    case = drawn(50, 90, causal_offset=-3)
+    bench, flash = Bench(case.ref, lambda: case, gradients=True), find("sdpa-math")
+    rows = profiled(flash, bench)
+    prepared = bench.at("bfloat16")
+    output = flash.gradients(prepared.case)
+    exact = gradients(prepared.case)
+    for tensor, mine in rows.items():
+        keys = tensor in KV_TENSORS
+        terms = exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms")
+        size = getattr(exact, tensor)
+        empty = torch.zeros(size.shape[:3], dtype=torch.bool) if keys else exact.empty
+        if keys:
+            empty = terms.double().norm(dim=-1) < 2.0**-100  # keys that nobody sees
+        length = 90 if keys else 50
+        check(mine, *by_hand(getattr(output, tensor), size, terms, empty, length, None))
+        assert mine.length == length
+    assert set(rows) == {"out", "dq", "dk", "dv"}
+    assert rows["out"].counts[:3] == (0, 0, 8)
+    assert rows["out"].errors[0] is None
+
+    strange = spoiling((0, 1, 20), (1, 2, 40))
+    bench = Bench(case.ref, lambda: case)
+    mine = profiled(strange, bench)["out"]
+    out = strange.attend(bench.at("bfloat16").case).out
+    check(mine, *by_hand(out, exact.out, exact.term_scale, exact.empty, 50, None))
+
+
+def test_the_oracle_rejects_a_wrong_number() -> None:
+    """A count or an error that is off by a thousandth, or missing, is noticed."""
+    right = row(errors=(0.5, 0.25, None, 0.0), counts=(1, 1, 0, 1))
+    check(right, [1, 1, 0, 1], [0.5, 0.25, None, 0.0])
+    wrong: list[tuple[list[int], list[float | None]]] = [
+        ([1, 1, 0, 2], [0.5, 0.25, None, 0.0]),
+        ([1, 1, 0, 1], [0.5006, 0.25, None, 0.0]),
+        ([1, 1, 0, 1], [0.5, None, None, 0.0]),
+        ([1, 1, 0, 1], [0.5, 0.25, None, 1e-9]),
+    ]
+    for counts, rms in wrong:
+        with pytest.raises(AssertionError):
+            check(right, counts, rms)
+
+
+def test_predictions_are_those_of_the_emulation() -> None:
+    """In each bin the rms of the emulation's own error, joined by what fp32 arithmetic may err, or
+    of u |r_i| / sqrt(12) if that is more. The yardstick's arithmetic is 1e-6 of the terms."""
+    y = yardstick((2, 3, 40, 8))
+    output, expected = outputs(y)
+    bins = membership(40, torch.arange(40))
+    _, along = measure_along(output, y, expected, bins=bins)
+    terms = y.term_scale.norm(dim=-1)
+    own = (expected.double() - y.reference).norm(dim=-1) / terms
+    least = BF16.unit_roundoff / math.sqrt(12) * y.reference.norm(dim=-1) / terms
+    for i, (first, last) in enumerate(zip(starts(40), (*starts(40)[1:], 40), strict=True)):
+        here = slice(first, last)
+        assert math.isclose(along["expected_count"][i], 6 * (last - first))
+        mine = along["predicted"][i]
+        assert math.isclose(mine, float((own[..., here] ** 2 + 1e-12).sum()), rel_tol=1e-9)
+        assert math.isclose(
+            along["least_row"][i], float((least[..., here] ** 2).sum()), rel_tol=1e-9
+        )
+
+
+def test_a_sound_kernel_errs_as_predicted_all_along() -> None:
+    """Within a tenth in every bin but the first row's, for each tensor of a training step."""
+    case = drawn(64)
+    rows = profiled(find("sdpa-math"), Bench(case.ref, lambda: case, gradients=True))
+    for mine in rows.values():
+        assert mine.predicted is not None
+        for error, expected in list(zip(mine.errors, mine.predicted, strict=True))[1:]:
+            assert abs((error or 0) / (expected or 0) - 1) < 0.1
+
+
+def test_the_metrics_are_the_same_with_bins() -> None:
+    """Binning adds to what is measured and changes none of it."""
+    y = yardstick()
+    output, expected = outputs(y)
+    bins = membership(48, torch.arange(48))
+    metrics, along = measure_along(output, y, expected, of=1000, bins=bins)
+    assert metrics == measure(output, y, expected, of=1000)
+    assert along
+    assert not measure_along(output, y, expected)[1]
+
+
+def test_binning_costs_a_few_launches_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three launches (the rows side by side, their sum over batch and heads, the product), the
+    result's own place in the transfer, and no wait more."""
+    y = yardstick()
+    output, expected = outputs(y)
+    bins = membership(48, torch.arange(48))
+    measure(output, y, expected)
+    counted = []
+    for given in (None, bins):
+        with Counted() as mode, waits(monkeypatch) as waited:
+            measure_along(output, y, expected, bins=given)
+        counted.append((mode.names.total(), len(waited)))
+    assert counted[1][0] - counted[0][0] <= 6
+    assert counted[1][1] == counted[0][1]
+
+
+# --- sampled rows --------------------------------------------------------------------------------
+
+
+def test_sampled_rows_are_in_the_bins_of_their_positions() -> None:
+    """Their errors are those of these rows in the whole call; a bin that no sampled row falls into
+    is empty, for queries and for keys."""
+    case = drawn(200)
+    sample = Sample(count=12, seed=1)
+    bench = Bench(case.ref, lambda: case, sample=sample, gradients=True)
+    flash = find("sdpa-flash")
+    rows = profiled(flash, bench)
+    prepared = bench.at("bfloat16")
+    output = flash.gradients(prepared.case)
+    exact = gradients(prepared.case)
+    for tensor in ("out", "dq", "dk", "dv"):
+        at = bench.rows_of(tensor)
+        assert at is not None
+        assert len(at) == 12
+        terms = exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms")
+        parts = [x[:, :, at] for x in (getattr(output, tensor), getattr(exact, tensor), terms)]
+        empty = torch.zeros(parts[0].shape[:3], dtype=torch.bool)
+        check(rows[tensor], *by_hand(parts[0], parts[1], parts[2], empty, 200, at))
+        assert 0 in rows[tensor].counts
+        assert None in rows[tensor].errors
+        assert rows[tensor].length == 200
+    assert rows["out"].predicted is not None
+    assert rows["dk"].predicted is None  # nothing is predicted for single keys
+
+
+def test_who_has_a_profile() -> None:
+    """Floor, baseline and kernels; only kernels with a prediction. Nobody in a call of three rows,
+    nor who could not be measured."""
+    case = drawn(30)
+    bench = Bench(case.ref, lambda: case)
+    floor, plain = (profiled(find(name), bench, role=name) for name in ("floor", "baseline"))
+    assert floor["out"].predicted is plain["out"].predicted is None
+    exact = attend(bench.at("bfloat16").case)
+    rounded = exact.out.bfloat16()
+    check(floor["out"], *by_hand(rounded, exact.out, exact.term_scale, exact.empty, 30, None))
+    assert not profiled(find("reference"), bench, role="precision")
+    assert not profiled(find("sdpa-flash"), bench, role="control")
+    broken = Kernel(name="broken", function=lambda c: 1 / 0, backward=None)  # type: ignore[arg-type,return-value]
+    assert not profiled(broken, bench)
+    short = dataclasses.replace(drawn(3), ref=CaseRef(case="short"))
+    assert not profiled(find("sdpa-flash"), Bench(short.ref, lambda: short))
+
+
+# --- calls together ------------------------------------------------------------------------------
+
+
+def test_a_summary_is_the_median_and_range_over_calls() -> None:
+    """Of each bin, over calls that have a number; a ratio to a prediction of 0 is none."""
+    rows = [
+        row("a"),
+        row("b", errors=(2.0, 2.0, 4.0, None)),
+        row("c", errors=(9.0, None, 8.0, None), predicted=(3.0, 1.0, 1.0, None)),
+    ]
+    (s,) = pooled(rows)
+    assert (s.calls, s.counts) == (3, (48, 48, 48, 0))
+    assert s.errors == (2.0, 2.0, 4.0, None)
+    assert (s.lows, s.highs) == ((1.0, 2.0, 3.0, None), (9.0, 2.0, 8.0, None))
+    assert s.predicted == (1.0, 1.0, 0.0, None)
+    assert s.ratios == (2.0, 2.0, 8.0, None)
+    assert (s.ratio_lows[0], s.ratio_highs[0]) == (1.0, 3.0)
+    assert [(b.first, b.last, b.error) for b in s.bins()][2:] == [(2, 2, 4.0), (3, 3, None)]
+    (none,) = pooled([row(predicted=None)])
+    assert none.ratios == ()
+    assert next(none.bins()).ratio is None
+
+
+def test_lengths_kernels_and_tensors_are_not_mixed() -> None:
+    """Each has its own; of lengths those that most calls have, of as many the longest."""
+    sizes = {n: tuple(range(n)) for n in (4, 5, 6, 7)}
+    rows = [
+        row(f"{n}.{i}", length=n, starts=at, counts=at, errors=at, predicted=None)
+        for n, at in sizes.items()
+        for i in range(2 if n == 5 else 1)
+    ]
+    assert [s.length for s in pooled(rows)] == [5, 7, 6]
+    assert len(pooled(rows)) == LENGTHS
+    kinds = [row(), row(options={"x": 1}), row(tensor="dk"), row(attends="cross")]
+    assert [(s.calls, s.tensor) for s in pooled(kinds)].count((1, "out")) == 3
+    assert len(pooled(kinds)) == 4
+
+
+def test_a_summary_that_contradicts_itself_is_refused() -> None:
+    """A bin more in one list than in another, and bins out of order."""
+    for changes in (
+        {"errors": (1.0,)},
+        {"ratios": (1.0,)},
+        {"ratios": ()},
+        {"starts": (0, 2, 1, 4)},
+        {"length": 4},
+    ):
+        with pytest.raises(ValueError, match="bin"):
+            summary(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"ratios": (0.0, 1.0, 1.0, 2.5)}, "rows 4 to 39 err 2.5 x"),
+        ({"ratios": (0.0, 3.0, 1.0, 1.0)}, "row 1 errs 3 x"),
+        ({"ratios": (2.5, 1.0, 1.0, 1.0), "tensor": "dk"}, "key 0 errs 2.5 x"),
+        ({"ratios": (0.0, 1.0, 1.0, NOTABLE)}, None),
+        ({"ratios": (0.0, 1.0, 3.0, 1.0)}, None),  # in the middle
+        ({"ratios": (0.0, 0.1, 0.1, 0.9)}, None),  # less than predicted
+        ({"ratios": (0.0, 1.0, 1.0, 2.5), "format": "float32"}, None),
+        ({"ratios": (0.0, 1.0, 1.0, 2.5), "role": "baseline"}, None),
+        ({"ratios": (0.0, 1.0, 1.0, 2.5), "counts": (64, 64, 64, ROWS - 1)}, None),
+        ({"ratios": (0.0, None, 1.0, 2.5), "counts": (1, 0, 64, 64)}, None),  # two bins
+        ({"ratios": (), "ratio_lows": (), "ratio_highs": (), "predicted": ()}, None),
+        ({"ratios": (9.0, 1.0, 1.0, 1.0), "errors": (0.0001, 0.001, 0.001, 0.001)}, None),
+    ],
+)
+def test_an_end_that_stands_out_is_named(changes: dict[str, Any], where: str | None) -> None:
+    """More than twice the middle bin, each over what is predicted, and more than predicted, there
+    and of the middle bin; the first bin that errs and the last one are looked at."""
+    ratios = changes.get("ratios", ())
+    given = {"errors": tuple(None if x is None else x / 1000 for x in ratios)} if ratios else {}
+    said = remark([summary(**{**given, **changes})])
+    assert (said is None) == (where is None)
+    if where is not None:
+        assert where in (said or "")
+
+
+def test_one_remark_is_enough() -> None:
+    """The one that stands out most."""
+    ends = [
+        summary(kernel=f"k{x}", ratios=(0.0, 1.0, 1.0, x), errors=(0.0, 0.001, 0.001, x / 1000))
+        for x in (3.0, 7.0, 5.0)
+    ]
+    assert "k7.0 (bfloat16, out)" in (remark(ends) or "")
+    assert remark([]) is None
+
+
+# --- a report ------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_errs_more_at_late_rows_shows_it(found: AuditReport) -> None:
+    """Its last bin is far above what is predicted, its first ones are not, nor is the sound
+    kernel's; the sentence names it."""
+    of = {s.kernel: s for s in found.summary.profiles}
+    bad, good = of["test_profile:late"], of["test_profile:sound"]
+    assert (bad.ratios[-1] or 0) > 5
+    for ratio in (*bad.ratios[1:8], *good.ratios[1:]):
+        assert abs((ratio or 0) - 1) < 0.1
+    assert "test_profile:late" in (found.summary.along or "")
+    assert remark([good]) is None
+
+
+def test_the_page_draws_them(found: AuditReport) -> None:
+    """The error of every kernel beside floor and baseline, and over what is predicted; pointing at
+    a dot tells its rows and the range of calls, and so does the table."""
+    page = html.page(found)
+    assert "bfloat16, out: error by position" in page
+    assert "bfloat16, out: error over what is predicted, by position" in page
+    assert page.count("first query row of the bin") == 4  # each drawing, and its table
+    (bad,) = (s for s in found.summary.profiles if s.kernel == "test_profile:late")
+    first, last = bad.starts[-1], bad.length - 1
+    error, low, high = (x[-1] or 0 for x in (bad.errors, bad.lows, bad.highs))
+    value = f"{error:.3g} [{low:.3g} to {high:.3g}]"
+    assert f"test_profile:late at rows {first} to {last}: {value}</title>" in page
+    assert f"<td>rows {first} to {last}</td><td>{value}</td><td>2</td>" in page
+    assert (found.summary.along or "?") in page
+    for name in ("floor", "baseline", "test_profile:sound"):
+        assert f"<title>{name} at row 1: " in page
+
+
+def test_a_first_row_with_nothing_to_round_stretches_no_axis() -> None:
+    """Where it errs less than a tenth of the next bin with rows it is not drawn, in neither
+    figure; else it is."""
+    for errors, first in (
+        ((0.00009, 0.001, 0.001, 0.001), 1.0),
+        ((0.00009, None, 0.001, 0.001), 2.0),
+        ((0.00011, 0.001, 0.001, 0.001), 0.0),
+        ((None, 0.00001, 0.001, 0.001), 1.0),
+    ):
+        made = figures([summary(errors=errors, lows=errors, highs=errors, ratios=errors)])
+        assert [along.figure.curves[0].points[0].x for along in made] == [first, first]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("extreme", [1e308, 5e-324, -1.0, 0.0, None])
+def test_whatever_a_report_says_it_is_shown(
+    found: AuditReport, name: str, extreme: float | None
+) -> None:
+    """Names that try to be markup add no element to the page; no number breaks a drawing."""
+
+    def with_one(kernel: str) -> AuditReport:
+        numbers = (extreme, 0.001, extreme, 0.002)
+        odd = summary(
+            kernel=kernel, errors=numbers, lows=numbers, highs=numbers, ratios=numbers, calls=9
+        )
+        changes = {"profiles": (odd,), "along": kernel}
+        return found.model_copy(update={"summary": found.summary.model_copy(update=changes)})
+
+    seen, harmless = (html.page(with_one(kernel)) for kernel in (name, "flash"))
+    elements = re.compile(r"<[^\s>]+")
+    assert {*elements.findall(seen)} == {*elements.findall(harmless)}
+    assert 'onclick="' not in seen
+    assert markdown.page(with_one(name)).count("\n#") == markdown.page(found).count("\n#")
+    assert "\x1b[31" not in shown(with_one(name))
+
+
+def test_one_call_has_no_range(found: AuditReport) -> None:
+    """And says nothing of seeds or of medians."""
+    rows = [p for p in found.profiles if p.case == found.profiles[0].case]
+    changes = {"profiles": pooled(rows), "along": None}
+    one = found.model_copy(update={"summary": found.summary.model_copy(update=changes)})
+    page = html.page(one)
+    drawing = page[page.index("Error against position") :]
+    drawing = drawing[: drawing.index("<h2")]
+    assert "at rows 2 to 3: " in drawing
+    assert not any(word in drawing for word in ("seed", "median"))
+
+
+def test_the_terminal_has_a_line_or_none(found: AuditReport) -> None:
+    """The remark, once; nothing of positions without one."""
+    said = shown(found)
+    assert said.count("does not err evenly") == 1
+    quiet = found.summary.model_copy(update={"along": None})
+    assert "evenly" not in shown(found.model_copy(update={"summary": quiet}))
+
+
+def test_tables_for_people_and_spreadsheets(found: AuditReport, tmp_path: Path) -> None:
+    """Markdown has a row for each kernel and eight places; profiles.csv a line for each bin."""
+    text = markdown.page(found)
+    assert "| first query row of the bin | 0 |" in text
+    report.write(found, tmp_path)
+    with (tmp_path / "profiles.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == sum(len(s.starts) for s in found.summary.profiles)
+    last = [x for x in lines if x["kernel"] == "test_profile:late"][-1]
+    assert (last["last"], last["calls"], last["tensor"]) == ("63", "2", "out")
+    assert float(last["ratio"]) > 5
+
+
+def test_it_comes_back_from_the_file(found: AuditReport, tmp_path: Path) -> None:
+    """Rows and summary as they were."""
+    report.write(found, tmp_path)
+    back = report.read(tmp_path)
+    assert isinstance(back, AuditReport)
+    assert (back.profiles, back.summary) == (found.profiles, found.summary)
+
+
+def test_a_report_from_before_has_none(found: AuditReport) -> None:
+    """It is read, shown and drawn without them."""
+    data = json.loads(found.model_dump_json())
+    del data["profiles"], data["summary"]["profiles"], data["summary"]["along"]
+    old = AuditReport.model_validate_json(json.dumps(data))
+    assert old.profiles == old.summary.profiles == ()
+    assert "Error against position" not in html.page(old)
+    assert "profiles" not in old.tables()
+    assert "by position" not in markdown.page(old)
+    assert "evenly" not in shown(old)
+
+
+def test_an_interrupted_run_ends_with_the_same_profiles(tmp_path: Path) -> None:
+    """Cut off after any line, a journal is continued to the same rows and summary."""
+    wanted = request("test_profile:sound")
+    whole = audit(wanted, tmp_path / "whole")
+    lines = (tmp_path / "whole" / JOURNAL).read_text(encoding="utf-8").splitlines(keepends=True)
+    assert any('"starts"' in line for line in lines)
+    for cut in range(2, len(lines), 3):
+        part = tmp_path / str(cut)
+        part.mkdir()
+        (part / JOURNAL).write_text("".join(lines[:cut]) + lines[cut][:9], encoding="utf-8")
+        again = audit(wanted, part)
+        assert (again.profiles, again.summary) == (whole.profiles, whole.summary)
+    assert len(whole.profiles) == 2 * 3  # calls, and floor, baseline and kernel
+
+
+def test_a_report_stays_small() -> None:
+    """Five kernels in 32 layers add less than 200 kB to report.json, at 4096 rows, 32 heads and 8
+    sequences."""
+    length, at = 4096, starts(4096)
+    ends = (*at[1:], length)
+    values = tuple(float(f"{1.2345e-3 / (i + 1):.4g}") for i in range(len(at)))
+    rows = [
+        row(
+            f"model.layers.{layer}.self_attn",
+            layer=layer,
+            kernel=kernel,
+            role=role,
+            length=length,
+            starts=at,
+            counts=tuple(256 * (b - a) for a, b in zip(at, ends, strict=True)),
+            errors=values,
+            predicted=values if role == "kernel" else None,
+        )
+        for layer in range(32)
+        for kernel, role in (
+            ("floor", "floor"),
+            ("baseline", "baseline"),
+            *((f"sdpa-efficient{n}", "kernel") for n in range(5)),
+        )
+    ]
+    records = (*rows, *pooled(rows))
+    assert sum(len(r.model_dump_json()) + 1 for r in records) < 200_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_sums_on_a_gpu_are_those_on_a_cpu() -> None:
+    """The same output beside the same yardstick: equal to rounding of fp64 sums, and the same bits
+    again."""
+    y = yardstick((2, 4, 300, 8))
+    output, expected = outputs(y)
+    tensors = {
+        f.name: getattr(y, f.name).cuda()
+        for f in dataclasses.fields(y)
+        if isinstance(getattr(y, f.name), Tensor)
+    }
+    there = dataclasses.replace(y, **tensors)
+    here = measure_along(output, y, expected, bins=membership(300, torch.arange(300)))[1]
+    bins = membership(300, torch.arange(300, device="cuda"))
+    first, again = (
+        measure_along(output.cuda(), there, expected.cuda(), bins=bins)[1] for _ in range(2)
+    )
+    for name, sums in here.items():
+        np.testing.assert_allclose(first[name], sums, rtol=1e-9)
+        assert (first[name] == again[name]).all()
