@@ -30,6 +30,7 @@ from numdev.records import recorded
 from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.suspicion import far_off, suspect
 from numdev.system import System
+from numdev.undeclared import Likeness, beyond, likeness, with_bias_explained
 
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 """What measuring may raise on strange outputs, and costs the row, not the audit."""
@@ -83,6 +84,11 @@ def _task_rows(
     claim = kernel.claims(prepared.case, runs[0], system)
     bench.last = (task.key, runs[0])
     rows = _measured_rows(task, runs, prepared, bench, claim)
+    if task.role == "kernel" and not kernel.declares and beyond(rows):
+        formats = formats_of(runs[0], prepared)
+        like = likeness(runs[0], formats, prepared, bench, system)
+        if like is not None:
+            rows = _measured_rows(task, runs, prepared, bench, claim, like)
     return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
 
 
@@ -118,6 +124,7 @@ def _measured_rows(
     prepared: Prepared,
     bench: Bench,
     claim: Mapping[str, Any] | None,
+    like: Likeness | None = None,
 ) -> list[DeviationRow]:
     output, exact, rows = runs[0], prepared.reference, []
     noises = noise(runs) if len(runs) > 1 else {}
@@ -140,7 +147,7 @@ def _measured_rows(
             rows += _rows(task, tensor, metrics, output, bench)
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
-        metrics = _metrics(task, tensor, chosen, fmt, prepared, bench, claim, formats)
+        metrics = _metrics(task, tensor, chosen, fmt, prepared, bench, claim, formats, like)
         if tensor in rest:
             metrics = _with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
@@ -172,8 +179,10 @@ def _metrics(
     bench: Bench,
     claim: Mapping[str, Any] | None,
     formats: Mapping[str, Format],
+    like: Likeness | None,
 ) -> list[Metrics]:
-    """One tensor's metrics, beside what the kernel's roundings predict."""
+    """One tensor's metrics, beside what the kernel's roundings predict: its claim's, or those of
+    the way that it was found to round in."""
     yardstick = prepared.yardsticks[tensor].for_format(fmt)
     of = bench.sampled_from(tensor)
     if task.role == "floor":
@@ -186,9 +195,14 @@ def _metrics(
     if why is not None:
         metrics = deviation.measure(x, yardstick, of=of)
         return [_with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics]
-    expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
-    whose = str((claim or {}).get("preset", "fa2"))
+    if like is not None:
+        expected, whose = like.expected[tensor], like.words
+    else:
+        expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
+        whose = str((claim or {}).get("preset", "fa2"))
     metrics = deviation.measure(x, yardstick, expected, of=of)
+    if like is not None and tensor == "out":
+        metrics = with_bias_explained(metrics, like, yardstick)
     return [{**head, "claim": whose} for head in metrics]
 
 
