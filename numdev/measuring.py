@@ -84,9 +84,9 @@ def _task_rows(
     claim = kernel.claims(prepared.case, runs[0], system)
     bench.last = (task.key, runs[0])
     rows = _measured_rows(task, runs, prepared, bench, claim)
-    if task.role == "kernel" and not kernel.declares and beyond(rows):
+    if task.role == "kernel" and not kernel.declares and (wrong := beyond(rows)):
         formats = formats_of(runs[0], prepared)
-        like = likeness(runs[0], formats, prepared, bench, system)
+        like = likeness(runs[0], wrong, formats, prepared, bench, system)
         if like is not None:
             rows = _measured_rows(task, runs, prepared, bench, claim, like)
     return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
@@ -151,6 +151,7 @@ def _measured_rows(
         if tensor in rest:
             metrics = _with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
+            metrics = _with_empty_rows(metrics, chosen, prepared)
             metrics = _with_suspicion(metrics, output, prepared, bench)
         metrics = _with_noise(_with_bits(metrics, bits, tensor), _of(bench, tensor, noises))
         if tensor in prepared.amplification:
@@ -240,6 +241,15 @@ def _with_the_rest(metrics: Sequence[Metrics], rest: Sequence[Elsewhere]) -> lis
         else:
             found.append({**head, "nonfinite": count})
     return found
+
+
+def _with_empty_rows(metrics: Sequence[Metrics], x: Tensor, prepared: Prepared) -> list[Metrics]:
+    """The metrics of an output, and of each head how much is not finite in rows that see no key."""
+    if not any(head["empty_rows"] for head in metrics):
+        return list(metrics)
+    wrong = ~x.isfinite() & prepared.yardstick.empty[..., None]
+    counts = wrong.sum(dim=(0, 2, 3)).tolist()
+    return [{**head, "empty_nonfinite": n} for head, n in zip(metrics, counts, strict=True)]
 
 
 def _with_nulls(head: Metrics, names: Sequence[str], why: str) -> Metrics:

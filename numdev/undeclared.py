@@ -10,11 +10,13 @@ that sound kernels are known to round are tried on the same inputs:
   which keep running sums in the working format: that is a fault here,
 - code in PyTorch and autograd's gradients of it (`numdev.kernels.written`).
 
-A way explains a kernel where what it errs is what the kernel errs, element by element: the residual
-|x - way| / |x - r| is at most one half in every tensor of the call (`numdev.attribution`, which also
-says why rows count alike), and smaller than that of `fa2`. Errors of the same size, or a prediction
-that is merely larger, leave 1 and more. The kernel is then held to the same limits beside that way's
-errors; where none explains it, beside those of `fa2`, as before.
+A way explains a kernel where what it errs is what the kernel errs, element by element. What is
+left is the residual |x - way| / |x - r| of a tensor (`numdev.attribution` has it too, and says why
+rows count alike). Its square is the share of the squared error that stays unexplained: it may be a
+quarter on the average of all tensors of the call, and a half in one that is beyond its limit.
+Errors of the same size, or a prediction that is merely larger, leave 1 and more. A fault beside a
+way that is right shows as ever, for the kernel is then held to the same limits beside that way's
+errors, in all tensors. Where no way explains it, it is held against `fa2`, as before.
 
 Nothing is tried where an element cannot be predicted (in float32), or where something is not finite
 or another function is suspected.
@@ -22,8 +24,9 @@ or another function is suspected.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -35,7 +38,7 @@ from numdev.attribution import ENOUGH, EXPLAINS, row_weights, weighed
 from numdev.bench import Bench, Prepared
 from numdev.deviation import Metrics, Yardstick, measure
 from numdev.errors import MeasurementError, Refused, UsageError
-from numdev.expectation import CASTS, returning, unpredictable
+from numdev.expectation import returning, unpredictable
 from numdev.formats import Format, round_to
 from numdev.kernels import Kernel, Output, sdpa_claims
 from numdev.kernels.output import GRADIENTS
@@ -46,6 +49,7 @@ from numdev.system import System
 Claim = Mapping[str, Any]
 Step = Mapping[str, Tensor]
 """By tensor, what a way returns for the measured heads and rows."""
+FA2: Claim = {"preset": "fa2"}
 TYPICAL = 1.05
 """The limits of configs/gate/default.yaml on `expected_ratio` of the median head; of a single one,
 and on `worst_row`, by tensor."""
@@ -53,8 +57,11 @@ LARGEST: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("out", "dv"), (1.1, 5.0)),
     **dict.fromkeys(("dq", "dk"), (3.0, 20.0)),
 }
-BIAS = 0.05
-"""The limit on `bias_size`, in ulps: two that are nearer each other than this are one."""
+IN_ONE = math.sqrt(0.5)
+"""The largest residual in a tensor that is beyond its limit."""
+BIAS, BIAS_ALPHA = 0.05, 0.01
+"""The limit on `bias_size`, in ulps (two that are nearer each other than this are one), and on its
+p."""
 MOST_SCORES = 1 << 25
 """Ways that are written out keep all scores of a call; larger calls are not tried by them."""
 
@@ -67,48 +74,64 @@ class Likeness:
     """`as sdpa-flash rounds on this CPU`: the row's claim."""
     expected: Step
     residual: float
-    """The largest of all tensors'."""
+    """The root mean square of all tensors'."""
 
 
-def beyond(rows: Sequence[DeviationRow]) -> bool:
-    """Whether a tensor of one call is beyond what the default rules allow it beside `fa2`, and by
-    rounding: all is finite, and no other function is suspected."""
+def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
+    """The tensors of one call that are beyond what the default rules allow them beside `fa2`; none
+    where that is no matter of rounding: something is not finite, another function is suspected."""
     if any(row.nonfinite or row.suspicion for row in rows):
-        return False
-    return any(_beyond(tensor, [r for r in rows if r.tensor == tensor]) for tensor in LARGEST)
+        return ()
+    return tuple(t for t in LARGEST if _beyond(t, [r for r in rows if r.tensor == t]))
+
+
+def _biased(row: DeviationRow) -> bool:
+    certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
+    return certain and row.tensor == "out" and abs(row.bias_size or 0.0) >= BIAS
 
 
 def _beyond(tensor: str, rows: Sequence[DeviationRow]) -> bool:
     ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
     worst = [r.worst_row for r in rows if r.worst_row is not None]
     most, most_in_a_row = LARGEST[tensor]
-    return bool(ratios) and (
-        max(ratios) > most or median(ratios) > TYPICAL or max(worst, default=0.0) > most_in_a_row
+    return (
+        any(map(_biased, rows))
+        or bool(ratios)
+        and (
+            max(ratios) > most
+            or median(ratios) > TYPICAL
+            or max(worst, default=0.0) > most_in_a_row
+        )
     )
 
 
 def likeness(
-    output: Output, formats: Mapping[str, Format], prepared: Prepared, bench: Bench, system: System
+    output: Output,
+    tensors: Collection[str],
+    formats: Mapping[str, Format],
+    prepared: Prepared,
+    bench: Bench,
+    system: System,
 ) -> Likeness | None:
-    """The way that fits best, if it explains all tensors that came back; `formats` are theirs.
+    """The way that fits best of those that explain the output, of which `tensors` are beyond their
+    limits under `fa2`; `formats` are those of all that came back.
 
     A way that cannot take the call (a sink, too many scores) is not tried.
     """
     given = {n: bench.select(getattr(output, n), n) for n in formats if n in prepared.by_row}
-    working = prepared.case.format
-    if any(unpredictable({"preset": "fa2"}, working, formats[n]) for n in given):
+    if any(unpredictable(FA2, prepared.case.format, formats[n]) for n in given):
         return None
-    fa2 = prepared.predicted(returning({"preset": "fa2"}, prepared.case, formats))
-    least = _residual(given, fa2, prepared)
     best: Likeness | None = None
     for words, made in _ways(formats, prepared, system):
         expected = _tried(made)
         if expected is None:
             continue
-        left = _residual(given, expected, prepared)
-        if left <= EXPLAINS and left < least:
-            best, least = Likeness(words=words, expected=expected, residual=left), left
-        if left <= ENOUGH:
+        left = {n: _residual(x, expected[n], prepared, n) for n, x in given.items()}
+        together = math.sqrt(sum(x * x for x in left.values()) / len(left))
+        explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in tensors)
+        if explains and (best is None or together < best.residual):
+            best = Likeness(words=words, expected=expected, residual=together)
+        if together <= ENOUGH:
             break
     return best
 
@@ -138,13 +161,9 @@ def _tried(made: Callable[[], Step | None]) -> Step | None:
         return None
 
 
-def _residual(given: Step, expected: Step, prepared: Prepared) -> float:
-    """The largest over tensors of |x - way| / |x - r|, rows counting alike; 0 where there is no
-    error at all."""
-    return max(_of_tensor(x, expected[n], prepared, n) for n, x in given.items())
-
-
-def _of_tensor(x: Tensor, expected: Tensor, prepared: Prepared, tensor: str) -> float:
+def _residual(x: Tensor, expected: Tensor, prepared: Prepared, tensor: str) -> float:
+    """|x - way| / |x - r|, rows counting alike; of what has no error 0, or infinity if the way
+    errs."""
     y = prepared.yardsticks[tensor]
     weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     error = weighed(x.double() - y.reference, weight)
@@ -159,10 +178,10 @@ def _ways(
     """What is tried, in words, the likeliest first."""
     for words, claim in _claims(prepared, system):
         changed = returning(claim, prepared.case, formats)
-        yield words, lambda changed=changed: prepared.predicted(changed)
+        yield words, functools.partial(prepared.predicted, changed)
     if prepared.case.working is None and set(formats.values()) == {prepared.case.format}:
         for words, way in WAYS.items():
-            yield words, lambda way=way: _written(way, prepared)
+            yield words, functools.partial(_written, way, prepared)
 
 
 def _claims(prepared: Prepared, system: System) -> Iterator[tuple[str, Claim]]:

@@ -2,9 +2,9 @@
 
 A function of q, k and v that is made of tensor operations rounds wherever it casts, in forward and
 again where autograd comes back through the cast. Some of it no recipe of `emulated` describes: P
-that is cast before it is normalised has a gradient that is rounded before it is, and a maximum that
-is not detached gets what rounding left of the sum of a row of dS. So such ways are written out here,
-each as its author would, to be run on the same inputs and laid beside a kernel's errors
+that is cast before it is normalised has a gradient that is rounded before it is, and a maximum
+that is not detached gets what rounding left of the sum of a row of dS. So such ways are written out
+here, each as its author would, to be run on the same inputs and laid beside a kernel's errors
 (`numdev.undeclared`).
 
 All are sound: sums are in fp32, and nothing is rounded on its way but what a cast or a product of
@@ -13,8 +13,6 @@ All are sound: sums are in fp32, and nothing is rounded on its way but what a ca
 Legend: S scores, P probabilities before or after their division by l, m row maximum, l row sum, O
 output.
 """
-
-# ruff: noqa: E741
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ Way = Callable[[AttentionCase], Tensor]
 """The output [B, H, q_len, v_dim] in the case's dtype, connected to q, k and v."""
 Maximum = Literal["constant", "amax", "max"]
 HIDDEN = -1e30
-"""The score of a hidden key: exp of it is 0 beside any other, and a row of nothing else is finite."""
+"""The score of a hidden key: exp of it is 0 beside any other, and no row is without a number."""
 
 
 def _scores_in_fp32(case: AttentionCase) -> Tensor:
@@ -120,7 +118,7 @@ def _with_nothing_for_nothing(way: Way) -> Way:
 
 
 def _ways() -> Mapping[str, Way]:
-    plain = {
+    plain: Mapping[str, Way] = {
         "as autograd rounds all in fp32": _fp32,
         "as autograd rounds a softmax in fp32, cast before P V": _scores_in_fp32,
         "as autograd rounds a softmax in the working format": _softmax_in_working,
@@ -131,7 +129,7 @@ def _ways() -> Mapping[str, Way]:
         "max": "the gradient of the first maximum included",
         "constant": "the maximum detached",
     }
-    online = {
+    online: Mapping[str, Way] = {
         f"as autograd rounds exp(S - m), cast before P V{_tiled(tile)}, {said}": functools.partial(
             _online, tile=tile, maximum=maximum
         )
