@@ -94,9 +94,8 @@ def _beyond(tensor: str, rows: Sequence[DeviationRow]) -> bool:
     ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
     worst = [r.worst_row for r in rows if r.worst_row is not None]
     most, most_in_a_row = LARGEST[tensor]
-    return (
-        any(map(_biased, rows))
-        or bool(ratios)
+    return any(map(_biased, rows)) or (
+        bool(ratios)
         and (
             max(ratios) > most
             or median(ratios) > TYPICAL
