@@ -122,19 +122,14 @@ def attribute(
     format. `claim` is tried first, under its preset's name. `tensor` says
     what it is: out, dq, dk or dv, of `group` query heads to a kv head.
     """
-    usable = (
-        (scale >= fmt.smallest_normal)
-        & output.double().isfinite().all(-1)
-        & exact.isfinite().all(-1)
-    )
-    weight = torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
-    error = _weighed(output.double() - exact, weight)
+    weight = row_weights(output, exact, scale, fmt)
+    error = weighed(output.double() - exact, weight)
     size = float(error.norm())
     if size == 0 or not math.isfinite(size):
         return None
 
     def fit(name: str, tried: Claim) -> Fit:
-        predicted = _weighed(emulate(tried).double() - exact, weight)
+        predicted = weighed(emulate(tried).double() - exact, weight)
         norm = float(predicted.norm())
         return Fit(
             preset=name,
@@ -148,11 +143,11 @@ def attribute(
     why_not = _why_not(best, other)
     if why_not:
         return Attribution(best=best, next=other, why_not=why_not)
-    base = _weighed(emulate(best.claim).double() - exact, weight)
+    base = weighed(emulate(best.claim).double() - exact, weight)
     shares = []
     for site, together in rounding_sites(best.claim, fmt, tensor, group).items():
         without = {**best.claim, **dict.fromkeys(together, "exact")}
-        left = _weighed(emulate(without).double() - exact, weight)
+        left = weighed(emulate(without).double() - exact, weight)
         shares.append(
             Share(
                 site=site,
@@ -164,7 +159,19 @@ def attribute(
     return Attribution(best=best, next=other, shares=tuple(shares))
 
 
-def _weighed(x: Tensor, weight: Tensor) -> Tensor:
+def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 of the others, as `attribute`
+    has it."""
+    usable = (
+        (scale >= fmt.smallest_normal)
+        & output.double().isfinite().all(-1)
+        & exact.isfinite().all(-1)
+    )
+    return torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
+
+
+def weighed(x: Tensor, weight: Tensor) -> Tensor:
+    """x times the rows' weights, and 0 where that is 0, whatever x is there."""
     return torch.where(weight > 0, x * weight, 0.0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from numdev.foreign import plain
 from numdev.report import AuditReport, DeviationRow, Finding, Place
 from numdev.verdict import Judgement
-from numdev.wording import listed
+from numdev.wording import found_to_round, listed
 
 WIDTH = 72
 """pytest takes eight columns of 80."""
@@ -23,7 +23,8 @@ EXPLAINED = 2
 PREDICTED = ("expected_ratio", "worst_row")
 CLAIM = (
     "Without `claims` a function is held against the roundings of FlashAttention-2: P, dS and the "
-    "results. One that rounds elsewhere by design, as autograd does at casts in between, says so: "
+    "results. Where they did not explain its errors, neither did any other way of rounding that is "
+    "known of sound kernels. One that rounds elsewhere by design says so: "
     'claims={"preset": "eager"}, or other options of `emulated`.'
 )
 
@@ -72,7 +73,8 @@ def success(
         f"{kernel} passes the rules {judgement.rules}: {tensors} in {count} "
         f"{'case' if count == 1 else 'cases'}, {formats}."
     )
-    return "\n".join([*_wrapped(said), *_paragraphs(left_out)])
+    ways = found_to_round(report.rows)
+    return "\n".join([*_wrapped(said), *_paragraphs(ways), *_paragraphs(left_out)])
 
 
 def in_short(kernel: str, report: AuditReport, judgement: Judgement) -> str:

@@ -18,7 +18,7 @@ from numdev.gate import NOTHING, Decided, Judged, decide
 from numdev.report import DeviationRow, Finding, Place
 from numdev.rules import Rules, default_rules
 from numdev.verdict import Calls, Power, Verdict
-from numdev.wording import label, listed, wrong
+from numdev.wording import found_to_round, label, listed, wrong
 
 
 def findings_of(
@@ -40,7 +40,7 @@ def findings_in(
     """The same of what is decided of these rows already, without what planted faults showed."""
     judged, judgement = decided.judged, decided.judgement
     found = [*_exceeded(judged, named_in(rows)), *_not_run(judgement.calls)]
-    return tuple(_merged(found)), tuple(_tested(judged, found))
+    return tuple(_merged(found)), (*_tested(judged, found), *found_to_round(rows))
 
 
 def named_in(rows: Sequence[DeviationRow]) -> Callable[[Place], str]:

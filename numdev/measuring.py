@@ -32,6 +32,7 @@ from numdev.records import recorded
 from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.suspicion import far_off, suspect
 from numdev.system import System
+from numdev.undeclared import Likeness, beyond, likeness, with_bias_explained
 
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 """What measuring may raise on strange outputs, and costs the row, not the audit."""
@@ -85,6 +86,11 @@ def _task_rows(
     claim = kernel.claims(prepared.case, runs[0], system)
     bench.last = (task.key, runs[0])
     rows = _measured_rows(task, runs, prepared, bench, claim)
+    if task.role == "kernel" and not kernel.declares and (wrong := beyond(rows)):
+        formats = formats_of(runs[0], prepared)
+        like = likeness(runs[0], wrong, formats, prepared, bench, system)
+        if like is not None:
+            rows = _measured_rows(task, runs, prepared, bench, claim, like)
     return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
 
 
@@ -120,6 +126,7 @@ def _measured_rows(
     prepared: Prepared,
     bench: Bench,
     claim: Mapping[str, Any] | None,
+    like: Likeness | None = None,
 ) -> list[DeviationRow]:
     output, exact, rows = runs[0], prepared.reference, []
     noises = noise(runs) if len(runs) > 1 else {}
@@ -144,11 +151,12 @@ def _measured_rows(
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
         metrics, along[tensor] = _metrics(
-            task, tensor, chosen, fmt, prepared, bench, claim, formats
+            task, tensor, chosen, fmt, prepared, bench, claim, formats, like
         )
         if tensor in rest:
             metrics = _with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
+            metrics = _with_empty_rows(metrics, chosen, prepared)
             metrics = _with_suspicion(metrics, output, prepared, bench)
         metrics = _with_noise(_with_bits(metrics, bits, tensor), _of(bench, tensor, noises))
         if tensor in prepared.amplification:
@@ -178,8 +186,10 @@ def _metrics(
     bench: Bench,
     claim: Mapping[str, Any] | None,
     formats: Mapping[str, Format],
+    like: Likeness | None,
 ) -> tuple[list[Metrics], Along]:
-    """One tensor's metrics, beside what the kernel's roundings predict; and along its rows."""
+    """One tensor's metrics, beside what the kernel's roundings predict (its claim's, or those of
+    the way that it was found to round in); and along its rows."""
     yardstick = prepared.yardsticks[tensor].for_format(fmt)
     against = functools.partial(
         deviation.measure_along, of=bench.sampled_from(tensor), bins=bench.bins_of(tensor)
@@ -194,9 +204,14 @@ def _metrics(
     if why is not None:
         metrics, along = against(x, yardstick)
         return [_with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics], along
-    expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
-    whose = str((claim or {}).get("preset", "fa2"))
+    if like is not None:
+        expected, whose = like.expected[tensor], like.words
+    else:
+        expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
+        whose = str((claim or {}).get("preset", "fa2"))
     metrics, along = against(x, yardstick, expected)
+    if like is not None and tensor == "out":
+        metrics = with_bias_explained(metrics, like, yardstick)
     return [{**head, "claim": whose} for head in metrics], along
 
 
@@ -234,6 +249,15 @@ def _with_the_rest(metrics: Sequence[Metrics], rest: Sequence[Elsewhere]) -> lis
         else:
             found.append({**head, "nonfinite": count})
     return found
+
+
+def _with_empty_rows(metrics: Sequence[Metrics], x: Tensor, prepared: Prepared) -> list[Metrics]:
+    """The metrics of an output, and of each head how much is not finite in rows that see no key."""
+    if not any(head["empty_rows"] for head in metrics):
+        return list(metrics)
+    wrong = ~x.isfinite() & prepared.yardstick.empty[..., None]
+    counts = wrong.sum(dim=(0, 2, 3)).tolist()
+    return [{**head, "empty_nonfinite": n} for head, n in zip(metrics, counts, strict=True)]
 
 
 def _with_nulls(head: Metrics, names: Sequence[str], why: str) -> Metrics:

@@ -118,6 +118,9 @@ class DeviationRow(Record):
     sequences: Count | None = None
     empty_rows: Count | None = None
     nonfinite: Count | None = None
+    empty_nonfinite: Count | None = None
+    """Of a kernel's output: elements of the measured rows that see no key that are NaN or infinite;
+    `nonfinite` leaves those out. None where every row sees a key."""
     max_abs: float | None = None
     mean_abs: float | None = None
     rms: float | None = None
@@ -156,7 +159,8 @@ class DeviationRow(Record):
     expected_ratio: float | None = None
     worst_row: float | None = None
     claim: str | None = None
-    """The preset of `emulated` whose roundings are expected of the kernel."""
+    """The preset of `emulated` whose roundings are expected of the kernel; of one that declares
+    none and errs beyond `fa2`, the way that explains it: `as sdpa-flash rounds on this CPU`."""
     noise: float | None = None
     """rms difference of repeated runs; 0 is bitwise the same."""
     bits: str | None = None

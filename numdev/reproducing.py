@@ -160,6 +160,10 @@ def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory
     whole = loaded.rounded_to(format_named(fmt))
     sample = sample_of(located.ref, workshop.rows, workshop.seed)
 
+    kernel = planned.kernel
+    if not kernel.declares:  # what explained nothing in the whole call is not tried in its parts
+        kernel = dataclasses.replace(kernel, claims=lambda case, output, system: {"preset": "fa2"})
+
     def accused(case: AttentionCase) -> DeviationRow | None:
         task = Task(
             case=case.ref,
@@ -171,7 +175,7 @@ def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory
             repeats=3 if finding.metric == "noise_ratio" else 1,
         )
         bench = Bench(case.ref, lambda: case, gradients=workshop.gradients, sample=sample)
-        rows = run_task(task, planned.kernel, bench, workshop.system, workshop.run)
+        rows = run_task(task, kernel, bench, workshop.system, workshop.run)
         return next((row for row in _worst_first(rows, finding) if _shows(row, finding)), None)
 
     head = finding.place.head if finding.place is not None else None

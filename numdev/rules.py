@@ -370,6 +370,12 @@ def default_rules_against() -> Rules:
     return rules.model_copy(update={"thresholds": (*rules.thresholds, *more.thresholds)})
 
 
+def default_rules_for_checks() -> Rules:
+    """The default rules, after those of configs/gate/check.yaml."""
+    rules, more = default_rules(), _bundled_rules("gate/check.yaml")
+    return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds)})
+
+
 def _bundled_rules(name: str) -> Rules:
     """By a name that does not depend on where the package is installed."""
     path = bundled(name)

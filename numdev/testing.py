@@ -19,7 +19,7 @@ from numdev.functionsource import folder_of, name_of
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.plain import takes
 from numdev.report import AuditReport
-from numdev.rules import Rules, default_rules, read_rules
+from numdev.rules import Rules, default_rules_for_checks, read_rules
 from numdev.studies.check import Backward, check, one_thread
 from numdev.system import System
 from numdev.verdict import Judgement
@@ -169,7 +169,7 @@ def _claiming(kernel: Kernel, claims: Mapping[str, Any] | None) -> Kernel:
 def _rules(thresholds: Thresholds) -> Rules:
     """Raises UsageError, naming the key, for what are no rules."""
     if thresholds is None:
-        return default_rules()
+        return default_rules_for_checks()
     if isinstance(thresholds, Rules):
         return thresholds
     if isinstance(thresholds, Mapping):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from numdev.report import DeviationRow
 from numdev.verdict import Calls, Verdict
 
 TENSORS = {"out": "the output", "lse": "the log-sum-exp"}
+FOUND = "as "
+"""How a row's claim begins where the kernel declared none and was found to round so."""
 OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
 """Formats in which an exact result may rightly be infinite once it is rounded."""
 
@@ -41,6 +43,25 @@ def _short(value: float) -> str:
     return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else text
 
 
+def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:
+    """Of every kernel that declared no claim and was found to round in another way than `fa2`: in
+    which, and in how many calls."""
+    calls: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        if row.role == "kernel" and row.claim:
+            call = f"{row.case} {row.module} {row.call} {row.seed} {row.step} {row.format}"
+            calls.setdefault(row.kernel, {}).setdefault(row.claim, set()).add(call)
+    for kernel, by_claim in calls.items():
+        every = len(set().union(*by_claim.values()))
+        found = {c: len(these) for c, these in by_claim.items() if c.startswith(FOUND)}
+        if found:
+            ways = listed(f"{claim} ({n} of {every} calls)" for claim, n in found.items())
+            yield (
+                f"{kernel} declares no claim and errs beyond `fa2`; its errors are explained, "
+                f"element by element, and judged {ways}."
+            )
+
+
 def listed(words: Iterable[str]) -> str:
     *most, last = list(words) or [""]
     return f"{', '.join(most)} and {last}" if most else last
@@ -58,6 +79,14 @@ def _nonfinite(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
     )
 
 
+def _without_keys(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
+    count, of = sum(r.empty_nonfinite or 0 for r in rows), sum(r.empty_rows or 0 for r in rows)
+    return (
+        f"returns NaN or infinity in rows that see no key: {count} elements in {of} such rows of "
+        f"{_tensor(verdict)}, where 0 is expected; 0 times that is NaN, which spreads to dk and dv"
+    )
+
+
 def _expected(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
     return (
         f"errs beyond what {verdict.format} explains: {_tensor(verdict)}"
@@ -67,8 +96,11 @@ def _expected(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
 
 
 def _whose(rows: Sequence[DeviationRow]) -> str:
-    """Whose roundings were expected: the emulation the kernel claims, or is taken, to be."""
+    """Whose roundings were expected: the emulation the kernel claims, or is taken, to be; or, as a
+    clause, the way in which one that claims nothing was found to round."""
     claim = next((row.claim for row in rows if row.claim), None)
+    if claim and claim.startswith(FOUND):
+        return f"its own ({claim})"
     return f"the `{claim}`" if claim else "the kernel's own"
 
 
@@ -128,6 +160,7 @@ def _generic(verdict: Verdict, rows: Sequence[DeviationRow]) -> str:
 
 WORDS: dict[str, Words] = {
     "nonfinite": _nonfinite,
+    "empty_nonfinite": _without_keys,
     "suspicion": _function,
     "expected_ratio": _expected,
     "baseline_ratio": _baseline,

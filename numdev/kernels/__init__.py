@@ -113,6 +113,11 @@ class Kernel:
     adapted: Callable[..., Any] | None = None
     """The plain function of q, k and v that `function` calls, where it is made of one."""
 
+    @property
+    def declares(self) -> bool:
+        """Whether its claims were given, and are not what is said of every kernel without any."""
+        return self.claims is not like_fa2
+
     def missing(self, system: System) -> str | None:
         """Why it cannot run on `system`, as a sentence; None when it can."""
         return self.broken or self.requires.missing(system)

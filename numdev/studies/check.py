@@ -148,7 +148,9 @@ def _scripts(
 ) -> tuple[tuple[Path, ...], list[str]]:
     """A script of the first finding that can be had as one; else why there is none."""
     said: list[str] = []
-    wanted = [f for f in findings if f.severity != "note" and f.place is not None][:TRIED]
+    # Of a row that sees no key there is no truth that a script could show an error against.
+    found = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
+    wanted = [f for f in found if f.place is not None][:TRIED]
     directory = reproducers() if wanted else Path()
     for finding in wanted:
         scripts = reproduce([finding], source, workshop, directory, said.append)

@@ -1,0 +1,267 @@
+"""Kernels that declare no claim: sound ones that round in another known way than `fa2` pass, and
+say which way; faulty ones fail as they did, though other ways are tried.
+
+The tests of tests/test_api.py hold that every planted fault is caught by the default cases. Here
+are those of rounding, which a way might explain away.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numdev import undeclared
+from numdev.bench import Bench
+from numdev.checkcases import CheckSource
+from numdev.expectation import emulated_step
+from numdev.kernels import Kernel, Output
+from numdev.kernels.emulated_training import attend
+from numdev.kernels.reference import gradients
+from numdev.kernels.sites import recipe
+from numdev.kernels.written import WAYS
+from numdev.report import DeviationRow
+from numdev.rules import default_rules
+from numdev.system import System
+from numdev.testing import CheckFailed, check_attention
+
+HERE = System.here("cpu")
+FEW = ("causal", "grouped", "large-logits", "tied-maxima")
+
+
+def load() -> Any:
+    """benchmarks/planted.py, as the module `planted`."""
+    if "planted" not in sys.modules:
+        file = Path(__file__).parent.parent / "benchmarks" / "planted.py"
+        spec = importlib.util.spec_from_file_location("planted", file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["planted"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["planted"])
+    return sys.modules["planted"]
+
+
+planted = load()
+
+
+def through_casts(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, attn_mask: Tensor | None = None
+) -> Tensor:
+    """The softmax by hand, P cast for its product, and gradients by autograd."""
+    S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+    if is_causal:
+        S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+        S = S if attn_mask.dtype == torch.bool else S + attn_mask.masked_fill(hidden, 0.0)
+        S = S.masked_fill(hidden, -1e30)
+        S = S.masked_fill(hidden.all(dim=-1, keepdim=True), -math.inf)
+    m = S.amax(dim=-1, keepdim=True)
+    P = (S - m.clamp_min(-1e29)).exp()
+    row_sum = P.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+    found: Tensor = ((P.to(q.dtype).float() @ v.float()) / row_sum).to(q.dtype)
+    return found
+
+
+def wrapper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's own choice, which on a CPU sums gradients in the working format."""
+    found: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+    return found
+
+
+def eager(case: Any) -> Tensor:
+    """The preset itself, in both passes."""
+    found: Tensor = attend(case, recipe("eager"))
+    return found
+
+
+def returns_nan(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, attn_mask: Tensor | None = None
+) -> Tensor:
+    """Right, but 0/0 in a row that sees no key."""
+    S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+    if is_causal:
+        S = S.masked_fill(~torch.ones(S.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        S = S.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        S = S + attn_mask
+    return torch.softmax(S, dim=-1).to(q.dtype) @ v
+
+
+@pytest.fixture(autouse=True)
+def _no_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numdev.studies.check.TRIED", 0)
+
+
+def claims(rows: Any) -> set[str]:
+    return {r.claim for r in rows if r.role == "kernel" and r.claim}
+
+
+# --- sound kernels -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("function", "way"),
+    [
+        (through_casts, "as autograd rounds exp(S - m), cast before P V"),
+        (wrapper, "as sdpa-flash rounds on this CPU"),
+        (eager, "as eager rounds"),
+    ],
+)
+def test_sound_kernels_without_a_claim_pass(function: Any, way: str, seed: int) -> None:
+    """In both formats and passes; and the verdict says in which way they round."""
+    result = check_attention(function, cases=FEW, seeds=seed)
+    assert any(claim.startswith(way) for claim in claims(result.report.rows))
+    assert way in " ".join(str(result).split())
+    assert any(way in line for line in result.report.tested)
+
+
+def test_a_kernel_that_passes_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that declares a claim, though it errs beyond it."""
+
+    def forbidden(*args: Any) -> None:
+        raise AssertionError("a way was tried")
+
+    monkeypatch.setattr("numdev.measuring.likeness", forbidden)
+    check_attention(planted.sound, cases="causal")
+    with pytest.raises(CheckFailed):
+        check_attention(through_casts, cases="causal", claims={"preset": "exact"})
+
+
+# --- faulty ones ---------------------------------------------------------------------------------
+
+FAULTS = [
+    "row_sum_rounded", "p_truncated", "accumulator_rounded", "scores_rounded", "scale_off",
+    "causal_off_by_one", "ds_truncated", "delta_missing", "delta_of_the_next_row",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_explained_by_no_way(name: str, seed: int) -> None:
+    """Forward and backward, and forward alone where it shows there."""
+    fault = next(p for p in planted.PLANTED if p.name == name)
+    for backward in (True, False):
+        if backward or "out" in fault.tensors:
+            with pytest.raises(CheckFailed) as caught:
+                check_attention(
+                    fault.function, cases=FEW[:2], formats="bfloat16", backward=backward, seeds=seed
+                )
+            assert claims(caught.value.result.report.rows) <= {"fa2"}
+
+
+def test_a_fault_beside_a_known_way_is_caught() -> None:
+    """Gradients that are a little too large, of a kernel that rounds as a way does."""
+
+    def larger(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return through_casts(q, k, v * (1 + 1 / 128), is_causal)
+
+    with pytest.raises(CheckFailed):
+        check_attention(larger, cases=FEW, formats="bfloat16")
+
+
+# --- what is tried, and when ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["causal", "grouped", "additive-mask", "empty-rows"])
+@pytest.mark.parametrize("words", WAYS)
+def test_ways_are_attention(words: str, name: str) -> None:
+    """Each, in both passes, is within a few roundings of fp64, and 0 where a row sees no key."""
+    (located,) = CheckSource([name], [0], "cpu", gradients=True).cases
+    prepared = Bench(located.ref, located.load, gradients=True).at("bfloat16")
+    found = Kernel(name="way", function=WAYS[words]).gradients(prepared.case)
+    exact = gradients(prepared.case)
+    for tensor in ("out", "dq", "dk", "dv"):
+        x, r = getattr(found, tensor).double(), getattr(exact, tensor)
+        assert float((x - r).norm() / r.norm()) < 0.02, tensor
+    assert bool((found.out[exact.empty] == 0).all())
+
+
+def test_only_elements_explain() -> None:
+    """Errors of a way's size but another sign, or twice as large, are not taken for its own; the
+    way's own are."""
+    (located,) = CheckSource(["causal"], [0], "cpu", gradients=True).cases
+    bench = Bench(located.ref, located.load, gradients=True)
+    prepared = bench.at("bfloat16")
+    step = emulated_step(prepared.case, {"preset": "eager"})
+    formats = dict.fromkeys(step, prepared.case.format)
+
+    def found(factor: float) -> undeclared.Likeness | None:
+        exact = {n: getattr(prepared.reference, n) for n in step}
+        moved = {n: exact[n] + factor * (step[n].double() - exact[n]) for n in step}
+        return undeclared.likeness(Output(**moved), tuple(step), formats, prepared, bench, HERE)
+
+    own = found(1.0)
+    assert own is not None
+    assert own.words == "as eager rounds"
+    assert own.residual < 1e-6
+    assert found(-1.0) is None
+    assert found(4.0) is None
+    assert found(0.0) is None
+
+
+def test_the_limits_are_those_of_the_rules() -> None:
+    """From which a way is tried: those of configs/gate/default.yaml."""
+    by_name = {t.name: t for t in default_rules().thresholds}
+
+    def limit(rule: str, tensor: str) -> float | None:
+        there: Any = {"kernel": "k", "format": "bfloat16", "tensor": tensor, "role": "kernel"}
+        return by_name[rule].at(DeviationRow.model_construct(**there)).at_most
+
+    assert by_name["typical head"].at_most == undeclared.TYPICAL
+    for tensor, (most, in_a_row) in undeclared.LARGEST.items():
+        assert limit("error", tensor) == most
+        assert limit("worst row", tensor) == in_a_row
+    assert by_name["bias"].below == undeclared.BIAS
+    assert by_name["bias"].certain is not None
+    assert by_name["bias"].certain.alpha == undeclared.BIAS_ALPHA
+
+
+# --- rows that see no key ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
+    """And the message says so, with or without gradients."""
+    with pytest.raises(CheckFailed) as caught:
+        check_attention(returns_nan, formats="bfloat16", backward=backward)
+    said = " ".join(str(caught.value).split())
+    assert "returns NaN or infinity in rows that see no key" in said
+    assert "empty-rows" in said
+    rows = [r for r in caught.value.result.report.rows if r.role == "kernel" and r.tensor == "out"]
+    counts = {r.case: r.empty_nonfinite for r in rows if r.empty_nonfinite is not None}
+    assert counts == {"empty-rows": 7 * 64}
+
+
+def test_a_number_in_rows_without_keys_passes() -> None:
+    """0 there, or the mean of V, which masks of a lowest number give; and what takes no mask is
+    not asked."""
+    for function in (through_casts, wrapper):
+        check_attention(function, cases="empty-rows")
+
+    def mean(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        hidden = None if attn_mask is None else attn_mask.logical_not()
+        S = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+        S = S if hidden is None else S.masked_fill(hidden, -1e30)
+        return torch.softmax(S, dim=-1).to(q.dtype) @ v
+
+    check_attention(mean, cases="empty-rows")
+    result = check_attention(planted.sound, cases=["empty-rows", "full"])
+    assert "empty-rows" in result.skipped[0]
