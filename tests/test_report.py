@@ -257,8 +257,8 @@ def test_rows_are_immutable() -> None:
 
 @pytest.mark.parametrize("model", [report.DeviationRow, report.WorstRow, report.AttributionRow])
 def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) -> None:
-    """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured is no
-    result to `examine`, and a field that is missing would look like that."""
+    """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured
+    is no result to `examine`, and a field that is missing would look like that."""
     from numdev.cases import CaseRef
     from numdev.execute import Task
     from numdev.measuring import identity
