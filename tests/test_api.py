@@ -440,16 +440,18 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
 
 
 def test_the_judgement_is_the_gates(tmp_path: Path) -> None:
-    """A stored report of a check, put through `numdev gate`, gets the very same judgement."""
+    """A stored report of a check, put through the gate with the rules of a check, gets the very same
+    judgement; with the default ones too, but for the one rule that checks have beside them."""
     from numdev import report
     from numdev.gate import judge_report
+    from numdev.rules import default_rules_for_checks
 
     result = failing(larger, cases="full", formats="float16", backward=False).result
     report.write(result.report, tmp_path)
     stored = report.read(tmp_path)
     assert isinstance(stored, AuditReport)
-    assert judge_report(stored) == result.judgement
-    assert result.judgement.exit_code == 1
+    assert judge_report(stored, default_rules_for_checks()) == result.judgement
+    assert result.judgement.exit_code == judge_report(stored).exit_code == 1
 
 
 def test_threads_and_autograd_are_left_as_they_were() -> None:

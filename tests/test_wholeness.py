@@ -129,3 +129,9 @@ def test_a_call_of_a_strange_number_of_heads_is_not_whole() -> None:
 def test_a_strange_request_is_no_error(seeds: Any) -> None:
     """It is whatever a file says."""
     assert judged(told(rows(), seeds=seeds, heads=None)) == 0
+
+
+def test_a_call_out_of_a_model_has_no_seed() -> None:
+    """A request that says seeds for what it draws does not ask for them of captured calls."""
+    found = told(rows(seed=None), seeds=[0])
+    assert judged(found) == 0
