@@ -192,6 +192,8 @@ class AttributionRow(Record):
     call: int
     seed: int | None
     phase: Phase | None = None
+    step: int | None = None
+    attends: Literal["self", "cross", "joint"] | None = None
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -227,6 +229,7 @@ class WorstRow(Record):
     seed: int | None
     phase: Phase | None = None
     step: int | None = None
+    attends: Literal["self", "cross", "joint"] | None = None
     role: Role = "kernel"
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
