@@ -37,6 +37,7 @@ Status = Literal["ok", "skipped", "failed"]
 Role = Literal["precision", "floor", "baseline", "kernel", "control"]
 Tensor = Literal["out", "lse", "dq", "dk", "dv"]
 Phase = Literal["prefill", "decode"]
+Attends = Literal["self", "cross", "joint"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of things; not one that only JSON can hold."""
 NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
@@ -88,7 +89,7 @@ class DeviationRow(Record):
     """Of a generation: its first pass, or one of those that follow."""
     step: int | None = None
     """Of a diffusion pipeline: the denoising step, from 0."""
-    attends: Literal["self", "cross", "joint"] | None = None
+    attends: Attends | None = None
     """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
     head: int | None
     """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
@@ -193,7 +194,7 @@ class AttributionRow(Record):
     seed: int | None
     phase: Phase | None = None
     step: int | None = None
-    attends: Literal["self", "cross", "joint"] | None = None
+    attends: Attends | None = None
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -229,7 +230,7 @@ class WorstRow(Record):
     seed: int | None
     phase: Phase | None = None
     step: int | None = None
-    attends: Literal["self", "cross", "joint"] | None = None
+    attends: Attends | None = None
     role: Role = "kernel"
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -403,7 +404,7 @@ class PartSummary(Record):
     format: str
     phase: Literal["prefill", "decode"] | None = None
     step: int | None = None
-    attends: Literal["self", "cross", "joint"] | None = None
+    attends: Attends | None = None
     calls: int
     ok: int
     """Heads that were measured, of all these calls."""
