@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from numdev.attempt import one_line
 from numdev.errors import UsageError
 from numdev.remote import leave
 from numdev.system import System, visible_gpus
@@ -67,13 +69,18 @@ def sharing(crew: Crew | None, device: str) -> Iterator[None]:
     """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU all.
 
     Here too, since a report is about one number of threads. Raises UsageError for more workers than
-    there are GPUs.
+    there are GPUs, or on a CPU processors.
     """
     if crew is None or crew.workers is None:
         yield
         return
-    before = torch.get_num_threads()
+    before, processors = torch.get_num_threads(), os.cpu_count() or 1
     if System.here(device).device == "cpu":
+        if crew.workers > processors:
+            raise UsageError(
+                f"--workers {crew.workers}: this machine has {processors} processors",
+                hint="give fewer; each worker needs one, and memory for torch and a case",
+            )
         torch.set_num_threads(max(1, before // crew.workers))
     elif crew.workers > len(visible_gpus()):
         raise UsageError(
@@ -100,6 +107,7 @@ def client_of(crew: Crew, system: System) -> Iterator[Client]:
             cluster = stack.enter_context(_local(crew.workers, system))
             yield stack.enter_context(Client(cluster, set_as_default=False))
             return
+        _check_address(str(crew.scheduler))
         try:
             client = Client(crew.scheduler, timeout=CONNECT_S, set_as_default=False)
         except (OSError, ValueError, TimeoutError) as error:
@@ -114,6 +122,20 @@ def client_of(crew: Crew, system: System) -> Iterator[Client]:
                 if client.status == "running":
                     with contextlib.suppress(Exception):  # no reason to lose a finished run
                         client.run(leave, on_error="ignore")
+
+
+def _check_address(address: str) -> None:
+    """Raises UsageError for what cannot be an address here. A client that is given one fails too,
+    and then waits a minute for its own end."""
+    from distributed.comm.addressing import resolve_address
+
+    try:
+        resolve_address(address)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--scheduler {address}: is no address that can be reached ({one_line(error)})",
+            hint="an address is, for example, tcp://10.0.0.1:8786",
+        ) from error
 
 
 def _local(workers: int, system: System) -> SpecCluster:

@@ -16,7 +16,7 @@ from torch import nn
 
 from numdev.checkpoint import Checkpoint, open_checkpoint
 from numdev.config import AuditRequest, demo_checkpoint
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.statedict import StateDict, is_distributed, open_state_dict
 from numdev.streaming import Streamed
@@ -55,8 +55,14 @@ def open_model(request: AuditRequest, system: System) -> Opened:
 
 
 def open_weights(request: AuditRequest) -> Checkpoint | StateDict:
-    """Open the request's checkpoint or state dict without loading its weights."""
+    """Open the request's checkpoint or state dict without loading its weights. Raises as
+    `open_model` does."""
     path = demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
+    if path.is_dir() and not is_distributed(path) and any(path.glob("*.distcp")):
+        raise MeasurementError(
+            f"{path}: .metadata is missing, the last file of a distributed checkpoint",
+            hint="fetch the checkpoint again, or take one whose save has ended",
+        )
     distributed = is_distributed(path) and not (path / "config.json").is_file()
     if path.is_file() or distributed or (request.model and is_distributed(path)):
         return open_state_dict(path, request.model)

@@ -61,7 +61,17 @@ def varlen_cases(
             hint="q is [tokens, heads, dim]; k and v too, or [pages, page_size, kv_heads, dim] "
             "with a block_table",
         )
-    begins = None if cu_seqlens_k is None else _begins(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
+    begins = None
+    if block_table is None and cu_seqlens_k is not None:
+        begins = _begins(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
+        if len(begins) != len(rows):
+            what = f"{len(rows) - 1} sequences of queries, and {len(begins) - 1} of packed keys"
+            raise UsageError(what, hint="cu_seqlens_q and cu_seqlens_k have one length")
+    if block_table is not None and (block_table.ndim != 2 or len(block_table) < len(rows) - 1):
+        raise UsageError(
+            f"a block_table of shape {list(block_table.shape)}, and {len(rows) - 1} sequences",
+            hint="it is [sequences, pages]",
+        )
     found = []
     for i, count in enumerate(keys):
         own = q[rows[i] : rows[i + 1]]
@@ -74,7 +84,8 @@ def varlen_cases(
         else:
             raise UsageError("packed k and v need cu_seqlens_k", hint="or give a block_table")
         if any(len(x) != count for x in read):
-            raise UsageError(f"sequence {i}: {len(read[0])} keys, and it should read {count}")
+            there = " and ".join(str(len(x)) for x in read)
+            raise UsageError(f"sequence {i}: {there} keys and values, and it should read {count}")
         decodes = len(own) == 1 and count > 1
         ref = CaseRef(
             case=f"{module}#{call}/seq{i}",
@@ -122,9 +133,9 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
 def _begins(places: Tensor, name: str, tokens: int) -> list[int]:
     """Where sequences begin, and the last one ends. Raises UsageError unless they ascend from 0 to
     at most the number of tokens."""
-    found = [int(x) for x in places.tolist()]
+    found = [int(x) for x in places.flatten().tolist()]
     ascends = all(a <= b for a, b in itertools.pairwise(found))
-    if len(found) < 2 or found[0] != 0 or not ascends or found[-1] > tokens:
+    if places.ndim != 1 or len(found) < 2 or found[0] != 0 or not ascends or found[-1] > tokens:
         raise UsageError(
             f"{name} {found[:6]} does not ascend from 0 to at most {tokens} tokens",
             hint="it has one entry more than there are sequences",
@@ -135,7 +146,7 @@ def _begins(places: Tensor, name: str, tokens: int) -> list[int]:
 def _lengths(begins: Tensor | None, used: Tensor | None, sequences: int) -> list[int]:
     """How many keys each sequence has."""
     if used is not None:
-        found = [int(x) for x in used.tolist()]
+        found = [int(x) for x in used.flatten().tolist()]
     elif begins is not None:
         found = [int(x) for x in (begins[1:] - begins[:-1]).tolist()]
     else:
@@ -165,5 +176,7 @@ def _alone(x: Tensor) -> Tensor:
 def _window(sides: Sequence[int] | None, causal: bool) -> Window | None:
     if sides is None or all(side < 0 for side in sides):
         return None
+    if len(sides) != 2:
+        raise UsageError(f"window_size {list(sides)} is not (left, right)", hint="-1 is no limit")
     left, right = (None if side < 0 else int(side) for side in sides)
     return (left, 0 if causal else right)

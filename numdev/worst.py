@@ -219,7 +219,7 @@ def _usual(rows: Sequence[Mapping[str, Any]]) -> Usual:
 def _identity(
     case: AttentionCase, y: Yardstick, tensor: str, identity: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    names = ("case", "source", "module", "layer", "call", "seed", "phase", "step")
+    names = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
     return {
         **{name: getattr(case.ref, name) for name in names},
         "format": y.format.name,

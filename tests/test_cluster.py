@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import random
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from distributed import KilledWorker
 from numdev import cluster, crew, remote
 from numdev.cluster import Team, expectation
 from numdev.config import AuditConfig, Choice, SweepRequest, validated
-from numdev.crew import Crew, crew_of, sharing
+from numdev.crew import Crew, client_of, crew_of, sharing
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Journal
 from numdev.jobs import Held, Job, Setting, case_key, entries, steps
@@ -152,6 +153,24 @@ def test_workers_and_a_scheduler_exclude_each_other() -> None:
         crew_of(2, "tcp://10.0.0.1:8786")
 
 
+@pytest.mark.parametrize("address", ["nonsense", "foo://here:1", "tcp://127.0.0.1"])
+def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+    """Before a client is made for it, whose end would take a minute and leave a traceback."""
+    begun = client_of(Crew(scheduler=address), System.here("cpu"))
+    with pytest.raises(UsageError, match="is no address that can be reached"), begun:
+        pytest.fail("a client of nothing")
+
+
+def test_workers_are_at_most_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU; each is a process with a torch of its own."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with sharing(Crew(workers=4), "cpu"):
+        pass
+    begun = sharing(Crew(workers=5), "cpu")
+    with pytest.raises(UsageError, match="--workers 5: this machine has 4 processors"), begun:
+        pytest.fail("too many")
+
+
 @pytest.mark.parametrize("given", [{"workers": 2}, {"scheduler": "tcp://10.0.0.1:8786"}])
 def test_without_dask_the_extra_is_named(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -162,8 +181,9 @@ def test_without_dask_the_extra_is_named(
         Crew(**given)
 
 
-def test_threads_are_shared_out_and_given_back() -> None:
+def test_threads_are_shared_out_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on a CPU get equal shares of the threads, at least one, and so does this process."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)

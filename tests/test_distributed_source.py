@@ -149,3 +149,15 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
 def test_what_names_are_nested_under(names: list[str], own: list[str], prefix: str) -> None:
     """What makes most of the model's own names match; the shortest of equals."""
     assert nested_under(names, own) == prefix
+
+
+def test_a_save_that_did_not_end_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its metadata are written last: without them there is no checkpoint."""
+    (flat(tmp_path) / ".metadata").unlink()
+    flags = (*SMALL, "--model", "factories:gpt", "-o", str(tmp_path / "o"))
+    with pytest.raises(SystemExit) as left:
+        main(["audit", str(tmp_path / "d"), *flags])
+    assert left.value.code == 3
+    assert ".metadata is missing" in capsys.readouterr().err

@@ -796,7 +796,7 @@ ALLOWED: dict[str, set[str]] = {
         "system",
         "worker",
     },
-    "crew": {"errors", "remote", "system"},
+    "crew": {"attempt", "errors", "remote", "system"},
     "cost": {"bench", "config", "formats", "jobs", "measuring", "sources", "system"},
     # From a sweep's rows to its curves and sentences.
     "seedmeans": set(),

@@ -469,3 +469,21 @@ def test_saved_calls_give_the_same_rows(unet: Path, tmp_path: Path) -> None:
     assert isinstance(second, report.AuditReport)
     assert first.rows == second.rows
     assert first.summary.parts == second.summary.parts
+
+
+def doubled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention with scores twice as large: its worst rows are looked at."""
+    return torch.nn.functional.scaled_dot_product_attention(2 * q, k, v)
+
+
+def test_explanations_and_worst_rows_know_step_and_kind(unet: Path, tmp_path: Path) -> None:
+    """Whatever is told of a call says which call it was."""
+    flags = ("--denoise", "1", "--kernel", "test_pipelines:doubled", "--explain", "-q")
+    main(["audit", str(unet), *SMALL[2:], *flags, "-o", str(tmp_path / "o")])
+    found = report.read(tmp_path / "o")
+    assert isinstance(found, report.AuditReport)
+    of = {row.case: (row.step, row.attends) for row in found.rows}
+    assert found.summary.worst_rows
+    assert {a.case for a in found.attributions} == set(of)
+    for row in (*found.attributions, *found.summary.worst_rows):
+        assert (row.step, row.attends) == of[row.case]

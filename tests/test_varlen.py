@@ -131,12 +131,25 @@ def test_flash_attentions_words_for_nothing() -> None:
         (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "does not ascend"),
         (packed, {"cu_seqlens_q": torch.tensor([0, 99])}, "does not ascend"),
         (packed, {"cu_seqlens_k": None}, "how many keys"),
-        (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, "4 sequences of queries, and 1 of keys"),
-        (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, "5 keys, and it should read 6"),
+        (
+            packed,
+            {"cu_seqlens_k": torch.tensor([0, 5])},
+            "4 sequences of queries, and 1 of keys",
+        ),
+        (
+            packed,
+            {"seqused_k": torch.tensor([6, 9, 0, 7])},
+            "5 and 5 keys and values, and it should read 6",
+        ),
         (packed, {"k": drawn(22, KV_HEADS, DIM)[None]}, "no packed call"),
         (paged, {"block_table": None}, "no packed call"),
         (paged, {"seqused_k": torch.tensor([5, 13, 0, 7])}, "13 keys do not fit into 3 pages of 4"),
         (paged, {"block_table": torch.full((4, 3), 12)}, "beyond the 12"),
+        (paged, {"block_table": torch.zeros(1, 3)}, r"block_table of shape \[1, 3\]"),
+        (paged, {"block_table": torch.zeros(3)}, r"block_table of shape \[3\]"),
+        (packed, {"cu_seqlens_q": torch.zeros(1, 3)}, "cu_seqlens_q .* does not ascend"),
+        (packed, {"cu_seqlens_k": torch.zeros(9)}, "and 8 of packed keys"),
+        (packed, {"window_size": (3,)}, r"window_size \[3\] is not"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(
