@@ -22,7 +22,7 @@ from numdev.kernels import emulated_forward as forward
 from numdev.kernels.results import Gradients
 from numdev.kernels.rounder import Rounder, plain_arithmetic
 from numdev.kernels.sites import Recipe
-from numdev.seedmeans import interval
+from numdev.sweeps.seedmeans import interval
 
 REGIME = "biased_rounding"
 

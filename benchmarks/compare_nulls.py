@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from numdev.compare import compared
+from numdev.comparing.audits import compared
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.report import AuditReport
 from numdev.studies.audit import audit

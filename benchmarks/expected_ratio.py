@@ -15,7 +15,7 @@ from collections import defaultdict
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.execute import Task
-from numdev.explain import explain
+from numdev.explaining.rows import explain
 from numdev.inputs import Shapes, draw
 from numdev.kernels import find
 from numdev.measuring import run_task

@@ -40,12 +40,12 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.controls import CONTROLS
 from numdev.execute import Task
 from numdev.gate import judge
+from numdev.gating.rules import Rules, default_rules
 from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, find
 from numdev.loop import runner
 from numdev.measuring import Runner, run_task
 from numdev.report import DeviationRow
-from numdev.rules import Rules, default_rules
 from numdev.system import System
 
 FORMAT = "bfloat16"

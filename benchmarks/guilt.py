@@ -32,16 +32,16 @@ import torch
 from biased_measures import case_of, head, row, step
 from torch import Generator, Tensor
 
+from numdev.capturing.projection import Projection
 from numdev.cases import AttentionCase
-from numdev.chain import diagnosed
-from numdev.chain_cures import cured
-from numdev.constructed import layer_input
-from numdev.cures import CURES
-from numdev.diagnosereport import CureRow, HeadRow, Ranked
-from numdev.guilt import CONDITIONS, HALF, NORM, at_fault, leading, ranked, used_delta
+from numdev.chain.call import diagnosed
+from numdev.chain.cured import cured
+from numdev.diagnosis.cures import CURES
+from numdev.diagnosis.guilt import CONDITIONS, HALF, NORM, at_fault, leading, ranked, used_delta
+from numdev.diagnosis.report import CureRow, HeadRow, Ranked
 from numdev.kernels.reference import gradients
 from numdev.kernels.sites import Recipe, recipe
-from numdev.projection import Projection
+from numdev.regimes.constructed import layer_input
 
 GUILTY: Mapping[str, Any] = {"count": 2, "tail": 1e-4, "value": 0.125}
 INNOCENT: Mapping[str, Mapping[str, Any]] = {

@@ -26,8 +26,8 @@ from instability_sites import Sites, sites_behind, sites_of
 from numdev.execute import JOURNAL
 from numdev.report import read
 from numdev.studies.train import _record
-from numdev.trainconfig import TrainRequest
-from numdev.trainreport import TrainReport, TrainRow, VariantRecord
+from numdev.training.config import TrainRequest
+from numdev.training.report import TrainReport, TrainRow, VariantRecord
 
 BROKEN_BY = 0.2
 """Nats above the golden run. In the trials that this comes from, runs that trained ended within

@@ -15,7 +15,7 @@ from numdev.formats import Format, format_named
 from numdev.kernels import find
 from numdev.kernels.sites import SITES, Recipe, recipe
 from numdev.records import recorded
-from numdev.trainreport import VariantRecord
+from numdev.training.report import VariantRecord
 
 COLUMNS = {"S": ("scores", "scaled"), "O": ("pv", "accumulator"), "dP": ("dp",)}
 """Of the tables, and the rounding sites that each shows."""

@@ -28,8 +28,8 @@ import pandas as pd
 from instability_runs import Run
 from scipy.stats import binomtest
 
-from numdev.diagnosereport import DiagnoseReport, HeadRow
-from numdev.trainconfig import folder_of
+from numdev.diagnosis.report import DiagnoseReport, HeadRow
+from numdev.training.config import folder_of
 
 TRAIL = 30
 """Steps: three rows at a row every 10, so that a single odd one does not alarm; one row where there

@@ -41,11 +41,11 @@ from numdev.controls import CONTROLS
 from numdev.execute import Task
 from numdev.formats import format_named
 from numdev.gate import verdicts_of
+from numdev.gating.rules import default_rules, value_of
 from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, find
 from numdev.measuring import run_task
 from numdev.report import DeviationRow
-from numdev.rules import default_rules, value_of
 from numdev.system import System
 
 REGIMES: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -21,7 +21,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
 from numdev.inputs import Shapes, draw
 from numdev.kernels import find
-from numdev.suspicion import far_off, suspect
+from numdev.suspicion.search import far_off, suspect
 
 Change = Callable[[AttentionCase], dict[str, torch.Tensor]]
 

@@ -34,7 +34,7 @@ from numdev.inputs import Shapes, draw
 from numdev.kernels import find
 from numdev.kernels.reference import attend
 from numdev.kernels.results import Reference
-from numdev.suspicion import far_off, suspect
+from numdev.suspicion.search import far_off, suspect
 
 REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
     "normal": ("normal", {}),

@@ -20,7 +20,7 @@ import torch
 from numdev.config import Choice, read_yaml
 from numdev.kernels import find
 from numdev.system import System
-from numdev.trainconfig import TrainConfig, Variant, resolve
+from numdev.training.config import TrainConfig, Variant, resolve
 from numdev.training.data import Data, load
 from numdev.training.deterministic import deterministic
 from numdev.training.lane import Lane

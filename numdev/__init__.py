@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numdev.api import audit, capture, measure
     from numdev.kernels import kernel
+    from numdev.loading.varlen import save_cases, varlen_cases
     from numdev.testing import CheckFailed, check_attention
-    from numdev.varlen import save_cases, varlen_cases
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,8 +32,8 @@ _HOMES = {
     "kernel": "kernels",
     "check_attention": "testing",
     "CheckFailed": "testing",
-    "save_cases": "varlen",
-    "varlen_cases": "varlen",
+    "save_cases": "loading.varlen",
+    "varlen_cases": "loading.varlen",
 }
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from numdev import capturing
 from numdev import report as reports
 from numdev.attempt import copied
 from numdev.bench import Bench
+from numdev.capturing import run as capturing
+from numdev.capturing.upstream import find_upstream
 from numdev.cases import AttentionCase, CaseRef
 from numdev.commands.requests import audit_request
 from numdev.errors import MeasurementError, UsageError
@@ -27,7 +28,6 @@ from numdev.render import html
 from numdev.report import AuditReport, DeviationRow
 from numdev.studies import audit as studies
 from numdev.system import System
-from numdev.upstream import find_upstream
 
 
 def audit(

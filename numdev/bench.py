@@ -28,7 +28,6 @@ from torch import Tensor
 
 from numdev import deviation
 from numdev.attempt import Failure, attempt
-from numdev.binning import membership
 from numdev.cases import AttentionCase, CaseRef, empty_rows
 from numdev.comparison import Along
 from numdev.deviation import Yardstick
@@ -40,6 +39,7 @@ from numdev.kernels.key_gradients import key_gradients
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.results import Gradients, Reference
+from numdev.profiles.binning import membership
 from numdev.sampling import Sample
 from numdev.stopwatch import Stopwatch
 
@@ -207,7 +207,8 @@ class Bench:
         return self.case.kv_len if tensor in KV_TENSORS else self.case.q_len
 
     def bins_of(self, tensor: str) -> Tensor | None:
-        """Which measured row of `tensor` is in which bin of positions (`binning.membership`)."""
+        """Which measured row of `tensor` is in which bin of positions
+        (`profiles.binning.membership`)."""
         side = "keys" if tensor in KV_TENSORS else "queries"
         if side not in self._bins:
             rows, length = self.rows_of(tensor), self.length_of(tensor)

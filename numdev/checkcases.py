@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from numdev.capturing.upstream import with_drawn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import CaseConfig, CheckConfig, bundled, read_yaml, validated
 from numdev.errors import UsageError, closest
 from numdev.inputs import REGIMES, check
+from numdev.loading.tensorfile import holds_cases, open_cases
 from numdev.sources import Drawn, GivenUpstream, Located
-from numdev.tensorfile import holds_cases, open_cases
-from numdev.upstream import with_drawn
 
 Named = str | Path | Mapping[str, Any] | AttentionCase
 """What names a case, or several."""

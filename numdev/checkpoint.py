@@ -6,12 +6,13 @@ wrote. Opening one reads `config.json`, the
 index and the headers of safetensors files; weights are read when they are asked for, through
 memory maps where the file allows it.
 
-A checkpoint is foreign data and is not trusted: its files are read by `numdev.storage`, and a
-config that asks for code of its own (`auto_map`) is refused. transformers builds the model, but
+A checkpoint is foreign data and is not trusted: its files are read by `numdev.loading.storage`, and
+a config that asks for code of its own (`auto_map`) is refused. transformers builds the model, but
 never touches the files: it is handed the config and the tensors read here, so neither its search
 for weight files nor its adapters, nor the network, are in play.
 
-Where the model's attention goes is `numdev.capturing`'s business, what it reads `numdev.prompts`'.
+Where the model's attention goes is `numdev.capturing.run`'s business, what it reads
+`numdev.loading.prompts`'.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev import storage
-from numdev.capturing import attention_implementation
-from numdev.deferred import Deferred, Stored
-from numdev.distmetadata import METADATA
-from numdev.distweights import (
+from numdev.capturing.run import attention_implementation
+from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.loading import storage
+from numdev.loading.deferred import Deferred, Stored
+from numdev.loading.storage import one_line, open_safetensors, read, read_json, shards, some
+from numdev.weights.dcp import (
     NESTED,
     SplitTensor,
     files_of,
@@ -44,8 +46,7 @@ from numdev.distweights import (
     taken_off,
     under,
 )
-from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.storage import one_line, open_safetensors, read, read_json, shards, some
+from numdev.weights.dcp_metadata import METADATA
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 ACCEPTED = "a Hugging Face directory: config.json with model.safetensors or pytorch_model.bin"

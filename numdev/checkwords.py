@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from numdev.foreign import plain
+from numdev.gating.verdict import Judgement
+from numdev.gating.wording import found_to_round, listed
 from numdev.report import AuditReport, DeviationRow, Finding, Place
-from numdev.verdict import Judgement
-from numdev.wording import found_to_round, listed
 
 WIDTH = 72
 """pytest takes eight columns of 80."""

@@ -15,10 +15,10 @@ from itertools import chain
 from operator import attrgetter
 
 from numdev.gate import NOTHING, Decided, Judged, decide
+from numdev.gating.rules import Rules, default_rules
+from numdev.gating.verdict import Calls, Power, Verdict
+from numdev.gating.wording import found_to_round, label, listed, wrong
 from numdev.report import DeviationRow, Finding, Place
-from numdev.rules import Rules, default_rules
-from numdev.verdict import Calls, Power, Verdict
-from numdev.wording import found_to_round, label, listed, wrong
 
 
 def findings_of(

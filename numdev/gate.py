@@ -2,7 +2,7 @@
 
 Reads rows and nothing else, so it runs where there is no torch and no GPU. It fails closed: what
 could not be judged is `unmeasured`, never passed, unless a rule says that it may lack. How one rule
-is applied to the heads of one tensor is `numdev.holding`'s business.
+is applied to the heads of one tensor is `numdev.gating.holding`'s business.
 
 Only kernels under audit are judged (a rule may ask for the baseline, the floor or the cost of the
 format too). Planted faults (`role: control`) are put through the same rules, each by itself, and
@@ -20,16 +20,25 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
-from numdev.cells import Around, Groups, Older, by_tensor, grouped, key_of, measured, something
-from numdev.change import GONE, NEW, refuse_other
 from numdev.errors import MeasurementError
-from numdev.held import Held, Lacking
-from numdev.holding import Holding, hold
+from numdev.gating.cells import (
+    Around,
+    Groups,
+    Older,
+    by_tensor,
+    grouped,
+    key_of,
+    measured,
+    something,
+)
+from numdev.gating.change import GONE, NEW, refuse_other
+from numdev.gating.held import Held, Lacking
+from numdev.gating.holding import Holding, hold
+from numdev.gating.rules import Rules, Threshold, Value, default_rules
+from numdev.gating.selecting import Selector, matches
+from numdev.gating.verdict import Calls, Dose, Judgement, Outcome, Power, Verdict
+from numdev.gating.wholeness import check_whole
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
-from numdev.rules import Rules, Threshold, Value, default_rules
-from numdev.selecting import Selector, matches
-from numdev.verdict import Calls, Dose, Judgement, Outcome, Power, Verdict
-from numdev.wholeness import check_whole
 
 PLACES = 3
 """So many places of offending rows are named."""

@@ -1,11 +1,12 @@
 """How synthetic q, k, v (and dO) are drawn: named regimes with parameters.
 
-A regime is a function of the shapes and a generator, registered by name (`numdev.regimes`); its
-keyword parameters may be set in YAML. Random normals hide most real errors, so each further regime
-stands for inputs that have hurt somebody (`numdev.hazards`), is made to (`numdev.constructed`), or
-has an answer that is known without a reference (`numdev.exact`). Tensors are drawn in fp32 on the
-CPU whatever the audit's device, so that a seed means the same numbers everywhere; they are rounded
-to the audited format afterwards, as a model's activations are.
+A regime is a function of the shapes and a generator, registered by name
+(`numdev.regimes.registry`); its keyword parameters may be set in YAML. Random normals hide most
+real errors, so each further regime stands for inputs that have hurt somebody
+(`numdev.regimes.hazards`), is made to (`numdev.regimes.constructed`), or has an answer that is
+known without a reference (`numdev.regimes.exact`). Tensors are drawn in fp32 on the CPU whatever
+the audit's device, so that a seed means the same numbers everywhere; they are rounded to the
+audited format afterwards, as a model's activations are.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 
 from torch import Generator, Tensor
 
-from numdev import constructed, exact, hazards
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
-from numdev.regimes import QKV, REGIMES, Inputs, Regime, Shapes, gaussian, plain, regime
+from numdev.regimes import constructed, exact, hazards
+from numdev.regimes.registry import QKV, REGIMES, Inputs, Regime, Shapes, gaussian, plain, regime
 
 __all__ = [
     "REGIMES",

@@ -14,18 +14,18 @@ from typing import Any
 from numdev.attempt import Failure, attempt
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
-from numdev.examine import examine, kept, remarkable
 from numdev.execute import Task
-from numdev.explain import explain
+from numdev.explaining.rows import explain
 from numdev.formats import Format
 from numdev.kernels import Kernel
 from numdev.measuring import Runner, bare_row, run_task
-from numdev.profiling import profile
+from numdev.profiles.rows import profile
 from numdev.records import case_record
 from numdev.sampling import Sample
 from numdev.sources import Located
 from numdev.stopwatch import Stopwatch
 from numdev.system import System
+from numdev.worst.examine import examine, kept, remarkable
 
 Tell = Callable[[str], None]
 """Called with what is being done."""

@@ -29,6 +29,7 @@ from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.isolation import Supervised
 from numdev.jobs import Entry, Held, Job, Planned, Setting, Tell, bench_of, case_key, entries, steps
 from numdev.kernels import Kernel, Output, find
+from numdev.loading.tensorwriter import Writer
 from numdev.measuring import Runner
 from numdev.records import recorded, weight_row
 from numdev.report import (
@@ -43,7 +44,6 @@ from numdev.report import (
 from numdev.sources import Located, Source
 from numdev.stopwatch import SECTIONS, Stopwatch
 from numdev.system import System
-from numdev.tensorwriter import Writer
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many tasks are behind it, and how many there are."""
@@ -156,7 +156,7 @@ def stopwatch(system: System, sections: Sequence[str] = SECTIONS) -> Stopwatch:
 
 
 class Executor(Protocol):
-    """Who does a run's jobs: this process (`Here`), or others (`numdev.cluster`)."""
+    """Who does a run's jobs: this process (`Here`), or others (`numdev.cluster.team`)."""
 
     def submit(self, job: Job, tell: Tell) -> Iterator[Entry]:
         """Take a job on. What is finished by now, of this job or of earlier ones."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from numdev.regimes import Shapes, gaussian
+from numdev.regimes.registry import Shapes, gaussian
 
 SEEN = 0.6
 """The fraction of keys that random masks leave."""

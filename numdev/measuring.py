@@ -23,6 +23,7 @@ from numdev.deviation import Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
 from numdev.expectation import returning, unexpected
+from numdev.explaining.undeclared import Likeness, beyond, likeness, with_bias_explained
 from numdev.finiteness import Elsewhere, all_finite, elsewhere
 from numdev.formats import Format, format_of
 from numdev.kernels import Kernel, Output
@@ -30,9 +31,8 @@ from numdev.kernels.output import GRADIENTS
 from numdev.noise import Noise, noise
 from numdev.records import recorded
 from numdev.report import NOT_PREDICTED, DeviationRow
-from numdev.suspicion import far_off, suspect
+from numdev.suspicion.search import far_off, suspect
 from numdev.system import System
-from numdev.undeclared import Likeness, beyond, likeness, with_bias_explained
 
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 """What measuring may raise on strange outputs, and costs the row, not the audit."""

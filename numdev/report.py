@@ -848,11 +848,11 @@ class SweepReport(Report):
 KINDS = {
     "audit": "numdev.report:AuditReport",
     "sweep": "numdev.report:SweepReport",
-    "weights": "numdev.weightreport:WeightsReport",
-    "train": "numdev.trainreport:TrainReport",
-    "bounds": "numdev.boundsreport:BoundsReport",
-    "diagnose": "numdev.diagnosereport:DiagnoseReport",
-    "compare": "numdev.comparereport:CompareReport",
+    "weights": "numdev.weights.report:WeightsReport",
+    "train": "numdev.training.report:TrainReport",
+    "bounds": "numdev.bounds.report:BoundsReport",
+    "diagnose": "numdev.diagnosis.report:DiagnoseReport",
+    "compare": "numdev.comparing.report:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""
 

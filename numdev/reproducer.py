@@ -5,7 +5,8 @@ user would, prints the figure of the finding, and exits with 1 if it shows. Noth
 it, unless the kernel itself is written for numdev. It is made from a template
 (`data/reproducer/reproduce.py.j2`) that has only what this finding needs.
 
-What is written is the case as it is given; `numdev.reduction` makes it small beforehand.
+What is written is the case as it is given; `numdev.reproducers.reduction` makes it small
+beforehand.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from numdev import tensorwriter
-from numdev.callcode import call_of, literal
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Kernel
 from numdev.kernels.output import GRADIENTS
-from numdev.showing import BIASES, ENOUGH, FIGURES
+from numdev.loading import tensorwriter
+from numdev.loading.tensorfile import DTYPES, OPTIONAL, REQUIRED
+from numdev.loading.tensorwriter import storage_order
+from numdev.reproducers.callcode import call_of, literal
+from numdev.reproducers.showing import BIASES, ENOUGH, FIGURES
 from numdev.system import System
-from numdev.tensorfile import DTYPES, OPTIONAL, REQUIRED
-from numdev.tensorwriter import storage_order
 
 TENSORS = (*REQUIRED, *OPTIONAL)
 SHAPES = {
@@ -84,12 +85,12 @@ def write(
     `tensor` is out, lse, dq, dk or dv; `head` a query head, or a kv head for dk and dv. A case with
     grad_out is a training step: inputs require gradients also where `tensor` is out or lse.
 
-    `metric` is one of `showing.FIGURES` (see `showing.figure_for`), `noise`, or `raises` for a
-    kernel that refuses or fails; `observed` is its value for this case, in the unit of the report.
-    The script says that the deviation shows from `limit` on: by default half of what was observed,
-    and a single element for `nonfinite`. A kernel that is not deterministic is run `runs` times and
-    the worst is taken. `options` are those that are not the kernel's defaults. `folder` is where
-    the module of the kernel is looked for last.
+    `metric` is one of `reproducers.showing.FIGURES` (see `reproducers.showing.figure_for`),
+    `noise`, or `raises` for a kernel that refuses or fails; `observed` is its value for this case,
+    in the unit of the report. The script says that the deviation shows from `limit` on: by default
+    half of what was observed, and a single element for `nonfinite`. A kernel that is not
+    deterministic is run `runs` times and the worst is taken. `options` are those that are not the
+    kernel's defaults. `folder` is where the module of the kernel is looked for last.
 
     Raises UsageError for a metric that no script can show, MeasurementError for a format that torch
     has no dtype for, gradients of inputs that are not finite, and where the directory cannot be

@@ -27,8 +27,8 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 CONFIGS = {
     "config": ("numdev.config:AuditConfig", "A YAML file for numdev audit and numdev diagnose"),
     "sweep": ("numdev.config:SweepConfig", "A YAML file for numdev sweep"),
-    "train": ("numdev.trainconfig:TrainConfig", "A YAML file for numdev train"),
-    "thresholds": ("numdev.rules:Rules", "A YAML file of thresholds for numdev gate"),
+    "train": ("numdev.training.config:TrainConfig", "A YAML file for numdev train"),
+    "thresholds": ("numdev.gating.rules:Rules", "A YAML file of thresholds for numdev gate"),
 }
 """Name to the model, and what the schema is called."""
 NAMES = (*CONFIGS, "report")

@@ -16,20 +16,20 @@ from typing import Any, Protocol
 
 import torch
 
+from numdev.capturing.projection import Projection, Projections
+from numdev.capturing.upstream import STORED, Upstream, drawn_from, find_upstream, with_drawn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.inputs import Shapes, check, draw
 from numdev.layouts import laid_out, transposed
+from numdev.loading.pipelines import is_pipeline
+from numdev.loading.storage import some
+from numdev.loading.tensorfile import StoredCase, holds_cases, open_cases
 from numdev.masks import draw_mask
-from numdev.pipelines import is_pipeline
-from numdev.projection import Projection, Projections
-from numdev.storage import some
 from numdev.system import System
-from numdev.tensorfile import StoredCase, holds_cases, open_cases
-from numdev.upstream import STORED, Upstream, drawn_from, find_upstream, with_drawn
-from numdev.weightkinds import layer_of
+from numdev.weights.kinds import layer_of
 
 NO_GRAPH = "the model's own loss needs the graph of the whole model, which was streamed"
 FOR_PIPELINES = ("denoise", "steps")
@@ -300,7 +300,8 @@ class CheckpointSource:
     """The attention calls of a checkpoint's model: of one forward pass, or of a generation.
 
     With `gradients` of one training step: cases carry grad_out, from the model's own loss where it
-    has one (`numdev.upstream`). After `visit`, `notes` says which calls that loss does not reach.
+    has one (`numdev.capturing.upstream`). After `visit`, `notes` says which calls that loss does
+    not reach.
     """
 
     def __init__(
@@ -311,10 +312,10 @@ class CheckpointSource:
         gradients: bool = False,
         projections: bool = False,
     ) -> None:
-        from numdev.generation import check as check_generates
-        from numdev.loading import open_model
-        from numdev.reading import model_inputs
-        from numdev.watch import attention_modules, numbered
+        from numdev.capturing.generation import check as check_generates
+        from numdev.capturing.watch import attention_modules, numbered
+        from numdev.loading.models import open_model
+        from numdev.loading.reading import model_inputs
 
         if gradients and request.generate:
             raise UsageError(
@@ -366,7 +367,7 @@ class CheckpointSource:
         return calls * (1 + (self.request.generate or 0))
 
     def visit(self, handle: Callable[[Located], None]) -> None:
-        from numdev.capturing import capture
+        from numdev.capturing.run import capture
 
         made = Projections() if self.projections else None
 
@@ -412,9 +413,9 @@ class PipelineSource:
     """
 
     def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
-        from numdev import denoising
-        from numdev.pipelines import not_audited, open_pipeline
-        from numdev.watch import attention_modules
+        from numdev.capturing import denoising
+        from numdev.capturing.watch import attention_modules
+        from numdev.loading.pipelines import not_audited, open_pipeline
 
         where = request.checkpoint or ""
         _refuse(request, NOT_FOR_PIPELINES, f"{where} is a diffusers pipeline", "for other models")
@@ -467,7 +468,7 @@ class PipelineSource:
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
     def visit(self, handle: Callable[[Located], None]) -> None:
-        from numdev.denoising import denoise
+        from numdev.capturing.denoising import denoise
 
         def chosen(case: AttentionCase) -> None:
             if self.request.layers is None or case.ref.layer in self.request.layers:

@@ -13,8 +13,16 @@ from typing import Any
 import pandas as pd
 
 from numdev.answer import answer
-from numdev.explanations import explanations
-from numdev.profiles import pooled, remark
+from numdev.explaining.words import explanations
+from numdev.gating.rules import (
+    BIAS_ALPHA,
+    BIAS_FORMATS,
+    BIAS_SEQUENCES,
+    BIAS_ULP,
+    holm,
+    noise_ratio,
+)
+from numdev.profiles.summary import pooled, remark
 from numdev.report import (
     AttributionRow,
     AuditSummary,
@@ -28,7 +36,6 @@ from numdev.report import (
     WeightSummary,
     WorstRow,
 )
-from numdev.rules import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP, holm, noise_ratio
 
 KEY = ["kernel", "options", "role", "format"]
 PART = ["phase", "step", "attends"]

@@ -15,14 +15,14 @@ from numdev.cases import AttentionCase
 from numdev.checkcases import CheckSource, Named
 from numdev.config import validated
 from numdev.errors import UsageError
-from numdev.functionsource import folder_of, name_of
+from numdev.gating.rules import Rules, default_rules_for_checks, read_rules
+from numdev.gating.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.plain import takes
 from numdev.report import AuditReport
-from numdev.rules import Rules, default_rules_for_checks, read_rules
+from numdev.reproducers.functionsource import folder_of, name_of
 from numdev.studies.check import Backward, check, one_thread
 from numdev.system import System
-from numdev.verdict import Judgement
 
 Thresholds = str | Path | Mapping[str, Any] | Rules | None
 Cases = Named | Sequence[Named] | None

@@ -502,7 +502,7 @@ def fuzz_bounds(rng: random.Random, folder: Path) -> str:
 def fuzz_names(rng: random.Random, folder: Path) -> str:
     """Folders named after kernels and variants stay where they are put."""
     from numdev.report import Finding
-    from numdev.trainconfig import folder_of
+    from numdev.training.config import folder_of
 
     name = "".join(rng.choice((*HOSTILE, *"./\\-a"))[:40] for _ in range(rng.randrange(1, 4)))
     finding = Finding(

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from numdev.inputs import REGIMES
 from numdev.masks import MASKS
-from numdev.regimes import Regime
+from numdev.regimes.registry import Regime
 
 PAGE = Path(__file__).parent.parent / "docs" / "hazards.md"
 
 HEAD = """\
 # Hazards: inputs that have hurt somebody
 
-Written by `python scripts/hazards_page.py` from `numdev/hazards.py`, `numdev/constructed.py`,
-`numdev/exact.py`, `numdev/inputs.py` and `numdev/masks.py`.
+Written by `python scripts/hazards_page.py` from `numdev/regimes/hazards.py`,
+`numdev/regimes/constructed.py`, `numdev/regimes/exact.py`, `numdev/inputs.py` and
+`numdev/masks.py`.
 
 Random normals hide nearly every real bug. A **regime** draws q, k, v (and dO) by name; its
 parameters are set beside the name, and each may be a list:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from numdev.findings import findings_of
 from numdev.gate import judge
+from numdev.gating.rules import default_rules
+from numdev.gating.verdict import Judgement
 from numdev.report import DeviationRow, Finding
-from numdev.rules import default_rules
-from numdev.verdict import Judgement
 
 NAMES = (
     "<script>alert(1)</script>",

@@ -214,8 +214,8 @@ def error_bounds(
 ) -> tuple[Numbers, Numbers]:
     """The largest errors of out and lse for two-pass softmax attention in unit roundoff u.
 
-    To first order in u, with n keys, head_dim d, and A (`exact.size`) the sum of the absolute terms
-    of a score:
+    To first order in u, with n keys, head_dim d, and A (`regimes.exact.size`) the sum of the
+    absolute terms of a score:
     - A score is a dot product (d u A), scaled (twice, if scale is split between q and k; 4 u A with
       the root), capped (a division, tanh to 2 ulp, a product: 4 u A), and added to the bias (u A).
       Subtracting the row maximum rounds a number of at most 2 A. In sum (d + 12) u A.

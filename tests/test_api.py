@@ -28,8 +28,8 @@ import numdev
 from numdev import checkwords
 from numdev.checkcases import CheckSource, default_cases
 from numdev.errors import MeasurementError, UsageError
-from numdev.functionsource import defined_again, folder_of, name_of
 from numdev.report import AuditReport
+from numdev.reproducers.functionsource import defined_again, folder_of, name_of
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -440,11 +440,11 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
 
 
 def test_the_judgement_is_the_gates(tmp_path: Path) -> None:
-    """A stored report of a check, put through the gate with the rules of a check, gets the very same
-    judgement; with the default ones too, but for the one rule that checks have beside them."""
+    """A stored report of a check, put through the gate with the rules of a check, gets the very
+    same judgement; with the default ones too, but for the one rule that checks have beside them."""
     from numdev import report
     from numdev.gate import judge_report
-    from numdev.rules import default_rules_for_checks
+    from numdev.gating.rules import default_rules_for_checks
 
     result = failing(larger, cases="full", formats="float16", backward=False).result
     report.write(result.report, tmp_path)
@@ -525,7 +525,8 @@ def test_names_are_imported_when_asked_for() -> None:
     code = (
         "import sys, numdev; assert 'torch' not in sys.modules; assert 'pydantic' not in "
         "sys.modules; assert {'audit', 'check_attention'} <= set(dir(numdev)); "
-        "import numdev.capturing; assert callable(numdev.capture); assert not hasattr(numdev, 'x')"
+        "import numdev.capturing.run; assert callable(numdev.capture); "
+        "assert not hasattr(numdev, 'x')"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert answer.returncode == 0, answer.stderr

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from numdev.arguments import draw, read, shifted, together, wanted
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.prompts import Prompt
+from numdev.loading.arguments import draw, read, shifted, together, wanted
+from numdev.loading.prompts import Prompt
 
 
 class Plain(nn.Module):

@@ -13,15 +13,15 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
-from numdev.attribution import PRESETS, Attribution, attribute
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli import cli
-from numdev.contributions import rounding_sites
 from numdev.execute import Task
 from numdev.expectation import emulated_step, emulation
-from numdev.explain import explain, whole_groups
-from numdev.explanations import explanations
+from numdev.explaining.attribution import PRESETS, Attribution, attribute
+from numdev.explaining.contributions import rounding_sites
+from numdev.explaining.rows import explain, whole_groups
+from numdev.explaining.words import explanations
 from numdev.formats import format_named
 from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, find

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from numdev import report
-from numdev.capturing import capture
+from numdev.capturing.run import capture
 from numdev.checkpoint import open_checkpoint
 from numdev.cli import main
 from numdev.config import AuditRequest
-from numdev.reading import model_inputs
+from numdev.loading.reading import model_inputs
 from numdev.summary import _places
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "6", "--device", "cpu")

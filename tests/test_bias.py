@@ -22,9 +22,9 @@ from numdev.bias import MIN_BIAS_ULP
 from numdev.cases import AttentionCase, CaseRef
 from numdev.deviation import Metrics, Yardstick, measure
 from numdev.formats import FORMATS
+from numdev.gating.rules import BIAS_SEQUENCES, BIAS_ULP, holm
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
-from numdev.rules import BIAS_SEQUENCES, BIAS_ULP, holm
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bias_calibration.py"
 BF16 = FORMATS["bfloat16"]

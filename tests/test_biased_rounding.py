@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from numdev.cures import CURES
+from numdev.diagnosis.cures import CURES
 from numdev.formats import format_named, round_to
 from numdev.kernels import find
 from numdev.kernels.reference import gradients
 from numdev.kernels.sites import Recipe, changed, recipe
-from numdev.seedmeans import interval
+from numdev.sweeps.seedmeans import interval
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SEEDS = tuple(range(20))

@@ -27,16 +27,16 @@ from test_html import HOSTILE, Seen
 from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
 
 from numdev import report as reports
-from numdev.bounds import found
-from numdev.boundsreport import BoundsReport, Comparison, Delay
-from numdev.checkpointpairs import kind
+from numdev.bounds.report import BoundsReport, Comparison, Delay
+from numdev.bounds.roles import found
+from numdev.bounds.saturation import Track, delays, first_passage, ratios, saturation
 from numdev.claim import claim
 from numdev.cli import main
 from numdev.errors import MeasurementError, UsageError
 from numdev.render import html, terminal
-from numdev.saturation import Track, delays, first_passage, ratios, saturation
 from numdev.studies.bounds import of_checkpoints, of_run
-from numdev.trainreport import DistanceRow, TrainReport
+from numdev.training.report import DistanceRow, TrainReport
+from numdev.weights.checkpoints import kind
 
 DENSE = tuple(range(401))
 

@@ -16,7 +16,7 @@ import torch
 from capturing import TOLERANCE, EagerRun, Run, attend, worst
 from torch import Tensor
 
-from numdev.capturing import capture
+from numdev.capturing.run import capture
 from numdev.cases import AttentionCase
 from numdev.checkpoint import open_checkpoint
 from numdev.errors import MeasurementError, UsageError

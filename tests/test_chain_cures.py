@@ -20,10 +20,10 @@ from test_chain import (
 )
 
 from numdev.cases import AttentionCase
-from numdev.chain import Diagnosis, diagnosed
-from numdev.chain_cures import NONE, cured, seen_from_outside
-from numdev.cures import CURES, Cure
-from numdev.diagnosereport import CureRow, KernelRow
+from numdev.chain.call import Diagnosis, diagnosed
+from numdev.chain.cured import NONE, cured, seen_from_outside
+from numdev.diagnosis.cures import CURES, Cure
+from numdev.diagnosis.report import CureRow, KernelRow
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.sites import recipe
 

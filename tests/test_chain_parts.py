@@ -11,11 +11,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from numdev import chain_similarity
-from numdev.chain_delta import runs_of
-from numdev.chain_similarity import STEPS, largest_eigenvalue, similarity, spread_tokens
-from numdev.chain_statistics import BLOCKS, by_head, mean, t_of
-from numdev.projection import Projection
+from numdev.capturing.projection import Projection
+from numdev.chain import similarity as chain_similarity
+from numdev.chain.delta import runs_of
+from numdev.chain.similarity import STEPS, largest_eigenvalue, similarity, spread_tokens
+from numdev.chain.statistics import BLOCKS, by_head, mean, t_of
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

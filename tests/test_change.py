@@ -11,13 +11,13 @@ import pytest
 from gate_rows import report, row
 from scipy import stats
 
-from numdev.change import SEEDS, allowance, quantile
 from numdev.cli import main
 from numdev.errors import MeasurementError
 from numdev.gate import judge_report
+from numdev.gating.change import SEEDS, allowance, quantile
+from numdev.gating.rules import Rules, Threshold
+from numdev.gating.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
-from numdev.rules import Rules, Threshold
-from numdev.verdict import Judgement, Verdict
 
 GREW = Rules(thresholds=(Threshold(name="grew", metric="rms", over="before", at_most=1.2),))
 

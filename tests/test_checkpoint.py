@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from numdev.capturing import NAME
+from numdev.capturing.run import NAME
 from numdev.checkpoint import Checkpoint, open_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
 

@@ -21,10 +21,10 @@ import yaml
 from gate_rows import report_of, row
 
 from numdev.cli import cli, main
+from numdev.gating.rules import Rules, read_rules
+from numdev.gating.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.kernels import find
 from numdev.report import Finding, write
-from numdev.rules import Rules, read_rules
-from numdev.verdict import Calls, Dose, Judgement, Power, Verdict
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "ci.md").read_text()

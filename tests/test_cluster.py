@@ -23,20 +23,21 @@ import pytest
 import torch
 from distributed import KilledWorker
 
-from numdev import cluster, crew, remote
-from numdev.cluster import Team, expectation
+from numdev.cluster import crew, remote
+from numdev.cluster import team as cluster
+from numdev.cluster.crew import Crew, client_of, crew_of, sharing
+from numdev.cluster.team import Team, expectation
 from numdev.config import AuditConfig, Choice, SweepRequest, validated
-from numdev.crew import Crew, client_of, crew_of, sharing
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Journal
 from numdev.jobs import Held, Job, Setting, case_key, entries, steps
+from numdev.loading.tensorfile import open_cases
+from numdev.loading.tensorwriter import Writer
 from numdev.loop import Executor, Here, Run, header, plan_controls, plan_formats, plan_kernels
 from numdev.sources import Captured, ConfigSource, Located
 from numdev.stopwatch import Stopwatch
 from numdev.studies.sweep import plan, sweep
 from numdev.system import System
-from numdev.tensorfile import open_cases
-from numdev.tensorwriter import Writer
 
 HERE = str(Path(__file__).parent)
 KERNELS = ("sdpa-math", "fragile_kernels:raises")
@@ -418,7 +419,7 @@ def test_a_hanging_kernel_ends_its_process() -> None:
     """Even where it holds the interpreter's lock; one in time does not."""
     code = """
 import ctypes, time
-from numdev.remote import _ended_after
+from numdev.cluster.remote import _ended_after
 with _ended_after(5): pass
 with _ended_after(0.2): ctypes.PyDLL(None).sleep(30)
 """
@@ -569,7 +570,7 @@ def _client(tmp_path: Path, asked: SweepRequest, address: str) -> subprocess.Pop
 import sys
 from pathlib import Path
 import torch
-from numdev.crew import Crew
+from numdev.cluster.crew import Crew
 from numdev.config import SweepRequest
 from numdev.errors import NumdevError
 from numdev.studies.sweep import plan, sweep

@@ -13,11 +13,11 @@ import scipy.special
 from compared_reports import audit, floor, head, times
 from gate_rows import lse, row
 
-from numdev.compare import Compared, compared
-from numdev.comparereport import Move
-from numdev.comparewords import answer
-from numdev.movement import Noise, Pair, least, repeats, standard_error, student
-from numdev.presence import news
+from numdev.comparing.audits import Compared, compared
+from numdev.comparing.movement import Noise, Pair, least, repeats, standard_error, student
+from numdev.comparing.presence import news
+from numdev.comparing.report import Move
+from numdev.comparing.words import answer
 from numdev.report import DeviationRow, Finding
 
 HEADS = tuple(head(h) for h in range(4))

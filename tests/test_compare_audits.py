@@ -15,8 +15,8 @@ from torch import Tensor
 
 from numdev import report as reports
 from numdev.cli import main
-from numdev.comparable import MUST
-from numdev.comparereport import CompareReport
+from numdev.comparing.comparable import MUST
+from numdev.comparing.report import CompareReport
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.render import html, terminal

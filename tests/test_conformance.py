@@ -14,8 +14,8 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.cli import cli
-from numdev.conformance import FORMATS, check
-from numdev.conformance_cases import CHECKS, TWISTS, Check, case_of
+from numdev.conformance.cases import CHECKS, TWISTS, Check, case_of
+from numdev.conformance.checking import FORMATS, check
 from numdev.errors import MeasurementError
 from numdev.formats import round_to
 from numdev.kernels import Kernel, Output, Refused, Requirement, find

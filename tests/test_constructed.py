@@ -11,10 +11,10 @@ import torch
 from torch import Generator, Tensor
 
 from numdev.config import CaseConfig, Choice
-from numdev.constructed import layer_input
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
 from numdev.inputs import Inputs, Shapes, draw
+from numdev.regimes.constructed import layer_input
 from numdev.sources import ConfigSource
 from numdev.system import System
 

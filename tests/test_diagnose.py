@@ -18,9 +18,9 @@ from fake_chain import GUILTY, FakeChain
 from safetensors.torch import save_file
 
 from numdev.cli import main
-from numdev.cures import CURES
-from numdev.diagnoseconfig import DiagnoseRequest, attention_options
-from numdev.diagnosereport import DiagnoseReport
+from numdev.diagnosis.cures import CURES
+from numdev.diagnosis.report import DiagnoseReport
+from numdev.diagnosis.request import DiagnoseRequest, attention_options
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import read
 from numdev.studies import diagnose as study

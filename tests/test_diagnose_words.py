@@ -10,10 +10,10 @@ import pytest
 from diagnosed_rows import cured, guilty, innocent, real, running
 from rich.console import Console
 
-from numdev import guilt
-from numdev.diagnoseconfig import attention_options
-from numdev.diagnosecurves import Onset, axis_of, figures, onsets
-from numdev.diagnosereport import (
+from numdev.diagnosis import guilt
+from numdev.diagnosis.curves import Onset, axis_of, figures, onsets
+from numdev.diagnosis.guilt import ranked
+from numdev.diagnosis.report import (
     Bias,
     Checkpoint,
     CureRow,
@@ -23,9 +23,9 @@ from numdev.diagnosereport import (
     HeadRow,
     KernelRow,
 )
-from numdev.diagnosewords import answer
+from numdev.diagnosis.request import attention_options
+from numdev.diagnosis.words import answer
 from numdev.errors import UsageError
-from numdev.guilt import ranked
 from numdev.render import diagnosecells as cells
 from numdev.render import html, terminal
 from numdev.report import Provenance, read, write

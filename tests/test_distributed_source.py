@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 
 from numdev.checkpoint import open_checkpoint
 from numdev.cli import main
-from numdev.distweights import nested_under
 from numdev.errors import MeasurementError
-from numdev.statedict import open_state_dict
+from numdev.loading.statedict import open_state_dict
+from numdev.weights.dcp import nested_under
 
 SMALL = ("--kernel", "sdpa-math", "--length", "12", "--sequences", "2", "--device", "cpu")
 

@@ -12,10 +12,10 @@ from gate_rows import SOUND, control, lse, report, row
 
 from numdev.cli import main
 from numdev.errors import MeasurementError
-from numdev.fitting import fitted, rounded_up
 from numdev.gate import judge_report
+from numdev.gating.fitting import fitted, rounded_up
+from numdev.gating.rules import Rules
 from numdev.report import AuditReport, DeviationRow, write
-from numdev.rules import Rules
 
 
 def read(text: str) -> Rules:

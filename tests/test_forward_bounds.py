@@ -24,8 +24,8 @@ from numdev.bench import Bench
 from numdev.cases import AttentionCase
 from numdev.deviation import measure
 from numdev.formats import FORMATS, format_named, next_lower, round_to
+from numdev.gating.rules import ESTIMATED
 from numdev.render import html
-from numdev.rules import ESTIMATED
 from numdev.summary import summarise
 
 RATIOS = ("flash_vs_low_precision", "flash_vs_lower")

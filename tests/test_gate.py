@@ -20,12 +20,7 @@ from numdev.config import bundled
 from numdev.errors import MeasurementError, UsageError
 from numdev.findings import _not_run
 from numdev.gate import judge, judge_report
-from numdev.report import (
-    NOT_PREDICTED,
-    DeviationRow,
-    write,
-)
-from numdev.rules import (
+from numdev.gating.rules import (
     BIAS_ALPHA,
     BIAS_FORMATS,
     BIAS_SEQUENCES,
@@ -37,7 +32,12 @@ from numdev.rules import (
     read_rules,
     value_of,
 )
-from numdev.verdict import Judgement, Verdict
+from numdev.gating.verdict import Judgement, Verdict
+from numdev.report import (
+    NOT_PREDICTED,
+    DeviationRow,
+    write,
+)
 
 
 def rules(**threshold: Any) -> Rules:

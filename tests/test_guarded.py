@@ -19,7 +19,7 @@ from oracles import FEATURES, U64, assert_within, attention, error_bounds, make_
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cures import CURES
+from numdev.diagnosis.cures import CURES
 from numdev.errors import Refused, UsageError
 from numdev.expectation import emulation
 from numdev.formats import FORMATS, round_to, ulp

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from diagnosed_rows import cured, guilty, innocent
 
-from numdev import guilt
-from numdev.diagnosereport import Bias, DeltaError, HeadRow
-from numdev.guilt import at_fault, evidence, percent, ranked, remaining, signed_percent
+from numdev.diagnosis import guilt
+from numdev.diagnosis.guilt import at_fault, evidence, percent, ranked, remaining, signed_percent
+from numdev.diagnosis.report import Bias, DeltaError, HeadRow
 
 
 def delta(**changes: Any) -> tuple[DeltaError, ...]:

@@ -13,8 +13,8 @@ from scipy.stats import binomtest
 from numdev.kernels import find
 from numdev.kernels.sites import recipe
 
-pytest.importorskip("numdev.chain")
-pytest.importorskip("numdev.guilt")
+pytest.importorskip("numdev.chain.call")
+pytest.importorskip("numdev.diagnosis.guilt")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

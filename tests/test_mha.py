@@ -1,7 +1,7 @@
 """PyTorch's own attention modules: their inner call is captured as they make it.
 
 The oracle is the module itself without capturing: its output is the output projection of what the
-captured case computes, answered by the few lines of `capturing.attend` in fp64.
+captured case computes, answered by the few lines of `capturing.run.attend` in fp64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from capturing import TOLERANCE, attend, worst
 from torch import Tensor, nn
 
-from numdev.capturing import capture
+from numdev.capturing.run import capture
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import find

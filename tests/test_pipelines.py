@@ -14,13 +14,14 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
-from numdev import denoising, report
+from numdev import report
+from numdev.capturing import denoising
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli import main
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
-from numdev.pipelines import is_pipeline, not_audited, open_pipeline
+from numdev.loading.pipelines import is_pipeline, not_audited, open_pipeline
 from numdev.render import html, parts
 from numdev.sources import Located, open_source
 from numdev.system import System

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from numdev import report
 from numdev.bench import KV_TENSORS, Bench
-from numdev.binning import BINS, FEWEST, membership, starts
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.deviation import measure, measure_along
@@ -32,8 +31,9 @@ from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend, gradients
 from numdev.measuring import run_task
-from numdev.profiles import LENGTHS, NOTABLE, ROWS, pooled, remark
-from numdev.profiling import profile
+from numdev.profiles.binning import BINS, FEWEST, membership, starts
+from numdev.profiles.rows import profile
+from numdev.profiles.summary import LENGTHS, NOTABLE, ROWS, pooled, remark
 from numdev.render import html, markdown, terminal
 from numdev.render.along import figures
 from numdev.report import AuditReport, ProfileRow, ProfileSummary

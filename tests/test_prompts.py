@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from numdev.checkpoint import open_checkpoint
 from numdev.errors import UsageError
-from numdev.prompts import drawn, from_text
+from numdev.loading.prompts import drawn, from_text
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 

@@ -23,15 +23,16 @@ import torch
 from oracles import make_case
 from torch import Tensor
 
-from numdev import reproducer, showing
+from numdev import reproducer
 from numdev.cases import AttentionCase, visible
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
-from numdev.reduction import at_positions, part, reduce, with_explicit_mask
+from numdev.loading.tensorfile import open_cases
+from numdev.reproducers import showing
+from numdev.reproducers.reduction import at_positions, part, reduce, with_explicit_mask
 from numdev.system import System
-from numdev.tensorfile import open_cases
 
 BARE = """
 import contextlib, io, json, runpy, sys

@@ -16,9 +16,8 @@ from torch import Tensor
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli import cli
-from numdev.examine import examine
 from numdev.execute import Task
-from numdev.explain import explain
+from numdev.explaining.rows import explain
 from numdev.gate import judge
 from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, Output, find
@@ -27,6 +26,7 @@ from numdev.measuring import run_task
 from numdev.report import AuditReport, DeviationRow, SweepReport, read
 from numdev.sampling import Sample
 from numdev.system import System
+from numdev.worst.examine import examine
 
 HERE = System.here("cpu")
 SAMPLE = Sample(count=40, seed=1)

@@ -14,7 +14,7 @@ import yaml
 
 from numdev import schema
 from numdev.commands.schema import NAMES
-from numdev.rules import METRICS, Rules
+from numdev.gating.rules import METRICS, Rules
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))

@@ -15,13 +15,15 @@ from oracles import FEATURES, make_case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from numdev import cases, scrutiny, worst
+from numdev import cases
 from numdev.cases import AttentionCase
 from numdev.deviation import Yardstick
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.scrutiny import of_keys, of_queries
-from numdev.worst import worst_rows
+from numdev.worst import rows as worst
+from numdev.worst import scrutiny
+from numdev.worst.rows import worst_rows
+from numdev.worst.scrutiny import of_keys, of_queries
 
 VIEWS = {
     "alias", "detach", "expand", "select", "slice", "squeeze", "t", "transpose", "unbind",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from numdev.diagnosis.series import series, step_of
 from numdev.errors import MeasurementError, UsageError
-from numdev.series import series, step_of
 
 
 def checkpoint(path: Path, *, size: int = 4, fill: float = 1.0) -> Path:

@@ -15,10 +15,10 @@ import torch
 from oracles import FEATURES, U64, assert_within, attention, error_bounds, make_case
 from torch import Tensor
 
-from numdev.attribution import attribute
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import UsageError
 from numdev.expectation import emulated_step, emulation, recipe_of
+from numdev.explaining.attribution import attribute
 from numdev.formats import FORMATS, round_to, ulp
 from numdev.inputs import Shapes, draw
 from numdev.kernels import emulated_backward, emulated_fast, find

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import numdev.loading
-from numdev import report, storage, system
-from numdev.capturing import Enough
+import numdev.loading.models
+from numdev import report, system
+from numdev.capturing.run import Enough
 from numdev.checkpoint import open_checkpoint
 from numdev.cli import main
-from numdev.deferred import Deferred, Stored
 from numdev.errors import MeasurementError, UsageError
-from numdev.streaming import Streamed
+from numdev.loading import storage
+from numdev.loading.deferred import Deferred, Stored
+from numdev.loading.streaming import Streamed
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "12", "--device", "cpu")
 IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
@@ -314,7 +315,9 @@ def test_the_loss_of_a_streamed_model_is_not_used(tmp_path: Path) -> None:
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numdev.loading, "free_memory", lambda device: {"host memory": 100_000})
+    monkeypatch.setattr(
+        numdev.loading.models, "free_memory", lambda device: {"host memory": 100_000}
+    )
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -352,7 +355,9 @@ def test_an_audit_continues_whether_or_not_it_is_streamed(
     """How weights were read is no part of a request: with less memory the same run goes on."""
     target = saved("llama", tmp_path)
     first = audit(target, "a")
-    monkeypatch.setattr(numdev.loading, "free_memory", lambda device: {"host memory": 100_000})
+    monkeypatch.setattr(
+        numdev.loading.models, "free_memory", lambda device: {"host memory": 100_000}
+    )
     capsys.readouterr()
     main(["audit", str(target), *SMALL, "--output", str(tmp_path / "a")])
     assert "finished before" in capsys.readouterr().err

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from numdev.gating.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, KernelSummary, WeightRow
-from numdev.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.summary import summarise
 
 NUMBERS: dict[str, Any] = {

@@ -23,9 +23,9 @@ from numdev.formats import format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.measuring import run_task
-from numdev.probe import MAX_ROWS, _blocks
 from numdev.report import DeviationRow
-from numdev.suspicion import CUT, far_off, suspect
+from numdev.suspicion.probe import MAX_ROWS, _blocks
+from numdev.suspicion.search import CUT, far_off, suspect
 from numdev.system import System
 
 

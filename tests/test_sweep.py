@@ -29,16 +29,16 @@ from numdev.config import (
     expand_options,
     read_yaml,
 )
-from numdev.cost import operations
-from numdev.curves import estimates
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.report import DeviationRow, SweepReport
-from numdev.seedmeans import factor, interval
 from numdev.studies.audit import audit
 from numdev.studies.sweep import plan, sweep
+from numdev.sweeps.cost import operations
+from numdev.sweeps.curves import estimates
+from numdev.sweeps.seedmeans import factor, interval
 
 ROOT = Path(__file__).parent.parent
 SIZES: dict[str, Any] = {"name": "a", "heads": 2, "head_dim": 8}
@@ -313,7 +313,7 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
 
 def test_nothing_is_said_to_change_that_does_not() -> None:
     """An interval around 1 is no trend."""
-    from numdev.trends import _change
+    from numdev.sweeps.words import _change
 
     rows = [row(0, s, elements=1, rms=v) for s, v in enumerate((1.0, 2.0, 3.0))]
     other = [row(0, s, elements=1, rms=v) for s, v in enumerate((2.0, 1.0, 3.0))]

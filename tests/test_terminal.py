@@ -456,8 +456,8 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
 
     from numdev.findings import findings_in, named_in
     from numdev.gate import decide
+    from numdev.gating.rules import Rules
     from numdev.render import verdicts
-    from numdev.rules import Rules
 
     nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows"}
     nothing["where"] = {"kernel": "nobody"}

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from gate_rows import SOUND, control, lse, report, row
 
-from numdev import holding
-from numdev.cells import Around
 from numdev.cli import main
 from numdev.config import bundled
 from numdev.errors import UsageError
 from numdev.gate import decide, judge, judge_report
+from numdev.gating import holding
+from numdev.gating.cells import Around
+from numdev.gating.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
+from numdev.gating.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
-from numdev.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
-from numdev.verdict import Judgement, Verdict
 
 
 def rules(**threshold: Any) -> Rules:

@@ -31,7 +31,7 @@ from numdev.interrupt import deferred
 from numdev.kernels import all_kernels
 from numdev.report import read
 from numdev.studies.train import train
-from numdev.trainconfig import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
+from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
 from numdev.training.deterministic import WORKSPACE, deterministic
 from numdev.training.lane import Lane, groups_of
@@ -40,9 +40,9 @@ from numdev.training.measure import distances, spectral_norms
 from numdev.training.models import build
 from numdev.training.optimiser import rate
 from numdev.training.replay import RECORDABLE, Replay
-from numdev.trainreport import TrainReport
-from numdev.trainspikes import is_spike
-from numdev.trainwords import sentences
+from numdev.training.report import TrainReport
+from numdev.training.spikes import is_spike
+from numdev.training.words import sentences
 
 ROOT = str(Path(cli.__file__).parents[1])
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}

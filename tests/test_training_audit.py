@@ -13,20 +13,20 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from numdev import reproducing
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef, empty_rows, visible
 from numdev.cli import cli
 from numdev.execute import Task
 from numdev.gate import calls_of
+from numdev.gating.rules import default_rules
 from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
+from numdev.loading.tensorfile import open_cases
 from numdev.measuring import run_task
 from numdev.report import AuditReport, DeviationRow, read
-from numdev.rules import default_rules
+from numdev.reproducers import making as reproducing
 from numdev.system import System
-from numdev.tensorfile import open_cases
 
 HERE = System.here("cpu")
 KERNELS = Path(__file__).parent / "broken_kernels.py"

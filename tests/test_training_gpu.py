@@ -13,7 +13,7 @@ import yaml
 from numdev.config import read_yaml
 from numdev.errors import MeasurementError
 from numdev.studies.train import train
-from numdev.trainconfig import TrainConfig, TrainRequest, resolve
+from numdev.training.config import TrainConfig, TrainRequest, resolve
 from numdev.training.data import load
 from numdev.training.deterministic import deterministic
 from numdev.training.lane import Lane

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from numdev import cli
 from numdev.config import read_yaml
 from numdev.errors import UsageError
-from numdev.trainconfig import DataConfig, ModelConfig, TrainConfig
 from numdev.training import checkpoints
+from numdev.training.config import DataConfig, ModelConfig, TrainConfig
 from numdev.training.data import load
 from numdev.training.models import build
 from numdev.training.network import sdpa

@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev import undeclared
 from numdev.bench import Bench
 from numdev.checkcases import CheckSource
 from numdev.expectation import emulated_step
+from numdev.explaining import undeclared
+from numdev.gating.rules import default_rules
 from numdev.kernels import Kernel, Output
 from numdev.kernels.emulated_training import attend
 from numdev.kernels.reference import gradients
 from numdev.kernels.sites import recipe
 from numdev.kernels.written import WAYS
 from numdev.report import DeviationRow
-from numdev.rules import default_rules
 from numdev.system import System
 from numdev.testing import CheckFailed, check_attention
 

@@ -15,7 +15,7 @@ from numdev import report
 from numdev.cli import main
 from numdev.errors import UsageError
 from numdev.kernels import find
-from numdev.tensorfile import open_cases
+from numdev.loading.tensorfile import open_cases
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
 QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)

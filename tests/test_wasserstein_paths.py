@@ -16,10 +16,11 @@ import pytest
 import torch
 from scipy.stats import wasserstein_distance
 
-from numdev import blockwise, wasserstein_ranges
+from numdev import blockwise
 from numdev.errors import UsageError
+from numdev.wasserstein import ranges as wasserstein_ranges
 from numdev.wasserstein import w1, w1_of_sorted, w1_rows
-from numdev.wasserstein_counts import (
+from numdev.wasserstein.counts import (
     Tally,
     _counted_by_torch,
     pattern_counts,
@@ -27,7 +28,7 @@ from numdev.wasserstein_counts import (
     tally_of_runs,
     w1_of_tallies,
 )
-from numdev.wasserstein_sorted import both_sorted, weights
+from numdev.wasserstein.sorting import both_sorted, weights
 
 # Every term is positive and correctly rounded; a hundred of them are added in float64.
 RELATIVE = 1e-14

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from numdev import storage
-from numdev.distmetadata import read_metadata
 from numdev.errors import MeasurementError, UsageError
-from numdev.weightfiles import open_weights
+from numdev.loading import storage
+from numdev.weights.dcp_metadata import read_metadata
+from numdev.weights.files import open_weights
 
 STATE = {
     "layers.0.w": torch.arange(12, dtype=torch.float32).view(4, 3),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from numdev.formats import FORMATS
 from numdev.records import weight_row
-from numdev.weightkinds import KINDS, kind_of, layer_of
-from numdev.weightpairs import CASTS, cast_costs, compare, numbers, pooled, unfit
+from numdev.weights.kinds import KINDS, kind_of, layer_of
+from numdev.weights.pairs import CASTS, cast_costs, compare, numbers, pooled, unfit
 
 RELATIVE = 1e-12
 """Sums of 10^4 fp64 terms, in whichever order: n u = 10^4 * 1.1e-16."""

@@ -16,12 +16,13 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numdev import report, weightfiles
+from numdev import report
 from numdev.cli import main
 from numdev.render import html, terminal
 from numdev.studies import weights as study
 from numdev.studies.weights import weights
-from numdev.weightreport import Remark, WeightsReport
+from numdev.weights import files as weightfiles
+from numdev.weights.report import Remark, WeightsReport
 
 State = dict[str, Tensor]
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")

@@ -10,8 +10,8 @@ from gate_rows import control, lse, report, row
 
 from numdev.errors import MeasurementError
 from numdev.gate import judge_report
+from numdev.gating.rules import Rules, Threshold
 from numdev.report import AuditReport, DeviationRow
-from numdev.rules import Rules, Threshold
 
 FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", equals=0),))
 

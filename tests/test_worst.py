@@ -13,17 +13,17 @@ from oracles import FEATURES, make_case
 from rich.console import Console
 from torch import Tensor
 
-from numdev import worst
 from numdev.cases import AttentionCase, CaseRef
 from numdev.deviation import Yardstick, measure
 from numdev.errors import UsageError
-from numdev.examine import NOTABLE, SHOWN, most
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
 from numdev.render import html, terminal
 from numdev.report import AuditReport, AuditSummary, Provenance, WorstRow
-from numdev.special import LEAST, NOTHING, Usual
-from numdev.worst import worst_rows
+from numdev.worst import rows as worst
+from numdev.worst.examine import NOTABLE, SHOWN, most
+from numdev.worst.rows import worst_rows
+from numdev.worst.special import LEAST, NOTHING, Usual
 
 BFLOAT16 = FORMATS["bfloat16"]
 

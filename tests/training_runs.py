@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numdev.report import Provenance
-from numdev.trainreport import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
+from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
 
 STEPS = (0, 1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 70, 100, 150, 200, 300, 400)
 RATE = 0.1

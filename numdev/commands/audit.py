@@ -126,7 +126,7 @@ def audit(
     configs/audit/default.yaml. The same request into the same
     directory continues where it stopped.
     """
-    from numdev.crew import crew_of, sharing
+    from numdev.cluster.crew import crew_of, sharing
     from numdev.execute import digest
     from numdev.studies.audit import audit as run
 

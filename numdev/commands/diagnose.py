@@ -99,7 +99,7 @@ def diagnose(
     Several checkpoints, or a directory of them such as that of a `numdev train`, are a series over
     training. The same request into the same directory continues where it stopped.
     """
-    from numdev.diagnoseconfig import DiagnoseRequest
+    from numdev.diagnosis.request import DiagnoseRequest
     from numdev.execute import digest
     from numdev.studies.diagnose import diagnose as run
 
@@ -122,7 +122,7 @@ def diagnose(
 def _given(targets: tuple[str, ...], flags: dict[str, Any]) -> dict[str, Any]:
     """The fields of a request that were asked for."""
     from numdev.config import Choice
-    from numdev.diagnoseconfig import attention_options
+    from numdev.diagnosis.request import attention_options
 
     first = targets[0]
     given = {

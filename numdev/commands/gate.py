@@ -11,7 +11,7 @@ from numdev.commands.places import Places, place_options, write_file
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
-    from numdev.cells import Older
+    from numdev.gating.cells import Older
 
 INIT = Path("thresholds.yaml")
 
@@ -93,8 +93,8 @@ def _judge(
     from numdev import findings as sentences
     from numdev.config import bundled
     from numdev.gate import decide_report
+    from numdev.gating.rules import default_rules, default_rules_against, read_rules
     from numdev.render import verdicts
-    from numdev.rules import default_rules, default_rules_against, read_rules
 
     chosen = default_rules_against() if against else default_rules()
     if rules:
@@ -138,7 +138,7 @@ def _read(path: Path, *, every: bool) -> Older:
 
 
 def _init(path: Path, file: Path, *, overwrite: bool) -> None:
-    from numdev.fitting import fitted
+    from numdev.gating.fitting import fitted
 
     if file.exists() and not overwrite:
         raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another file")

@@ -51,7 +51,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
 
 def _check_kernel(name: str, device: str, as_json: bool) -> None:
     """Check one kernel's conformance, show it, and exit with 1 if it does not conform."""
-    from numdev.conformance import check
+    from numdev.conformance.checking import check
     from numdev.foreign import json_text
     from numdev.kernels import find
     from numdev.render import terminal

@@ -14,9 +14,9 @@ import click
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
+    from numdev.gating.rules import Rules
+    from numdev.gating.verdict import Judgement
     from numdev.report import Finding
-    from numdev.rules import Rules
-    from numdev.verdict import Judgement
 
 
 def place_options(command: Callable[..., Any]) -> Callable[..., Any]:

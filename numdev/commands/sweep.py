@@ -55,7 +55,7 @@ def sweep(
     the seeds are counted from N. The same request into the same directory continues where it
     stopped.
     """
-    from numdev.crew import crew_of, sharing
+    from numdev.cluster.crew import crew_of, sharing
     from numdev.execute import digest
     from numdev.studies.sweep import plan
     from numdev.studies.sweep import sweep as run

@@ -49,7 +49,7 @@ def train(
     from numdev.config import read_yaml
     from numdev.execute import digest
     from numdev.studies.train import train as run
-    from numdev.trainconfig import TrainConfig, resolve
+    from numdev.training.config import TrainConfig, resolve
 
     request = resolve(
         read_yaml(config, TrainConfig), config.name, steps=steps, seed=seed, device=device

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from numdev.boundsreport import BoundsReport, Comparison, Delay, Window
+from numdev.bounds.report import BoundsReport, Comparison, Delay, Window
 from numdev.render import chart
 from numdev.render.sheets import Sheet
 from numdev.render.terminal import _answer, _figure, _last_lines, _ratio, _text

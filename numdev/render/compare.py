@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from numdev.comparable import Difference
-from numdev.comparereport import CompareReport, Group, Move, Presence
+from numdev.comparing.comparable import Difference
+from numdev.comparing.report import CompareReport, Group, Move, Presence
 from numdev.render.numbers import ratio, si
 from numdev.render.sheets import Sheet
 from numdev.render.terminal import FINDINGS, _answer, _options, _ratio, _si, _source_line, _text

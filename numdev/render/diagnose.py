@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from numdev.diagnosereport import DiagnoseReport, RunningError
-from numdev.guilt import leading, same_head
+from numdev.diagnosis.guilt import leading, same_head
+from numdev.diagnosis.report import DiagnoseReport, RunningError
 from numdev.render import chart
 from numdev.render import diagnosecells as cells
 from numdev.render.diagnosecells import Column, brief

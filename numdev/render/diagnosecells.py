@@ -9,8 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numdev.diagnosereport import Bias, CureRow, DiagnoseReport, HeadRow, KernelRow, Place, Ranked
-from numdev.guilt import CONDITIONS, MOVED, WRONG, judged, leading, moved, same_head, used_delta
+from numdev.diagnosis.guilt import (
+    CONDITIONS,
+    MOVED,
+    WRONG,
+    judged,
+    leading,
+    moved,
+    same_head,
+    used_delta,
+)
+from numdev.diagnosis.report import Bias, CureRow, DiagnoseReport, HeadRow, KernelRow, Place, Ranked
 
 NONE = "–"
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)

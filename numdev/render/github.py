@@ -14,9 +14,9 @@ from itertools import islice
 from pathlib import Path
 
 from numdev.foreign import plain
+from numdev.gating.verdict import Judgement
 from numdev.render.problems import Line, Problem, Spot, beside, lines_of, problems_of
 from numdev.report import Finding
-from numdev.verdict import Judgement
 
 ERRORS = 10
 """So many error annotations of a step GitHub shows, and so many warnings."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from numdev.foreign import plain
+from numdev.gating.verdict import Calls, Judgement, Outcome, Verdict
+from numdev.gating.wording import label
 from numdev.render.problems import Spot, number
 from numdev.report import Finding, Place
-from numdev.verdict import Calls, Judgement, Outcome, Verdict
-from numdev.wording import label
 
 GATE = "numdev gate"
 TAGS: Mapping[Outcome, str] = {

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from numdev.gating.rules import Rules
+from numdev.gating.verdict import Judgement, Outcome, Verdict
+from numdev.gating.wording import label
 from numdev.report import Finding
-from numdev.rules import Rules
-from numdev.verdict import Judgement, Outcome, Verdict
-from numdev.wording import label
 
 GRAVITY = ("exceeded", "unmeasured", "passed", "untested")
 

@@ -9,12 +9,12 @@ from rich import box
 from rich.table import Table
 
 from numdev.gate import Judged
-from numdev.held import Held
+from numdev.gating.held import Held
+from numdev.gating.verdict import Dose, Power, Verdict
+from numdev.gating.wording import label
 from numdev.render.problems import sourced
 from numdev.render.terminal import _text
 from numdev.report import Finding, Place
-from numdev.verdict import Dose, Power, Verdict
-from numdev.wording import label
 
 SHOWN = 12
 """So many offending rows are shown, the worst of all rules first."""

@@ -16,7 +16,7 @@ from numdev.render.sentences import headed
 from numdev.render.sheets import Sheet, of_figure
 from numdev.report import Figure
 from numdev.stopwatch import words
-from numdev.trainreport import TrainReport
+from numdev.training.report import TrainReport
 
 COLUMN = 9
 """Characters that a number takes."""

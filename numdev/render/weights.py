@@ -16,7 +16,7 @@ from rich.text import Text
 
 from numdev.render.sheets import Sheet
 from numdev.render.terminal import _answer, _last_lines, _ratio, _si, _text
-from numdev.weightreport import GroupRow, PairSummary, TensorRow, WeightsReport
+from numdev.weights.report import GroupRow, PairSummary, TensorRow, WeightsReport
 
 SHOWN = 8
 """Tensors listed for each set in the terminal; the page and rows.csv have all."""

@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from numdev.cluster import working
+from numdev.cluster.crew import Crew
+from numdev.cluster.team import working
 from numdev.config import AuditRequest
-from numdev.crew import Crew
 from numdev.errors import MeasurementError
-from numdev.examine import most
 from numdev.execute import Journal
 from numdev.findings import findings_of
 from numdev.jobs import Setting
+from numdev.loading.tensorwriter import Writer
 from numdev.loop import (
     Progress,
     Run,
@@ -29,11 +29,11 @@ from numdev.loop import (
     stopwatch,
 )
 from numdev.report import AuditReport
-from numdev.reproducing import Workshop, reproduce
+from numdev.reproducers.making import Workshop, reproduce
 from numdev.sources import open_source
 from numdev.summary import summarise
 from numdev.system import System
-from numdev.tensorwriter import Writer
+from numdev.worst.examine import most
 
 
 def audit(
@@ -49,10 +49,10 @@ def audit(
 ) -> AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
 
-    `crew`: who measures, under `crew.sharing`; None: this process. `save_cases`: a directory to
-    write every case to, unrounded. `say` is told what a user should know that the report does not
-    hold. Raises UsageError for a request that cannot be run here, before anything is measured, and
-    MeasurementError when a sound request could not be carried out.
+    `crew`: who measures, under `cluster.crew.sharing`; None: this process. `save_cases`: a
+    directory to write every case to, unrounded. `say` is told what a user should know that the
+    report does not hold. Raises UsageError for a request that cannot be run here, before anything
+    is measured, and MeasurementError when a sound request could not be carried out.
     """
     system = System.here(request.device)
     plan = plan_kernels(request.kernels)

@@ -13,13 +13,13 @@ from typing import Any
 
 import numdev
 from numdev import report as reports
-from numdev.bounds import Found, found
-from numdev.boundsfigures import axis, figures
-from numdev.boundsreport import BoundsReport, BoundsSummary
+from numdev.bounds.figures import axis, figures
+from numdev.bounds.proxies import answer, missing
+from numdev.bounds.report import BoundsReport, BoundsSummary
+from numdev.bounds.roles import Found, found
 from numdev.errors import MeasurementError, UsageError
-from numdev.proxies import answer, missing
 from numdev.report import Provenance
-from numdev.trainreport import TrainReport, VariantRole
+from numdev.training.report import TrainReport, VariantRole
 
 ROLES: Mapping[str, VariantRole] = {
     "flash": "flash",
@@ -73,8 +73,8 @@ def of_checkpoints(
     where there are more. Raises UsageError for a role without a checkpoint for every golden one,
     and for weights that cannot be paired.
     """
-    from numdev.checkpointpairs import paired_up
     from numdev.system import System
+    from numdev.weights.checkpoints import paired_up
 
     variants, distances, identities = paired_up(golden, {ROLES[r]: p for r, p in by_role.items()})
     facts = found(variants, distances, curves=False)

@@ -23,17 +23,17 @@ from numdev.errors import Refused
 from numdev.execute import Journal
 from numdev.findings import findings_of
 from numdev.gate import GRADIENTS, judge_report
+from numdev.gating.rules import Rules
+from numdev.gating.verdict import Judgement
 from numdev.jobs import Planned, Setting
 from numdev.kernels import Kernel
 from numdev.kernels.backward import differentiate
 from numdev.loop import Here, Run, plan_formats, plan_kernels, provenance, stopwatch
 from numdev.records import recorded
 from numdev.report import AuditReport, Finding
-from numdev.reproducing import Workshop, reproduce
-from numdev.rules import Rules
+from numdev.reproducers.making import Workshop, reproduce
 from numdev.summary import summarise
 from numdev.system import System
-from numdev.verdict import Judgement
 
 SECONDS = 3.0
 """How long a finding is made smaller: somebody waits for the test."""

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numdev
-from numdev.comparable import MUST, Difference, Measured, changes, differences
-from numdev.compare import compared
-from numdev.comparereport import CompareReport, CompareSummary, Side
-from numdev.comparewords import answer, notes, threshold
+from numdev.comparing.audits import compared
+from numdev.comparing.comparable import MUST, Difference, Measured, changes, differences
+from numdev.comparing.presence import news
+from numdev.comparing.report import CompareReport, CompareSummary, Side
+from numdev.comparing.words import answer, notes, threshold
 from numdev.errors import UsageError, closest
-from numdev.presence import news
 from numdev.report import AuditReport, Provenance, SweepReport
 from numdev.rowparts import read_judged
 

@@ -1,9 +1,10 @@
 """`numdev diagnose`: which heads' rounding errors do not cancel, why, and what each cure changes.
 
 The line of an audit: sources hand over cases with their upstream gradients, one checkpoint after
-the other; here each goes through the chain (`numdev.chain`) in place of kernels and metrics. Cures
-and real kernels run on the last checkpoint of a series alone, unless asked otherwise: they cost
-most, and where a series goes is seen without them. What is finished is journalled call by call.
+the other; here each goes through the chain (`numdev.chain.call`) in place of kernels and metrics.
+Cures and real kernels run on the last checkpoint of a series alone, unless asked otherwise: they
+cost most, and where a series goes is seen without them. What is finished is journalled call by
+call.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from numdev.chain import Diagnosis, diagnosed
-from numdev.chain_cures import cured, seen_from_outside
-from numdev.cures import CURES
-from numdev.diagnoseconfig import KERNELS, DiagnoseRequest
-from numdev.diagnosecurves import axis_of, figures, onsets
-from numdev.diagnosereport import (
+from numdev.capturing.projection import Projection
+from numdev.chain.call import Diagnosis, diagnosed
+from numdev.chain.cured import cured, seen_from_outside
+from numdev.diagnosis.cures import CURES
+from numdev.diagnosis.curves import axis_of, figures, onsets
+from numdev.diagnosis.guilt import leading, ranked, same_head, suspects
+from numdev.diagnosis.report import (
     Checkpoint,
     CureRow,
     DiagnoseReport,
@@ -27,22 +29,21 @@ from numdev.diagnosereport import (
     KernelRow,
     RunningError,
 )
-from numdev.diagnosewords import answer
+from numdev.diagnosis.request import KERNELS, DiagnoseRequest
+from numdev.diagnosis.series import Series, Stage, series
+from numdev.diagnosis.words import answer
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.execute import Journal, digest
 from numdev.formats import Format, format_named
-from numdev.guilt import leading, ranked, same_head, suspects
 from numdev.jobs import Planned
 from numdev.kernels import find
 from numdev.kernels.sites import Recipe
+from numdev.loading.storage import some
 from numdev.loop import Progress, header, provenance, stopwatch
-from numdev.projection import Projection
 from numdev.records import recorded
 from numdev.report import Record
-from numdev.series import Series, Stage, series
 from numdev.sources import Captured, Located, Source, TensorFileSource, open_source
 from numdev.stopwatch import OF_DIAGNOSIS, Stopwatch
-from numdev.storage import some
 from numdev.system import System
 
 DRAWN_RUNS = 3

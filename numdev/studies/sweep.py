@@ -1,7 +1,7 @@
 """`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the audit's loop.
 
 The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
-is computed in `numdev.curves`, the sentences in `numdev.trends`.
+is computed in `numdev.sweeps.curves`, the sentences in `numdev.sweeps.words`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from numdev.cluster import working
+from numdev.cluster.crew import Crew
+from numdev.cluster.team import working
 from numdev.config import Choice, SweepRequest
-from numdev.cost import Cost, estimate
-from numdev.crew import Crew
-from numdev.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.execute import Journal
 from numdev.findings import findings_of
 from numdev.formats import Format
@@ -31,10 +29,12 @@ from numdev.loop import (
 )
 from numdev.records import recorded
 from numdev.report import SweepReport, SweepSummary
-from numdev.reproducing import Workshop, reproduce
+from numdev.reproducers.making import Workshop, reproduce
 from numdev.sources import ConfigSource
+from numdev.sweeps.cost import Cost, estimate
+from numdev.sweeps.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
+from numdev.sweeps.words import notes, sentences
 from numdev.system import System
-from numdev.trends import notes, sentences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def sweep(
 ) -> SweepReport:
     """Run the plan, journalling into `directory`; returns the report, which the caller writes.
 
-    `crew`: who measures, under `crew.sharing`; None: this process.
+    `crew`: who measures, under `cluster.crew.sharing`; None: this process.
     """
     request, system = planned.request, planned.system
     watch = stopwatch(system)

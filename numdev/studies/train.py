@@ -24,17 +24,17 @@ from numdev.loop import Progress, header, provenance, stopwatch
 from numdev.records import recorded
 from numdev.stopwatch import OF_TRAINING, Stopwatch
 from numdev.system import System
-from numdev.trainconfig import TrainRequest, Variant
-from numdev.traincurves import axis_of, figures
 from numdev.training import checkpoints
+from numdev.training.config import TrainRequest, Variant
+from numdev.training.curves import axis_of, figures
 from numdev.training.data import Data, load
 from numdev.training.deterministic import deterministic
 from numdev.training.lockstep import STATE, Lockstep, Saving, partly, read_state
 from numdev.training.measure import number
 from numdev.training.models import build
-from numdev.trainreport import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
-from numdev.trainspikes import marked
-from numdev.trainwords import sentences
+from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
+from numdev.training.spikes import marked
+from numdev.training.words import sentences
 
 
 @dataclass(kw_only=True, eq=False)

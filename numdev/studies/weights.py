@@ -17,14 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError
+from numdev.loading.storage import some
 from numdev.loop import Progress, provenance, stopwatch
 from numdev.report import read
-from numdev.storage import some
 from numdev.system import System
-from numdev.weightfiles import Stored, Weights, open_weights
-from numdev.weightkinds import KINDS, kind_of, layer_of
-from numdev.weightpairs import CastSums, Sums, cast_costs, compare, numbers, pooled, stored, unfit
-from numdev.weightreport import (
+from numdev.weights.files import Stored, Weights, open_weights
+from numdev.weights.kinds import KINDS, kind_of, layer_of
+from numdev.weights.pairs import CastSums, Sums, cast_costs, compare, numbers, pooled, stored, unfit
+from numdev.weights.report import (
     GroupRow,
     Matter,
     Remark,
@@ -32,7 +32,7 @@ from numdev.weightreport import (
     TensorRow,
     WeightsReport,
 )
-from numdev.weightsummary import summarise
+from numdev.weights.summary import summarise
 
 RESULTS = ("report.json", "report.html", "rows.csv", "groups.csv", "remarks.csv")
 HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight", "proj_out.weight")

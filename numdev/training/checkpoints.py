@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.trainconfig import ModelConfig, folder_of
+from numdev.training.config import ModelConfig, folder_of
 from numdev.training.data import Data
 from numdev.training.decoders import RMS_EPS, ROPE_THETA
 from numdev.training.denoiser import noisy

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from numdev.errors import UsageError
-from numdev.trainconfig import DataConfig, ModelConfig
+from numdev.training.config import DataConfig, ModelConfig
 from numdev.training.denoiser import TIMES
 from numdev.training.tokenizer import BOS_ID, Tokenizer
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from numdev.trainconfig import ModelConfig
+from numdev.training.config import ModelConfig
 from numdev.training.network import LAYER_EPS, Attend, Batch, Network, next_token_loss, sdpa
 
 ROPE_THETA = 10000.0

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from numdev.trainconfig import ModelConfig
+from numdev.training.config import ModelConfig
 from numdev.training.network import LAYER_EPS, Attend, Batch, Network, sdpa
 
 TIMES = 1000

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from numdev.config import Choice
 from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
-from numdev.trainconfig import ModelConfig, Variant
 from numdev.training.attention import Attention
+from numdev.training.config import ModelConfig, Variant
 from numdev.training.data import seed_of
 from numdev.training.models import build
 from numdev.training.network import Batch, Network

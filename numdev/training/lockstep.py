@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from numdev.errors import MeasurementError
-from numdev.trainconfig import TrainRequest
+from numdev.training.config import TrainRequest
 from numdev.training.data import Data
 from numdev.training.lane import Lane
 from numdev.training.measure import distances, row_of
-from numdev.trainreport import DistanceRow, TrainRow
+from numdev.training.report import DistanceRow, TrainRow
 
 STATE = "state.pt"
 

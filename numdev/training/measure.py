@@ -15,7 +15,7 @@ from torch import Tensor
 
 from numdev.paired import paired
 from numdev.training.lane import Lane, groups_of
-from numdev.trainreport import DistanceRow, TrainRow
+from numdev.training.report import DistanceRow, TrainRow
 
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from numdev.trainconfig import ModelConfig
+from numdev.training.config import ModelConfig
 from numdev.training.decoders import GPT2, Llama
 from numdev.training.denoiser import Denoiser
 from numdev.training.network import Attend, Network, initialise, sdpa

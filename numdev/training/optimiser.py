@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from numdev.trainconfig import Optimiser
+from numdev.training.config import Optimiser
 
 
 def rate(config: Optimiser, step: int, steps: int) -> float:

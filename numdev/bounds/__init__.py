@@ -1,0 +1,1 @@
+"""From distances between weights to the first paper's conclusion."""

@@ -1,0 +1,154 @@
+"""What `numdev bounds` says, as a report holds it: how far flash moves weights, beside low
+precision, another seed, and the null runs that tell what any perturbation would grow to.
+
+Distances are from the golden run of the same seed. A step counts updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from numdev.report import Axis, Figure, Record, Report
+from numdev.training.report import VariantRole
+
+Window = Literal["first", "early", "saturated", "start", "given"]
+"""Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
+from where they have merged; the first gradient, before any update; the one step of checkpoints."""
+
+
+class BoundsVariant(Record):
+    """One kind of run that is set beside the golden one; null runs of one kind are taken
+    together."""
+
+    label: str
+    role: VariantRole
+    runs: int
+    """How many, over all seeds."""
+    kernel: str | None = None
+    format: str | None = None
+    attention_format: str | None = None
+
+
+class Saturation(Record):
+    """Where the curves of one group of parameters merge, by the paired mean |difference|."""
+
+    group: str
+    steps: tuple[int, ...]
+    """Recorded, without step 0."""
+    bends: int | None
+    """The first recorded step from which on the largest perturbation over the smallest null is at
+    most half of what it was at its peak: from here on curves do not keep their proportion."""
+    saturated: int | None
+    """The first from which on it is at most 2: the curves have merged."""
+    peak: float | None
+    """The largest that the ratio was."""
+    null: str | None
+    """The smallest null where it was."""
+    chance: int | None = None
+    """The first at which in some seed null runs of one kind are more than twice as far apart as at
+    first: from here on equal causes do not lead equally far."""
+    early: tuple[int, ...]
+    """Steps before `bends` and `chance`; without a null the first recorded one."""
+    late: tuple[int, ...]
+    """Steps from `saturated` on."""
+    reason: str | None = None
+    """Why it is not known."""
+
+
+class Comparison(Record):
+    """The distance of one kind of run over that of another, in the same seed."""
+
+    of: Literal["weights", "gradient"]
+    group: str
+    metric: str
+    variant: str
+    role: VariantRole
+    against: str
+    against_role: VariantRole
+    window: Window
+    steps: tuple[int, ...]
+    ratio: float | None
+    """The geometric mean over steps, then over seeds."""
+    low: float | None
+    """The 95 % interval over seeds, from a t-distribution of logarithms; null for one seed."""
+    high: float | None
+    by_seed: dict[int, float] = Field(default_factory=dict)
+    nulls: dict[str, str] = Field(default_factory=dict)
+
+
+class Delay(Record):
+    """How many steps later one curve reaches the values that another has."""
+
+    group: str
+    metric: str
+    variant: str
+    role: VariantRole
+    against: str
+    against_role: VariantRole
+    steps: float | None
+    """The median over values of the early steps, then the mean over seeds; negative: earlier."""
+    low: float | None
+    high: float | None
+    by_seed: dict[int, float] = Field(default_factory=dict)
+    nulls: dict[str, str] = Field(default_factory=dict)
+
+
+class NullRow(Record):
+    """How far null runs of one kind are from the golden run, over their members and seeds."""
+
+    label: str
+    role: VariantRole
+    of: Literal["weights", "gradient"]
+    group: str
+    metric: str
+    step: int | None
+    """Null for checkpoints."""
+    runs: int
+    mean: float
+    smallest: float
+    largest: float
+
+
+class BoundsSummary(Record):
+    """What a reader wants first."""
+
+    answer: tuple[str, ...]
+    seeds: tuple[int, ...]
+    variants: tuple[BoundsVariant, ...]
+    missing: tuple[str, ...]
+    """What cannot be said, and what would be needed."""
+    deterministic: bool | None
+    """Whether the golden run, repeated, gave the same bits; null where it was not repeated."""
+    axis: Axis | None
+    """Of the figures; null for checkpoints, which are one step."""
+
+
+class BoundsReport(Report):
+    """The result of `numdev bounds`."""
+
+    kind: Literal["bounds"] = "bounds"
+    summary: BoundsSummary
+    saturations: tuple[Saturation, ...]
+    comparisons: tuple[Comparison, ...]
+    delays: tuple[Delay, ...] = ()
+    null_runs: tuple[NullRow, ...] = ()
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is any ratio."""
+        return any(c.ratio is not None for c in self.comparisons)
+
+    @property
+    def unmeasured(self) -> str:
+        return "no distance could be set beside another"
+
+    def tables(self) -> dict[str, Sequence[Record]]:
+        return {
+            "comparisons": self.comparisons,
+            **({"delays": self.delays} if self.delays else {}),
+            **({"null_runs": self.null_runs} if self.null_runs else {}),
+        }

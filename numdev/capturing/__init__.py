@@ -1,0 +1,1 @@
+"""A model runs, and every attention call it makes is handed over."""

@@ -1,0 +1,1 @@
+"""The chain of biased rounding in one attention call, link by link."""

@@ -1,0 +1,1 @@
+"""What `numdev compare` makes of two audits."""

@@ -1,0 +1,1 @@
+"""What `numdev diagnose` is asked, finds and says."""

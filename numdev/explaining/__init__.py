@@ -1,0 +1,1 @@
+"""Which roundings make a kernel's errors."""

@@ -1,0 +1,28 @@
+"""One number of many rows at once: most rows are far from every limit, and reports have many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from numdev.gating.rules import DERIVED, ERRORS, value_of
+from numdev.report import DeviationRow
+
+
+def column(metric: str, rows: Sequence[DeviationRow]) -> list[Any] | None:
+    """The number of every row, None in its place where one has none; None where it takes more than
+    a look at each."""
+    if metric in DERIVED:
+        return list(map(DERIVED[metric], rows))
+    if "/" in metric:
+        return [value_of(row, metric)[0] for row in rows]
+    numbers = list(map(attrgetter(metric), rows))
+    return None if metric in ERRORS and None in numbers else numbers
+
+
+def largest(sizes: Sequence[float], *, median: bool) -> int:
+    """Where the largest is, the first of equals; or the median, of two in the middle the less."""
+    if not median:
+        return sizes.index(max(sizes))
+    return sorted(range(len(sizes)), key=lambda i: -sizes[i])[len(sizes) // 2]

@@ -1,0 +1,1 @@
+"""Opening what users have: weights, tensors, text, pipelines."""

@@ -1,0 +1,1 @@
+"""Errors against the position of the row."""

@@ -1,0 +1,1 @@
+"""The regimes synthetic inputs are drawn by."""

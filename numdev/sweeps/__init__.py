@@ -1,0 +1,1 @@
+"""From a sweep's rows to its curves, its words and its cost."""

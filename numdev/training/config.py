@@ -1,0 +1,383 @@
+"""What a training run is asked to do: the YAML of `numdev train` and the request it comes to.
+
+A variant says where it departs from the golden run; what it does not say is as there. A request
+holds every variant complete, so that the report shows what ran.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from numdev.config import Choice, Named, Positive, Seeds, Strict
+from numdev.errors import UsageError, closest
+from numdev.training.report import VariantRole
+
+Format = Literal["float32", "bfloat16", "float16", "pure bfloat16"]
+"""The whole network's: autocast over fp32 weights, or with `pure` weights and all."""
+AttentionFormat = Literal["float32", "bfloat16", "float16"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Above = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1, max_length=100)]
+LEAST_BPE = 258
+"""Tokens of the smallest tokenizer: the bytes, and two of its own."""
+SEEDS_END = 2**63
+"""PyTorch's generators take seeds below it."""
+LOG_STEPS = (1, 2, 3, 5)
+ONLY_IN = {"kv_heads": ("llama",), "context": ("llama", "gpt2"), "image": ("dit",)}
+ONLY_IN |= {"patch": ("dit",), "biases": ("gpt2",)}
+
+
+class ModelConfig(Strict):
+    """The network. `llama`: RMSNorm, rotary positions, SwiGLU. `gpt2`: LayerNorm, learned
+    positions, GELU. Both have tied embeddings. `dit`: a denoiser of images in patches."""
+
+    kind: Literal["llama", "gpt2", "dit"]
+    layers: Positive
+    width: Positive
+    heads: Positive
+    kv_heads: Positive | None = None
+    context: Positive | None = None
+    """Tokens in a window."""
+    mlp: Positive | None = None
+    """Its hidden width. None: 8/3 of the width, rounded up to a multiple of 32, in llama, else 4
+    times the width."""
+    biases: bool | None = None
+    """Of gpt2: whether its projections and norms have them. None: no."""
+    image: Positive | None = None
+    """Pixels on a side."""
+    patch: Positive | None = None
+    """Pixels on a side of a token."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> ModelConfig:
+        for name, kinds in ONLY_IN.items():
+            if getattr(self, name) is not None and self.kind not in kinds:
+                raise ValueError(f"{name} is of {' and '.join(kinds)}, not of {self.kind}")
+        needed = ("image", "patch") if self.kind == "dit" else ("context",)
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"{self.kind} needs {' and '.join(missing)}")
+        if self.image and self.patch and self.image % self.patch:
+            raise ValueError(f"image ({self.image}) must be a multiple of patch ({self.patch})")
+        if self.image == 1:
+            raise ValueError("image (1) must be 2 or more: one pixel has no variance")
+        return self
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width ({self.width}) must be heads ({self.heads}) x an even number")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """The width of the MLP."""
+        if self.mlp is not None:
+            return self.mlp
+        return -(-8 * self.width // 96) * 32 if self.kind == "llama" else 4 * self.width
+
+
+class DataConfig(Strict):
+    """What is learned. `stdlib`: the source of the Python standard library that runs this; `text`:
+    UTF-8 files; `tokens`: binary files of token ids; `images`: smooth random fields, drawn."""
+
+    source: Literal["stdlib", "text", "tokens", "images"]
+    files: tuple[str, ...] = ()
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    vocabulary: Positive | None = None
+    """Of bpe: how many tokens it may have (2048). Of `tokens`: how many ids there are."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Of `tokens`."""
+    images: Positive = 1024
+    """How many are drawn."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> DataConfig:
+        if (self.source in ("text", "tokens")) != bool(self.files):
+            raise ValueError("`files` go with the sources text and tokens, and with no other")
+        if self.source == "tokens" and self.vocabulary is None:
+            raise ValueError("tokens need their `vocabulary`, the number of ids")
+        bpe = self.tokenizer == "bpe"
+        if bpe and self.source not in ("stdlib", "text"):
+            raise ValueError("a tokenizer is trained on text: source stdlib or text")
+        if self.vocabulary is not None and not bpe and self.source != "tokens":
+            raise ValueError("`vocabulary` is of tokenizer bpe or source tokens")
+        if bpe and self.vocabulary is not None and self.vocabulary < LEAST_BPE:
+            raise ValueError(f"a bpe `vocabulary` is {LEAST_BPE} or more, not {self.vocabulary}")
+        return self
+
+
+class Optimiser(Strict):
+    """How weights are updated. Decay is on matrices alone."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Above = 1e-3
+    """At its highest."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Above = 1e-8
+    momentum: Share = 0.0
+    """Of sgd."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up; `cosine` ends at `final` of the highest."""
+    warmup: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Steps over which the rate grows linearly."""
+    final: Share = 0.01
+    clip: Above | None = 1.0
+    """The largest norm of all gradients together; None: not clipped."""
+
+
+class VariantConfig(Strict):
+    """One run beside the others. What is None is as in the golden run."""
+
+    name: Name
+    role: VariantRole = "variant"
+    kernel: Named | None = None
+    backward_kernel: Named | None = None
+    """Whose gradients it has: those of this kernel's whole training step, its forward pass
+    included. None: its own kernel's, whatever the golden run has."""
+    format: Format | None = None
+    attention_format: AttentionFormat | None = None
+    """q, k and v are cast to it, and the output back. In the golden run None: the network's."""
+    seed: Positive | None = None
+    """Added to the run's, for another initialisation."""
+    data_order: Positive | None = None
+    """Added to the run's, for other batches of the same data."""
+    optimiser: Optimiser | None = None
+    """The keys given here; the others are those of `optimiser`."""
+
+
+def _check_variants(variants: tuple[VariantConfig, ...]) -> tuple[VariantConfig, ...]:
+    golden = [v.name for v in variants if v.role == "golden"]
+    if len(golden) != 1:
+        raise ValueError(f"one variant has the role golden; here {len(golden)} have")
+    name, count = Counter(v.name for v in variants).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} variants are called {name!r}")
+    for v in variants:
+        _check_role(v)
+    return variants
+
+
+def _check_role(v: VariantConfig) -> None:
+    changes = {"kernel", "format", "attention_format", "seed", "data_order", "optimiser"}
+    changes |= {"backward_kernel"}
+    made = {name for name in changes if getattr(v, name) is not None}
+    needs = {
+        "golden": "kernel",
+        "flash": "kernel",
+        "low_precision": "format",
+        "attention_precision": "attention_format",
+        "other_seed": "seed",
+    }
+    needed = needs.get(v.role)
+    if needed and needed not in made:
+        raise ValueError(f"{v.name}: a variant in the role {v.role} gives its `{needed}`")
+    allowed = changes if v.role in ("golden", "variant") else {needed}
+    extra = sorted(made - allowed)
+    if extra:
+        raise ValueError(
+            f"{v.name}: the role {v.role} differs in {needed or 'nothing else'}, not in "
+            f"{', '.join(extra)}; the role variant may differ in anything"
+        )
+    if v.role == "golden" and made & {"seed", "data_order"}:
+        raise ValueError(f"{v.name}: the golden run has the seeds of the run")
+    if v.role == "golden" and v.backward_kernel is not None:
+        raise ValueError(f"{v.name}: the golden run has the gradients of its own kernel")
+
+
+def folder_of(variant: str) -> str:
+    """What the directories of a variant's checkpoints begin with."""
+    return re.sub(r"[^\w.-]+", "-", variant)
+
+
+class Checkpoints(Strict):
+    """Which weights are written, as Hugging Face directories."""
+
+    steps: tuple[Positive | Literal["last"], ...]
+    variants: tuple[str, ...] | None = None
+    """By name; None: all."""
+
+    def at(self, steps: int) -> set[int]:
+        """After which of so many steps."""
+        return {steps if step == "last" else step for step in self.steps}
+
+
+class TrainConfig(Strict):
+    """The keys of a YAML file for `numdev train`."""
+
+    title: str | None = None
+    model: ModelConfig
+    data: DataConfig
+    batch: Positive
+    steps: Positive
+    seeds: Seeds = (0,)
+    """A list, or how many, counted from 0."""
+    record: Literal["log"] | tuple[Annotated[int, Field(ge=0, strict=True)], ...] = "log"
+    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... The first and
+    the last always are."""
+    record_every: Positive | None = None
+    """And all multiples of this."""
+    optimiser: Optimiser = Optimiser()
+    variants: Annotated[tuple[VariantConfig, ...], AfterValidator(_check_variants)]
+    checkpoints: Checkpoints | None = None
+    deterministic: bool = True
+    """Whether PyTorch is told to use deterministic algorithms alone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    save_every: Above = 300.0
+    """Seconds after which the state of a run is saved, to continue from."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainConfig:
+        if (self.model.kind == "dit") != (self.data.source == "images"):
+            raise ValueError("a dit learns images, and the other models do not")
+        if self.checkpoints:
+            names = [v.name for v in self.variants]
+            for name in self.checkpoints.variants or ():
+                if name not in names:
+                    raise ValueError(f"checkpoints: no variant {name!r}; {closest(name, names)}")
+            written: dict[str, str] = {}
+            for name in self.checkpoints.variants or names:
+                other = written.setdefault(folder_of(name), name)
+                if other != name:
+                    raise ValueError(
+                        f"checkpoints: {other!r} and {name!r} would be in one directory; rename one"
+                    )
+        return self
+
+
+class Variant(Strict):
+    """A variant with everything that decides what it computes."""
+
+    name: str
+    role: VariantRole
+    kernel: Choice
+    backward_kernel: Choice | None = None
+    format: Format
+    attention_format: AttentionFormat | None
+    seed: int = 0
+    data_order: int = 0
+    optimiser: Optimiser
+
+    @property
+    def kernels(self) -> tuple[Choice, ...]:
+        """All that it runs: its own, and the one behind it."""
+        return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
+
+
+class TrainRequest(Strict):
+    """A resolved training run."""
+
+    target: str
+    title: str | None
+    model: ModelConfig
+    data: DataConfig
+    batch: Positive
+    steps: Positive
+    seeds: tuple[int, ...]
+    recorded: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    """In the order of the file."""
+    checkpoints: Checkpoints | None
+    deterministic: bool
+    device: str
+    save_every: float
+
+    @property
+    def golden(self) -> Variant:
+        return next(v for v in self.variants if v.role == "golden")
+
+    def measured(self) -> dict[str, Any]:
+        """What decides the numbers, and so whether a run can be continued."""
+        return self.model_dump(mode="json", exclude={"title", "save_every"})
+
+
+def resolve(
+    config: TrainConfig,
+    target: str,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+) -> TrainRequest:
+    """The request a file and the command line come to; a flag beats the file.
+
+    With `seed` the seeds are counted from it. Raises UsageError for a checkpoint after the end, and
+    for a seed that no generator takes.
+    """
+    steps = steps or config.steps
+    seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
+    late = [s for s in (config.checkpoints.at(steps) if config.checkpoints else ()) if s > steps]
+    if late:
+        raise UsageError(
+            f"{target}: checkpoints at step {late[0]} of {steps}", hint="name steps that are taken"
+        )
+    added = max(max(v.seed or 0, v.data_order or 0) for v in config.variants)
+    if max(seeds) + added >= SEEDS_END:
+        raise UsageError(
+            f"{target}: the seed {max(seeds) + added} is too large", hint="seeds are below 2**63"
+        )
+    golden = next(v for v in config.variants if v.role == "golden")
+    return TrainRequest(
+        target=target,
+        title=config.title,
+        model=config.model,
+        data=config.data,
+        batch=config.batch,
+        steps=steps,
+        seeds=seeds,
+        recorded=recorded_steps(config.record, config.record_every, steps),
+        variants=tuple(_complete(v, golden, config.optimiser) for v in config.variants),
+        checkpoints=config.checkpoints,
+        deterministic=config.deterministic,
+        device=device or config.device,
+        save_every=config.save_every,
+    )
+
+
+def _complete(v: VariantConfig, golden: VariantConfig, base: Optimiser) -> Variant:
+    kernel = v.kernel or golden.kernel
+    assert kernel is not None  # the golden run gives its own
+    for changes in (golden.optimiser, v.optimiser):
+        if changes is not None:
+            base = base.model_copy(update=changes.model_dump(exclude_unset=True))
+    return Variant(
+        name=v.name,
+        role=v.role,
+        kernel=kernel,
+        backward_kernel=v.backward_kernel,
+        format=v.format or golden.format or "bfloat16",
+        attention_format=v.attention_format or golden.attention_format,
+        seed=v.seed or 0,
+        data_order=v.data_order or 0,
+        optimiser=base,
+    )
+
+
+def recorded_steps(
+    record: Literal["log"] | tuple[int, ...], every: int | None, steps: int
+) -> tuple[int, ...]:
+    """The steps at which rows are made, ascending: 0 and the last always."""
+    if record == "log":
+        decades = (10**power for power in itertools.count())
+        under = itertools.takewhile(lambda ten: ten <= steps, decades)
+        asked = {first * ten for ten in under for first in LOG_STEPS}
+    else:
+        asked = set(record)
+    multiples = range(0, steps + 1, every) if every else ()
+    chosen = sorted({0, steps, *asked, *multiples})
+    return tuple(chosen[: bisect.bisect_right(chosen, steps)])

@@ -1,0 +1,1 @@
+"""The rows that err most, and what is special about them."""
