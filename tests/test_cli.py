@@ -347,6 +347,7 @@ def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
     assert "sdpa-math" in ran.out
     assert ran.err == "Report: out/report.html\n"
     assert sorted(p.name for p in Path("out").iterdir()) == [
+        "profiles.csv",
         "report.html",
         "report.json",
         "rows.csv",

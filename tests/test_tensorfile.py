@@ -21,7 +21,6 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.cli import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
-from numdev.loading import tensorfile
 from numdev.loading.tensorfile import holds_cases, open_cases
 from numdev.loading.tensorwriter import Writer, write
 
@@ -214,7 +213,7 @@ def test_the_smallest_header_has_every_default(tmp_path: Path) -> None:
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ten lines in docs/inputs.md write a file that is read."""
-    page = (Path(tensorfile.__file__).parent.parent / "docs" / "inputs.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "inputs.md").read_text()
     example = page.split("```python\n# Write a captured-tensor file")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     exec("# " + example, {})

@@ -43,7 +43,6 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
 
-MET = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 NAME = "numdev"
 """Under which numdev's function is registered with transformers."""
 
@@ -252,11 +251,12 @@ class _Interceptor(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in MET or not self.wanted():
-            return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        met = self.wanted()
+        if met and func is F.scaled_dot_product_attention:
             return self._meet(*args, **kwargs)
-        return multi_head_answer(self._meet, args, kwargs, differentiable=self.step is not None)
+        if met and func is F.multi_head_attention_forward:
+            return multi_head_answer(self._meet, args, kwargs, differentiable=self.step is not None)
+        return func(*args, **kwargs)
 
     def _meet(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
