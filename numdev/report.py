@@ -430,7 +430,7 @@ class PartSummary(Record):
     options: dict[str, Any]
     role: Role
     format: str
-    phase: Literal["prefill", "decode"] | None = None
+    phase: Phase | None = None
     step: int | None = None
     attends: Attends | None = None
     calls: int
