@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from numdev.blockwise import slices
+from numdev.wasserstein.histogram import counted
 from numdev.wasserstein.sorting import Values, not_finite, weights
 
 __all__ = ["Tally", "countable", "pattern_counts", "tally", "w1_of_tallies"]
 
 _COUNTED_AT_ONCE = 2**20  # by numpy, which makes an int64 copy of what it counts
+_FEW = 2**22
+"""So many on a GPU are sorted sooner than a table of all patterns is looked through."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def tally(x: Tensor, device: torch.device, at_once: int) -> Tally:
     Counted on `device`, where at most `at_once` values are at a time.
     """
     bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
-    if device.type != "cpu" and x.numel() <= at_once:  # the few that occur, without a table of all
+    if device.type != "cpu" and x.numel() <= min(at_once, _FEW):  # without a table of all
         return tally_of_runs(bits.to(device), x.dtype)
     counts = np.zeros(256**x.dtype.itemsize, dtype=np.int64)
     for part in slices(x.numel(), at_once):
@@ -79,7 +82,8 @@ def pattern_counts(bits: Tensor) -> Values:
     size = 256**bits.dtype.itemsize
     if bits.device.type == "cpu":
         return _counted_by_numpy(bits.numpy(), size)
-    return _counted_by_torch(bits, size)
+    counts = counted(bits) if bits.dtype == torch.int16 and bits.numel() > _FEW else None
+    return _counted_by_torch(bits, size) if counts is None else counts.cpu().numpy()
 
 
 def _counted_by_numpy(bits: Values, size: int) -> Values:
@@ -99,9 +103,7 @@ def _counted_by_torch(bits: Tensor, size: int) -> Values:
 def _runs(bits: Tensor) -> tuple[Values, Values]:
     """The patterns that occur, in the dtype of [n] bits, and how often each does.
 
-    This sorts the keys alone and counts runs: one value takes as long as a thousand. A histogram
-    by atomic additions waits wherever many elements have the same value, as weights do, and was
-    slower on an H200 with a copy for every 64 neighbours too (docs/log.md).
+    This sorts the keys alone and counts runs: one value takes as long as a thousand.
     """
     found, often = torch.stack([x.long() for x in torch.unique(bits, return_counts=True)]).cpu()
     return found.to(bits.dtype).numpy(), often.numpy()
