@@ -38,7 +38,7 @@ from numdev.kernels.fused_terms import Terms, grouped, scaled
 from numdev.kernels.results import Gradients, Reference
 
 OPERAND_BYTES = 1 << 30
-SCRATCH_BYTES = 1 << 31
+SCRATCH_BYTES = 3 << 30
 PROGRAMS, LEAST_BLOCKS = 512, 8
 """Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at least."""
 LEAST_ROWS = 16
