@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 AT_ONCE = 1 << 24
-"""Elements at a time: 128 MiB as 64-bit integers, and some three times that in all."""
+"""Elements at a time: 128 MiB as 64-bit integers."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (-7046029254386353131, -4658895280553007687)
 """2^64 over the golden ratio, and a multiplier of SplitMix64, as signed numbers."""
@@ -51,8 +51,8 @@ def _per_head(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, weights: Tensor) -> Tensor:
-    bits = x.view(_BITS[x.element_size()]).transpose(0, 1).flatten(1).long()  # [H, elements]
-    found: Tensor = ((bits + 1) * weights).sum(dim=1)
+    bits = x.view(_BITS[x.element_size()]).transpose(0, 1).flatten(1)  # [H, elements]
+    found: Tensor = (bits * weights).sum(dim=1) + weights.sum()  # multiplied as 64-bit integers
     return found
 
 

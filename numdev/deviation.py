@@ -54,6 +54,7 @@ COUNTS = {
     "lower_w1": "lower_count",
 }
 """Wasserstein distances, and the count of the elements each is over."""
+COUNTED = ("elements", "empty_rows", "nonfinite")
 Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
 
@@ -144,8 +145,9 @@ def _beside(found: Totals, y: Yardstick) -> dict[str, Column]:
 
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
-    """Columns [H] as one dict per head."""
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    """Columns [H] as one dict per head: counts as integers."""
+    given = ((x.astype(np.int64) if name in COUNTED else x) for name, x in columns.items())
+    rows = zip(*(column.tolist() for column in given), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -158,16 +160,12 @@ def _finished(metrics: list[Metrics], found: Totals, of: int | None) -> list[Met
 
 
 def _with_reasons(head: Metrics) -> Metrics:
-    """Counts as integers, and None with a reason for every number that means nothing."""
+    """None with a reason for every number that means nothing."""
     nulls: dict[str, str] = {}
     lost = head.pop("lost", False)
-    for name in ("elements", "empty_rows", "nonfinite"):
-        head[name] = int(head[name])
-    if "fa_rule" in head:
-        head["fa_rule"] = bool(head["fa_rule"])
     if head["elements"] == 0:
         why = "no finite element in a row that sees a key"
-        counts = ("elements", "empty_rows", "nonfinite", "sequences")
+        counts = (*COUNTED, "sequences")
         nulls |= {k: why for k, v in head.items() if v is not None and k not in counts}
     elif lost:
         nulls["rel"] = "the reference is lost in its term scale"
@@ -177,9 +175,8 @@ def _with_reasons(head: Metrics) -> Metrics:
     if head.get("sequences", 2) < 2:
         judged = ("bias_t", "bias_p", "bias_size", "bias_of")
         nulls |= dict.fromkeys(judged, "needs at least two sequences")
-    for name, value in head.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            nulls.setdefault(name, "0/0" if math.isnan(value) else "the denominator is zero")
+    for name in [k for k, v in head.items() if v.__class__ is float and v - v != 0]:
+        nulls.setdefault(name, "0/0" if math.isnan(head[name]) else "the denominator is zero")
     head.update(dict.fromkeys(nulls))
     head["nulls"] = nulls
     return head

@@ -25,6 +25,7 @@ the host.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -105,15 +106,12 @@ def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
 def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numbers]]:
     """The ends [H] of each metric's interval, from the sums of groups of rows [H, groups], none of
     them empty; NaN or infinite where there is none."""
-    from scipy.special import stdtrit
-
     count = groups["count"].shape[-1]
-    # One sum over all groups, and one without each; of the others, not by subtraction: where one
-    # row has all, little is left.
-    chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
-    quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
+    chosen, quantile = _chosen(count)
+    parts = np.array(list(groups.values()))  # [sums, H, groups]
+    together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
-        values = of_sums({name: x @ chosen for name, x in groups.items()})
+        values = of_sums(dict(zip(groups, together, strict=True)))
         every = np.array(list(values.values()))  # [metrics, H, 1 + groups]
         value, logarithm = every[..., 0], np.log(every[..., 1:])
         squares = (logarithm - logarithm.mean(axis=-1, keepdims=True)) ** 2
@@ -122,3 +120,13 @@ def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numb
         exact = value == 0  # no row errs at all: then none does without a group either
         low, high = (np.where(exact, value, x) for x in (value / width, value * width))
     return dict(zip(values, zip(low, high, strict=True), strict=True))
+
+
+@functools.cache
+def _chosen(count: int) -> tuple[Numbers, float]:
+    """What sums over all of so many groups, and without each: of the others, not by subtraction,
+    since where one row has all little is left. And Student's quantile."""
+    from scipy.special import stdtrit
+
+    chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
+    return chosen, float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))

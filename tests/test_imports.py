@@ -196,7 +196,8 @@ ALLOWED: dict[str, set[str]] = {
     "blockwise": set(),
     "wasserstein": {"errors", "wasserstein.counts", "wasserstein.ranges", "wasserstein.sorting"},
     "wasserstein.sorting": {"blockwise", "errors"},
-    "wasserstein.counts": {"blockwise", "wasserstein.sorting"},
+    "wasserstein.histogram": set(),
+    "wasserstein.counts": {"blockwise", "wasserstein.histogram", "wasserstein.sorting"},
     "wasserstein.ranges": {"blockwise", "wasserstein.counts", "wasserstein.sorting"},
     "formats": {"errors"},
     "layouts": set(),
@@ -824,6 +825,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop": {
         "attempt",
         "cases",
+        "collector",
         "config",
         "controls",
         "errors",
@@ -1093,6 +1095,7 @@ ALLOWED: dict[str, set[str]] = {
     "studies.audit": {
         "cluster.crew",
         "cluster.team",
+        "collector",
         "config",
         "errors",
         "execute",
@@ -1177,6 +1180,7 @@ ALLOWED: dict[str, set[str]] = {
     "studies.sweep": {
         "cluster.crew",
         "cluster.team",
+        "collector",
         "config",
         "execute",
         "findings",

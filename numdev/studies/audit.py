@@ -12,6 +12,7 @@ from pathlib import Path
 
 from numdev.cluster.crew import Crew
 from numdev.cluster.team import working
+from numdev.collector import let_be, only_new
 from numdev.config import AuditRequest
 from numdev.errors import MeasurementError
 from numdev.execute import Journal
@@ -36,6 +37,7 @@ from numdev.system import System
 from numdev.worst.examine import most
 
 
+@only_new()
 def audit(
     request: AuditRequest,
     directory: Path,
@@ -112,6 +114,7 @@ def audit(
             weights = tuple(row for name, w in source.weights() for row in run.weight(name, w))
         rows, cases, attributions = run.rows, run.cases, run.attributions
         profiles = run.profiles
+        let_be()
         if not rows:
             raise MeasurementError(
                 f"{request.target}: no attention call was selected",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from numdev.cluster.crew import Crew
 from numdev.cluster.team import working
+from numdev.collector import let_be, only_new
 from numdev.config import Choice, SweepRequest
 from numdev.execute import Journal
 from numdev.findings import findings_of
@@ -82,6 +83,7 @@ def plan(request: SweepRequest) -> Plan:
     )
 
 
+@only_new()
 def sweep(
     planned: Plan,
     directory: Path,
@@ -131,6 +133,7 @@ def sweep(
         )
         run.over(planned.source, say)
         rows, cases = run.rows, run.cases
+        let_be()
         wrong, tested = findings_of(rows)
         workshop = Workshop(
             plan=planned.kernels,
