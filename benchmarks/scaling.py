@@ -1,10 +1,12 @@
 """The same sweep with one worker and with several: is the report the same, and how much faster?
 
-    python benchmarks/scaling.py [--workers 2] [--device cuda] [--length 16384] [--seeds 6]
+    python benchmarks/scaling.py [--workers 2] [--device cuda] [--length 16384]
+        [--seeds 6 | --seconds 300]
 
 Sweeps heavy cells of nearly one size, whose time goes to drawing, an emulation and fp64 references,
 by `numdev sweep --workers 1` and `--workers N`. A first run of small cells (not counted) fills the
-caches of compilers. Of each run the whole time is taken, around the command, and the rate of jobs
+caches of compilers; with --seconds another, of four cells, tells how many seeds keep one worker
+busy for so long. Of each run the whole time is taken, around the command, and the rate of jobs
 once every worker has done one. The rate leaves out what happens once however long a sweep is: the
 start of Python and of the workers, torch's import and the start of CUDA on each, and the report.
 Prints Markdown; exits with 1 where the reports differ in anything but times and the command.
@@ -96,15 +98,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("length", "heads", "head-dim"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--seconds", type=float)
     asked = parser.parse_args(arguments)
     device = asked.device or _device()
     given = (asked.length, asked.heads, asked.head_dim)
     length, heads, head_dim = (x or y for x, y in zip(given, DEFAULTS[device], strict=True))
     with tempfile.TemporaryDirectory() as folder:
         file, first = Path(folder) / "scaling.yaml", Path(folder) / "first.yaml"
-        file.write_text(json.dumps(config(device, length, heads, head_dim, asked.seeds)))
         first.write_text(json.dumps(config(device, 512, heads, head_dim, 1)))
         run(first, Path(folder) / "first", 1)
+        seeds = asked.seeds
+        if asked.seconds:
+            first.write_text(json.dumps(config(device, length, heads, head_dim, 2)))
+            rate = run(first, Path(folder) / "second", 1).rate
+            seeds = max(asked.workers, round(asked.seconds * rate / 2))  # of two lengths each
+        file.write_text(json.dumps(config(device, length, heads, head_dim, seeds)))
         times = {n: run(file, Path(folder) / str(n), n) for n in (1, asked.workers)}
     one, several = times.values()
     same = one.report == several.report

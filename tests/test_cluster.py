@@ -325,6 +325,13 @@ def test_another_environment_is_refused(
         run_of(tmp_path, setting_of(), source_of(), client, expected=expectation(head))
 
 
+def test_a_worker_may_see_one_gpu_of_many() -> None:
+    """Whoever starts workers sees all, each worker its own."""
+    head = head_of(setting_of())
+    head["environment"]["devices"] = 4
+    remote._check(json.loads(expectation(head)))
+
+
 def test_a_worker_takes_over_the_settings_of_torch() -> None:
     """Threads and switches are set before anything is compared or measured."""
     setting = setting_of("sdpa-math")

@@ -148,12 +148,14 @@ def _held(plain: Mapping[str, Any], tensors: bytes | None) -> Held:
 
 
 def _check(expected: Mapping[str, Any]) -> None:
-    """Take over torch's settings. Raises UsageError where anything else is different here."""
+    """Take over torch's settings. Raises UsageError where anything else is different here, but for
+    the number of GPUs: a worker sees one."""
     settings = expected["torch"]
     set_torch(settings)
     here = _environment(expected["environment"]["device"], json.dumps(settings, sort_keys=True))
-    if here != expected["environment"]:
-        where, wanted, found = first_difference(expected["environment"], here)
+    there = {**expected["environment"], "devices": here["devices"]}
+    if here != there:
+        where, wanted, found = first_difference(there, here)
         raise UsageError(
             f"has another environment: {where} is {found!r} there, and {wanted!r} here",
             hint="a report never mixes two; give all workers the same, and start them anew",
