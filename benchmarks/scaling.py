@@ -113,13 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate = run(first, Path(folder) / "second", 1).rate
             seeds = max(asked.workers, round(asked.seconds * rate / 2))  # of two lengths each
         file.write_text(json.dumps(config(device, length, heads, head_dim, seeds)))
-        times = {n: run(file, Path(folder) / str(n), n) for n in (1, asked.workers)}
-    one, several = times.values()
+        print(f"{2 * seeds} jobs: {heads} heads of {head_dim}, {length} tokens, on {device}.\n")
+        print("| workers | whole command, s | jobs a second |\n|---|---|---|", flush=True)
+        times = []
+        for n in (1, asked.workers):
+            times.append(run(file, Path(folder) / str(n), n))
+            print(f"| {n} | {times[-1].whole:.1f} | {times[-1].rate:.3f} |", flush=True)
+    one, several = times
     same = one.report == several.report
-    print(f"{one.count} jobs: {heads} heads of {head_dim}, {length} tokens, on {device}.\n")
-    print("| workers | whole command, s | jobs a second |\n|---|---|---|")
-    for n, timed in times.items():
-        print(f"| {n} | {timed.whole:.1f} | {timed.rate:.3f} |")
     print(f"| ratio | {one.whole / several.whole:.2f} | {several.rate / one.rate:.2f} |")
     print(f"\nThe reports are {'the same' if same else 'NOT the same'}.")
     return 0 if same else 1
