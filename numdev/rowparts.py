@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json
 
+from numdev.ahead import Ahead
 from numdev.collector import uncollected
 from numdev.report import AuditReport, DeviationRow, Report, Role, SweepReport, read
 
@@ -35,21 +36,25 @@ STRETCH = 1 << 16
 Validate = Callable[[bytes], Sequence[Any]]
 
 
-def read_judged(path: Path, *, every: bool = False) -> Report:
+def read_judged(path: Path, *, every: bool = False, ahead: Ahead | None = None) -> Report:
     """As `numdev.report.read`; but an audit or a sweep has in `rows` only kernels under audit and
     planted faults, unless it is to be every row. Rows have the attributes of a DeviationRow, and
-    need not be of that class (`lean_row`): they are to be looked at, not written."""
-    found = _in_parts(path / "report.json" if path.is_dir() else path, every=every) or read(path)
+    need not be of that class (`lean_row`): they are to be looked at, not written. `ahead`: who
+    began to read that path already."""
+    in_parts = _in_parts(ahead or Ahead(path), every=every)
+    if in_parts is not None:
+        return in_parts
+    found = read(path)
     if every or not isinstance(found, AuditReport | SweepReport):
         return found
     kept = tuple(row for row in found.rows if row.role in ("kernel", "control"))
     return found.model_copy(update={"rows": kept})
 
 
-def _in_parts(path: Path, *, every: bool) -> AuditReport | SweepReport | None:
+def _in_parts(ahead: Ahead, *, every: bool) -> AuditReport | SweepReport | None:
     """None of a file that cannot be read so."""
     try:
-        text = path.read_bytes()
+        text = ahead.text()
     except OSError:
         return None
     start = text.find(START) + len(START)
@@ -64,12 +69,13 @@ def _in_parts(path: Path, *, every: bool) -> AuditReport | SweepReport | None:
             report = _without_rows(text[:start], text[end:])
             if report is None:
                 return None
-            parts = _stretches(text, start, end)
-            rows = [row for part in parts for row in _validator(every)(part)]
+            validate = _validator(every)
+            kept: list[Any] = []
+            for part in _stretches(text, start, end):
+                kept += [row for row in validate(part) if row.__class__ is not Beside]
         except ValueError:  # pydantic's errors are some
             return None
-    kept = tuple(row for row in rows if not isinstance(row, Beside))
-    return report.model_copy(update={"rows": kept})
+    return report.model_copy(update={"rows": tuple(kept)})
 
 
 def _no_number(text: bytes, start: int, end: int) -> bool:

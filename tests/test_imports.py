@@ -127,6 +127,7 @@ ALLOWED: dict[str, set[str]] = {
         "studies.diagnose",
     },
     "commands.gate": {
+        "ahead",
         "collector",
         "commands.places",
         "config",
@@ -566,7 +567,8 @@ ALLOWED: dict[str, set[str]] = {
     # What was found, and how a person sees it: no torch, no kernels, no metrics.
     "report": {"collector", "errors", "foreign", "numdev"},
     "collector": set(),
-    "rowparts": {"collector", "report"},
+    "ahead": set(),
+    "rowparts": {"ahead", "collector", "report"},
     "foreign": set(),
     "schema": {"report"},
     "profiles.summary": {"gating.rules", "report"},

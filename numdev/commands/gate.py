@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from numdev.ahead import Ahead
 from numdev.commands.places import Places, place_options, write_file
 from numdev.errors import UsageError
 
@@ -88,6 +89,8 @@ def _judge(
     *,
     as_json: bool,
 ) -> int:
+    ahead = Ahead(path)  # while what follows is imported
+
     import json
 
     from numdev import findings as sentences
@@ -105,7 +108,7 @@ def _judge(
                 hint="give one `over: before`, or leave --against out",
             )
     every = not chosen.about_kernels_alone
-    found = _read(path, every=every)
+    found = _read(path, every=every, ahead=ahead)
     decided = decide_report(found, chosen, _read(against, every=every) if against else None)
     judged = decided.judgement
     findings, tested = sentences.findings_in(decided, found.rows)
@@ -124,11 +127,11 @@ def _judge(
     return judged.exit_code
 
 
-def _read(path: Path, *, every: bool) -> Older:
+def _read(path: Path, *, every: bool, ahead: Ahead | None = None) -> Older:
     from numdev.report import AuditReport, SweepReport
     from numdev.rowparts import read_judged
 
-    found = read_judged(path, every=every)
+    found = read_judged(path, every=every, ahead=ahead)
     if not isinstance(found, AuditReport | SweepReport):
         raise UsageError(
             f"{path}: is a report of numdev {found.kind}, which has no rows to judge",
