@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from numdev.config import Choice, read_yaml
+from numdev.config import Choice
 from numdev.kernels import find
 from numdev.system import System
 from numdev.training.config import TrainConfig, Variant, resolve
 from numdev.training.data import Data, load
 from numdev.training.deterministic import deterministic
 from numdev.training.lane import Lane
+from numdev.yamlfile import read_yaml
 
 KERNELS = (
     Choice(name="baseline"),

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from numdev.capturing.upstream import with_drawn
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import CaseConfig, CheckConfig, bundled, read_yaml, validated
+from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import UsageError, closest
 from numdev.inputs import REGIMES, check
 from numdev.loading.tensorfile import holds_cases, open_cases
 from numdev.sources import Drawn, GivenUpstream, Located
+from numdev.yamlfile import bundled, read_yaml, validated
 
 Named = str | Path | Mapping[str, Any] | AttentionCase
 """What names a case, or several."""

@@ -59,7 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("numdev_cases")
     cases: list[Any] = list(marker.args) if marker else []
     if not cases:
-        from numdev.config import CheckConfig, bundled, read_yaml
+        from numdev.config import CheckConfig
+        from numdev.yamlfile import bundled, read_yaml
 
         found = read_yaml(bundled("check/default.yaml"), CheckConfig).cases
         cases = [case.name for case in found]

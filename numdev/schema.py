@@ -73,7 +73,7 @@ class _AsWritten(GenerateJsonSchema):
 
 
 def _widen(made: dict[str, Any]) -> None:
-    """What `config.read_yaml` expands: a grid in a case, and options beside a name."""
+    """What `yamlfile.read_yaml` expands: a grid in a case, and options beside a name."""
     parts = made.get("$defs", {})
     if "Choice" in parts:
         choice = parts["Choice"]

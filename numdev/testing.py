@@ -13,7 +13,6 @@ from typing import Any
 from numdev import checkwords
 from numdev.cases import AttentionCase
 from numdev.checkcases import CheckSource, Named
-from numdev.config import validated
 from numdev.errors import UsageError
 from numdev.gating.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gating.verdict import Judgement
@@ -23,6 +22,7 @@ from numdev.report import AuditReport
 from numdev.reproducers.functionsource import folder_of, name_of
 from numdev.studies.check import Backward, check, one_thread
 from numdev.system import System
+from numdev.yamlfile import validated
 
 Thresholds = str | Path | Mapping[str, Any] | Rules | None
 Cases = Named | Sequence[Named] | None

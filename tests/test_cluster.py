@@ -27,7 +27,7 @@ from numdev.cluster import crew, remote
 from numdev.cluster import team as cluster
 from numdev.cluster.crew import Crew, client_of, crew_of, sharing
 from numdev.cluster.team import Team, expectation
-from numdev.config import AuditConfig, Choice, SweepRequest, validated
+from numdev.config import AuditConfig, Choice, SweepRequest
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Journal
 from numdev.jobs import Held, Job, Setting, case_key, entries, steps
@@ -38,6 +38,7 @@ from numdev.sources import Captured, ConfigSource, Located
 from numdev.stopwatch import Stopwatch
 from numdev.studies.sweep import plan, sweep
 from numdev.system import System
+from numdev.yamlfile import validated
 
 HERE = str(Path(__file__).parent)
 KERNELS = ("sdpa-math", "fragile_kernels:raises")

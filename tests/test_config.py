@@ -9,17 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from numdev.config import (
-    AuditConfig,
-    AuditRequest,
-    CaseConfig,
-    Choice,
-    bundled,
-    demo_checkpoint,
-    expand,
-    read_yaml,
-)
+from numdev.config import AuditConfig, AuditRequest, CaseConfig, Choice, demo_checkpoint
 from numdev.errors import UsageError
+from numdev.yamlfile import bundled, expand, read_yaml
 
 SIZES: dict[str, Any] = {"heads": 4, "seq_len": 8, "head_dim": 16}
 

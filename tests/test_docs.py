@@ -38,7 +38,8 @@ def test_readme_commands_exist():
 
 def test_every_bundled_configuration_is_valid():
     """configs/audit/*.yaml validate, since users start from them."""
-    from numdev.config import AuditConfig, read_yaml
+    from numdev.config import AuditConfig
+    from numdev.yamlfile import read_yaml
 
     files = sorted((ROOT / "configs" / "audit").glob("*.yaml"))
     assert files

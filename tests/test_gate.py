@@ -16,7 +16,6 @@ import pytest
 from gate_rows import SOUND, control, lse, report, row
 
 from numdev.cli import main
-from numdev.config import bundled
 from numdev.errors import MeasurementError, UsageError
 from numdev.findings import _not_run
 from numdev.gate import judge, judge_report
@@ -38,6 +37,7 @@ from numdev.report import (
     DeviationRow,
     write,
 )
+from numdev.yamlfile import bundled
 
 
 def rules(**threshold: Any) -> Rules:

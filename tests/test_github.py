@@ -19,13 +19,13 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from numdev.cli import main
-from numdev.config import bundled
 from numdev.foreign import plain
 from numdev.gate import judge
 from numdev.gating.rules import default_rules, read_rules
 from numdev.render.github import commands, markdown, summary
 from numdev.render.problems import Spot, problems_of, spots_of
 from numdev.report import DeviationRow, write
+from numdev.yamlfile import bundled
 
 # --- the runner ----------------------------------------------------------------------------------
 

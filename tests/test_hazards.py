@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import CaseConfig, Layout, MaskKind, SweepConfig, bundled, read_yaml
+from numdev.config import CaseConfig, Layout, MaskKind, SweepConfig
 from numdev.errors import UsageError
 from numdev.formats import format_named
 from numdev.inputs import REGIMES, Inputs, Shapes, check, draw
 from numdev.kernels.reference import attend
 from numdev.sources import ConfigSource
 from numdev.system import System
+from numdev.yamlfile import bundled, read_yaml
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64, v_dim=32)

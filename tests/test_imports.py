@@ -33,7 +33,6 @@ ALLOWED: dict[str, set[str]] = {
         "cases",
         "checkcases",
         "checkwords",
-        "config",
         "errors",
         "gating.rules",
         "gating.verdict",
@@ -43,8 +42,9 @@ ALLOWED: dict[str, set[str]] = {
         "reproducers.functionsource",
         "studies.check",
         "system",
+        "yamlfile",
     },
-    "pytest_plugin": {"config", "render.html", "report", "testing"},
+    "pytest_plugin": {"config", "render.html", "report", "testing", "yamlfile"},
     "checkwords": {"foreign", "gating.verdict", "gating.wording", "report"},
     "reproducers.functionsource": {"errors"},
     "checkcases": {
@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "inputs",
         "loading.tensorfile",
         "sources",
+        "yamlfile",
     },
     # The edge: parses, calls one study, writes, renders. All but errors inside the commands.
     "interrupt": set(),
@@ -85,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         "render.problems",
         "report",
     },
-    "commands.requests": {"config", "errors"},
+    "commands.requests": {"config", "errors", "yamlfile"},
     "commands.session": {
         "errors",
         "foreign",
@@ -130,7 +131,6 @@ ALLOWED: dict[str, set[str]] = {
         "ahead",
         "collector",
         "commands.places",
-        "config",
         "errors",
         "findings",
         "gate",
@@ -140,6 +140,7 @@ ALLOWED: dict[str, set[str]] = {
         "render.verdicts",
         "report",
         "rowparts",
+        "yamlfile",
     },
     "commands.kernels": {"conformance.checking", "foreign", "kernels", "render.terminal", "system"},
     "commands.report": {
@@ -162,10 +163,10 @@ ALLOWED: dict[str, set[str]] = {
     "commands.train": {
         "commands.options",
         "commands.session",
-        "config",
         "execute",
         "studies.train",
         "training.config",
+        "yamlfile",
     },
     "commands.weights": {
         "commands.options",
@@ -177,7 +178,8 @@ ALLOWED: dict[str, set[str]] = {
     # Leaves.
     "errors": set(),
     "system": {"errors"},
-    "config": {"errors"},
+    "yamlfile": {"errors"},
+    "config": {"yamlfile"},
     "regimes.registry": {"cases"},
     "regimes.exact": {"cases", "regimes.registry"},
     "regimes.hazards": {"regimes.registry"},
@@ -646,8 +648,8 @@ ALLOWED: dict[str, set[str]] = {
         "training.report",
     },
     # What is decided, from the report alone, and in words.
-    "gating.selecting": {"config", "errors", "report"},
-    "gating.rules": {"config", "errors", "gating.selecting", "report"},
+    "gating.selecting": {"errors", "report", "yamlfile"},
+    "gating.rules": {"errors", "gating.selecting", "report", "yamlfile"},
     "gating.verdict": {"report"},
     "gating.cells": {"gating.rules", "gating.selecting", "report"},
     "gating.held": {"gating.rules", "report"},
@@ -1011,7 +1013,14 @@ ALLOWED: dict[str, set[str]] = {
         "loading.tensorfile",
         "weights.files",
     },
-    "diagnosis.request": {"config", "diagnosis.series", "errors", "kernels", "kernels.sites"},
+    "diagnosis.request": {
+        "config",
+        "diagnosis.series",
+        "errors",
+        "kernels",
+        "kernels.sites",
+        "yamlfile",
+    },
     "bounds.saturation": {"bounds.report", "training.report"},
     "bounds.roles": {"bounds.report", "bounds.saturation", "sweeps.seedmeans", "training.report"},
     "bounds.figures": {
@@ -1041,7 +1050,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights.pairs",
     },
     # Networks that learn, variant beside variant.
-    "training.config": {"config", "errors", "training.report"},
+    "training.config": {"config", "errors", "training.report", "yamlfile"},
     "training.spikes": {"training.report"},
     "training.curves": {"report", "training.report"},
     "training.words": {"training.curves", "training.report"},

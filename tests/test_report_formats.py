@@ -277,7 +277,8 @@ def test_a_report_that_contradicts_itself_is_refused(
 )  # fmt: skip
 def test_a_configuration_that_would_not_end(text: str, said: str, tmp_path: Path) -> None:
     """Is refused at once: nesting, seeds, a grid."""
-    from numdev.config import SweepConfig, read_yaml
+    from numdev.config import SweepConfig
+    from numdev.yamlfile import read_yaml
 
     path = tmp_path / "c.yaml"
     path.write_text(text)

@@ -12,6 +12,7 @@ from gate_rows import control, lse, report, row
 from pydantic import TypeAdapter, ValidationError
 
 from numdev import rowparts
+from numdev.ahead import Ahead
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import judge
 from numdev.report import AuditReport, CaseRecord, DeviationRow, Role, SweepReport, read, write
@@ -174,3 +175,12 @@ def test_rows_begin_with_their_case_and_hold_no_list_of_objects() -> None:
     for field in DeviationRow.model_fields.values():
         assert "Record" not in str(field.annotation)
         assert "list" not in str(field.annotation)
+
+
+def test_what_is_read_ahead_is_handed_over_once(tmp_path: Path) -> None:
+    """Of a directory its report; an error is told where the text is asked for."""
+    (tmp_path / "report.json").write_bytes(b"text")
+    ahead = Ahead(tmp_path)
+    assert (ahead.text(), ahead.text()) == (b"text", b"")
+    with pytest.raises(FileNotFoundError):
+        Ahead(tmp_path / "none").text()

@@ -18,17 +18,7 @@ from click.testing import CliRunner
 from numdev import kernels, report
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.cli import cli
-from numdev.config import (
-    AuditConfig,
-    AuditRequest,
-    CaseConfig,
-    Choice,
-    SweepConfig,
-    SweepRequest,
-    bundled,
-    expand_options,
-    read_yaml,
-)
+from numdev.config import AuditConfig, AuditRequest, CaseConfig, Choice, SweepConfig, SweepRequest
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
@@ -39,6 +29,7 @@ from numdev.studies.sweep import plan, sweep
 from numdev.sweeps.cost import operations
 from numdev.sweeps.curves import estimates
 from numdev.sweeps.seedmeans import factor, interval
+from numdev.yamlfile import bundled, expand_options, read_yaml
 
 ROOT = Path(__file__).parent.parent
 SIZES: dict[str, Any] = {"name": "a", "heads": 2, "head_dim": 8}

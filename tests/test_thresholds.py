@@ -11,7 +11,6 @@ import pytest
 from gate_rows import SOUND, control, lse, report, row
 
 from numdev.cli import main
-from numdev.config import bundled
 from numdev.errors import UsageError
 from numdev.gate import decide, judge, judge_report
 from numdev.gating import holding
@@ -19,6 +18,7 @@ from numdev.gating.cells import Around
 from numdev.gating.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
 from numdev.gating.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
+from numdev.yamlfile import bundled
 
 
 def rules(**threshold: Any) -> Rules:

@@ -24,7 +24,6 @@ import yaml
 from scipy.stats import wasserstein_distance
 
 from numdev import cli
-from numdev.config import read_yaml
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import JOURNAL
 from numdev.interrupt import deferred
@@ -43,6 +42,7 @@ from numdev.training.replay import RECORDABLE, Replay
 from numdev.training.report import TrainReport
 from numdev.training.spikes import is_spike
 from numdev.training.words import sentences
+from numdev.yamlfile import read_yaml
 
 ROOT = str(Path(cli.__file__).parents[1])
 GOLDEN = {"name": "golden", "role": "golden", "kernel": "baseline", "format": "bfloat16"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 
-from numdev.config import read_yaml
 from numdev.errors import MeasurementError
 from numdev.studies.train import train
 from numdev.training.config import TrainConfig, TrainRequest, resolve
@@ -18,6 +17,7 @@ from numdev.training.data import load
 from numdev.training.deterministic import deterministic
 from numdev.training.lane import Lane
 from numdev.training.replay import FIRST
+from numdev.yamlfile import read_yaml
 
 pytestmark = [
     pytest.mark.gpu,

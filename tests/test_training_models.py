@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from numdev import cli
-from numdev.config import read_yaml
 from numdev.errors import UsageError
 from numdev.training import checkpoints
 from numdev.training.config import DataConfig, ModelConfig, TrainConfig
 from numdev.training.data import load
 from numdev.training.models import build
 from numdev.training.network import sdpa
+from numdev.yamlfile import read_yaml
 
 LLAMA = ModelConfig(kind="llama", layers=2, width=32, heads=4, kv_heads=2, context=16)
 GPT2 = ModelConfig(kind="gpt2", layers=2, width=32, heads=4, context=16, biases=True)

@@ -94,10 +94,10 @@ def _judge(
     import json
 
     from numdev import findings as sentences
-    from numdev.config import bundled
     from numdev.gate import decide_report
     from numdev.gating.rules import default_rules, default_rules_against, read_rules
     from numdev.render import verdicts
+    from numdev.yamlfile import bundled
 
     chosen = default_rules_against() if against else default_rules()
     if rules:

@@ -39,7 +39,8 @@ def audit_request(target: str | None, flags: dict[str, Any]) -> AuditRequest:
 
 def sweep_request(path: Path, flags: dict[str, Any]) -> SweepRequest:
     """A sweep's YAML and flags resolved, as for an audit."""
-    from numdev.config import Choice, SweepConfig, SweepRequest, read_yaml
+    from numdev.config import Choice, SweepConfig, SweepRequest
+    from numdev.yamlfile import read_yaml
 
     given: dict[str, Any] = {k: v for k, v in read_yaml(path, SweepConfig) if v is not None}
     given.setdefault("kernels", tuple(Choice(name=k) for k in DEFAULT_KERNELS))
@@ -60,7 +61,8 @@ def sweep_request(path: Path, flags: dict[str, Any]) -> SweepRequest:
 
 def _target(target: str | None) -> tuple[dict[str, Any], str]:
     """What the argument names, as configuration values, and what to call it."""
-    from numdev.config import AuditConfig, bundled, read_yaml
+    from numdev.config import AuditConfig
+    from numdev.yamlfile import bundled, read_yaml
 
     path = bundled("audit/default.yaml") if target is None else Path(target)
     if target == "demo":

@@ -46,10 +46,10 @@ def train(
     steps their weights are compared with the golden run's. With --seed N the seeds are counted from
     N. The same request into the same directory continues where it stopped, bit for bit.
     """
-    from numdev.config import read_yaml
     from numdev.execute import digest
     from numdev.studies.train import train as run
     from numdev.training.config import TrainConfig, resolve
+    from numdev.yamlfile import read_yaml
 
     request = resolve(
         read_yaml(config, TrainConfig), config.name, steps=steps, seed=seed, device=device

@@ -8,19 +8,12 @@ from typing import Any
 
 import yaml
 
-from numdev.config import (
-    AuditConfig,
-    AuditRequest,
-    Choice,
-    Positive,
-    Scalar,
-    Strict,
-    read_yaml,
-)
+from numdev.config import AuditConfig, AuditRequest, Choice, Positive
 from numdev.diagnosis.series import YAML, Stage
 from numdev.errors import UsageError
 from numdev.kernels import find
 from numdev.kernels.sites import SITES, Recipe, recipe
+from numdev.yamlfile import Scalar, Strict, read_yaml
 
 KERNELS = ("sdpa-flash", "baseline")
 """Real kernels that are set beside the emulation where none is named."""

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
-from numdev.config import Names, Strict, bundled, lines_of, read_yaml
 from numdev.errors import closest
 from numdev.gating.selecting import Over, Selector, Tensors, matches, whose
 from numdev.report import Count, DeviationRow
+from numdev.yamlfile import Names, Strict, bundled, lines_of, read_yaml
 
 BIAS_ALPHA = 0.01
 """Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""

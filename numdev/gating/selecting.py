@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from numdev.config import Names, Scalar, Strict
 from numdev.errors import closest
 from numdev.report import DeviationRow, Phase, Tensor
+from numdev.yamlfile import Names, Scalar, Strict
 
 Judgeable = Literal["kernel", "baseline", "floor", "precision"]
 

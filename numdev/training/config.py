@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from numdev.config import Choice, Named, Positive, Seeds, Strict
+from numdev.config import Choice, Named, Positive, Seeds
 from numdev.errors import UsageError, closest
 from numdev.training.report import VariantRole
+from numdev.yamlfile import Strict
 
 Format = Literal["float32", "bfloat16", "float16", "pure bfloat16"]
 """The whole network's: autocast over fp32 weights, or with `pure` weights and all."""
