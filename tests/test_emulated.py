@@ -557,12 +557,17 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("kv_order", ["ascending", "descending"])
 def test_pieces_do_not_matter(preset: str, kv_order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little memory there is for scores, the numbers are the same."""
+    """However little memory there is for scores, the numbers are the same; where nothing is
+    rounded, to what a product of another shape may differ by in its last bits."""
     case = make_case(dtype=torch.bfloat16, **{**FEATURES["everything"], "q_len": 30, "kv_len": 30})
     tile = {} if preset == "eager" else {"block_q": 4, "block_kv": 8}
     whole = emulate(case, preset=preset, kv_order=kv_order, **tile)
     monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1})
-    assert torch.equal(emulate(case, preset=preset, kv_order=kv_order, **tile), whole)
+    pieces = emulate(case, preset=preset, kv_order=kv_order, **tile)
+    if preset == "exact":
+        torch.testing.assert_close(pieces, whole, rtol=1e-14, atol=1e-14)
+    else:
+        assert torch.equal(pieces, whole)
 
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"eager"}))

@@ -49,10 +49,17 @@ def sink(shapes: Shapes, generator: Generator, *, strength: float = 8.0, value: 
         (shapes.head_dim,), shapes.head_dim**-0.5, dtype=torch.float32, device="cpu"
     )
     q = q + direction * strength
-    k = k - (k @ direction)[..., None] * direction
+    k = _without(k, direction)
     k[:, :, 0] = direction * shapes.head_dim**0.5
     v[:, :, 0] *= value
     return q, k, v
+
+
+def _without(x: Tensor, direction: Tensor) -> Tensor:
+    """x without its part along a direction of length 1. In fp64, rounded once: the last bits of a
+    product in fp32 are not the same on every processor."""
+    wide, along = x.double(), direction.double()
+    return (wide - (wide @ along)[..., None] * along).float()
 
 
 @regime(
