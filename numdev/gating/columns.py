@@ -21,8 +21,12 @@ def column(metric: str, rows: Sequence[DeviationRow]) -> list[Any] | None:
     return None if metric in ERRORS and None in numbers else numbers
 
 
-def largest(sizes: Sequence[float], *, median: bool) -> int:
-    """Where the largest is, the first of equals; or the median, of two in the middle the less."""
-    if not median:
-        return sizes.index(max(sizes))
-    return sorted(range(len(sizes)), key=lambda i: -sizes[i])[len(sizes) // 2]
+def largest(numbers: Sequence[float], *, median: bool) -> int:
+    """Where the largest magnitude is, the first of equals; or the median, of two in the middle the
+    less."""
+    if median:
+        sizes = list(map(abs, numbers))
+        return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[len(sizes) // 2]
+    low, high = min(numbers), max(numbers)
+    most = max(high, -low)
+    return min(numbers.index(end) for end in (low, high) if abs(end) == most)

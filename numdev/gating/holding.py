@@ -118,7 +118,7 @@ def _at_a_glance(
     if threshold.equals is not None:
         at = 0 if numbers.count(threshold.equals) == len(rows) else None
     else:
-        at = largest([abs(x) for x in numbers], median=threshold.heads is not None)
+        at = largest(numbers, median=threshold.heads is not None)
     if at is None or (excess := threshold.excess(numbers[at])) > 1:
         return None
     return Holding(judged=len(rows), shown=Held(rows[at], threshold, numbers[at], excess))
