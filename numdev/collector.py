@@ -24,20 +24,22 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-_AT_WORK: list[bool] = []
-"""Not empty within `only_new`. (Python tells by counting, a million objects each time.)"""
+_AT_WORK: list[int] = []
+"""Not empty within `only_new`: how many pieces of work are done."""
 
 
 @contextmanager
 def only_new() -> Iterator[None]:
     """The collector looks at nothing that is there already, until afterwards; what is made from now
-    on is still collected, tensors in a cycle among it. Nested, the inner one does nothing."""
-    if _AT_WORK:
+    on is still collected, tensors in a cycle among it. Nested, the inner one does nothing; nor does
+    one where the caller hid objects himself, which could not be told from ours afterwards."""
+    if _AT_WORK or gc.get_freeze_count():
         yield
         return
-    _AT_WORK.append(True)
-    gc.freeze()
     try:
+        gc.collect()  # garbage of before would stay until the end
+        gc.freeze()
+        _AT_WORK.append(0)
         yield
     finally:
         gc.unfreeze()
@@ -49,3 +51,13 @@ def let_be() -> None:
     if _AT_WORK:
         gc.collect()
         gc.freeze()
+
+
+def piece_done() -> None:
+    """Within `only_new`: `let_be` after the first, second, fourth, eighth piece of work, with which
+    models and modules come in. Not after each: what is in use and in a cycle then, as a kernel's
+    workspace may be, would stay until the end once it is dropped."""
+    if _AT_WORK:
+        _AT_WORK[0] += 1
+        if not _AT_WORK[0] & (_AT_WORK[0] - 1):  # a power of two
+            let_be()

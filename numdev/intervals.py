@@ -109,8 +109,8 @@ def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numb
     count = groups["count"].shape[-1]
     chosen, quantile = _chosen(count)
     parts = np.array(list(groups.values()))  # [sums, H, groups]
-    together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
     with np.errstate(all="ignore"):  # a metric that means nothing has no interval
+        together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
         values = of_sums(dict(zip(groups, together, strict=True)))
         every = np.array(list(values.values()))  # [metrics, H, 1 + groups]
         value, logarithm = every[..., 0], np.log(every[..., 1:])

@@ -21,7 +21,7 @@ import torch
 import numdev
 from numdev.attempt import Failure, attempt
 from numdev.cases import AttentionCase, CaseRef
-from numdev.collector import let_be, uncollected
+from numdev.collector import piece_done, uncollected
 from numdev.config import Choice
 from numdev.controls import CONTROLS
 from numdev.errors import UsageError
@@ -242,7 +242,7 @@ class Run:
             wanted = self._wanted(located.ref)
             if wanted:
                 self._keep(self.executor.submit(Job(located=located, wanted=wanted), self._tell))
-                let_be()
+                piece_done()
 
     def _wanted(self, ref: CaseRef) -> frozenset[str]:
         """The keys of the case's entries that are not finished. All are noted, in their order."""

@@ -112,8 +112,11 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str) -> M:
 def lines_of(path: Path) -> dict[str, tuple[int, ...]]:
     """Of a YAML file that `read_yaml` read, for each key of its mapping: the line, from 1, where
     the key stands, then those where the entries of its list or mapping begin."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where there is one
-    tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=loader)
+    text = path.read_text(encoding="utf-8")
+    try:  # ten times as fast, where there is one
+        tree = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:  # of what `read_yaml` takes it refuses some: `%YAML 1.3`
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
     found = {}
     for key, value in tree.value if isinstance(tree, yaml.MappingNode) else ():
         entries = value.value if isinstance(value, yaml.CollectionNode) else ()

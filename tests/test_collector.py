@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from numdev import collector
-from numdev.collector import let_be, only_new, uncollected
+from numdev.collector import let_be, only_new, piece_done, uncollected
 
 
 class Ring:
@@ -53,6 +53,52 @@ def test_an_inner_one_ends_nothing() -> None:
             pass
         assert gc.get_freeze_count() > 0
         let_be()
+
+
+def test_a_cycle_that_was_in_use_is_freed_before_the_end() -> None:
+    """As a kernel's workspace that each call replaces: few are hidden while they are in use."""
+    made: list[weakref.ref[Ring]] = []
+    with only_new():
+        for _ in range(100):
+            kept = Ring()
+            made.append(weakref.ref(kept))
+            piece_done()
+        gc.collect()
+        assert sum(ref() is not None for ref in made) <= 8
+        assert kept.own is kept
+        assert gc.get_freeze_count() > 0
+
+
+def test_garbage_of_before_is_freed_at_once() -> None:
+    """As the model of a caller's last audit: not kept while this one needs the memory."""
+    before = weakref.ref(Ring())
+    with only_new():
+        assert before() is None
+
+
+def test_what_the_caller_hid_stays_hidden() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with only_new():
+            let_be()
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+
+
+def test_an_interrupt_at_the_start_leaves_nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze = gc.freeze
+
+    def interrupted() -> None:
+        freeze()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "freeze", interrupted)
+    with pytest.raises(KeyboardInterrupt), only_new():
+        pass
+    assert gc.get_freeze_count() == 0
+    assert not collector._AT_WORK
 
 
 def test_it_is_as_it_was() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from numdev.wasserstein import counts, histogram, w1
 from numdev.wasserstein.histogram import PATTERNS, _parts, counted
@@ -21,6 +25,26 @@ def test_the_counters_fit(kilobytes: int, parts: int) -> None:
 
 def test_nothing_is_counted_on_a_cpu() -> None:
     assert counted(torch.zeros(10, dtype=torch.int16)) is None
+
+
+@pytest.mark.parametrize("toolkit", [None, "/opt/cuda"])
+def test_it_is_compiled_without_a_toolkit(
+    toolkit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch asks for a toolkit's headers, which one from pip lacks; the source needs none."""
+    asked: list[list[str]] = []
+
+    def compiled(source: str, name: str) -> Any:
+        assert "#include" not in source
+        asked.append(cpp_extension.include_paths("cuda"))
+        return SimpleNamespace(set_shared_memory_config=lambda size: None)
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", toolkit)
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
+    monkeypatch.setattr(histogram, "_shared_memory", lambda device: 227 * 1024)
+    assert histogram._kernel.__wrapped__(0) is not None
+    assert toolkit == cpp_extension.CUDA_HOME
+    assert ("/opt/cuda/include" in asked[0]) == (toolkit is not None)
 
 
 def expected(bits: torch.Tensor) -> torch.Tensor:

@@ -299,6 +299,13 @@ def test_a_list_from_a_merge_key_has_a_line_all_the_same(tmp_path: Path) -> None
 # --- one look at a column says what a look at each row does ---------------------------------------
 
 
+def test_what_the_quick_parser_refuses_has_lines_all_the_same(tmp_path: Path) -> None:
+    """libyaml, which finds the lines, takes fewer files than the parser that reads them."""
+    path = tmp_path / "rules.yaml"
+    path.write_text("%YAML 1.3\n---\nthresholds:\n- {name: a, metric: rms, at_most: 1}\n")
+    assert [t.line for t in read_rules(path).thresholds] == [4]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_seen_at_a_glance_is_what_every_row_says(seed: int, monkeypatch: Any) -> None:
     """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule,

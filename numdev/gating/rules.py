@@ -331,7 +331,7 @@ class Rules(Strict):
         return (*self._lines.get(key, ()), None)[entry + 1 if key in self._lines else 0]
 
     def standing(self, file: str, lines: Mapping[str, tuple[int, ...]]) -> Rules:
-        """The same, and known to stand there; `lines` as of `config.lines_of`."""
+        """The same, and known to stand there; `lines` as of `yamlfile.lines_of`."""
         begin = lines.get("thresholds", ())[1:] or (1,) * len(self.thresholds)
         placed = [t.standing(file, n) for t, n in zip(self.thresholds, begin, strict=True)]
         copy = self.model_copy(update={"thresholds": tuple(placed)})

@@ -11,7 +11,9 @@ first needed by what PyTorch brings along. Where that cannot be, `counted` says 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,11 +96,27 @@ def _parts(shared_memory: int) -> int:
 def _kernel(device: int) -> Any:
     """For the current device, of that index."""
     try:
-        kernel = torch.cuda._compile_kernel(_SOURCE, "count")
+        with _without_toolkit():
+            kernel = torch.cuda._compile_kernel(_SOURCE, "count")
         kernel.set_shared_memory_config(4 * PATTERNS // _parts(_shared_memory(device)))
     except (AttributeError, ImportError, OSError, RuntimeError):
         return None
     return kernel
+
+
+@contextlib.contextmanager
+def _without_toolkit() -> Iterator[None]:
+    """PyTorch looks for the headers of an installed CUDA toolkit before it compiles, and raises
+    OSError where there is none, as where it came from pip; the kernel here includes no header."""
+    from torch.utils import cpp_extension
+
+    found = cpp_extension.CUDA_HOME
+    if found is None:
+        cpp_extension.CUDA_HOME = "/usr"  # whose headers it leaves to the compiler
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = found
 
 
 def _shared_memory(device: int) -> int:
