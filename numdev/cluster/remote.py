@@ -149,7 +149,7 @@ def _held(plain: Mapping[str, Any], tensors: bytes | None) -> Held:
 
 def _check(expected: Mapping[str, Any]) -> None:
     """Take over torch's settings. Raises UsageError where anything else is different here, but for
-    the number of GPUs: a worker sees one."""
+    the number of GPUs: a worker mostly sees one."""
     settings = expected["torch"]
     set_torch(settings)
     here = _environment(expected["environment"]["device"], json.dumps(settings, sort_keys=True))
