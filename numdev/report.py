@@ -47,7 +47,8 @@ NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampl
 class Record(BaseModel):
     """Immutable, and strict: no unknown fields, and no number that JSON cannot hold."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Each model is built when it is first used: a command needs few of them.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class CaseRecord(Record):

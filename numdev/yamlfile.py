@@ -26,7 +26,8 @@ MOST_VALUES = 200_000
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # Built when it is first used, as the records of a report are.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def each_once(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
