@@ -872,8 +872,8 @@ def read(path: Path) -> Report:
     Raises UsageError where there is none, and MeasurementError for one that cannot be understood
     (unknown schema version included): a report is read right, or not at all.
     """
-    path = path / "report.json" if path.is_dir() else path
     try:
+        path = path / "report.json" if path.is_dir() else path
         text = path.read_bytes()
     except OSError as error:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -184,3 +185,22 @@ def test_what_is_read_ahead_is_handed_over_once(tmp_path: Path) -> None:
     assert (ahead.text(), ahead.text()) == (b"text", b"")
     with pytest.raises(FileNotFoundError):
         Ahead(tmp_path / "none").text()
+
+
+def test_without_another_thread_it_is_read_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    (tmp_path / "report.json").write_bytes(b"text")
+    assert Ahead(tmp_path).text() == b"text"
+
+
+def test_a_path_that_cannot_be_looked_at_is_named() -> None:
+    """As one within a directory that is closed to us, or with a name that is too long."""
+    path = Path("a" * 300)
+    for reading in (read, read_judged):
+        with pytest.raises(UsageError, match=r"a{300}: cannot read a report there"):
+            reading(path)
