@@ -12,9 +12,9 @@ permutation, it never exceeds mean |a - b|, and between independent samples it s
 size. What such a number may be used for, and which paired metric has to stand beside it, is for
 `deviation` and the studies to decide. Samples with weights are not here.
 
-How depends on the samples: 16-bit and 8-bit values are counted (`wasserstein_counts`), others
-sorted (`wasserstein_sorted`), and those too long for the device one range of values after another
-(`wasserstein_ranges`).
+How depends on the samples: 16-bit and 8-bit values are counted (`wasserstein.counts`), others
+sorted (`wasserstein.sorting`), and those too long for the device one range of values after another
+(`wasserstein.ranges`).
 """
 
 from __future__ import annotations
