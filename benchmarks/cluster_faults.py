@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/cluster_faults.py [--times 10] [--seed 0]
 
 A small sweep on the CPU is run once without workers. Then, `--times` times each, SIGKILL goes to a
-worker, to the scheduler, and to the client, when the journal has reached a length drawn at random
-and a random while after that. A run that ended with what was killed is started again, with the
-same command. Each report must be the undisturbed one in everything but times and the command, the
-journal must have the same entries, each once, and no process of a killed client may be left.
+worker, to the scheduler, to the client, and to the server that workers are copies of together with
+a worker, when the journal has reached a length drawn at random and a random while after that. A run
+that ended with what was killed is started again, with the same command. Each report must be the
+undisturbed one in everything but times and the command, the journal must have the same entries,
+each once, and no process of a killed client may be left.
 Prints a table in Markdown; exits with 1 where anything differs.
 """
 
@@ -150,9 +151,14 @@ def listening(port: int) -> None:
 
 
 def workers_of(client: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The worker processes a client has started."""
-    found = psutil.Process(client.pid).children(recursive=True)
-    return [p for p in found if "spawn_main" in " ".join(p.cmdline())]
+    """The worker processes a client has started: copies of its fork server."""
+    return [worker for server in servers_of(client) for worker in server.children()]
+
+
+def servers_of(client: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Its fork server, while that is there."""
+    found = psutil.Process(client.pid).children()
+    return [p for p in found if "multiprocessing.forkserver" in " ".join(p.cmdline())]
 
 
 def reached(client: subprocess.Popen[bytes], out: Path, length: int, pause: float) -> None:
@@ -169,6 +175,18 @@ def kill_worker(bed: Bed, out: Path, at: int, draw: random.Random) -> Trial:
         draw.choice(workers_of(client)).kill()
     kept = len(entries(out))
     return Trial("a worker", at, client.wait(AT_MOST_S), kept)
+
+
+def kill_server(bed: Bed, out: Path, at: int, draw: random.Random) -> Trial:
+    """What workers are copies of, and a worker, so that another is needed."""
+    client = bed.start(out, "--workers", "2")
+    reached(client, out, at, draw.random() * 0.2)
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+        worker = draw.choice(workers_of(client))
+        servers_of(client)[0].kill()
+        worker.kill()
+    kept = len(entries(out))
+    return Trial("the fork server and a worker", at, client.wait(AT_MOST_S), kept)
 
 
 def kill_client(bed: Bed, out: Path, at: int, draw: random.Random) -> Trial:
@@ -210,7 +228,7 @@ def main() -> None:
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         bed = undisturbed(Path(folder))
-        for kill in (kill_worker, kill_scheduler, kill_client):
+        for kill in (kill_worker, kill_server, kill_scheduler, kill_client):
             for i in range(asked.times):
                 out = bed.folder / f"{kill.__name__}-{i}"
                 trial = kill(bed, out, draw.randrange(len(bed.keys)), draw)

@@ -6,9 +6,10 @@
 Sweeps heavy cells of nearly one size, whose time goes to drawing, an emulation and fp64 references,
 by `numdev sweep --workers 1` and `--workers N`. A first run of small cells (not counted) fills the
 caches of compilers; with --seconds another, of four cells, tells how many seeds keep one worker
-busy for so long. Of each run the whole time is taken, around the command, and the rate of jobs
-once every worker has done one. The rate leaves out what happens once however long a sweep is: the
-start of Python and of the workers, torch's import and the start of CUDA on each, and the report.
+busy for so long, and several of them equally. Of each run the whole time is taken, around the
+command, and the rate of jobs once every worker has done one. The rate leaves out what happens once
+however long a sweep is: the start of Python and of the workers, torch's import and the start of
+CUDA on each, and the report.
 Prints Markdown; exits with 1 where the reports differ in anything but times and the command.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -111,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.seconds:
             first.write_text(json.dumps(config(device, length, heads, head_dim, 2)))
             rate = run(first, Path(folder) / "second", 1).rate
-            seeds = max(asked.workers, round(asked.seconds * rate / 2))  # of two lengths each
+            each = math.ceil(asked.seconds * rate / asked.workers)
+            seeds = math.ceil(each * asked.workers / 2)  # of two lengths each
         file.write_text(json.dumps(config(device, length, heads, head_dim, seeds)))
         print(f"{2 * seeds} jobs: {heads} heads of {head_dim}, {length} tokens, on {device}.\n")
         print("| workers | whole command, s | jobs a second |\n|---|---|---|", flush=True)

@@ -1,6 +1,6 @@
 """`python -m numdev`."""
 
-from numdev.cli import main
+from numdev.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

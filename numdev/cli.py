@@ -27,9 +27,10 @@ from numdev.commands.schema import schema
 from numdev.commands.sweep import sweep
 from numdev.commands.train import train
 from numdev.commands.weights import weights
+from numdev.ending import process_is_ours
 from numdev.errors import NumdevError, UsageError
 
-__all__ = ["DEFAULT_KERNELS", "cli", "main"]
+__all__ = ["DEFAULT_KERNELS", "cli", "main", "program"]
 COMPLETION = "_NUMDEV_COMPLETE"
 """Set by the shell that asks for completions."""
 
@@ -85,6 +86,12 @@ cli.add_command(report)
 cli.add_command(gate)
 cli.add_command(schema)
 cli.add_command(kernels)
+
+
+def program() -> None:
+    """`main` as all there is in a process."""
+    process_is_ours()
+    main()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

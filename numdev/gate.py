@@ -272,7 +272,8 @@ def calls_of(
             passes.setdefault((*key, tensor in GRADIENTS), []).extend(group)
     for (kernel, _, fmt, backward), group in passes.items():
         first = group[0]
-        bare = [row for row in group if row.status != "ok"]
+        whole = set(map(_STATUS, group)) == {"ok"}
+        bare = [] if whole else [row for row in group if row.status != "ok"]
         status = dict.fromkeys(map(_CALL, group), "ok")
         for worst in ("skipped", "failed"):  # the worst of a call's rows last
             status |= {_CALL(row): worst for row in bare if row.status == worst}
@@ -301,6 +302,8 @@ def calls_of(
 
 
 _CALL = attrgetter("case", "call", "seed")
+_STATUS = attrgetter("status")
+_OF_A_KERNEL = attrgetter("role", "fa_rule")
 EMPTY = "no element of it could be judged"
 
 
@@ -310,7 +313,8 @@ def power_of(
     """Every planted fault in every format, its doses put through the rules as kernels are. Not
     through those on a change: what a fault would have been before, no report has."""
     around = around or Around(rows=rows)
-    controls = [r for r in rows if r.role == "control"]
+    planted = any(key[0] == "control" for key in around.by_tensor(rows))
+    controls = [r for r in rows if r.role == "control"] if planted else []
     absolute = [t for t in rules.thresholds if t.over != "before"]
     for fault in grouped(controls, lambda r: key_of(r, but="dose")).values():
         doses = sorted(grouped(fault, key_of).values(), key=lambda group: _size(group[0]))
@@ -386,5 +390,7 @@ LARGEST = 1e300
 
 
 def _fa_rule(rows: Iterable[DeviationRow]) -> tuple[int, int] | None:
-    told = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
+    told = [
+        holds for role, holds in map(_OF_A_KERNEL, rows) if role == "kernel" and holds is not None
+    ]
     return (sum(told), len(told)) if told else None

@@ -34,6 +34,7 @@ from numdev.jobs import Held, Job, Setting, case_key, entries, steps
 from numdev.loading.tensorfile import open_cases
 from numdev.loading.tensorwriter import Writer
 from numdev.loop import Executor, Here, Run, header, plan_controls, plan_formats, plan_kernels
+from numdev.report import read
 from numdev.sources import Captured, ConfigSource, Located
 from numdev.stopwatch import Stopwatch
 from numdev.studies.sweep import plan, sweep
@@ -546,6 +547,39 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     assert comparable(together) == comparable(alone)
     left = psutil.Process().children(recursive=True)
     assert not [p for p in left if "spawn_main" in " ".join(p.cmdline())]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are copied on Linux alone")
+@pytest.mark.parametrize("server_too", [False, True])
+def test_workers_of_the_program_are_copies_and_may_be_killed(
+    tmp_path: Path, server_too: bool
+) -> None:
+    """`python -m numdev sweep --workers 2`: SIGKILL to a worker, and to what workers are copies of;
+    the report of a run without either."""
+    file, out = tmp_path / "sweep.yaml", tmp_path / "team"
+    given = {"cases": CASES, "kernels": ["sdpa-math"], "seeds": 2, "reproducers": 0}
+    file.write_text(json.dumps(given))
+    command = [sys.executable, "-m", "numdev", "sweep", str(file), "-q", "--device", "cpu", "-o"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([*command, str(tmp_path / "alone")], env=alone).returncode == 0
+    client = subprocess.Popen([*command, str(out), "--workers", "2"], env=alone)
+    copies: list[psutil.Process] = []
+    _until(lambda: _lines(out / "rows.jsonl") >= 2 or client.poll() is not None)
+    for server in psutil.Process(client.pid).children():
+        if "multiprocessing.forkserver" in " ".join(server.cmdline()):
+            copies = server.children()
+            if server_too:
+                server.kill()
+            copies[0].kill()
+    assert client.wait() == 0
+    assert len(copies) == 2
+    _, left = psutil.wait_procs(copies, timeout=30)
+    assert not left
+    found = [comparable(read(tmp_path / name)) for name in ("alone", "team")]
+    for each in found:
+        del each["provenance"]["command"]
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from numdev.attempt import one_line
+from numdev.cluster.early import method
 from numdev.cluster.remote import leave
 from numdev.errors import UsageError
 from numdev.system import System, visible_gpus
@@ -101,7 +102,8 @@ def client_of(crew: Crew, system: System) -> Iterator[Client]:
     from distributed.utils import silence_logging_cmgr
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(dask.config.set(CONFIG))
+        started = {"distributed.worker.multiprocessing-method": method()}
+        stack.enter_context(dask.config.set(CONFIG | started))
         stack.enter_context(silence_logging_cmgr(logging.CRITICAL))  # it is said by numdev
         if crew.workers is not None:
             cluster = stack.enter_context(_local(crew.workers, system))

@@ -10,6 +10,7 @@ import click
 
 from numdev.ahead import Ahead
 from numdev.commands.places import Places, place_options, write_file
+from numdev.ending import end
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def _judge(
     # Afterwards, so that a file that cannot be written hides no verdict.
     for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
         click.echo(line, err=as_json)  # GitHub reads both streams
+    end(judged.exit_code)
     return judged.exit_code
 
 

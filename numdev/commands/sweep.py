@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from numdev.cluster.early import begin
 from numdev.commands.options import cluster_options, measuring_options, output_options
 from numdev.commands.requests import sweep_request
 from numdev.commands.session import command_line, hand_over, measuring
@@ -55,6 +56,9 @@ def sweep(
     the seeds are counted from N. The same request into the same directory continues where it
     stopped.
     """
+    if workers:
+        begin(workers)
+
     from numdev.cluster.crew import crew_of, sharing
     from numdev.execute import digest
     from numdev.studies.sweep import plan

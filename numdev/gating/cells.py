@@ -19,7 +19,9 @@ from numdev.report import AuditReport, DeviationRow, SweepReport
 
 Cell = tuple[Any, ...]
 _ALIKE = attrgetter("role", "kernel", "format", "tensor")
-_OPTIONS, _STATUS, _ELEMENTS = map(attrgetter, ("options", "status", "elements"))
+_OPTIONS, _STATUS, _ELEMENTS, _SAMPLED = map(
+    attrgetter, ("options", "status", "elements", "sampled")
+)
 _CELL = attrgetter("case", "module", "layer", "call", "seed", "phase", "head", "format", "tensor")
 Groups = dict[Any, list[DeviationRow]]
 Older = AuditReport | SweepReport
@@ -57,10 +59,10 @@ def grouped(rows: Iterable[DeviationRow], key: Callable[[DeviationRow], Any]) ->
 def by_tensor(rows: Sequence[DeviationRow]) -> Groups:
     """Rows by role, kernel, options, format and tensor, in the order they first came."""
     alike: Groups = defaultdict(list)
-    for (role, kernel, fmt, tensor), row in zip(map(_ALIKE, rows), rows, strict=True):
-        alike[role, kernel, "", fmt, tensor].append(row)
+    for same, row in zip(map(_ALIKE, rows), rows, strict=True):
+        alike[same].append(row)
     if not any(map(_OPTIONS, rows)):  # they are slow to tell apart, and mostly none
-        return dict(alike)
+        return {(role, name, "", fmt, t): some for (role, name, fmt, t), some in alike.items()}
     at = {id(row): i for i, row in enumerate(rows)}
     groups: Groups = {}
     for some in alike.values():
@@ -107,7 +109,7 @@ class Around:
     @cached_property
     def sampled(self) -> bool:
         """Whether any row of the report is one of sampled rows."""
-        return any(row.sampled for row in self.rows)
+        return any(map(_SAMPLED, self.rows))
 
     @cached_property
     def groups(self) -> Groups:

@@ -9,10 +9,14 @@ from typing import Any
 from numdev.gating.rules import DERIVED, ERRORS, value_of
 from numdev.report import DeviationRow
 
+_NOISE = attrgetter("noise")
+
 
 def column(metric: str, rows: Sequence[DeviationRow]) -> list[Any] | None:
     """The number of every row, None in its place where one has none; None where it takes more than
     a look at each."""
+    if metric == "noise_ratio" and not any(noise := list(map(_NOISE, rows))):
+        return noise  # of a kernel that gives the same bits each time: 0, whatever the denominator
     if metric in DERIVED:
         return list(map(DERIVED[metric], rows))
     if "/" in metric:

@@ -51,6 +51,10 @@ class _Run:
         for tensor in PASSES:
             yield from (*self.has(tensor), *self.bare.get(tensor, ()))
 
+    @property
+    def cases(self) -> set[tuple[str, int | None]]:
+        return set(map(_case, self.calls))
+
     def excused(self, tensor: str) -> set[Cell]:
         return set().union(*(self.bare.get(t, ()) for t in PASSES[tensor]))
 
@@ -74,6 +78,7 @@ def check_whole(report: Older, groups: Groups, what: str = "the report") -> None
 
 
 _call = itemgetter(slice(0, 6))
+_case = itemgetter(0, 1)
 
 
 def _runs(role: str, groups: Groups, what: str) -> Iterator[_Run]:
@@ -145,7 +150,7 @@ def _check_cases(report: Older, runs: Iterable[_Run], what: str) -> None:
             )
     asked = report.request.get("seeds")
     seeds = [seed for seed in asked if isinstance(seed, int)] if isinstance(asked, list) else []
-    there = {(c[0], c[1] if seeds else None) for run in runs for c in run.calls}
+    there = {(case, seed if seeds else None) for run in runs for case, seed in run.cases}
     for name, seed in itertools.product(known, seeds or (None,)):
         # A call out of a model has no seed, whatever the request says of drawn ones.
         if runs and not there & {(name, seed), (name, None)}:

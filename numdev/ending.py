@@ -1,0 +1,36 @@
+"""The end of a process that was started for one command alone.
+
+Python takes a large report apart object by object, and then every module; the system takes back the
+memory of a process that ends in no time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+_OURS: list[bool] = []
+"""Not empty in a process that nobody else has anything in."""
+
+
+def process_is_ours() -> None:
+    """Said by the program, before it does anything."""
+    _OURS.append(True)
+
+
+def is_ours() -> bool:
+    """Whether it is."""
+    return bool(_OURS)
+
+
+def end(code: int) -> None:
+    """End the process, all that was printed being out; called from Python, do nothing.
+
+    What was registered for the end of Python is done. Raises what flushing raises: BrokenPipeError.
+    """
+    if _OURS:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
