@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -68,6 +68,9 @@ class Prepared:
     watch: Stopwatch
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What emulations return, by recipe."""
+    known: dict[Hashable, Any] = field(default_factory=dict)
+    """What tensors came to, by their checksums and what they were held to: the default dispatch
+    returns, bit for bit, what another kernel returned."""
 
     @property
     def yardstick(self) -> Yardstick:

@@ -111,7 +111,8 @@ class Totals:
     @cached_property
     def sums(self) -> dict[str, Numbers]:
         """[H]: over all rows."""
-        return {name: x.sum(axis=-1) for name, x in self.groups.items()}
+        together = np.array(list(self.groups.values())).sum(axis=-1)
+        return dict(zip(self.groups, together, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

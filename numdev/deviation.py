@@ -146,8 +146,12 @@ def _beside(found: Totals, y: Yardstick) -> dict[str, Column]:
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     """Columns [H] as one dict per head: counts as integers."""
-    given = ((x.astype(np.int64) if name in COUNTED else x) for name, x in columns.items())
-    rows = zip(*(column.tolist() for column in given), strict=True)
+    numbers = [n for n, x in columns.items() if x.dtype == np.float64 and n not in COUNTED]
+    lists = dict(zip(numbers, np.array([columns[n] for n in numbers]).tolist(), strict=True))
+    for name, column in columns.items():
+        if name not in lists:
+            lists[name] = (column.astype(np.int64) if name in COUNTED else column).tolist()
+    rows = zip(*(lists[name] for name in columns), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -175,8 +179,16 @@ def _with_reasons(head: Metrics) -> Metrics:
     if head.get("sequences", 2) < 2:
         judged = ("bias_t", "bias_p", "bias_size", "bias_of")
         nulls |= dict.fromkeys(judged, "needs at least two sequences")
-    for name in [k for k, v in head.items() if v.__class__ is float and v - v != 0]:
+    for name in _without_meaning(head):
         nulls.setdefault(name, "0/0" if math.isnan(head[name]) else "the denominator is zero")
     head.update(dict.fromkeys(nulls))
     head["nulls"] = nulls
     return head
+
+
+def _without_meaning(head: Metrics) -> list[str]:
+    """Which numbers are NaN or infinite."""
+    total = sum([v for v in head.values() if v.__class__ is float])
+    if math.isfinite(total):
+        return []
+    return [name for name, v in head.items() if v.__class__ is float and not math.isfinite(v)]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,9 +53,11 @@ class Task:
     sample: Sample | None = None
     """Which rows are measured; None: all. The kernel runs whole either way."""
 
-    @property
+    @cached_property
     def key(self) -> str:
-        return digest(asdict(self))
+        sample = None if self.sample is None else vars(self.sample)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return digest({**plain, "case": vars(self.case), "sample": sample})
 
 
 class Journal:

@@ -92,15 +92,13 @@ def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
         return [{} for _ in range(heads)]
     ends = jackknife({name: x[:, : min(rows, most)] for name, x in groups.items()}, rows, of)
     both = np.array(list(ends.values())).reshape(-1, 2, heads)  # [metrics, 2, H]
-    known = np.isfinite(both).all(axis=1).T.tolist()
-    return [
-        {
-            metric: (low, high)
-            for metric, (low, high), fine in zip(ends, own, there, strict=True)
-            if fine
-        }
-        for own, there in zip(both.transpose(2, 0, 1).tolist(), known, strict=True)
-    ]
+    pairs = [zip(low, high, strict=True) for low, high in both.tolist()]
+    found = [dict(zip(ends, own, strict=True)) for own in zip(*pairs, strict=True)]
+    unknown = ~np.isfinite(both).all(axis=1).T  # [H, metrics]
+    for head in np.flatnonzero(unknown.any(axis=1)).tolist():
+        own = zip(found[head].items(), unknown[head].tolist(), strict=True)
+        found[head] = dict(pair for pair, lacks in own if not lacks)
+    return found
 
 
 def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numbers]]:

@@ -40,6 +40,7 @@ Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of things; not one that only JSON can hold."""
+NUMBERS = (float, int, bool, type(None))
 NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
 """Why dk and dv have no expected_ratio, worst_row and baseline_ratio then."""
 
@@ -956,7 +957,8 @@ def write_csv(file: IO[str], rows: Sequence[Record]) -> None:
     """One line a row, one column a field; nothing where there is no row. See `foreign.cell`."""
     if not rows:
         return
-    writer = csv.DictWriter(file, fieldnames=list(type(rows[0]).model_fields))
-    writer.writeheader()
+    writer = csv.writer(file)
+    writer.writerow(type(rows[0]).model_fields)
     for row in rows:
-        writer.writerow({name: cell(value) for name, value in row.model_dump().items()})
+        values = row.model_dump().values()
+        writer.writerow([x if x.__class__ in NUMBERS else cell(x) for x in values])

@@ -10,6 +10,7 @@ Imports torch only inside `System.here`; optional packages are looked up, never 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -80,7 +81,7 @@ class System:
             threads=torch.get_num_threads(),
             python=platform.python_version(),
             platform=f"{platform.system()} {platform.machine()}",
-            packages=_packages(),
+            packages=dict(_packages()),
             settings=_torch_settings(),
         )
 
@@ -134,6 +135,7 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
+@functools.cache
 def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
