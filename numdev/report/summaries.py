@@ -1,0 +1,315 @@
+"""What a reader wants first: rows brought together, once, when the report is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from numdev.report.record import Attends, Phase, Record, Role, Tensor
+from numdev.report.rows import DeviationRow, SiteShare, WorstRow
+
+
+class Explanation(Record):
+    """Which roundings make one kernel's errors in one tensor: all its calls together."""
+
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    tensor: Tensor
+    known: bool
+    nearest: str | None
+    """The emulation that makes its errors, or unless `known` comes nearest to it, in words."""
+    residual: float | None
+    """Medians over its calls, here and below."""
+    next_preset: str | None
+    next_residual: float | None
+    explained: int
+    calls: int
+    """With an error to explain; `explained` of them are."""
+    sites: tuple[SiteShare, ...] = ()
+    sentence: str
+
+
+class GradientSummary(Record):
+    """One gradient of one kernel in one format over all heads and calls."""
+
+    tensor: Tensor
+    ok: int
+    floor_ratio: float | None = None
+    floor_ratio_worst: float | None = None
+    floor_ratio_where: str | None = None
+    baseline_ratio: float | None = None
+    expected_ratio: float | None = None
+    expected_ratio_worst: float | None = None
+    expected_ratio_where: str | None = None
+    row_rel: float | None = None
+    amplification: float | None = None
+    nonfinite: int = 0
+
+
+class KernelSummary(Record):
+    """One kernel in one format over all heads and calls."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    ok: int
+    skipped: int
+    failed: int
+    reasons: tuple[str, ...]
+    ran: tuple[str, ...]
+    rows_measured: int | None = None
+    """Query rows of each head, where they are sampled: then maxima are lower bounds."""
+    out_formats: tuple[str, ...] = ()
+    mean_abs: float | None = None
+    max_abs: float | None = None
+    rms: float | None = None
+    row_rel: float | None = None
+    w1: float | None = None
+    nonfinite: int = 0
+    floor_ratio: float | None = None
+    """Median over heads; `_worst` the largest, `_where` its layer and head."""
+    floor_ratio_worst: float | None = None
+    floor_ratio_where: str | None = None
+    baseline_ratio: float | None = None
+    baseline_ratio_worst: float | None = None
+    flash_vs_precision: float | None = None
+    flash_vs_precision_worst: float | None = None
+    flash_vs_precision_where: str | None = None
+    flash_vs_precision_w1: float | None = None
+    flash_vs_low_precision: float | None = None
+    """Median over heads, as the following: how far it is from the baseline, over how far the
+    baseline is from itself in float32; and from itself in `lower_format`."""
+    flash_vs_low_precision_w1: float | None = None
+    lower_format: str | None = None
+    flash_vs_lower: float | None = None
+    flash_vs_lower_w1: float | None = None
+    expected_ratio: float | None = None
+    expected_ratio_worst: float | None = None
+    expected_ratio_where: str | None = None
+    expected_ratio_interval: tuple[float, float] | None = None
+    """Of the worst head, where rows are sampled."""
+    worst_row: float | None = None
+    """The largest over heads, and where."""
+    worst_row_where: str | None = None
+    gradients: tuple[GradientSummary, ...] = ()
+    noise: float | None = None
+    """The largest over heads and tensors, in units of the floor's rms; 0 is bitwise reproducible.
+    None where no kernel ran twice."""
+    noise_where: str | None = None
+    fa_rule_heads: int | None = None
+    """Heads that pass flash-attention's own rule, of `ok` ones."""
+    biased_heads: int = 0
+    biased_worst: float | None = None
+    biased_where: str | None = None
+    bias_testable: bool = False
+    """Whether there were enough independent sequences to say anything about bias in general."""
+
+
+class PartSummary(Record):
+    """One kernel in one format over some of its calls: a phase of a generation, or what attends
+    alike in one denoising step."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    phase: Phase | None = None
+    step: int | None = None
+    attends: Attends | None = None
+    calls: int
+    ok: int
+    """Heads that were measured, of all these calls."""
+    row_rel: float | None = None
+    """Median over heads, as the following; `_worst` the largest."""
+    floor_ratio: float | None = None
+    floor_ratio_worst: float | None = None
+    floor_ratio_where: str | None = None
+    baseline_ratio: float | None = None
+    expected_ratio: float | None = None
+    expected_ratio_worst: float | None = None
+
+
+OF_A_BIN = (
+    *("first", "last", "rows", "error", "low", "high"),
+    *("predicted", "ratio", "ratio_low", "ratio_high"),
+)
+
+
+class ProfileSummary(Record):
+    """How one kernel errs along the rows of calls of one length: of each bin the median over these
+    calls, the least and the largest. Null where no call has a number."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    tensor: Tensor
+    attends: Attends | None = None
+    length: int
+    calls: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    """Rows of each bin, of all calls together."""
+    errors: tuple[float | None, ...]
+    lows: tuple[float | None, ...]
+    highs: tuple[float | None, ...]
+    predicted: tuple[float | None, ...] = ()
+    """The median of what is predicted; empty, as the following, where nothing is."""
+    ratios: tuple[float | None, ...] = ()
+    """Error over what is predicted, taken call by call."""
+    ratio_lows: tuple[float | None, ...] = ()
+    ratio_highs: tuple[float | None, ...] = ()
+
+    @model_validator(mode="after")
+    def _aligned(self) -> ProfileSummary:
+        bins = len(self.starts)
+        always = (self.counts, self.errors, self.lows, self.highs)
+        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
+        if {bins} != {*map(len, always)} or {*map(len, ratios)} not in ({0}, {bins}):
+            raise ValueError("a number for every bin")
+        edges = [*self.starts, self.length]
+        if not bins or edges != sorted({*edges}):
+            raise ValueError("bins that follow each other within the call")
+        return self
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last row of each bin."""
+        return tuple(start - 1 for start in (*self.starts[1:], self.length))
+
+    def bins(self) -> Iterator[ProfileBin]:
+        """A record for each bin."""
+        names = [name for name in ProfileBin.model_fields if name not in OF_A_BIN]
+        shared = {name: getattr(self, name) for name in names}
+        none = (None,) * len(self.starts)
+        always = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs)
+        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
+        columns = (*always, *(x or none for x in ratios))
+        for own in zip(*columns, strict=True):
+            yield ProfileBin(**shared, **dict(zip(OF_A_BIN, own, strict=True)))
+
+
+class ProfileBin(Record):
+    """One bin of a ProfileSummary, as a line of profiles.csv."""
+
+    kernel: str
+    options: dict[str, Any]
+    role: Role
+    format: str
+    tensor: Tensor
+    attends: str | None
+    length: int
+    calls: int
+    first: int
+    last: int
+    rows: int
+    error: float | None
+    low: float | None
+    high: float | None
+    predicted: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+
+
+class HeadMap(Record):
+    """One metric of one kernel, layer by head."""
+
+    kernel: str
+    format: str
+    metric: str
+    layers: tuple[str, ...]
+    heads: tuple[int, ...]
+    values: tuple[tuple[float | None, ...], ...]
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> HeadMap:
+        if [len(line) for line in self.values] != [len(self.heads)] * len(self.layers):
+            raise ValueError("a line for every layer, with a value for every head")
+        if not (self.layers and self.heads):
+            raise ValueError("a map of nothing")
+        return self
+
+
+class WeightSummary(Record):
+    """All stored tensors cast to one format."""
+
+    format: str
+    tensors: int
+    elements: int
+    nonfinite: int
+    max_abs: float | None
+    max_tensor: str | None
+    mean_abs: float | None
+    w1: float | None
+
+
+class AuditSummary(Record):
+    """What a reader wants first, computed once from the rows."""
+
+    answer: tuple[str, ...]
+    kernels: tuple[KernelSummary, ...]
+    map: HeadMap | None = None
+    weights: tuple[WeightSummary, ...] = ()
+    sequences: int | None = None
+    explanations: tuple[Explanation, ...] = ()
+    """For `--explain`: which roundings make each kernel's errors."""
+    worst_rows: tuple[WorstRow, ...] = ()
+    parts: tuple[PartSummary, ...] = ()
+    """Of a generation by phase; of a diffusion pipeline by denoising step and what attends."""
+    profiles: tuple[ProfileSummary, ...] = ()
+    """Of the lengths that most calls have."""
+    along: str | None = None
+    """What is remarkable of them, as a sentence."""
+
+
+class Place(Record):
+    """Where something was found: what names the row again."""
+
+    case: str
+    module: str
+    layer: int | None
+    call: int
+    head: int | None
+    phase: str | None
+    step: int | None = None
+    seed: int | None
+
+    @classmethod
+    def of(cls, row: DeviationRow) -> Place:
+        return cls(**{name: getattr(row, name) for name in cls.model_fields})
+
+
+class Finding(Record):
+    """One thing wrong with one kernel, as a sentence and as data."""
+
+    rule: str
+    """The threshold's name; `runs` for a kernel that failed, `refuses` for calls it declined."""
+    severity: Literal["exceeded", "unmeasured", "note"]
+    sentence: str
+    kernel: str
+    also: tuple[str, ...] = ()
+    """Other kernels with the same numbers, as the default dispatch has those of what it ran."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    formats: tuple[str, ...]
+    tensor: str | None = None
+    metric: str | None = None
+    observed: float | None = None
+    """The worst."""
+    limit: float | None = None
+    count: int
+    """Of `judged` heads; for `runs` and `refuses` of calls."""
+    judged: int
+    place: Place | None = None
+    """The worst one."""
+
+    @property
+    def folder(self) -> str:
+        """What its reproducer's folder is called: kernel, tensor, rule and format."""
+        parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
+        return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
