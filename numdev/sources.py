@@ -23,6 +23,7 @@ from numdev.config import AuditRequest, CaseConfig
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.inputs import Shapes, check, draw
+from numdev.layers import Layers
 from numdev.layouts import laid_out, transposed
 from numdev.loading.pipelines import is_pipeline
 from numdev.loading.storage import some
@@ -252,14 +253,12 @@ class TensorFileSource:
     def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
         _refuse(request, FOR_MODELS, f"{request.checkpoint} holds captured tensors")
         self.stored = open_cases(Path(request.checkpoint or ""), device=system.device)
-        self.chosen = [
-            case
-            for case in self.stored.cases
-            if request.layers is None or case.ref.layer in request.layers
-        ]
+        layers = Layers(request.layers)
+        self.chosen = [case for case in self.stored.cases if layers.choose(case.ref.layer)]
         self.seed, self.gradients = request.seed, gradients
         origin = self._origin()
         self.notes: tuple[str, ...] = (f"Upstream gradients: {origin}.",) if origin else ()
+        self.notes += layers.notes(request.target)
 
     def _origin(self) -> str | None:
         """Where the gradients of all calls come from."""
@@ -370,9 +369,10 @@ class CheckpointSource:
         from numdev.capturing.run import capture
 
         made = Projections() if self.projections else None
+        layers = Layers(self.request.layers)
 
         def chosen(case: AttentionCase) -> None:
-            if self.request.layers is None or case.ref.layer in self.request.layers:
+            if layers.choose(case.ref.layer):
                 handle(Captured(case=case, projections=made))
 
         with (
@@ -390,6 +390,7 @@ class CheckpointSource:
                 upstream=self.upstream,
                 on_met=made.met if made else lambda ref: None,
             )
+        self.notes += layers.notes(self.request.target)
         if count.drawn:
             missed = f"{len(count.drawn)} of {count.calls} calls ({some(list(count.drawn))})"
             self.notes += (
@@ -470,8 +471,10 @@ class PipelineSource:
     def visit(self, handle: Callable[[Located], None]) -> None:
         from numdev.capturing.denoising import denoise
 
+        layers = Layers(self.request.layers)
+
         def chosen(case: AttentionCase) -> None:
-            if self.request.layers is None or case.ref.layer in self.request.layers:
+            if layers.choose(case.ref.layer):
                 upstream = self.gradients
                 handle(Captured(case=with_drawn(case, self.request.seed) if upstream else case))
 
@@ -485,6 +488,7 @@ class PipelineSource:
             chosen=self.request.steps,
             seed=self.request.seed,
         )
+        self.notes += layers.notes(self.request.target)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.opened.tensors()
