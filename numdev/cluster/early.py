@@ -41,10 +41,12 @@ def begin(workers: int) -> None:
     if not _imports_from_here():
         given[SAFE] = "1"
     atexit.register(_end)
-    resource_tracker.ensure_running()  # which lets signals through again
-    with _environment(given), _uninterrupted():
-        forkserver.ensure_running()
-    _BEGUN.append(True)
+    # Where the path of the directory for temporary files is too long for a socket, there is none.
+    with contextlib.suppress(OSError):
+        resource_tracker.ensure_running()  # which lets signals through again
+        with _environment(given), _uninterrupted():
+            forkserver.ensure_running()
+        _BEGUN.append(True)
 
 
 def method() -> Literal["forkserver", "spawn"]:
