@@ -30,7 +30,14 @@ def end(code: int) -> None:
     What was registered for the end of Python is done. Raises what flushing raises: BrokenPipeError.
     """
     if _OURS:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         atexit._run_exitfuncs()
+        _flush()  # what these printed
         os._exit(code)
+
+
+def _flush() -> None:
+    """A stream that is closed from the start (`2>&-`) is none; one may be closed since."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -580,6 +581,74 @@ def test_workers_of_the_program_are_copies_and_may_be_killed(
     for each in found:
         del each["provenance"]["command"]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are copied on Linux alone")
+def test_the_server_imports_from_where_the_program_does(tmp_path: Path) -> None:
+    """The console script imports nothing from the working directory; nor does what workers are
+    copies of, and they have the environment that they would have had."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not from here')")
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "unsafe.py").write_text(
+        "import os\ndef attend(q, k, v):\n"
+        "    raise ValueError(f'safe is {os.environ.get(\"PYTHONSAFEPATH\")!r}')\n"
+    )
+    given = {"cases": CASES, "kernels": ["unsafe:attend"], "seeds": 1, "reproducers": 0}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(given))
+    script = tmp_path / "bin" / "numdev"
+    script.parent.mkdir()
+    script.write_text("from numdev.cli import program\nif __name__ == '__main__':\n    program()\n")
+    command = [sys.executable, str(script), "sweep", "sweep.yaml", "-q", "--device", "cpu"]
+    path = os.pathsep.join([str(kernels), *filter(None, sys.path)])
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    alone.pop("PYTHONSAFEPATH", None)
+    answer = subprocess.run(
+        [*command, "--workers", "2", "-o", "out"],
+        cwd=tmp_path, env=alone, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.stderr.count("\n") == 1  # that there is no row with a number
+    rows = read(tmp_path / "out").rows
+    reasons = {row.reason for row in rows if row.kernel == "unsafe:attend"}
+    assert reasons == {"ValueError: safe is ''"}
+
+
+@pytest.mark.slow
+def test_where_no_server_can_be_workers_are_started_as_ever(tmp_path: Path) -> None:
+    """A socket's path has at most 107 bytes."""
+    file, folder = tmp_path / "sweep.yaml", tmp_path / ("d" * 100)
+    folder.mkdir()
+    given = {"cases": CASES, "kernels": ["sdpa-math"], "seeds": 1, "reproducers": 0}
+    file.write_text(json.dumps(given))
+    command = [sys.executable, "-m", "numdev", "sweep", str(file), "-q", "--device", "cpu"]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    assert subprocess.run([*command, "--workers", "1", "-o", str(tmp_path / "out")], env=alone,
+                          check=False).returncode == 0  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are copied on Linux alone")
+@pytest.mark.parametrize("after", [0.0, 0.5, 4.0])
+def test_ctrl_c_is_for_the_program_alone(tmp_path: Path, after: float) -> None:
+    """A terminal sends SIGINT to all processes of a command, also while its server imports."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text(json.dumps({"cases": CASES, "kernels": ["sdpa-math"], "seeds": 1000}))
+    command = [sys.executable, "-m", "numdev", "sweep", str(file), "-q", "--device", "cpu"]
+    client = subprocess.Popen(
+        [*command, "--workers", "2", "-o", str(tmp_path / "out")],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    here = psutil.Process(client.pid)
+    _until(lambda: len(here.children()) == 2)  # the server, and Python's tracker of resources
+    time.sleep(after)
+    family = here.children(recursive=True)
+    os.killpg(client.pid, signal.SIGINT)
+    _, said = client.communicate(timeout=60)
+    assert client.returncode != 0  # not always 130: PyTorch's import makes other errors of it
+    assert "Traceback" not in said
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not left
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 from numdev.ending import end
 
@@ -23,8 +26,10 @@ print("went on")
 
 
 def run(ours: str) -> subprocess.CompletedProcess[str]:
+    """With buffers, as a program has them where nothing else is said."""
     command = [sys.executable, "-c", ENDS.format(ours=ours)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=plain)
 
 
 def test_all_that_was_printed_is_out_and_what_was_registered_is_done() -> None:
@@ -32,6 +37,14 @@ def test_all_that_was_printed_is_out_and_what_was_registered_is_done() -> None:
     assert answer.returncode == 7
     assert answer.stdout.removeprefix("x" * 100_000) == "at exit\n"
     assert answer.stderr == "said\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="redirections of a shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_streams_that_are_closed_change_no_exit_code(closed: str) -> None:
+    code = "from numdev.ending import end, process_is_ours; process_is_ours(); end(7)"
+    command = ["sh", "-c", f'"$0" -c "{code}" {closed}', sys.executable]
+    assert subprocess.run(command, check=False).returncode == 7
 
 
 def test_a_process_of_somebody_elses_goes_on() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from numdev.attempt import one_line
-from numdev.cluster.early import method
+from numdev.cluster import early
 from numdev.cluster.remote import leave
 from numdev.errors import UsageError
 from numdev.system import System, visible_gpus
@@ -102,7 +102,7 @@ def client_of(crew: Crew, system: System) -> Iterator[Client]:
     from distributed.utils import silence_logging_cmgr
 
     with contextlib.ExitStack() as stack:
-        started = {"distributed.worker.multiprocessing-method": method()}
+        started = {"distributed.worker.multiprocessing-method": early.method()}
         stack.enter_context(dask.config.set(CONFIG | started))
         stack.enter_context(silence_logging_cmgr(logging.CRITICAL))  # it is said by numdev
         if crew.workers is not None:
@@ -156,7 +156,11 @@ def _local(workers: int, system: System) -> SpecCluster:
             "memory_limit": 0,  # tensors are not Dask's to count, nor to spill
             "silence_logs": logging.CRITICAL,
             "dashboard": False,
-            "env": {**threads, **({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})},
+            "env": {
+                **early.environment(),
+                **threads,
+                **({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {}),
+            },
         }
 
     return SpecCluster(

@@ -56,7 +56,7 @@ def sweep(
     the seeds are counted from N. The same request into the same directory continues where it
     stopped.
     """
-    if workers:
+    if workers and not dry_run:
         begin(workers)
 
     from numdev.cluster.crew import crew_of, sharing
