@@ -25,15 +25,22 @@ def is_ours() -> bool:
 
 
 def end(code: int) -> None:
-    """End the process, all that was printed being out; called from Python, do nothing.
+    """End the process, all that was printed being out; called from Python, or with a profiler that
+    has yet to say what it saw, do nothing.
 
     What was registered for the end of Python is done. Raises what flushing raises: BrokenPipeError.
     """
-    if _OURS:
+    if _OURS and not _profiled():
         _flush()
         atexit._run_exitfuncs()
         _flush()  # what these printed
         os._exit(code)
+
+
+def _profiled() -> bool:
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tool = monitoring.get_tool(monitoring.PROFILER_ID) if monitoring else None
+    return sys.getprofile() is not None or tool is not None
 
 
 def _flush() -> None:

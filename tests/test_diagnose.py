@@ -167,7 +167,7 @@ def test_kernels_that_cannot_run(chain: FakeChain, checkpoints: Path, tmp_path: 
 
 def test_a_selection_of_nothing(chain: FakeChain, checkpoints: Path, tmp_path: Path) -> None:
     """Exit code 3, as in an audit."""
-    with pytest.raises(MeasurementError, match="no attention call in layer 7; .*; check --layers"):
+    with pytest.raises(MeasurementError, match=r"no attention call in layer 7; .*; check --layers"):
         diagnosed(asked(checkpoints, layers=(7,)), tmp_path / "out")
 
 

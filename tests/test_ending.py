@@ -55,3 +55,17 @@ def test_a_process_of_somebody_elses_goes_on() -> None:
 
 def test_called_from_python_it_does_nothing() -> None:
     end(3)  # or there would be no tests any more
+
+
+def test_a_profiler_has_the_last_word() -> None:
+    answer = run("process_is_ours(); sys.setprofile(lambda *_: None)")
+    assert answer.returncode == 0
+    assert "went on" in answer.stdout
+
+
+def test_cprofile_says_what_it_saw() -> None:
+    """`python -m cProfile -m numdev gate`: the error of the gate, and the table of calls."""
+    command = [sys.executable, "-m", "cProfile", "-m", "numdev", "gate", "nothing-there"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "function calls" in answer.stdout
+    assert "nothing-there" in answer.stderr

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +210,33 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
         file.flush()
         assert not path.exists()
     assert path.read_text() == "new"
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with report.replacing(pipe) as file:
+            file.write("whole")
+        assert os.read(reader, 100) == b"whole"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_devices_and_open_files_are_written_to() -> None:
+    """`--junit /dev/stdout`, where stdout is a pipe; as root a rename would replace the device."""
+    code = (
+        "from pathlib import Path; from numdev.report import replacing\n"
+        "for name in ('/dev/stdout', '/proc/self/fd/1', '/dev/null'):\n"
+        "    with replacing(Path(name)) as file: file.write('said ')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "said said "
+    assert Path("/dev/null").is_char_device()
+    assert Path("/dev/stdout").is_symlink()
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(

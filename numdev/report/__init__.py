@@ -219,7 +219,12 @@ def write(report: Report, directory: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file that takes its name only when it is complete."""
+    """A text file that takes its name only when it is complete. A device, a pipe, or the system's
+    name for an open file (`/dev/stdout`) is written to, and stays what it is."""
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (path.exists() and not path.is_file()):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            yield file
+        return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
     try:
         with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
