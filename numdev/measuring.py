@@ -16,6 +16,14 @@ from torch import Tensor
 from numdev import deviation
 from numdev.attempt import Failure, attempt, one_line
 from numdev.bench import Bench, Prepared
+from numdev.beside import (
+    with_bits,
+    with_empty_rows,
+    with_noise,
+    with_nulls,
+    with_suspicion,
+    with_the_rest,
+)
 from numdev.cases import AttentionCase
 from numdev.checksum import checksums
 from numdev.comparison import Along
@@ -31,7 +39,6 @@ from numdev.kernels.output import GRADIENTS
 from numdev.noise import Noise, noise
 from numdev.records import recorded
 from numdev.report import NOT_PREDICTED, DeviationRow
-from numdev.suspicion.search import far_off, suspect
 from numdev.system import System
 
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
@@ -160,11 +167,11 @@ def _measured_rows(
         alike = bits if task.role == "kernel" and like is None else {}
         metrics, along[tensor] = _once(prepared, tensor, alike, held_to, measure)
         if tensor in rest:
-            metrics = _with_the_rest(metrics, rest[tensor])
+            metrics = with_the_rest(metrics, rest[tensor])
         if task.role == "kernel" and tensor == "out":
-            metrics = _with_empty_rows(metrics, chosen, prepared)
-            metrics = _with_suspicion(metrics, output, prepared, bench)
-        metrics = _with_noise(_with_bits(metrics, bits, tensor), _of(bench, tensor, noises))
+            metrics = with_empty_rows(metrics, chosen, prepared)
+            metrics = with_suspicion(metrics, output, prepared, bench)
+        metrics = with_noise(with_bits(metrics, bits, tensor), _of(bench, tensor, noises))
         if tensor in prepared.amplification:
             metrics = [
                 {**head, "amplification": response}
@@ -179,9 +186,9 @@ def _measured_rows(
         )
         lse = _once(prepared, "lse", bits, (str(output.lse.dtype),), measure_lse)
         if "lse" in rest:
-            lse = _with_the_rest(lse, rest["lse"])
-        lse = _with_bits(lse, bits, "lse")
-        rows += _rows(task, "lse", _with_noise(lse, _of(bench, "lse", noises)), output, bench)
+            lse = with_the_rest(lse, rest["lse"])
+        lse = with_bits(lse, bits, "lse")
+        rows += _rows(task, "lse", with_noise(lse, _of(bench, "lse", noises)), output, bench)
     bench.along = (task.key, along)
     return rows
 
@@ -209,10 +216,10 @@ def _metrics(
     if tensor not in prepared.by_row:
         metrics, along = against(x, yardstick)
         lacking = ("expected_ratio", "worst_row", "baseline_ratio", "amplification")
-        return [_with_nulls(head, lacking, NOT_PREDICTED) for head in metrics], along
+        return [with_nulls(head, lacking, NOT_PREDICTED) for head in metrics], along
     if why is not None:
         metrics, along = against(x, yardstick)
-        return [_with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics], along
+        return [with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics], along
     if like is not None:
         expected, whose = like.expected[tensor], like.words
     else:
@@ -248,31 +255,6 @@ def _elsewhere(
     }
 
 
-def _with_the_rest(metrics: Sequence[Metrics], rest: Sequence[Elsewhere]) -> list[Metrics]:
-    """`nonfinite` over all rows; where those that are not measured leave it open, why."""
-    found = []
-    for head, there in zip(metrics, rest, strict=True):
-        count = head["nonfinite"] + there.nonfinite
-        if there.unknown and not count:
-            found.append(_with_nulls({**head, "nonfinite": None}, ("nonfinite",), there.unknown))
-        else:
-            found.append({**head, "nonfinite": count})
-    return found
-
-
-def _with_empty_rows(metrics: Sequence[Metrics], x: Tensor, prepared: Prepared) -> list[Metrics]:
-    """The metrics of an output, and of each head how much is not finite in rows that see no key."""
-    if not any(head["empty_rows"] for head in metrics):
-        return list(metrics)
-    wrong = ~x.isfinite() & prepared.yardstick.empty[..., None]
-    counts = wrong.sum(dim=(0, 2, 3)).tolist()
-    return [{**head, "empty_nonfinite": n} for head, n in zip(metrics, counts, strict=True)]
-
-
-def _with_nulls(head: Metrics, names: Sequence[str], why: str) -> Metrics:
-    return {**head, "nulls": {**head["nulls"], **dict.fromkeys(names, why)}}
-
-
 def _bits(task: Task, output: Output, prepared: Prepared, bench: Bench) -> dict[str, list[str]]:
     """The checksums of what came back, by tensor: of whole heads, where all their rows came."""
     if task.role in ("precision", "control"):
@@ -300,48 +282,10 @@ def _once(
     return found
 
 
-def _with_bits(
-    metrics: Sequence[Metrics], bits: Mapping[str, Sequence[str]], tensor: str
-) -> list[Metrics]:
-    if tensor not in bits:
-        return list(metrics)
-    return [{**head, "bits": x} for head, x in zip(metrics, bits[tensor], strict=True)]
-
-
 def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> list[Noise]:
     found = noises.get(tensor, ())
     heads = bench.heads_of(tensor)
     return list(found) if len(found) == len(heads) else [found[h] for h in heads] if found else []
-
-
-def _with_noise(metrics: Sequence[Metrics], noises: Sequence[Noise]) -> list[Metrics]:
-    """The metrics, with the noise of each head; where there is no number, why."""
-    if not noises:
-        return list(metrics)
-    found = []
-    for head, n in zip(metrics, noises, strict=True):
-        why = None
-        if n.flickering:
-            why = f"{n.flickering} elements are finite in some runs and not in others"
-        elif n.noise is None:
-            why = "no element is finite"
-        nulls = head["nulls"] if why is None else {**head["nulls"], "noise": why}
-        found.append({**head, "noise": None if why else n.noise, "nulls": nulls})
-    return found
-
-
-def _with_suspicion(
-    metrics: Sequence[Metrics], output: Output, prepared: Prepared, bench: Bench
-) -> list[Metrics]:
-    """The metrics, and for heads that are far off what the kernel seems to compute instead."""
-    far = [h for h, head in zip(bench.heads, metrics, strict=True) if far_off(head)]
-    if not far:
-        return list(metrics)
-    found = suspect(prepared.case, output.out, prepared.reference, bench.heads, far, bench.queries)
-    return [
-        {**head, "suspicion": found[h].cause, "suspicion_cut": found[h].cut} if h in found else head
-        for h, head in zip(bench.heads, metrics, strict=True)
-    ]
 
 
 def returned(out: Tensor, case: AttentionCase) -> Format:

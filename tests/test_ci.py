@@ -209,7 +209,7 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     """A sound kernel is cleared; the same code with a fault in its output, and with one that a
     single head does not show, is caught."""
     on = rates.benches(seed)
-    with patch("numdev.measuring.suspect", return_value={}):
+    with patch("numdev.beside.suspect", return_value={}):
         found = {
             name: rates.trial("planted", name, rates.rows_of(find(f"planted:{name}"), on))
             for name in ("sound", "p_truncated", "ds_truncated")

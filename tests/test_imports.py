@@ -191,6 +191,7 @@ ALLOWED: dict[str, set[str]] = {
     "report.summaries": {"report.record", "report.rows"},
     "report.sweep": {"report.kinds", "report.record", "report.rows"},
     "layers": {"errors"},
+    "beside": {"bench", "deviation", "finiteness", "kernels", "noise", "suspicion.search"},
     "config": {"yamlfile"},
     "regimes.registry": {"cases"},
     "regimes.exact": {"cases", "regimes.registry"},
@@ -786,6 +787,7 @@ ALLOWED: dict[str, set[str]] = {
     "measuring": {
         "attempt",
         "bench",
+        "beside",
         "cases",
         "checksum",
         "comparison",
@@ -801,7 +803,6 @@ ALLOWED: dict[str, set[str]] = {
         "noise",
         "records",
         "report",
-        "suspicion.search",
         "system",
     },
     # Which known way of rounding explains a kernel that declares none.

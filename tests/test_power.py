@@ -49,7 +49,7 @@ def place(power: ModuleType) -> Any:
 
 
 def faulty(power: ModuleType, name: str, on: Any) -> list[DeviationRow]:
-    with patch("numdev.measuring.suspect", return_value={}):
+    with patch("numdev.beside.suspect", return_value={}):
         rows: list[DeviationRow] = power.measured(find(f"planted:{name}"), on)
     return rows
 
