@@ -4,12 +4,13 @@
         [--seeds 6 | --seconds 300]
 
 Sweeps heavy cells of nearly one size, whose time goes to drawing, an emulation and fp64 references,
-by `numdev sweep --workers 1` and `--workers N`. A first run of small cells (not counted) fills the
-caches of compilers; with --seconds another, of four cells, tells how many seeds keep one worker
-busy for so long, and several of them equally. Of each run the whole time is taken, around the
-command, and the rate of jobs once every worker has done one. The rate leaves out what happens once
-however long a sweep is: the start of Python and of the workers, torch's import and the start of
-CUDA on each, and the report.
+by `numdev sweep --workers 1` and `--workers N`. A first run of a cell for each of N workers (not
+counted) fills the caches of compilers, and has a virtual machine give out the memory they take;
+with --seconds another, of four cells, tells how many seeds keep one worker busy for so long, and
+several of them equally. Of each run the whole time is taken, around the command, and the rate of
+jobs once every worker has done one. The rate leaves out what happens once however long a sweep is:
+the start of Python and of the workers, torch's import and the start of CUDA on each, and the
+report.
 Prints Markdown; exits with 1 where the reports differ in anything but times and the command.
 """
 
@@ -107,8 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     length, heads, head_dim = (x or y for x, y in zip(given, DEFAULTS[device], strict=True))
     with tempfile.TemporaryDirectory() as folder:
         file, first = Path(folder) / "scaling.yaml", Path(folder) / "first.yaml"
-        first.write_text(json.dumps(config(device, 512, heads, head_dim, 1)))
-        run(first, Path(folder) / "first", 1)
+        each = math.ceil(asked.workers / 2)  # of two lengths
+        first.write_text(json.dumps(config(device, length, heads, head_dim, each)))
+        run(first, Path(folder) / "first", asked.workers)
         seeds = asked.seeds
         if asked.seconds:
             first.write_text(json.dumps(config(device, length, heads, head_dim, 2)))
