@@ -84,6 +84,12 @@ def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numdev.studies.check.SECONDS", 0.3)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A fault that draws the order of its tiles draws one twice in 4 % of its checks."""
+    torch.manual_seed(0)
+
+
 def failing(function: Callable[..., Any], **given: Any) -> CheckFailed:
     """What a check raises that must fail, its message fit for pytest in 80 columns."""
     with pytest.raises(CheckFailed) as caught:
