@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from numdev.bench import Bench
 from numdev.formats import format_named
@@ -66,6 +67,7 @@ def test_sound_kernels_are_cleared(power: ModuleType, place: Any, regime: str, f
 def test_every_planted_fault_is_caught(power: ModuleType, place: Any) -> None:
     """In a single unit of plain inputs, or over the heads of four; and in a tensor in which the
     fault shows."""
+    torch.manual_seed(0)  # one fault is an order of tiles that is drawn, and may be drawn twice
     on = place("normal", "200 causal", "bfloat16")
     missed = []
     for fault in power.planted.PLANTED:
