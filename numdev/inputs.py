@@ -4,9 +4,9 @@ A regime is a function of the shapes and a generator, registered by name
 (`numdev.regimes.registry`); its keyword parameters may be set in YAML. Random normals hide most
 real errors, so each further regime stands for inputs that have hurt somebody
 (`numdev.regimes.hazards`), is made to (`numdev.regimes.constructed`), or has an answer that is
-known without a reference (`numdev.regimes.exact`). Tensors are drawn in fp32 on the CPU whatever
-the audit's device, so that a seed means the same numbers everywhere; they are rounded to the
-audited format afterwards, as a model's activations are.
+known without a reference (`numdev.regimes.exact`). Tensors are drawn in fp32, and a seed means the
+same numbers whatever the audit's device; they are rounded to the audited format afterwards, as a
+model's activations are.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Generator, Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
 from numdev.regimes import constructed, exact, hazards
 from numdev.regimes.registry import QKV, REGIMES, Inputs, Regime, Shapes, gaussian, plain, regime
+from numdev.regimes.twister import seeded
 
 __all__ = [
     "REGIMES",
@@ -41,6 +43,7 @@ __all__ = [
     stresses="at 0.25 the scores are nearly uniform and many small terms add up, at 16 one key has "
     "nearly all the weight and dS is a small difference",
     origin="N(0, 1) is what Golden et al. draw (arXiv 2405.02803)",
+    anywhere=True,
 )
 def normal(shapes: Shapes, generator: Generator, *, logits: float = 1.0) -> QKV:
     """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores."""
@@ -73,18 +76,22 @@ def draw(
     options: Mapping[str, Any],
     label: str = "",
     gradients: bool = False,
+    device: torch.device | str | None = None,
 ) -> Inputs:
     """The inputs of the regime `name`; `label` gives cases of one audit different draws.
+
+    On `device` if that is sooner, else on the CPU: the numbers are the same.
 
     With `gradients` also grad_out, after q, k and v, which it does not change: the regime's own,
     else N(0, 1). Raises UsageError for an unknown regime or parameter, and for values it cannot
     draw with.
     """
-    function = check(name, options).function
+    found = check(name, options)
     digest = hashlib.sha256(f"{label}/{seed}".encode()).digest()
-    generator = Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    seed_of_all = int.from_bytes(digest[:8], "big") >> 1
+    generator = seeded(seed_of_all, device, stays=found.anywhere)
     try:
-        drawn = function(shapes, generator, **options)
+        drawn = found.function(shapes, generator, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise UsageError(

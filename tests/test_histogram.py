@@ -41,7 +41,7 @@ def test_it_is_compiled_without_a_toolkit(
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", toolkit)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
-    monkeypatch.setattr(histogram, "_shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(histogram, "shared_memory", lambda device: 227 * 1024)
     assert histogram._kernel.__wrapped__(0) is not None
     assert toolkit == cpp_extension.CUDA_HOME
     assert ("/opt/cuda/include" in asked[0]) == (toolkit is not None)

@@ -193,7 +193,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors"},
     "beside": {"bench", "deviation", "finiteness", "kernels", "noise", "suspicion.search"},
     "config": {"yamlfile"},
-    "regimes.registry": {"cases"},
+    "regimes.registry": {"cases", "regimes.twister"},
     "regimes.exact": {"cases", "regimes.registry"},
     "regimes.hazards": {"regimes.registry"},
     "regimes.constructed": {"formats", "regimes.registry"},
@@ -204,6 +204,7 @@ ALLOWED: dict[str, set[str]] = {
         "regimes.exact",
         "regimes.hazards",
         "regimes.registry",
+        "regimes.twister",
     },
     "masks": {"regimes.registry"},
     "loading.prompts": {"errors"},
@@ -212,7 +213,7 @@ ALLOWED: dict[str, set[str]] = {
     "blockwise": set(),
     "wasserstein": {"errors", "wasserstein.counts", "wasserstein.ranges", "wasserstein.sorting"},
     "wasserstein.sorting": {"blockwise", "errors"},
-    "wasserstein.histogram": set(),
+    "wasserstein.histogram": {"nvrtc"},
     "wasserstein.counts": {"blockwise", "wasserstein.histogram", "wasserstein.sorting"},
     "wasserstein.ranges": {"blockwise", "wasserstein.counts", "wasserstein.sorting"},
     "formats": {"errors"},
@@ -498,7 +499,7 @@ ALLOWED: dict[str, set[str]] = {
     "capturing.calls": {"cases", "errors"},
     "capturing.mha": set(),
     "capturing.generation": {"errors"},
-    "capturing.upstream": {"cases", "formats", "layouts", "regimes.registry"},
+    "capturing.upstream": {"cases", "formats", "layouts", "regimes.registry", "regimes.twister"},
     "capturing.trainingstep": {"capturing.upstream", "cases", "errors"},
     "capturing.run": {
         "capturing.calls",
@@ -1304,6 +1305,8 @@ ALLOWED: dict[str, set[str]] = {
     "sweeps": set(),
     "weights": set(),
     "worst": set(),
+    "nvrtc": set(),
+    "regimes.twister": {"nvrtc"},
 }
 LIGHT = (
     *("claim", "comparing.audits", "comparing.movement", "render.compare", "studies.compare"),

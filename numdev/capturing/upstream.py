@@ -33,6 +33,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import round_to
 from numdev.layouts import transposed
 from numdev.regimes.registry import gaussian
+from numdev.regimes.twister import seeded
 
 LANGUAGE = "the model's language-model loss"
 OWN = "the model's own loss"
@@ -104,7 +105,7 @@ def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
     Where q is a view of [batch, length, heads, dim], as models have it, so is dO.
     """
     digest = hashlib.sha256(f"{case.ref.case}/{seed}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = seeded(int.from_bytes(digest[:8], "big") >> 1, case.q.device, stays=True)
     drawn = gaussian((*case.q.shape[:3], case.v.shape[3]), generator)
     x = round_to(drawn, case.format).to(case.q.device, case.q.dtype)
     x = x if case.q.is_contiguous() else transposed(x)

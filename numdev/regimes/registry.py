@@ -3,7 +3,8 @@
 The registry and the shapes are here; the regimes themselves are in `numdev.inputs` (the plain one),
 `numdev.regimes.hazards` (inputs that have hurt somebody), `numdev.regimes.constructed` (inputs made
 to) and `numdev.regimes.exact` (probes whose right answer is known without a reference). Everything
-is drawn in fp32 on the CPU from a generator that is given.
+is in fp32, and the same bits on all machines: drawn by a generator of the CPU's, or its normals by
+a GPU in its stead (`numdev.regimes.twister`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from numdev.cases import AttentionCase
+from numdev.regimes.twister import Twister
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -77,6 +79,9 @@ class Regime:
     """The public report or paper that has it."""
     answer: Callable[[AttentionCase], Tensor | None] | None = None
     """For a probe: the exact output of a case that was drawn with it (`numdev.regimes.exact`)."""
+    anywhere: bool = False
+    """Whether it is made of normals and products with numbers alone, so that it may be computed on
+    a GPU: that multiplies to the same bits."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -97,12 +102,13 @@ def regime(
     stresses: str,
     origin: str,
     answer: Callable[[AttentionCase], Tensor | None] | None = None,
+    anywhere: bool = False,
 ) -> Callable[[Callable[..., QKV | Inputs]], Callable[..., QKV | Inputs]]:
     """Register a drawing function under its own name."""
 
     def register(function: Callable[..., QKV | Inputs]) -> Callable[..., QKV | Inputs]:
         REGIMES[function.__name__] = Regime(
-            function=function, stresses=stresses, origin=origin, answer=answer
+            function=function, stresses=stresses, origin=origin, answer=answer, anywhere=anywhere
         )
         return function
 
@@ -112,6 +118,8 @@ def regime(
 def gaussian(shape: tuple[int, ...], generator: Generator) -> Tensor:
     """N(0, 1), drawn in fp64 and rounded: PyTorch's fp32 normals differ in their last bits from
     one instruction set to the next."""
+    if isinstance(generator, Twister):
+        return generator.randn(shape)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").float()
 
 

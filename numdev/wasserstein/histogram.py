@@ -11,13 +11,13 @@ first needed by what PyTorch brings along. Where that cannot be, `counted` says 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from numdev.nvrtc import compiled, on_nvidia, shared_memory
 
 __all__ = ["counted"]
 
@@ -57,7 +57,7 @@ extern "C" __global__ void count(const uint4* x, const unsigned short* rest, int
 def counted(bits: Tensor) -> Tensor | None:
     """The count of each pattern of [n] int16, by its unsigned number: int64 [65536] where `bits`
     are. None where it cannot be counted so: not on CUDA, or there is no compiler."""
-    if bits.device.type != "cuda" or torch.version.hip is not None:
+    if not on_nvidia(bits.device):
         return None
     with torch.cuda.device_of(bits):
         kernel = _kernel(bits.device.index)
@@ -72,7 +72,7 @@ def counted(bits: Tensor) -> Tensor | None:
 def _launch(kernel: Any, bits: Tensor, counts: Tensor) -> None:
     if bits.data_ptr() % 16:  # read eight at a time
         bits = bits.clone()
-    parts = _parts(_shared_memory(bits.device.index))
+    parts = _parts(shared_memory(bits.device.index))
     bins = PATTERNS // parts
     processors = torch.cuda.get_device_properties(bits.device).multi_processor_count
     vectors, remaining = divmod(bits.numel(), 8)
@@ -95,31 +95,4 @@ def _parts(shared_memory: int) -> int:
 @functools.cache
 def _kernel(device: int) -> Any:
     """For the current device, of that index."""
-    try:
-        with _without_toolkit():
-            kernel = torch.cuda._compile_kernel(_SOURCE, "count")
-        kernel.set_shared_memory_config(4 * PATTERNS // _parts(_shared_memory(device)))
-    except (AttributeError, ImportError, OSError, RuntimeError):
-        return None
-    return kernel
-
-
-@contextlib.contextmanager
-def _without_toolkit() -> Iterator[None]:
-    """PyTorch looks for the headers of an installed CUDA toolkit before it compiles, and raises
-    OSError where there is none, as where it came from pip; the kernel here includes no header."""
-    from torch.utils import cpp_extension
-
-    found = cpp_extension.CUDA_HOME
-    if found is None:
-        cpp_extension.CUDA_HOME = "/usr"  # whose headers it leaves to the compiler
-    try:
-        yield
-    finally:
-        cpp_extension.CUDA_HOME = found
-
-
-def _shared_memory(device: int) -> int:
-    """What a block may have of it, in bytes."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    return compiled(_SOURCE, "count", shared=4 * PATTERNS // _parts(shared_memory(device)))
