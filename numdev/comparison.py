@@ -6,6 +6,8 @@ rows, which an interval needs (`numdev.intervals`), and of which any metric is a
 (`numdev.deviation`). The device is waited for twice: once to see whether anything is not finite,
 once for the numbers.
 
+Where a GPU can, all of it comes of one pass over its memory (`numdev.rowwise`).
+
 What is finite in every row that sees a key, as nearly every output is, is held to the yardstick's
 standard part, of which all that depends on no output is known. Anything else gets a part of its
 own. Elements that are not usable are 0 in every error.
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import dtype_of
+from numdev.rowwise import row_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
 from numdev.yardstick import (
     SMALLEST_SCALE,
@@ -163,12 +166,41 @@ class Errors:
 def compare(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Comparison:
     """All of an output [B, H, q_len, v_dim] beside a yardstick, and beside the output `expected` of
     the emulation it should be, if there is one."""
-    o = widened(output)
-    error, predicted = _errors(o, None if expected is None else widened(expected), y)
-    part, off = error.part, o - y.floor
+    o, e = widened(output), None if expected is None else widened(expected)
+    found, part = _at_once(o, e, y) or _in_passes(o, e, y)
+    _transport(found, output, part, y)
+    return found
+
+
+def _at_once(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Part] | None:
+    """By one pass over memory, and over which elements; None where that cannot be, or something
+    is not finite."""
+    rows = row_sums(o, y, e) if y.regular else None
+    if rows is None or not all(_finite(rows.square, rows.predicted)):
+        return None
+    part, size = y.standard, rows.square.sqrt()
     found = Comparison(
         elements=o[:, 0].numel(),
-        sums=y.sums | part.sums | _own_sums(error),
+        sums=y.sums | part.sums | _own_sums(rows.absolute, size, part),
+        largest={"max_abs": rows.max_abs, "max_ulp": rows.max_ulp},
+        transport={},
+        signed=Signed(rows.features, rows.along, part.feature_count),
+    )
+    if rows.apart is not None and rows.from_floor is not None:
+        _beside_baseline(found, rows.apart, part, part, rows.from_floor, y)
+    if rows.predicted is not None:
+        _beside_expected(found, size, rows.predicted.sqrt(), part)
+    return found, part
+
+
+def _in_passes(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Part]:
+    """The same of any output, step by step."""
+    error, predicted = _errors(o, e, y)
+    part, off = error.part, o - y.floor
+    absolute = torch.linalg.vector_norm(error.values, 1, dim=-1)
+    found = Comparison(
+        elements=o[:, 0].numel(),
+        sums=y.sums | part.sums | _own_sums(absolute, error.size, part),
         largest={
             "max_abs": row_max(error.values),
             "max_ulp": row_max(part.kept(error.values / y.spacing)),
@@ -179,26 +211,29 @@ def compare(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Com
     if part is not y.standard:
         differs = (finite(o) != y.floor_finite) & y.seen
         found.sums["nonfinite"] = differs.sum(dim=-1).double()
-    _transport(found, o, part, y)
     if y.baseline is not None:
-        _beside_baseline(found, o, off, y.beside(part, y.baseline), y)
+        both = y.beside(part, y.baseline)
+        judged = y.beside(both, y.floor)
+        apart = row_norm(both.kept(o.double() - y.baseline)).square()  # of one narrow dtype, maybe
+        _beside_baseline(found, apart, both, judged, row_max(judged.kept(off)), y)
     if predicted is not None:
-        _beside_expected(found, error.within(predicted.part), predicted)
-    return found
+        same = error.within(predicted.part)
+        _beside_expected(found, same.size, predicted.size, predicted.part)
+    return found, part
 
 
-def _own_sums(error: Errors) -> Sums:
+def _own_sums(absolute: Tensor, size: Tensor, part: Part) -> Sums:
     return {
-        "absolute": torch.linalg.vector_norm(error.values, 1, dim=-1),
-        "square": error.size.square(),
-        "relative": error.part.relative(error.size).square(),
+        "absolute": absolute,
+        "square": size.square(),
+        "relative": part.relative(size).square(),
     }
 
 
-def _transport(found: Comparison, o: Tensor, part: Part, y: Yardstick) -> None:
+def _transport(found: Comparison, output: Tensor, part: Part, y: Yardstick) -> None:
     """Adds the Wasserstein distances; the output is sorted in the format it is in, and once where
     that will do."""
-    ordered = sorted_rows(by_head(part.kept(o)))
+    ordered = _sorted(output, part, y)
     found.transport["w1"] = w1_of_sorted(part.sorted_reference, ordered)
     if y.unrounded is not None:
         found.transport["precision_w1"] = y.precision_w1
@@ -209,25 +244,34 @@ def _transport(found: Comparison, o: Tensor, part: Part, y: Yardstick) -> None:
             found.transport["lower_w1"] = y.lower_w1
         both = y.beside(part, y.baseline)
         if both is not part:
-            ordered = sorted_rows(by_head(both.kept(o)))
+            ordered = _sorted(output, both, y)
         found.transport["from_baseline_w1"] = w1_of_sorted(ordered, both.sorted_baseline)
 
 
-def _beside_baseline(found: Comparison, o: Tensor, off: Tensor, both: Part, y: Yardstick) -> None:
-    """Adds what is apart from the baseline, and the parts of flash-attention's own rule."""
-    assert y.baseline is not None
-    apart = both.kept(o.double() - y.baseline)  # in fp64: the two may be of one narrow dtype
-    found.sums.update(apart=row_norm(apart).square(), apart_count=both.count)
+def _sorted(output: Tensor, part: Part, y: Yardstick) -> Tensor:
+    """An output's elements, in order; the yardstick's own floor and baseline are known in it."""
+    if output is y.floor:
+        return part.sorted_floor
+    if output is y.baseline:
+        return part.sorted_baseline
+    return sorted_rows(by_head(part.kept(widened(output))))
+
+
+def _beside_baseline(
+    found: Comparison, apart: Tensor, both: Part, judged: Part, from_floor: Tensor, y: Yardstick
+) -> None:
+    """Adds what is apart from the baseline over `both`, and the parts of flash-attention's own rule
+    over `judged`."""
+    found.sums.update(apart=apart, apart_count=both.count)
     if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8-bit formats
-        judged = y.beside(both, y.floor)
         plain, shifted = judged.allowed
-        found.largest.update(
-            from_floor=row_max(judged.kept(off)), plain_from_floor=plain, shifted=shifted
-        )
+        found.largest.update(from_floor=from_floor, plain_from_floor=plain, shifted=shifted)
 
 
-def compare_plain(output: Tensor, reference: Tensor, empty: Tensor) -> Comparison:
-    """Distances alone, of what has no floor; shapes as in `deviation.measure_plain`."""
+def compare_plain(
+    output: Tensor, reference: Tensor, empty: Tensor, w1: Tensor | None = None
+) -> Comparison:
+    """Distances alone, of what has no floor; arguments as in `deviation.measure_plain`."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o, seen = widened(output), ~empty[..., None]
@@ -247,7 +291,7 @@ def compare_plain(output: Tensor, reference: Tensor, empty: Tensor) -> Compariso
         elements=o[:, 0].numel(),
         sums=sums,
         largest={"max_abs": row_max(error)},
-        transport={"w1": w1_rows(by_head(a), by_head(b))},
+        transport={"w1": w1_rows(by_head(a), by_head(b)) if w1 is None else w1},
     )
 
 
@@ -299,7 +343,8 @@ def _errors(o: Tensor, expected: Tensor | None, y: Yardstick) -> tuple[Errors, E
     in both. What is not finite shows in the rows' sizes, of which one is then not finite either."""
     error = Errors.of(o, y, y.standard)
     predicted = None if expected is None else Errors.of(expected, y, y.standard)
-    fine = _finite(error, predicted) if y.settled else (False, False)
+    sizes = (error.size, None if predicted is None else predicted.size)
+    fine = _finite(*sizes) if y.settled else (False, False)
     if not fine[0]:
         error = Errors.of(o, y, y.standard.where(y.shown, finite(o)))
     if expected is not None and not all(fine):
@@ -307,9 +352,9 @@ def _errors(o: Tensor, expected: Tensor | None, y: Yardstick) -> tuple[Errors, E
     return error, predicted
 
 
-def _finite(error: Errors, predicted: Errors | None) -> tuple[bool, ...]:
-    """Of each, whether all its elements are."""
-    sums = torch.stack([e.size.sum() for e in (error, predicted) if e is not None])
+def _finite(*rows: Tensor | None) -> tuple[bool, ...]:
+    """Of the rows of each, whether all are."""
+    sums = torch.stack([x.sum() for x in rows if x is not None])
     return tuple(math.isfinite(x) for x in sums.tolist())
 
 
@@ -319,10 +364,11 @@ def _for_bias(part: Part, y: Yardstick) -> Part:
     return part.where(y.floor_finite, ~y.repeated[..., None])
 
 
-def _beside_expected(found: Comparison, error: Errors, predicted: Errors) -> None:
-    """Adds the sums of expected_ratio, and the rows' ratios to what is predicted for each."""
-    part, size = predicted.part, predicted.part.predicted(predicted.size)
-    squares = part.relative(torch.stack([error.size, size, part.least])).square()
+def _beside_expected(found: Comparison, size: Tensor, predicted: Tensor, part: Part) -> None:
+    """Adds the sums of expected_ratio, and the rows' ratios to what is predicted for each, from the
+    sizes of rows' errors and of those predicted."""
+    predicted = part.predicted(predicted)
+    squares = part.relative(torch.stack([size, predicted, part.least])).square()
     against, expected, least = squares
     found.sums.update(
         against=against,
@@ -331,7 +377,7 @@ def _beside_expected(found: Comparison, error: Errors, predicted: Errors) -> Non
         expected_count=part.sums["counted"],
     )
     typical = _typical(squares[1:], part)
-    found.largest["worst_row"] = _ratios(error.size, size, typical, part)
+    found.largest["worst_row"] = _ratios(size, predicted, typical, part)
 
 
 def _typical(squares: Tensor, part: Part) -> Tensor:

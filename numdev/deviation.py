@@ -93,14 +93,20 @@ def measure_along(
 
 
 def measure_plain(
-    output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
+    output: Tensor,
+    reference: Tensor,
+    empty: Tensor,
+    *,
+    of: int | None = None,
+    w1: Tensor | None = None,
 ) -> list[Metrics]:
     """Distances alone, for what has no rounding floor of its own: the log-sum-exp, and the
     reference of rounded inputs against that of unrounded ones.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
+    `w1` [H]: the Wasserstein distance, where it is known, over all elements as `Comparison` has it.
     """
-    found = compare_plain(output, reference, empty).on_host()
+    found = compare_plain(output, reference, empty, w1).on_host()
     with np.errstate(all="ignore"):
         columns = of_sums(found.sums) | _common(found)
     return _finished(_per_head(columns), found, of)

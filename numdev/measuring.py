@@ -155,7 +155,9 @@ def _measured_rows(
         if task.role == "precision":
             yardstick, unrounded = prepared.yardsticks[tensor], getattr(prepared.unrounded, tensor)
             metrics = deviation.measure_plain(
-                chosen, unrounded, yardstick.empty, of=bench.sampled_from(tensor)
+                *(chosen, unrounded, yardstick.empty),
+                of=bench.sampled_from(tensor),
+                w1=yardstick.precision_w1,
             )
             rows += _rows(task, tensor, metrics, output, bench)
             continue

@@ -138,6 +138,11 @@ class Part:
         return sorted_rows(by_head(self.kept(self.reference)))
 
     @cached_property
+    def sorted_floor(self) -> Tensor:
+        """Rounding keeps the order."""
+        return round_to(self.sorted_reference, self.format)
+
+    @cached_property
     def sorted_baseline(self) -> Tensor:
         assert self.baseline is not None
         return sorted_rows(by_head(self.kept(self.baseline)))
@@ -151,6 +156,21 @@ class Part:
         plain = row_max(self.kept(self.baseline - self.floor))
         cast = self.kept(self.floor).to(dtype_of(self.format))  # exact: the floor is representable
         return plain, row_max(cast + 0.3 - 0.3 - cast).double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is asked of a yardstick's values, with one wait for the device."""
+
+    some_empty: bool
+    """Whether a row sees no key."""
+    some_repeated: bool
+    settled: bool
+    """Whether floor, baseline and unrounded reference are finite in all rows that see a key."""
+    finished: bool
+    """Whether so are the baselines in other formats."""
+    even: bool
+    """Whether the spacing is finite everywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,30 +242,44 @@ class Yardstick:
         return found
 
     @cached_property
-    def _facts(self) -> tuple[bool, bool, bool, bool]:
-        """Whether a row is empty, whether one repeats another, and whether something is not finite
-        in a row that sees a key: of floor, baseline and unrounded reference, and of these or the
-        baselines in other formats. (Where the floor is finite so is the reference.)"""
-        tensors = (self.floor, self.baseline, self.unrounded)
-        lost, beside = (
-            [(self.seen & ~finite(x)).any() for x in some if x is not None]
-            for some in (tensors, (self.baseline_fp32, self.baseline_lower))
+    def _facts(self) -> Facts:
+        """Floor, baseline and unrounded reference settle a yardstick. (Where the floor is finite so
+        is the reference.)"""
+        settling = [x for x in (self.floor, self.baseline, self.unrounded) if x is not None]
+        beside = [x for x in (self.baseline_fp32, self.baseline_lower) if x is not None]
+        largest = [_largest(x) for x in (*settling, *beside, self.spacing)]
+        table = torch.stack([*largest, *(x.any().double() for x in (self.empty, self.repeated))])
+        *sizes, empty, repeated = table.tolist()
+        fine = [math.isfinite(x) for x in sizes]
+        even = fine.pop()
+        if empty and not all(fine):  # what is not finite may be in rows that see no key
+            some = torch.stack([(self.seen & ~finite(x)).any() for x in (*settling, *beside)])
+            fine = [not lost for lost in some.tolist()]
+        return Facts(
+            some_empty=bool(empty),
+            some_repeated=bool(repeated),
+            settled=all(fine[: len(settling)]),
+            finished=all(fine),
+            even=even,
         )
-        any_lost = torch.stack(lost).any()
-        facts = [self.empty.any(), self.repeated.any(), any_lost, torch.stack([any_lost, *beside])]
-        empty, repeated, unsettled, unfinished = torch.stack([x.any() for x in facts]).tolist()
-        return empty, repeated, unsettled, unfinished
 
     @property
     def settled(self) -> bool:
         """Whether floor, baseline and unrounded reference are finite in all rows that see a key."""
-        return not self._facts[2]
+        return self._facts.settled
+
+    @property
+    def regular(self) -> bool:
+        """Whether it is settled, its spacing is finite, and every row sees a key and repeats no
+        other: so that all elements count, in every respect."""
+        facts = self._facts
+        return facts.settled and facts.even and not (facts.some_empty or facts.some_repeated)
 
     @cached_property
     def standard(self) -> Part:
         """All elements of rows that see a key. Of a settled yardstick, what a finite output is held
         to in every respect but its bias."""
-        some_empty = self._facts[0]
+        some_empty = self._facts.some_empty
         return Part(
             usable=self.seen.expand_as(self.reference) if some_empty else None,
             reference=self.reference,
@@ -259,7 +293,7 @@ class Yardstick:
     @cached_property
     def distinct(self) -> Part:
         """The standard part without rows that repeat others."""
-        some_repeated = self._facts[1]
+        some_repeated = self._facts.some_repeated
         return self.standard.where(~self.repeated[..., None]) if some_repeated else self.standard
 
     def beside(self, part: Part, other: Tensor) -> Part:
@@ -328,7 +362,7 @@ class Yardstick:
         """Elements where the baseline and another run of it are finite. Inputs that overflow in a
         lower format are no reason to call a yardstick unsettled."""
         assert self.baseline is not None
-        if not self._facts[3]:
+        if self._facts.finished:
             return self.standard
         return self.standard.where(self.shown, finite(self.baseline), finite(other))
 
@@ -340,6 +374,12 @@ class Yardstick:
 def finite(x: Tensor) -> Tensor:
     """Where x is neither NaN nor infinite (several times faster than isfinite on a CPU)."""
     return x.abs() < math.inf
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Of all magnitudes, in fp64: finite where every element is."""
+    largest: Tensor = torch.linalg.vector_norm(x, math.inf).double()
+    return largest
 
 
 def rounding(fmt: Format) -> float:

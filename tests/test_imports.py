@@ -227,11 +227,11 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.blocked": {"cases", "kernels.backward", "kernels.results"},
     "kernels.fused": {
         "cases",
-        "errors",
         "kernels.backward",
         "kernels.fused_refusal",
         "kernels.fused_terms",
         "kernels.fused_tiles",
+        "kernels.launching",
         "kernels.results",
     },
     "kernels.fused_refusal": {"cases", "errors"},
@@ -400,7 +400,7 @@ ALLOWED: dict[str, set[str]] = {
     "isolation": {"attempt", "cases", "errors", "kernels", "kernels.output", "worker"},
     # How far from the truth: a metric knows nothing of kernels.
     "yardstick": {"formats", "wasserstein"},
-    "comparison": {"formats", "wasserstein", "yardstick"},
+    "comparison": {"formats", "rowwise", "wasserstein", "yardstick"},
     "bias": set(),
     "intervals": set(),
     "profiles.binning": set(),
@@ -1307,6 +1307,9 @@ ALLOWED: dict[str, set[str]] = {
     "worst": set(),
     "nvrtc": set(),
     "regimes.twister": {"nvrtc"},
+    "kernels.launching": {"errors"},
+    "rowwise": {"errors", "kernels.launching", "nvrtc", "rowwise_tiles", "yardstick"},
+    "rowwise_tiles": set(),
 }
 LIGHT = (
     *("claim", "comparing.audits", "comparing.movement", "render.compare", "studies.compare"),

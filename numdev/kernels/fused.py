@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
-from numdev.errors import Refused
 from numdev.kernels.backward import upstream
 from numdev.kernels.fused_refusal import accept, accept_scores, is_additive
 from numdev.kernels.fused_terms import Terms, grouped, scaled
+from numdev.kernels.launching import launch
 from numdev.kernels.results import Gradients, Reference
 
 OPERAND_BYTES = 1 << 30
@@ -169,7 +169,7 @@ def _forward(case: AttentionCase) -> dict[str, Tensor]:
     sinks = at.q if case.sinks is None else case.sinks.detach().double() * LOG2E
     k, v = (_upper(x) if options["UPPER"] else x for x in (at.k, at.v))
     size, unit = scaled(at.v.abs())
-    _launch(
+    launch(
         forward,
         (*grid, parts),
         at.q, k, v, size, unit, *at.pointers, sinks, out, terms, lse, empty,
@@ -297,7 +297,7 @@ class _Backward:
         pairs, heads = case.q.shape[0] * case.kv_heads, case.q.shape[0] * case.heads
         shape = (2, pairs, case.group * count, width)
         found = (*_room(at.q, *shape), *at.q.new_empty(shape, dtype=torch.bfloat16))
-        _launch(
+        launch(
             score_gradients,
             (-(-width // tile.block_kv), -(-count // tile.block_q), heads),
             at.q, at.k, at.v, self.dO, self.lse, self.delta, *at.pointers, self.terms.unit, *found,
@@ -420,19 +420,6 @@ def _in_fp64(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, -math.inf)
     return mask.double().masked_fill_(mask == torch.finfo(mask.dtype).min, -math.inf)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Runs a Triton kernel where its tensors are, and not on the current device. Raises Refused
-    where Triton cannot build it for this one."""
-    try:
-        with torch.cuda.device_of(arguments[0]):
-            kernel[grid](*arguments, **options)
-    except Exception as error:
-        if not (type(error).__module__.startswith("triton") or "PassManager" in str(error)):
-            raise
-        first = (str(error).strip() or repr(error)).splitlines()[0]
-        raise Refused(f"Triton cannot build it ({first})") from error
 
 
 def _padded(x: Tensor) -> Tensor:
