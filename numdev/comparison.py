@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import dtype_of
-from numdev.rowwise import row_sums
+from numdev.rowwise import output_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
 from numdev.yardstick import (
     SMALLEST_SCALE,
@@ -175,7 +175,10 @@ def compare(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Com
 def _at_once(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Part] | None:
     """By one pass over memory, and over which elements; None where that cannot be, or something
     is not finite."""
-    rows = row_sums(o, y, e) if y.regular else None
+    if not y.regular:
+        return None
+    yardstick = {"reference": y.reference, "floor": y.floor, "spacing": y.spacing}
+    rows = output_sums(o, yardstick, e, y.baseline)
     if rows is None or not all(_finite(rows.square, rows.predicted)):
         return None
     part, size = y.standard, rows.square.sqrt()
@@ -268,10 +271,34 @@ def _beside_baseline(
         found.largest.update(from_floor=from_floor, plain_from_floor=plain, shifted=shifted)
 
 
+def compare_precision(y: Yardstick) -> Comparison:
+    """The distances of the reference from that of the unrounded inputs."""
+    k = y.known
+    if k is None or k.unrounded is None or k.moved is None:
+        assert y.unrounded is not None
+        return compare_plain(y.reference, y.unrounded, y.empty, y.precision_w1)
+    assert k.moved_absolute is not None
+    assert k.moved_most is not None
+    return Comparison(
+        elements=y.reference[:, 0].numel(),
+        sums={
+            "count": y.standard.count,
+            "absolute": k.moved_absolute,
+            "square": k.moved,
+            "reference": k.unrounded,
+            "empty_rows": y.empty.double(),
+            "nonfinite": torch.zeros_like(k.moved),
+        },
+        largest={"max_abs": k.moved_most},
+        transport={"w1": y.precision_w1},
+    )
+
+
 def compare_plain(
     output: Tensor, reference: Tensor, empty: Tensor, w1: Tensor | None = None
 ) -> Comparison:
-    """Distances alone, of what has no floor; arguments as in `deviation.measure_plain`."""
+    """Distances alone, of what has no floor; shapes as in `deviation.measure_plain`. `w1`: their
+    Wasserstein distance, if it is known."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o, seen = widened(output), ~empty[..., None]

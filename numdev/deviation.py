@@ -25,9 +25,11 @@ from torch import Tensor
 from numdev.bias import bias
 from numdev.comparison import (
     Along,
+    Comparison,
     Totals,
     compare,
     compare_plain,
+    compare_precision,
     row_ratios,
     typical_row,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "measure",
     "measure_along",
     "measure_plain",
+    "measure_precision",
     "row_ratios",
     "typical_row",
 ]
@@ -92,21 +95,24 @@ def measure_along(
     return _finished(metrics, found, of), found.along
 
 
+def measure_precision(yardstick: Yardstick, *, of: int | None = None) -> list[Metrics]:
+    """What rounding the inputs costs: distances between the references of rounded and of unrounded
+    ones. `of` as in `measure`."""
+    return _plain(compare_precision(yardstick), of)
+
+
 def measure_plain(
-    output: Tensor,
-    reference: Tensor,
-    empty: Tensor,
-    *,
-    of: int | None = None,
-    w1: Tensor | None = None,
+    output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
 ) -> list[Metrics]:
-    """Distances alone, for what has no rounding floor of its own: the log-sum-exp, and the
-    reference of rounded inputs against that of unrounded ones.
+    """Distances alone, for what has no rounding floor of its own, as the log-sum-exp.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
-    `w1` [H]: the Wasserstein distance, where it is known, over all elements as `Comparison` has it.
     """
-    found = compare_plain(output, reference, empty, w1).on_host()
+    return _plain(compare_plain(output, reference, empty), of)
+
+
+def _plain(distances: Comparison, of: int | None) -> list[Metrics]:
+    found = distances.on_host()
     with np.errstate(all="ignore"):
         columns = of_sums(found.sums) | _common(found)
     return _finished(_per_head(columns), found, of)

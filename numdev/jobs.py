@@ -202,9 +202,9 @@ def _entries(
             yield Entry(key=step.profile, kind="profile", rows=along)
         if step.examined:
             with bench.watch("metrics"):
-                # The worst of a sample is not the worst: worth a look where it is bad enough.
-                look = bench.sample is None or remarkable(rows)
-                worst = examine(task, kernel, bench, setting.system) if look else []
+                worst = []
+                if remarkable(rows):  # a report shows no others
+                    worst = examine(task, kernel, bench, setting.system)
             yield Entry(key=step.worst, kind="worst", rows=kept(worst))
         yield Entry(
             key=task.key, rows=[row.model_dump(mode="json") for row in rows], what=step.what

@@ -153,11 +153,8 @@ def _measured_rows(
             raise MeasurementError(f"it returned no {tensor}")
         chosen = bench.select(x, tensor)
         if task.role == "precision":
-            yardstick, unrounded = prepared.yardsticks[tensor], getattr(prepared.unrounded, tensor)
-            metrics = deviation.measure_plain(
-                *(chosen, unrounded, yardstick.empty),
-                of=bench.sampled_from(tensor),
-                w1=yardstick.precision_w1,
+            metrics = deviation.measure_precision(
+                prepared.yardsticks[tensor], of=bench.sampled_from(tensor)
             )
             rows += _rows(task, tensor, metrics, output, bench)
             continue

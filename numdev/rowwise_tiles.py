@@ -1,4 +1,9 @@
-"""The Triton kernel of `numdev.rowwise`. Imported only where it runs: this module needs Triton."""
+"""The Triton kernels of `numdev.rowwise`. Imported only where they run: this module needs Triton.
+
+Tensors are [heads, rows, width], contiguous, heads being batch entries times heads and the first
+axis of the grid. A program takes CHUNK rows of a head, the grid's second axis, BLOCK of them at a
+time. TABLE is [columns, heads, rows].
+"""
 
 from __future__ import annotations
 
@@ -7,26 +12,17 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(
-    OUT, REFERENCE, FLOOR, SPACING, EXPECTED, BASELINE, ROWS, FEATURES, rows, width,
+def compare_rows(
+    OUT, REFERENCE, FLOOR, SPACING, EXPECTED, BASELINE, TABLE, FEATURES, rows, width,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     PREDICTED: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of CHUNK rows of a head, BLOCK at a time: a number for each row into ROWS [8, heads, rows],
-    and one for each feature, summed over the rows, into FEATURES [heads, chunks, width].
-
-    `heads` is batch entries times heads, the grid's first axis; chunks its second. All other
-    tensors are [heads, rows, width], contiguous.
-    """
+    """An output's sums for each row, and for each feature, summed over the rows of a chunk, into
+    FEATURES [heads, chunks, width]."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    every = tl.num_programs(0) * rows.to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
     features = tl.zeros([BLOCK_D], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        row = head * rows + i
-        at = row[:, None] * width + d[None, :]
-        ok = (i < rows)[:, None] & (d < width)[None, :]
+        row, here, at, ok = places(head, first, rows, width, BLOCK, BLOCK_D)
         o = tl.load(OUT + at, mask=ok, other=0.0).to(tl.float64)
         r = tl.load(REFERENCE + at, mask=ok, other=0.0)
         off = o - tl.load(FLOOR + at, mask=ok, other=0.0)
@@ -35,18 +31,105 @@ def rows_of(
         ulps = off / spacing
         features += tl.sum(ulps, axis=0)
         sign = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
-        here = i < rows
-        tl.store(ROWS + row, tl.sum(tl.abs(error), axis=1), mask=here)
-        tl.store(ROWS + every + row, tl.sum(error * error, axis=1), mask=here)
-        tl.store(ROWS + 2 * every + row, tl.max(tl.abs(error), axis=1), mask=here)
-        tl.store(ROWS + 3 * every + row, tl.max(tl.abs(error / spacing), axis=1), mask=here)
-        tl.store(ROWS + 4 * every + row, tl.sum(ulps * sign, axis=1), mask=here)
+        put(TABLE, 0, row, here, rows, tl.sum(tl.abs(error), axis=1))
+        put(TABLE, 1, row, here, rows, tl.sum(error * error, axis=1))
+        put(TABLE, 2, row, here, rows, tl.max(tl.abs(error), axis=1))
+        put(TABLE, 3, row, here, rows, tl.max(tl.abs(error / spacing), axis=1))
+        put(TABLE, 4, row, here, rows, tl.sum(ulps * sign, axis=1))
         if PREDICTED:
             predicted = tl.load(EXPECTED + at, mask=ok, other=0.0).to(tl.float64) - r
-            tl.store(ROWS + 5 * every + row, tl.sum(predicted * predicted, axis=1), mask=here)
+            put(TABLE, 5, row, here, rows, tl.sum(predicted * predicted, axis=1))
         if BESIDE:
             apart = o - tl.load(BASELINE + at, mask=ok, other=0.0).to(tl.float64)
-            tl.store(ROWS + 6 * every + row, tl.sum(apart * apart, axis=1), mask=here)
-            tl.store(ROWS + 7 * every + row, tl.max(tl.abs(off), axis=1), mask=here)
+            put(TABLE, 6, row, here, rows, tl.sum(apart * apart, axis=1))
+            put(TABLE, 7, row, here, rows, tl.max(tl.abs(off), axis=1))
+    d = tl.arange(0, BLOCK_D)
     at = (head * tl.num_programs(1) + chunk) * width
     tl.store(FEATURES + at + d, features, mask=d < width)
+
+
+@triton.jit
+def yardstick_rows(
+    REFERENCE, TERMS, UNROUNDED, BASELINE, FP32, LOWER, FLOOR, SPACING, TABLE, rows, width,
+    largest, beyond, unit, per_unit, smallest_binade, largest_binade, ulp_of_binade,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOVED: tl.constexpr, PLAIN: tl.constexpr, IN_FP32: tl.constexpr, IN_LOWER: tl.constexpr,
+):  # fmt: skip
+    """A yardstick's floor and spacing, and its own sums for each row.
+
+    `largest` is the format's, and `beyond` what is past it; `unit` is 2^(precision - 1),
+    `per_unit` its inverse, and `ulp_of_binade` the spacing in a binade relative to it.
+    """
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
+        row, here, at, ok = places(head, first, rows, width, BLOCK, BLOCK_D)
+        r = tl.load(REFERENCE + at, mask=ok, other=0.0)
+        t = tl.load(TERMS + at, mask=ok, other=0.0)
+        size = tl.abs(r)
+        of_size = binade(size, smallest_binade, largest_binade)
+        # Adding 2^52 rounds to whole numbers, halves to even.
+        whole = (size / of_size * unit + 4503599627370496.0) - 4503599627370496.0
+        on_grid = whole * per_unit * of_size
+        on_grid = tl.where(on_grid > largest, beyond, on_grid)
+        signed = on_grid.to(tl.int64, bitcast=True) | (r.to(tl.int64, bitcast=True) & (-1 << 63))
+        floor = signed.to(tl.float64, bitcast=True)
+        tl.store(FLOOR + at, floor, mask=ok)
+        spacing = binade(tl.abs(t), smallest_binade, largest_binade) * ulp_of_binade
+        tl.store(SPACING + at, tl.where(tl.abs(t) < float("inf"), spacing, float("nan")), mask=ok)
+        off = floor - r
+        put(TABLE, 0, row, here, rows, tl.sum(r * r, axis=1))
+        put(TABLE, 1, row, here, rows, tl.sum(t * t, axis=1))
+        put(TABLE, 2, row, here, rows, tl.sum(off * off, axis=1))
+        if MOVED:
+            u = tl.load(UNROUNDED + at, mask=ok, other=0.0)
+            moved = r - u
+            put(TABLE, 3, row, here, rows, tl.sum(u * u, axis=1))
+            put(TABLE, 4, row, here, rows, tl.sum(moved * moved, axis=1))
+            put(TABLE, 5, row, here, rows, tl.sum(tl.abs(moved), axis=1))
+            put(TABLE, 6, row, here, rows, tl.max(tl.abs(moved), axis=1))
+        if PLAIN:
+            b = tl.load(BASELINE + at, mask=ok, other=0.0).to(tl.float64)
+            plain = b - r
+            put(TABLE, 7, row, here, rows, tl.sum(plain * plain, axis=1))
+            put(TABLE, 8, row, here, rows, tl.max(tl.abs(b - floor), axis=1))
+            if IN_FP32:
+                cast = b - tl.load(FP32 + at, mask=ok, other=0.0).to(tl.float64)
+                put(TABLE, 9, row, here, rows, tl.sum(cast * cast, axis=1))
+            if IN_LOWER:
+                lower = b - tl.load(LOWER + at, mask=ok, other=0.0).to(tl.float64)
+                put(TABLE, 10, row, here, rows, tl.sum(lower * lower, axis=1))
+
+
+@triton.jit
+def gaps(A, B, SUMS, length, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of |a - b| over each chunk of rows of A and B [rows, length], into SUMS [rows,
+    chunks]."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(chunk * CHUNK, tl.minimum(length, chunk * CHUNK + CHUNK), BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        a = tl.load(A + row * length + i, mask=i < length, other=0.0).to(tl.float64)
+        b = tl.load(B + row * length + i, mask=i < length, other=0.0).to(tl.float64)
+        total += tl.abs(a - b)
+    tl.store(SUMS + row * tl.num_programs(1) + chunk, tl.sum(total, axis=0))
+
+
+@triton.jit
+def places(head, first, rows, width, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Of BLOCK rows from `first` on: their numbers over all heads, which of them are there; where
+    their elements are, and which of these are there."""
+    i, d = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    row, here = head * rows + i, i < rows
+    return row, here, row[:, None] * width + d[None, :], here[:, None] & (d < width)[None, :]
+
+
+@triton.jit
+def put(TABLE, column, row, here, rows, values):
+    tl.store(TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row, values, mask=here)
+
+
+@triton.jit
+def binade(size, smallest, largest):
+    """As `numdev.formats` has it: the exponent of a magnitude alone, within two powers of two."""
+    field = (size.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    return tl.minimum(tl.maximum(field, smallest), largest)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import Format, dtype_of, round_to, ulp
+from numdev.rowwise import YardstickSums, yardstick_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted
 
 SMALLEST_SCALE = 2.0**-100
@@ -49,12 +51,14 @@ class Part:
     baseline: Tensor | None
     arithmetic: Tensor | None
     format: Format
+    known: YardstickSums | None = None
+    """Sums over all elements, where these are all there are."""
 
     def where(self, *conditions: Tensor) -> Part:
         """The elements of this part where all of these hold, which broadcast to them."""
         known = () if self.usable is None else (self.usable,)
         usable = functools.reduce(torch.logical_and, (*known, *conditions))
-        return dataclasses.replace(self, usable=usable.expand_as(self.reference))
+        return dataclasses.replace(self, usable=usable.expand_as(self.reference), known=None)
 
     def kept(self, x: Tensor) -> Tensor:
         """x, with 0 wherever it is not usable."""
@@ -79,11 +83,15 @@ class Part:
     @cached_property
     def size(self) -> Tensor:
         """[B, H, rows]: |r_i|."""
+        if self.known is not None:
+            return self.known.reference.sqrt()
         return row_norm(self.kept(self.reference))
 
     @cached_property
     def scale(self) -> Tensor:
         """[B, H, rows]: |term scale_i|, over its finite elements."""
+        if self.known is not None:
+            return self.known.terms.sqrt()
         terms = self.kept(self.term_scale)
         return row_norm(torch.where(finite(terms), terms, 0.0))
 
@@ -153,7 +161,9 @@ class Part:
         flash-attention's own test allows twice; ref is the exact answer cast to the format, and
         the shifts are computed in it."""
         assert self.baseline is not None
-        plain = row_max(self.kept(self.baseline - self.floor))
+        plain = None if self.known is None else self.known.plain_from_floor
+        if plain is None:
+            plain = row_max(self.kept(self.baseline - self.floor))
         cast = self.kept(self.floor).to(dtype_of(self.format))  # exact: the floor is representable
         return plain, row_max(cast + 0.3 - 0.3 - cast).double()
 
@@ -200,13 +210,26 @@ class Yardstick:
     lower: Format | None = None
 
     @cached_property
+    def _at_once(self) -> YardstickSums | None:
+        """What one pass over a GPU's memory gives, where there is one."""
+        return yardstick_sums(
+            *(self.reference, self.term_scale, self.format),
+            unrounded=self.unrounded,
+            baseline=self.baseline,
+            fp32=None if self.baseline is None else self.baseline_fp32,
+            lower=None if self.baseline is None else self.baseline_lower,
+        )
+
+    @cached_property
     def floor(self) -> Tensor:
-        return round_to(self.reference, self.format)
+        found = self._at_once
+        return round_to(self.reference, self.format) if found is None else found.floor
 
     @cached_property
     def spacing(self) -> Tensor:
         """One ulp of the format at the term scale."""
-        return ulp(self.term_scale, self.format)
+        found = self._at_once
+        return ulp(self.term_scale, self.format) if found is None else found.spacing
 
     @cached_property
     def seen(self) -> Tensor:
@@ -247,12 +270,14 @@ class Yardstick:
         is the reference.)"""
         settling = [x for x in (self.floor, self.baseline, self.unrounded) if x is not None]
         beside = [x for x in (self.baseline_fp32, self.baseline_lower) if x is not None]
-        largest = [_largest(x) for x in (*settling, *beside, self.spacing)]
-        table = torch.stack([*largest, *(x.any().double() for x in (self.empty, self.repeated))])
-        *sizes, empty, repeated = table.tolist()
-        fine = [math.isfinite(x) for x in sizes]
-        even = fine.pop()
-        if empty and not all(fine):  # what is not finite may be in rows that see no key
+        *sizes, empty, repeated = torch.stack(
+            [
+                *self._sizes(settling, beside),
+                *(x.any().double() for x in (self.empty, self.repeated)),
+            ]
+        ).tolist()
+        even, *fine = (math.isfinite(x) for x in sizes)
+        if not all(fine):  # which may be in rows that see no key
             some = torch.stack([(self.seen & ~finite(x)).any() for x in (*settling, *beside)])
             fine = [not lost for lost in some.tolist()]
         return Facts(
@@ -262,6 +287,14 @@ class Yardstick:
             finished=all(fine),
             even=even,
         )
+
+    def _sizes(self, settling: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
+        """Numbers that are finite where all elements are: of the spacing, then of these."""
+        k = self._at_once
+        if k is None:
+            return [_largest(x) for x in (self.spacing, *settling, *beside)]
+        sums = (k.off, k.plain, k.unrounded, k.cast, k.lower)
+        return [k.terms.sum(), *(x.sum() for x in sums if x is not None)]
 
     @property
     def settled(self) -> bool:
@@ -276,6 +309,11 @@ class Yardstick:
         return facts.settled and facts.even and not (facts.some_empty or facts.some_repeated)
 
     @cached_property
+    def known(self) -> YardstickSums | None:
+        """Sums over all elements, where a GPU made them and all elements count."""
+        return self._at_once if self.regular and self._facts.finished else None
+
+    @cached_property
     def standard(self) -> Part:
         """All elements of rows that see a key. Of a settled yardstick, what a finite output is held
         to in every respect but its bias."""
@@ -288,6 +326,7 @@ class Yardstick:
             baseline=self.baseline,
             arithmetic=self.arithmetic,
             format=self.format,
+            known=self.known,
         )
 
     @cached_property
@@ -312,24 +351,29 @@ class Yardstick:
         floor = self.beside(whole, self.floor)
         found = {
             "empty_rows": self.empty.double(),
-            "floor": _distance(self.floor, self.reference, floor),
+            "floor": self._distance("off", self.floor, self.reference, floor),
             "least": floor.least.square(),
             "floor_count": floor.count,
         }
         if self.unrounded is not None:
             moved = self.beside(whole, self.unrounded)
-            found["moved"] = _distance(self.reference, self.unrounded, moved)
+            found["moved"] = self._distance("moved", self.reference, self.unrounded, moved)
             found["moved_count"] = moved.count
         if self.baseline is not None:
             plain = self.beside(whole, self.baseline)
-            found["plain"] = _distance(self.baseline, self.reference, plain)
+            found["plain"] = self._distance("plain", self.baseline, self.reference, plain)
             found["plain_count"] = plain.count
         for name, other in (("cast", self.baseline_fp32), ("lower", self.baseline_lower)):
             if other is not None and self.baseline is not None:
                 both = self._beside_baseline(other)
-                found[f"{name}_apart"] = _distance(self.baseline.double(), other, both)
+                found[f"{name}_apart"] = self._distance(name, self.baseline, other, both)
                 found[f"{name}_count"] = both.count
         return found
+
+    def _distance(self, name: str, a: Tensor, b: Tensor, part: Part) -> Tensor:
+        """[B, H, rows]: the squares of a - b over a part; where that is known, by this name."""
+        found: Tensor | None = getattr(self.known, name, None)
+        return row_norm(part.kept(a.double() - b)).square() if found is None else found
 
     @cached_property
     def precision_w1(self) -> Tensor:
@@ -402,7 +446,3 @@ def row_max(x: Tensor) -> Tensor:
 def by_head(x: Tensor) -> Tensor:
     """[B, H, ...] to [H, all elements]."""
     return x.transpose(0, 1).flatten(1)
-
-
-def _distance(a: Tensor, b: Tensor, part: Part) -> Tensor:
-    return row_norm(part.kept(a - b)).square()

@@ -1,5 +1,5 @@
-"""Runs the kernel of `numdev.rowwise` in Triton's interpreter, on the CPU, and prints as JSON how
-what it sums is from what PyTorch sums step by step, relative to the largest of each.
+"""Runs the kernels of `numdev.rowwise` in Triton's interpreter, on the CPU, and prints as JSON how
+far what they sum is from what PyTorch sums step by step, relative to the largest of each.
 
     TRITON_INTERPRET=1 python tests/rowwise_cases.py
 
@@ -8,26 +8,30 @@ what it sums is from what PyTorch sums step by step, relative to the largest of 
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import json
+import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from interpreted import index_arrays_of_one_element
 from torch import Tensor
 
-from numdev import comparison, rowwise
-from numdev.comparison import Comparison
-from numdev.formats import FORMATS
+from numdev import comparison, rowwise, yardstick
+from numdev.comparison import Comparison, compare_precision
+from numdev.formats import FORMATS, Format, round_to, ulp
+from numdev.wasserstein import sorting
 from numdev.yardstick import Yardstick
 
-SHAPES = ((1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 150, 16), (2, 1, 65, 80), (1, 1, 9, 200))
+SHAPES = ((1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 150, 16), (1, 1, 9, 200))
 DTYPES = (torch.float16, torch.float32, torch.float64)
+NARROW = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
-def yardstick(shape: tuple[int, ...], *, baseline: bool) -> tuple[Yardstick, Tensor, Tensor]:
-    """A regular one, an output and what is expected of it. Some of the reference is 0."""
+def made(shape: tuple[int, ...], *, baseline: bool) -> tuple[Yardstick, Tensor, Tensor]:
+    """A regular yardstick, an output and what is expected of it. Some of the reference is 0."""
     g = torch.Generator().manual_seed(sum(shape))
 
     def noise(size: float) -> Tensor:
@@ -43,46 +47,135 @@ def yardstick(shape: tuple[int, ...], *, baseline: bool) -> tuple[Yardstick, Ten
         baseline=(reference + noise(0.01)).half() if baseline else None,
         unrounded=reference + noise(0.005),
         arithmetic=torch.full(shape[:3], 1e-6, dtype=torch.float64),
+        baseline_fp32=(reference + noise(0.001)).float() if baseline else None,
+        baseline_lower=(reference + noise(0.02)).half() if baseline else None,
+        lower=FORMATS["float8_e4m3fn"] if baseline else None,
     )
     return y, reference + noise(0.003), (reference + noise(0.004)).float()
 
 
 def tables(found: Comparison) -> dict[str, Tensor]:
-    assert found.signed is not None
-    signed = dict(zip(("features", "along", "counts"), found.signed.tensors, strict=True))
-    return {**found.sums, **found.largest, **found.transport, **signed}
+    signed = ()
+    if found.signed is not None:
+        signed = zip(("features", "along", "counts"), found.signed.tensors, strict=True)
+    return {**found.sums, **found.largest, **found.transport, **dict(signed)}
 
 
 def apart(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the largest there is."""
+    if not a.isfinite().all():
+        return math.inf
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-300))
+
+
+def by_steps(y: Yardstick) -> Yardstick:
+    """The same, of which nothing is known."""
+    other = dataclasses.replace(y)
+    other.__dict__["_at_once"] = None
+    return other
+
+
+def beside(y: Yardstick, o: Tensor, e: Tensor | None) -> dict[str, float]:
+    """How far one pass is from steps: the output, and the yardstick's own precision deviation."""
+    steps = by_steps(y)
+    at_once = comparison._at_once(o, e, y)
+    assert at_once is not None
+    assert y.known is not None
+    assert steps.known is None
+    pairs = [
+        (at_once[0], comparison._in_passes(o, e, steps)[0]),
+        (compare_precision(y), compare_precision(steps)),
+    ]
+    found = {}
+    for i, (one, other) in enumerate(pairs):
+        a, b = tables(one), tables(other)
+        assert a.keys() == b.keys()
+        found |= {f"{name} {i}": apart(a[name], b[name]) for name in a}
+    return found
 
 
 def case(
     shape: tuple[int, ...], dtype: torch.dtype, expected: bool, baseline: bool
 ) -> dict[str, Any]:
-    y, o, e = yardstick(shape, baseline=baseline)
+    y, o, e = made(shape, baseline=baseline)
     o = o.to(dtype)
-    if len(shape) == 4 and shape[2] == 150:  # as models have it
+    if shape[2] == 150:  # as models have it
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
-    given = e if expected else None
-    assert y.regular
-    at_once = comparison._at_once(o, given, y)
-    assert at_once is not None
-    one, other = tables(at_once[0]), tables(comparison._in_passes(o, given, y)[0])
-    assert one.keys() == other.keys()
+    name = f"{list(shape)} {dtype} {expected} {baseline}"
+    return {"name": name, "apart": beside(y, o, e if expected else None)}
+
+
+def hard(count: int = 1) -> Tensor:
+    """[1, 1, 1, n]: numbers of all sizes, halves between two of a format, and its ends."""
+    g = torch.Generator().manual_seed(count)
+    sizes = torch.randint(-160, 160, (400,), generator=g).double()
+    drawn = torch.randn(400, generator=g, dtype=torch.float64) * torch.exp2(sizes)
+    few = torch.randint(0, 64, (400,), generator=g).double() / 32 * torch.exp2(sizes % 20 - 10)
+    ends = [
+        0.0,
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        448.0,
+        464.0,
+        465.0,
+        65504.0,
+        65519.9,
+        65520.0,
+    ]
+    ends += [
+        57344.0,
+        61440.0,
+        2.0**-9,
+        2.0**-10,
+        1.5 * 2.0**-10,
+        5e-324,
+        1.7e308,
+        3.5e38,
+        2.0**-149,
+    ]
+    return torch.cat([drawn, few, torch.tensor(ends, dtype=torch.float64)])[None, None, None]
+
+
+def rounded(fmt: Format) -> dict[str, bool]:
+    """Whether floor and spacing are those of `numdev.formats`, in every bit."""
+    x = hard()
+    found = rowwise.compute_yardstick(x, x.flip(-1), fmt, None, None, None, None)
     return {
-        "name": f"{list(shape)} {dtype} {expected} {baseline}",
-        "apart": {name: apart(one[name], other[name]) for name in one},
+        f"floor {fmt.name}": alike(found.floor, round_to(x, fmt)),
+        f"spacing {fmt.name}": alike(found.spacing, ulp(x.flip(-1), fmt)),
     }
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """The same numbers, the signs of zeros included; NaN is like NaN."""
+    same = (a == b) & (a.signbit() == b.signbit())
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def gaps() -> Iterator[dict[str, float]]:
+    for n, m in ((1, 1), (3, 1000), (2, 5000)):
+        a, b = (torch.randn(n, m, dtype=torch.float64).sort(dim=1).values for _ in range(2))
+        b = b.half()
+        yield {f"gaps {n} {m}": apart(rowwise.compute_gaps(a, b), sorting._gaps_torch(a, b))}
 
 
 def main() -> None:
     index_arrays_of_one_element()
-    comparison.row_sums = rowwise.computed
+    comparison.output_sums = rowwise.compute_output
+    yardstick.yardstick_sums = lambda r, t, f, **beside: rowwise.compute_yardstick(
+        r, t, f, *(beside[name] for name in ("unrounded", "baseline", "fp32", "lower"))
+    )
     rowwise.ELEMENTS, rowwise.BLOCKS = 512, 2
-    grid = itertools.product(SHAPES, DTYPES, (False, True), (False, True))
-    json.dump([case(*which) for which in grid], sys.stdout)
+    grid = [(shape, torch.float16, True, True) for shape in SHAPES]
+    grid += [(SHAPES[1], dtype, e, b) for dtype in DTYPES for e in (0, 1) for b in (0, 1)]
+    cases = [case(*which) for which in grid]
+    cases += [{"name": "gaps", "apart": found} for found in gaps()]
+    bits = [rounded(FORMATS[name]) for name in NARROW]
+    json.dump(
+        {"cases": cases, "bits": {k: x for found in bits for k, x in found.items()}}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

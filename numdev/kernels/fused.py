@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
+from numdev.gpucode import launch
 from numdev.kernels.backward import upstream
 from numdev.kernels.fused_refusal import accept, accept_scores, is_additive
 from numdev.kernels.fused_terms import Terms, grouped, scaled
-from numdev.kernels.launching import launch
 from numdev.kernels.results import Gradients, Reference
 
 OPERAND_BYTES = 1 << 30

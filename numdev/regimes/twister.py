@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from numdev.nvrtc import compiled, on_nvidia
+from numdev.gpucode import compiled, on_nvidia
 
 __all__ = ["Twister", "seeded"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.nvrtc import compiled, on_nvidia, shared_memory
+from numdev.gpucode import compiled, on_nvidia, shared_memory
 
 __all__ = ["counted"]
 

@@ -1,24 +1,47 @@
-"""CUDA C, compiled when it is first needed by what PyTorch brings along.
+"""Code of our own on a GPU: Triton's kernels, and CUDA C for what Triton cannot say.
 
-For the few things that Triton cannot say: threads that share counters, or one state, in a
-multiprocessor's own memory. Where there is no compiler, `compiled` says so, and its callers have
-another way.
+That is threads that share counters, or one state, in a multiprocessor's own memory. CUDA C is
+compiled when it is first needed, by what PyTorch brings along. Where there is no compiler or Triton
+cannot build a kernel, callers have another way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["compiled", "on_nvidia", "shared_memory"]
+from numdev.errors import Refused
+
+__all__ = ["compiled", "launch", "on_nvidia", "shared_memory", "with_triton"]
 
 
 def on_nvidia(device: torch.device) -> bool:
     """Whether a device is one that runs CUDA C."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+@functools.cache
+def with_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Runs a Triton kernel where its tensors are, and not on the current device. Raises Refused
+    where Triton cannot build it for this one."""
+    try:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **options)
+    except Exception as error:
+        if not (type(error).__module__.startswith("triton") or "PassManager" in str(error)):
+            raise
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        raise Refused(f"Triton cannot build it ({first})") from error
 
 
 def compiled(source: str, name: str, *, shared: int = 0) -> Any:
