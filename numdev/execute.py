@@ -140,7 +140,8 @@ class Journal:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False, check_circular=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
     def _resume(self, path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import models
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,7 +17,7 @@ from numdev.checkpoint import open_checkpoint
 from numdev.cli import main
 from numdev.config import AuditRequest
 from numdev.loading.reading import model_inputs
-from numdev.summary import _places
+from numdev.places import place_of, places_of
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "6", "--device", "cpu")
 
@@ -52,6 +51,24 @@ def kernel_rows(found: report.AuditReport) -> list[report.DeviationRow]:
     rows = [r for r in found.rows if r.role == "kernel" and r.tensor == "out"]
     assert all(r.status == "ok" and r.floor_ratio for r in rows)
     return rows
+
+
+def row_in(module: str) -> report.DeviationRow:
+    """A row of layer 0."""
+    return report.DeviationRow(
+        case=module,
+        source="test",
+        module=module,
+        layer=0,
+        call=0,
+        seed=0,
+        head=0,
+        role="kernel",
+        kernel="sdpa-math",
+        format="bfloat16",
+        tensor="out",
+        status="ok",
+    )
 
 
 def test_a_vision_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,10 +116,9 @@ def test_places_that_share_a_layers_number(
     modules: tuple[str, ...], places: tuple[str, ...]
 ) -> None:
     """The words their names differ in are enough, or else the names stand whole."""
-    table = pd.DataFrame(
-        {"layer": 0, "module": modules, "case": modules, "phase": None, "attends": None}
-    )
-    assert tuple(_places(table)) == places
+    rows = [row_in(module) for module in modules]
+    named = places_of(rows)
+    assert tuple(place_of(row, named) for row in rows) == places
 
 
 def test_images_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
