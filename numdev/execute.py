@@ -12,10 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic_core import PydanticSerializationError, to_json
 
 from numdev.cases import CaseRef
 from numdev.errors import UsageError
@@ -127,9 +130,14 @@ class Journal:
 
     def rows(self, kind: str = "row") -> Iterator[dict[str, Any]]:
         """The rows of all visited and finished tasks of a kind, in the order of first visit."""
+        for _, rows in self.entries(kind):
+            yield from rows
+
+    def entries(self, kind: str = "row") -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """The same by the tasks' keys."""
         for key, its_kind in self._order.items():
-            if its_kind == kind:
-                yield from self._done.get(key, ())
+            if its_kind == kind and key in self._done:
+                yield key, self._done[key]
 
     def __enter__(self) -> Journal:
         return self
@@ -140,8 +148,7 @@ class Journal:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        text = json.dumps(line, separators=(",", ":"), allow_nan=False, check_circular=False)
-        self._file.write(text + "\n")
+        self._file.write(_encoded(line) + "\n")
         self._file.flush()
 
     def _resume(self, path: Path) -> None:
@@ -174,6 +181,15 @@ class Journal:
                 hint="choose another --output, or --overwrite to start anew",
             )
         raise UsageError(f"{self.directory}: holds another run", hint="choose another --output")
+
+
+def _encoded(line: Mapping[str, Any]) -> str:
+    """Plain data as JSON, one line of ASCII; raises ValueError for a number that is not finite."""
+    with suppress(PydanticSerializationError):  # a string that is not Unicode
+        text = to_json(line, inf_nan_mode="constants")
+        if text.isascii() and b"NaN" not in text and b"Infinity" not in text:
+            return text.decode()
+    return json.dumps(line, separators=(",", ":"), allow_nan=False)  # five times as slow
 
 
 def _never_began(path: Path) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from numdev.errors import Refused
 
-__all__ = ["compiled", "launch", "on_nvidia", "shared_memory", "with_triton"]
+__all__ = ["compiled", "if_possible", "launch", "on_nvidia", "shared_memory"]
 
 
 def on_nvidia(device: torch.device) -> bool:
@@ -25,9 +25,25 @@ def on_nvidia(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+T = TypeVar("T")
+_REFUSED: list[str] = []
+"""Why Triton builds no kernel here."""
+
+
+def if_possible(device: torch.device, compute: Callable[[], T]) -> T | None:
+    """What is computed by Triton's kernels; None where there are none: elsewhere than on an NVIDIA
+    GPU, without Triton, or where it could not build one, once."""
+    if not on_nvidia(device) or not _with_triton() or _REFUSED:
+        return None
+    try:
+        return compute()
+    except Refused as error:
+        _REFUSED.append(str(error))
+        return None
+
+
 @functools.cache
-def with_triton() -> bool:
-    """Whether Triton is installed."""
+def _with_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

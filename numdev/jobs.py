@@ -21,6 +21,7 @@ from numdev.kernels import Kernel
 from numdev.measuring import Runner, bare_row, run_task
 from numdev.profiles.rows import profile
 from numdev.records import case_record
+from numdev.report import DeviationRow
 from numdev.sampling import Sample
 from numdev.sources import Located
 from numdev.stopwatch import Stopwatch
@@ -92,6 +93,8 @@ class Entry:
     key: str
     kind: str = "row"
     rows: list[dict[str, Any]] = field(default_factory=list)
+    made: tuple[DeviationRow, ...] = ()
+    """What these were made from, where that is in this process."""
     what: str = ""
     """What was done, for people."""
 
@@ -206,9 +209,8 @@ def _entries(
                 if remarkable(rows):  # a report shows no others
                     worst = examine(task, kernel, bench, setting.system)
             yield Entry(key=step.worst, kind="worst", rows=kept(worst))
-        yield Entry(
-            key=task.key, rows=[row.model_dump(mode="json") for row in rows], what=step.what
-        )
+        plain = [row.model_dump(mode="json") for row in rows]
+        yield Entry(key=task.key, rows=plain, made=tuple(rows), what=step.what)
     if step.explanation in wanted:
         found = explain(task, kernel, bench, setting.system, run)
         dumped = [row.model_dump(mode="json") for row in found]

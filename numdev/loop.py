@@ -206,6 +206,8 @@ class Run:
     """Where cases are saved as they come by."""
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     visited: int = 0
+    made: dict[str, tuple[DeviationRow, ...]] = dataclasses.field(default_factory=dict)
+    """By key, the rows that were made in this process."""
 
     def over(self, source: Source, say: Callable[[str], None]) -> None:
         """Every case of the source. `say` is told whether an earlier run was continued."""
@@ -222,7 +224,11 @@ class Run:
     @property
     def rows(self) -> tuple[DeviationRow, ...]:
         with uncollected():
-            return tuple(DeviationRow.model_validate(row) for row in self.journal.rows())
+            return tuple(row for entry in self.journal.entries() for row in self._read(*entry))
+
+    def _read(self, key: str, rows: Iterable[Mapping[str, Any]]) -> Iterable[DeviationRow]:
+        """An entry's rows: as they were made, or else out of the journal, which says the same."""
+        return self.made.get(key) or map(DeviationRow.model_validate, rows)
 
     @property
     def worst(self) -> tuple[WorstRow, ...]:
@@ -268,6 +274,8 @@ class Run:
         for entry in finished:
             if not self.journal.visit(entry.key, entry.kind):
                 self.journal.add(entry.key, entry.rows, entry.kind)
+                if entry.made:
+                    self.made[entry.key] = entry.made
                 self.visited += entry.kind == "row"
 
     def _tell(self, what: str) -> None:

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from numdev.errors import Refused
 from numdev.formats import FORMATS, Format
-from numdev.gpucode import launch, on_nvidia, with_triton
+from numdev.gpucode import if_possible, launch
 
 __all__ = ["OutputSums", "YardstickSums", "gap_sums", "output_sums", "yardstick_sums"]
 
@@ -34,8 +33,6 @@ ELEMENTS, BLOCKS = 2048, 8
 """That a program takes at a time, and how many times."""
 CHUNKS = 4096
 """Of sorted rows, at most."""
-_REFUSED: list[str] = []
-"""Why Triton builds no kernel here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +118,7 @@ def yardstick_sums(
 
 def gap_sums(a: Tensor, b: Tensor) -> Tensor | None:
     """The sum of |a - b| in fp64 over each row of [n, m] and [n, m], of any dtypes: [n]."""
-    return _if_possible(a, lambda: compute_gaps(a, b), widest=math.inf)
+    return if_possible(a.device, lambda: compute_gaps(a, b)) if a.numel() else None
 
 
 def compute_output(
@@ -179,7 +176,7 @@ def compute_yardstick(
     binades = (math.ldexp(1.0, fmt.emin), math.ldexp(1.0, fmt.emax))
     launch(
         *(yardstick_rows, grid, *(x.contiguous() for x in given), floor, spacing, table),
-        *(rows, width, fmt.largest, beyond, unit, 1 / unit, *binades, 1 / unit),
+        *(rows, width, fmt.largest, beyond, beyond, unit, 1 / unit, *binades),
         MOVED=unrounded is not None,
         PLAIN=baseline is not None,
         IN_FP32=fp32 is not None,
@@ -210,15 +207,10 @@ def compute_gaps(a: Tensor, b: Tensor) -> Tensor:
     return sums.sum(dim=1)
 
 
-def _if_possible(x: Tensor, compute: Callable[[], T], widest: float = WIDEST) -> T | None:
-    there = on_nvidia(x.device) and with_triton() and not _REFUSED
-    if not there or x.shape[-1] > widest or not x.numel():
+def _if_possible(x: Tensor, compute: Callable[[], T]) -> T | None:
+    if x.shape[-1] > WIDEST or not x.numel():
         return None
-    try:
-        return compute()
-    except Refused as error:
-        _REFUSED.append(str(error))  # once is enough
-        return None
+    return if_possible(x.device, compute)
 
 
 def _grid(x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:

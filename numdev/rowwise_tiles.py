@@ -26,15 +26,15 @@ def compare_rows(
         o = tl.load(OUT + at, mask=ok, other=0.0).to(tl.float64)
         r = tl.load(REFERENCE + at, mask=ok, other=0.0)
         off = o - tl.load(FLOOR + at, mask=ok, other=0.0)
-        spacing = tl.load(SPACING + at, mask=ok, other=1.0)
+        per_ulp = 1.0 / tl.load(SPACING + at, mask=ok, other=1.0)  # exact: a power of two
         error = o - r
-        ulps = off / spacing
+        ulps = off * per_ulp
         features += tl.sum(ulps, axis=0)
         sign = tl.where(r > 0, 1.0, tl.where(r < 0, -1.0, 0.0))
         put(TABLE, 0, row, here, rows, tl.sum(tl.abs(error), axis=1))
         put(TABLE, 1, row, here, rows, tl.sum(error * error, axis=1))
         put(TABLE, 2, row, here, rows, tl.max(tl.abs(error), axis=1))
-        put(TABLE, 3, row, here, rows, tl.max(tl.abs(error / spacing), axis=1))
+        put(TABLE, 3, row, here, rows, tl.max(tl.abs(error * per_ulp), axis=1))
         put(TABLE, 4, row, here, rows, tl.sum(ulps * sign, axis=1))
         if PREDICTED:
             predicted = tl.load(EXPECTED + at, mask=ok, other=0.0).to(tl.float64) - r
@@ -51,30 +51,21 @@ def compare_rows(
 @triton.jit
 def yardstick_rows(
     REFERENCE, TERMS, UNROUNDED, BASELINE, FP32, LOWER, FLOOR, SPACING, TABLE, rows, width,
-    largest, beyond, unit, per_unit, smallest_binade, largest_binade, ulp_of_binade,
+    largest, overflow, infinite, unit, per_unit, smallest_binade, largest_binade,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     MOVED: tl.constexpr, PLAIN: tl.constexpr, IN_FP32: tl.constexpr, IN_LOWER: tl.constexpr,
 ):  # fmt: skip
-    """A yardstick's floor and spacing, and its own sums for each row.
-
-    `largest` is the format's, and `beyond` what is past it; `unit` is 2^(precision - 1),
-    `per_unit` its inverse, and `ulp_of_binade` the spacing in a binade relative to it.
-    """
+    """A yardstick's floor, spacing and own sums for each row; the format as in `rounded`."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
         row, here, at, ok = places(head, first, rows, width, BLOCK, BLOCK_D)
         r = tl.load(REFERENCE + at, mask=ok, other=0.0)
         t = tl.load(TERMS + at, mask=ok, other=0.0)
-        size = tl.abs(r)
-        of_size = binade(size, smallest_binade, largest_binade)
-        # Adding 2^52 rounds to whole numbers, halves to even.
-        whole = (size / of_size * unit + 4503599627370496.0) - 4503599627370496.0
-        on_grid = whole * per_unit * of_size
-        on_grid = tl.where(on_grid > largest, beyond, on_grid)
-        signed = on_grid.to(tl.int64, bitcast=True) | (r.to(tl.int64, bitcast=True) & (-1 << 63))
-        floor = signed.to(tl.float64, bitcast=True)
+        floor = rounded(
+            r, largest, overflow, infinite, unit, per_unit, smallest_binade, largest_binade
+        )
         tl.store(FLOOR + at, floor, mask=ok)
-        spacing = binade(tl.abs(t), smallest_binade, largest_binade) * ulp_of_binade
+        spacing = binade(tl.abs(t), smallest_binade, largest_binade) * per_unit
         tl.store(SPACING + at, tl.where(tl.abs(t) < float("inf"), spacing, float("nan")), mask=ok)
         off = floor - r
         put(TABLE, 0, row, here, rows, tl.sum(r * r, axis=1))
@@ -126,6 +117,36 @@ def places(head, first, rows, width, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr)
 @triton.jit
 def put(TABLE, column, row, here, rows, values):
     tl.store(TABLE + column * tl.num_programs(0).to(tl.int64) * rows + row, values, mask=here)
+
+
+@triton.jit
+def round_elements(
+    X, OUT, count, largest, overflow, infinite, unit, per_unit, smallest_binade, largest_binade,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each of `count` numbers rounded to a format, in their own dtype, fp64 or fp32."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + i, mask=i < count, other=0.0).to(tl.float64)
+    found = rounded(x, largest, overflow, infinite, unit, per_unit, smallest_binade, largest_binade)
+    tl.store(OUT + i, found.to(OUT.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def rounded(x, largest, overflow, infinite, unit, per_unit, smallest_binade, largest_binade):
+    """fp64 numbers rounded to the nearest of a format, ties to even.
+
+    `largest` is the format's largest number, `overflow` what becomes of those beyond it, and
+    `infinite` of infinity; `unit` is 2^(precision - 1), and `per_unit` its inverse.
+    """
+    size = tl.abs(x)
+    of_size = binade(size, smallest_binade, largest_binade)
+    # Adding 2^52 rounds to whole numbers, halves to even.
+    whole = (size / of_size * unit + 4503599627370496.0) - 4503599627370496.0
+    on_grid = whole * per_unit * of_size
+    on_grid = tl.where(on_grid > largest, overflow, on_grid)
+    on_grid = tl.where(size == float("inf"), infinite, on_grid)
+    signed = on_grid.to(tl.int64, bitcast=True) | (x.to(tl.int64, bitcast=True) & (-1 << 63))
+    return signed.to(tl.float64, bitcast=True)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 from interpreted import index_arrays_of_one_element
 from torch import Tensor
 
-from numdev import comparison, rowwise, yardstick
+from numdev import comparison, formats, rowwise, yardstick
 from numdev.comparison import Comparison, compare_precision
 from numdev.formats import FORMATS, Format, round_to, ulp
 from numdev.wasserstein import sorting
@@ -142,10 +142,17 @@ def rounded(fmt: Format) -> dict[str, bool]:
     """Whether floor and spacing are those of `numdev.formats`, in every bit."""
     x = hard()
     found = rowwise.compute_yardstick(x, x.flip(-1), fmt, None, None, None, None)
-    return {
+    bits = {
         f"floor {fmt.name}": alike(found.floor, round_to(x, fmt)),
         f"spacing {fmt.name}": alike(found.spacing, ulp(x.flip(-1), fmt)),
     }
+    for saturate in (False, True):
+        for dtype in (torch.float32, torch.float64):
+            given = x.to(dtype)
+            one = formats._computed(given, fmt, saturate)
+            other = formats._rounded(given, fmt, "nearest", saturate, None)
+            bits[f"rounded {fmt.name} {dtype} {saturate}"] = alike(one, other)
+    return bits
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

@@ -166,6 +166,33 @@ def test_what_is_finished_is_on_disk_at_once(tmp_path: Path) -> None:
         assert json.loads(lines[1]) == {"task": "first", "rows": rows_of("first")}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        -0.0,
+        1e-7,
+        5e-324,
+        1.7976931348623157e308,
+        2**70,
+        None,
+        True,
+        "NaN, Infinity",
+        "é\u2028\n",
+        "\ud800",
+    ],
+)
+def test_what_is_written_is_read(value: Any, tmp_path: Path) -> None:
+    """Whatever a row holds, in one line of ASCII."""
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        journal.add("first", [{"value": value}])
+    text = (tmp_path / JOURNAL).read_text(encoding="ascii")
+    assert len(text.splitlines()) == 2
+    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
+        journal.visit("first")
+        (row,) = journal.rows()
+    assert repr(row["value"]) == repr(value)
+
+
 # --- refusing ------------------------------------------------------------------------------------
 
 

@@ -216,7 +216,7 @@ ALLOWED: dict[str, set[str]] = {
     "wasserstein.histogram": {"gpucode"},
     "wasserstein.counts": {"blockwise", "wasserstein.histogram", "wasserstein.sorting"},
     "wasserstein.ranges": {"blockwise", "wasserstein.counts", "wasserstein.sorting"},
-    "formats": {"errors"},
+    "formats": {"errors", "gpucode", "rowwise_tiles"},
     "layouts": set(),
     "sampling": {"errors"},
     # What is computed, and how: a case knows nothing of kernels, a kernel nothing of metrics.
@@ -905,6 +905,7 @@ ALLOWED: dict[str, set[str]] = {
         "measuring",
         "profiles.rows",
         "records",
+        "report",
         "sampling",
         "sources",
         "stopwatch",
@@ -1315,7 +1316,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": set(),
     "worst": set(),
     "regimes.twister": {"gpucode"},
-    "rowwise": {"errors", "formats", "gpucode", "rowwise_tiles"},
+    "rowwise": {"formats", "gpucode", "rowwise_tiles"},
     "rowwise_tiles": set(),
     "gpucode": {"errors"},
 }

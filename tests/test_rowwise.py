@@ -22,7 +22,7 @@ from rowwise_cases import (
 )
 from torch import Tensor
 
-from numdev import comparison, rowwise
+from numdev import comparison, formats, gpucode, rowwise
 from numdev.comparison import compare, compare_precision
 from numdev.errors import Refused
 from numdev.formats import FORMATS, round_to, ulp
@@ -59,7 +59,7 @@ def test_one_pass_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) ->
 @pytest.mark.slow
 def test_rounding_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) -> None:
     bits = interpreted["bits"]
-    assert len(bits) == 2 * len(NARROW)
+    assert len(bits) == 6 * len(NARROW)
     assert [name for name, same in bits.items() if not same] == []
 
 
@@ -73,7 +73,7 @@ def test_on_a_cpu_there_is_none() -> None:
 
 def test_a_format_wider_than_fp32_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where there is a kernel."""
-    monkeypatch.setattr(rowwise, "_if_possible", lambda x, compute: compute)
+    monkeypatch.setattr(rowwise, "if_possible", lambda device, compute: compute)
     y, _, _ = made(SHAPE, baseline=True)
     assert yardstick_sums(y.reference, y.term_scale, FORMATS["float64"]) is None
     assert yardstick_sums(y.reference, y.term_scale, FORMATS["float32"]) is not None
@@ -136,7 +136,8 @@ def test_what_is_not_finite_goes_step_by_step(
 def moved(y: Yardstick) -> Yardstick:
     """To the GPU."""
     fields = {f.name: getattr(y, f.name) for f in dataclasses.fields(y)}
-    return Yardstick(**{k: x.cuda() if isinstance(x, Tensor) else x for k, x in fields.items()})
+    there: Any = {name: x.cuda() for name, x in fields.items() if isinstance(x, Tensor)}
+    return dataclasses.replace(y, **there)
 
 
 @pytest.mark.gpu
@@ -191,6 +192,27 @@ def test_rounding_is_the_same(name: str) -> None:
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NARROW)
+def test_many_numbers_are_rounded_alike(
+    name: str, dtype: torch.dtype, saturate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU, by its kernel, as on the host; few numbers, and those with gaps, step by step."""
+    fmt = FORMATS[name]
+    x = torch.cat([hard(n).flatten() for n in range(1500)]).to(dtype)
+    expected = round_to(x, fmt, saturate=saturate)
+    assert x.numel() > formats.AT_ONCE
+    assert alike(round_to(x.cuda(), fmt, saturate=saturate).cpu(), expected)
+    asked: list[bool] = []
+    monkeypatch.setattr(formats, "_computed", lambda *given: asked.append(True))
+    for some in (slice(None, None, 2), slice(0, 1000)):
+        assert alike(round_to(x.cuda()[some], fmt, saturate=saturate).cpu(), expected[some])
+    assert asked == []
+
+
+@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1000), (8, 100_003), (1, 9_000_001)])
 def test_gaps_are_the_same(shape: tuple[int, int]) -> None:
     g = torch.Generator("cuda").manual_seed(0)
@@ -217,7 +239,7 @@ def test_where_triton_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Refused("no")
 
     monkeypatch.setattr(rowwise, "compute_yardstick", refused)
-    monkeypatch.setattr(rowwise, "_REFUSED", [])
+    monkeypatch.setattr(gpucode, "_REFUSED", [])
     y, o, e = made(SHAPE, baseline=True)
     for _ in range(2):
         there = moved(y)

@@ -21,7 +21,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def _work(parcel: Parcel, known: Mapping[str, Any], tensors: bytes | None) -> di
     watch = stopwatch(setting.system)
     with _healthy(setting.system):
         run = _runner(parcel, setting.system)
-        found = [asdict(entry) for entry in entries(job, setting, run, watch)]
+        found = [vars(entry) | {"made": ()} for entry in entries(job, setting, run, watch)]
     return {"entries": found, "seconds": watch.seconds()}
 
 
