@@ -12,13 +12,17 @@ cryptographic hash. Zeros of different sign differ, and NaN of different bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from numdev.gpucode import if_possible, launch
+
 AT_ONCE = 1 << 24
 """Elements at a time: 128 MiB as 64-bit integers."""
+BLOCK, CHUNKS = 1024, 4096
+"""What a program of the kernel takes at a time, and how many programs a head has at most."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (-7046029254386353131, -4658895280553007687)
 """2^64 over the golden ratio, and a multiplier of SplitMix64, as signed numbers."""
@@ -28,14 +32,34 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """The checksum of every head of tensors [B, H, rows, ...], as 16 hexadecimal digits. One wait
     for the device in all."""
     given = {name: x.detach() for name, x in tensors.items() if x.shape[1]}
-    longest = max(given.values(), key=_elements, default=None)
-    if longest is None:
+    if not given:
         return {name: [] for name in tensors}
-    weights = _weights(_elements(longest), longest.device)
-    sums = {name: _per_head(x, weights[: _elements(x)]) for name, x in given.items()}
-    whole = torch.cat(list(sums.values())).tolist()
+    found = list(given.values())
+    sums = if_possible(found[0].device, lambda: [by_kernel(x) for x in found]) or _by_steps(found)
+    whole = torch.cat(sums).tolist()
     known = iter(f"{value % (1 << 64):016x}" for value in whole)
     return {name: [next(known) for _ in range(x.shape[1])] for name, x in tensors.items()}
+
+
+def by_kernel(x: Tensor) -> Tensor:
+    """The checksums of [B, H, rows, ...] as signed integers [H], by one pass over a GPU's memory.
+    Raises Refused where Triton cannot build its kernel."""
+    from numdev.rowwise_tiles import sum_bits
+
+    bits = x.view(_BITS[x.element_size()]).contiguous()
+    batch, heads = x.shape[:2]
+    count = _elements(x) // batch if batch else 0
+    chunk = BLOCK * max(8, -(-count // (BLOCK * CHUNKS)))
+    sums = bits.new_zeros(batch, heads, max(1, -(-count // chunk)), dtype=torch.int64)
+    if count:
+        launch(sum_bits, tuple(sums.shape), bits, sums, count, CHUNK=chunk, BLOCK=BLOCK)
+    return sums.sum(dim=(0, 2))
+
+
+def _by_steps(tensors: Sequence[Tensor]) -> list[Tensor]:
+    longest = max(tensors, key=_elements)
+    weights = _weights(_elements(longest), longest.device)
+    return [_per_head(x, weights[: _elements(x)]) for x in tensors]
 
 
 def _elements(x: Tensor) -> int:

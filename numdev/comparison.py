@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import dtype_of
-from numdev.rowwise import output_sums
+from numdev.rowwise import output_sums, plain_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
 from numdev.yardstick import (
     SMALLEST_SCALE,
@@ -302,6 +302,15 @@ def compare_plain(
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o, seen = widened(output), ~empty[..., None]
+    rows = plain_sums(o, reference, empty)
+    if rows is not None:
+        names = ("count", "absolute", "square", "reference", "nonfinite")
+        return Comparison(
+            elements=o[:, 0].numel(),
+            sums={name: getattr(rows, name) for name in names} | {"empty_rows": empty.double()},
+            largest={"max_abs": rows.max_abs},
+            transport={"w1": w1_rows(by_head(rows.o), by_head(rows.r)) if w1 is None else w1},
+        )
     here, there = finite(o), finite(reference)
     usable = seen & here & there
     a, b = (torch.where(usable, x, 0.0) for x in (o, reference))

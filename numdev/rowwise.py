@@ -23,7 +23,15 @@ from torch import Tensor
 from numdev.formats import FORMATS, Format
 from numdev.gpucode import if_possible, launch
 
-__all__ = ["OutputSums", "YardstickSums", "gap_sums", "output_sums", "yardstick_sums"]
+__all__ = [
+    "OutputSums",
+    "PlainSums",
+    "YardstickSums",
+    "gap_sums",
+    "output_sums",
+    "plain_sums",
+    "yardstick_sums",
+]
 
 T = TypeVar("T")
 
@@ -56,6 +64,25 @@ class OutputSums:
     """The sum of (o - b)^2, b being the baseline's output."""
     from_floor: Tensor | None
     """The largest |o - f|, where there is a baseline."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlainSums:
+    """Of an output o and a reference r, [B, H, rows] but for the first two."""
+
+    o: Tensor
+    """The output, 0 where an element does not count."""
+    r: Tensor
+    """The reference, likewise."""
+    count: Tensor
+    """How many elements count."""
+    absolute: Tensor
+    square: Tensor
+    reference: Tensor
+    """The sum of r^2."""
+    nonfinite: Tensor
+    """How many elements are finite in one of the two alone."""
+    max_abs: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,6 +141,12 @@ def yardstick_sums(
         return None
     beside = (unrounded, baseline, fp32, lower)
     return _if_possible(reference, lambda: compute_yardstick(reference, terms, fmt, *beside))
+
+
+def plain_sums(o: Tensor, reference: Tensor, empty: Tensor) -> PlainSums | None:
+    """Of an output [B, H, rows, features] of a dtype with arithmetic and an fp64 reference; rows
+    where `empty` [B, H, rows] count for nothing, nor do elements where either is not finite."""
+    return _if_possible(o, lambda: compute_plain(o, reference, empty))
 
 
 def gap_sums(a: Tensor, b: Tensor) -> Tensor | None:
@@ -192,6 +225,20 @@ def compute_yardstick(
         names |= {} if lower is None else {"lower": 10}
     sums = {name: table[column] for name, column in names.items()}
     return YardstickSums(floor=floor, spacing=spacing, **sums)
+
+
+def compute_plain(o: Tensor, reference: Tensor, empty: Tensor) -> PlainSums:
+    """What the kernel computes. Raises Refused where Triton cannot build it."""
+    from numdev.rowwise_tiles import plain_rows
+
+    grid, shape = _grid(o)
+    o, reference, empty = (x.contiguous() for x in (o, reference, empty))
+    kept = (torch.empty_like(o), torch.empty_like(reference))
+    table = _table(o, 6)
+    given = (o, reference, empty.view(torch.uint8), *kept, table)
+    launch(plain_rows, grid, *given, *o.shape[2:], **shape)
+    names = ("count", "absolute", "square", "reference", "nonfinite", "max_abs")
+    return PlainSums(o=kept[0], r=kept[1], **dict(zip(names, table, strict=True)))
 
 
 def compute_gaps(a: Tensor, b: Tensor) -> Tensor:

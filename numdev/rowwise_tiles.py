@@ -154,3 +154,47 @@ def binade(size, smallest, largest):
     """As `numdev.formats` has it: the exponent of a magnitude alone, within two powers of two."""
     field = (size.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     return tl.minimum(tl.maximum(field, smallest), largest)
+
+
+@triton.jit
+def plain_rows(
+    OUT, REFERENCE, EMPTY, A, B, TABLE, rows, width,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """An output's and its reference's elements into A and B, 0 where one of them is not finite or
+    the row is empty; and what they come to for each row."""
+    head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
+        row, here, at, ok = places(head, first, rows, width, BLOCK, BLOCK_D)
+        o = tl.load(OUT + at, mask=ok, other=0.0)
+        r = tl.load(REFERENCE + at, mask=ok, other=0.0)
+        seen = ok & (tl.load(EMPTY + row, mask=here, other=1) == 0)[:, None]
+        o_fine, r_fine = tl.abs(o) < float("inf"), tl.abs(r) < float("inf")
+        usable = seen & o_fine & r_fine
+        a, b = tl.where(usable, o, 0.0), tl.where(usable, r, 0.0)
+        tl.store(A + at, a, mask=ok)
+        tl.store(B + at, b, mask=ok)
+        error = a.to(tl.float64) - b
+        put(TABLE, 0, row, here, rows, tl.sum(usable.to(tl.float64), axis=1))
+        put(TABLE, 1, row, here, rows, tl.sum(tl.abs(error), axis=1))
+        put(TABLE, 2, row, here, rows, tl.sum(error * error, axis=1))
+        put(TABLE, 3, row, here, rows, tl.sum(b * b, axis=1))
+        put(TABLE, 4, row, here, rows, tl.sum((seen & (o_fine != r_fine)).to(tl.float64), axis=1))
+        put(TABLE, 5, row, here, rows, tl.max(tl.abs(error), axis=1))
+
+
+@triton.jit
+def sum_bits(X, SUMS, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The checksum of `numdev.checksum` over each chunk of X [batch, heads, count], of integers,
+    into SUMS [batch, heads, chunks]."""
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    heads, chunk = tl.num_programs(1), tl.program_id(2)
+    total = tl.zeros([BLOCK], tl.int64)
+    for first in range(chunk * CHUNK, tl.minimum(count, chunk * CHUNK + CHUNK), BLOCK):
+        i = first + tl.arange(0, BLOCK).to(tl.int64)
+        bits = tl.load(X + (b * heads + head) * count + i, mask=i < count, other=0).to(tl.int64)
+        w = (b * count + i + 1) * -7046029254386353131
+        w = (w ^ (w >> 29)) * -4658895280553007687
+        w = (w ^ (w >> 32)) | 1
+        total += tl.where(i < count, (bits + 1) * w, 0)
+    tl.store(SUMS + (b * heads + head) * tl.num_programs(2) + chunk, tl.sum(total, axis=0))

@@ -19,7 +19,7 @@ import torch
 from interpreted import index_arrays_of_one_element
 from torch import Tensor
 
-from numdev import comparison, formats, rowwise, yardstick
+from numdev import checksum, comparison, formats, rowwise, yardstick
 from numdev.comparison import Comparison, compare_precision
 from numdev.formats import FORMATS, Format, round_to, ulp
 from numdev.wasserstein import sorting
@@ -168,9 +168,53 @@ def gaps() -> Iterator[dict[str, float]]:
         yield {f"gaps {n} {m}": apart(rowwise.compute_gaps(a, b), sorting._gaps_torch(a, b))}
 
 
+def spoilt(x: Tensor) -> Tensor:
+    """Some of it not finite."""
+    x = x.clone()
+    for first, value in ((0, math.nan), (7, math.inf), (11, -math.inf)):
+        x.view(-1)[first::23] = value
+    return x
+
+
+def plain() -> Iterator[dict[str, float]]:
+    """Distances alone: of an output and of log-sum-exps, with rows that are empty and numbers that
+    are not finite."""
+    for shape in ((2, 3, 37, 9), (2, 2, 700)):
+        y, o, _ = made((*shape[:2], shape[2], shape[3] if len(shape) == 4 else 1), baseline=False)
+        reference, o = (x.reshape(shape) for x in (y.reference, o))
+        empty = torch.zeros(shape[:3], dtype=torch.bool)
+        empty[1, 1, 3:9] = True
+        for some in (o, spoilt(o).float(), o.half()):
+            for r in (reference, spoilt(reference).flip(2)):
+                with_kernel = comparison.compare_plain(some, r, empty)
+                given, comparison.plain_sums = comparison.plain_sums, lambda *given: None
+                by_steps = comparison.compare_plain(some, r, empty)
+                comparison.plain_sums = given
+                a, b = tables(with_kernel), tables(by_steps)
+                assert a.keys() == b.keys()
+                yield {f"{name} {shape}": apart(a[name], b[name]) for name in a}
+
+
+def bits_of(tensors: Iterator[Tensor]) -> Iterator[dict[str, bool]]:
+    """Checksums, by the kernel and step by step."""
+    for x in tensors:
+        (expected,) = checksum._by_steps([x])
+        yield {f"checksum {x.dtype} {list(x.shape)}": torch.equal(checksum.by_kernel(x), expected)}
+
+
+def of_all_kinds() -> Iterator[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    for shape in ((1, 1, 1), (2, 3, 37, 9), (1, 2, 3000), (3, 2, 0, 4)):
+        x = torch.randn(shape, generator=g, dtype=torch.float64)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2):
+            yield x.to(dtype)
+    yield torch.randn(2, 30, 4, 8, generator=g).half().transpose(1, 2)
+
+
 def main() -> None:
     index_arrays_of_one_element()
     comparison.output_sums = rowwise.compute_output
+    comparison.plain_sums = rowwise.compute_plain
     yardstick.yardstick_sums = lambda r, t, f, **beside: rowwise.compute_yardstick(
         r, t, f, *(beside[name] for name in ("unrounded", "baseline", "fp32", "lower"))
     )
@@ -179,7 +223,9 @@ def main() -> None:
     grid += [(SHAPES[1], dtype, e, b) for dtype in DTYPES for e in (0, 1) for b in (0, 1)]
     cases = [case(*which) for which in grid]
     cases += [{"name": "gaps", "apart": found} for found in gaps()]
+    cases += [{"name": "plain", "apart": found} for found in plain()]
     bits = [rounded(FORMATS[name]) for name in NARROW]
+    bits += bits_of(of_all_kinds())
     json.dump(
         {"cases": cases, "bits": {k: x for found in bits for k, x in found.items()}}, sys.stdout
     )

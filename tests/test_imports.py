@@ -392,7 +392,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Planted faults, and how far runs differ.
     "controls": {"cases", "errors", "formats", "kernels", "kernels.output"},
-    "checksum": set(),
+    "checksum": {"gpucode", "rowwise_tiles"},
     "noise": {"comparison", "errors", "kernels", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
     "attempt": {"cases", "errors", "kernels", "layouts"},

@@ -18,11 +18,14 @@ from rowwise_cases import (
     by_steps,
     hard,
     made,
+    of_all_kinds,
+    spoilt,
     tables,
 )
 from torch import Tensor
 
 from numdev import comparison, formats, gpucode, rowwise
+from numdev.checksum import checksums
 from numdev.comparison import compare, compare_precision
 from numdev.errors import Refused
 from numdev.formats import FORMATS, round_to, ulp
@@ -46,7 +49,7 @@ def interpreted() -> dict[str, Any]:
 def test_one_pass_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) -> None:
     """Of all shapes and formats, with and without a baseline and a prediction."""
     cases = interpreted["cases"]
-    assert len(cases) == len(SHAPES) + 4 * len(DTYPES) + 3
+    assert len(cases) == len(SHAPES) + 4 * len(DTYPES) + 3 + 12
     wrong = {
         (case["name"], name): far
         for case in cases
@@ -59,7 +62,7 @@ def test_one_pass_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) ->
 @pytest.mark.slow
 def test_rounding_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) -> None:
     bits = interpreted["bits"]
-    assert len(bits) == 6 * len(NARROW)
+    assert len(bits) == 6 * len(NARROW) + 17
     assert [name for name, same in bits.items() if not same] == []
 
 
@@ -178,6 +181,36 @@ def test_one_pass_is_the_same(
             # Signed sums nearly cancel: they are held to what was added up.
             most = 1e3 if name in ("features", "along") else 1.0
             assert apart(sums, other[name]) <= allowed * most, name
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 3, 37, 9), (1, 8, 5000), (1, 2, 300, 256)])
+def test_distances_alone_are_the_same(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    reference = torch.randn(shape, generator=g, dtype=torch.float64).cuda()
+    empty = (torch.rand(shape[:3], generator=g) < 0.1).cuda()
+    for o, r in ((reference + 0.01, reference), (spoilt(reference), spoilt(reference).flip(2))):
+        found = tables(comparison.compare_plain(o.to(dtype), r, empty))
+        with monkeypatch.context() as patch:
+            patch.setattr(comparison, "plain_sums", lambda *given: None)
+            steps = tables(comparison.compare_plain(o.to(dtype), r, empty))
+        assert found.keys() == steps.keys()
+        for name, sums in found.items():
+            assert apart(sums, steps[name]) <= REORDERED, name
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_checksums_are_the_same() -> None:
+    """As on the host, in every bit."""
+    tensors = dict(enumerate((*of_all_kinds(), torch.randn(1, 2, 9_000_001))))
+    here = checksums({str(i): x for i, x in tensors.items()})
+    there = checksums({str(i): x.cuda() for i, x in tensors.items()})
+    assert here == there
 
 
 @pytest.mark.gpu
