@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_json
 
 from numdev.cases import CaseRef
@@ -63,6 +64,15 @@ class Task:
         return digest({**plain, "case": vars(self.case), "sample": sample})
 
 
+Row = dict[str, Any] | BaseModel
+"""Of a journal: plain data, or what a report's models hold, which forbid what JSON cannot say."""
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """A row as plain data."""
+    return row if isinstance(row, dict) else row.model_dump(mode="json")
+
+
 class Journal:
     """The finished tasks of one request in one directory. Use as a context manager.
 
@@ -73,7 +83,7 @@ class Journal:
     def __init__(self, directory: Path, header: Mapping[str, Any]) -> None:
         self.directory = directory
         self.header = json.loads(json.dumps(header, default=str))
-        self._done: dict[str, list[dict[str, Any]]] = {}
+        self._done: dict[str, list[Row]] = {}
         self._order: dict[str, str] = {}
         self._file: IO[str] | None = None
 
@@ -122,22 +132,21 @@ class Journal:
         self._order.setdefault(key, kind)
         return key in self._done
 
-    def add(self, key: str, rows: Iterable[Mapping[str, Any]], kind: str = "row") -> None:
+    def add(self, key: str, rows: Iterable[Row], kind: str = "row") -> None:
         """Record a finished task. `kind` tells apart what goes into different lists of a report."""
         self.visit(key, kind)
-        self._done[key] = [dict(row) for row in rows]
+        self._done[key] = list(rows)
         self._write({"task": key, "rows": self._done[key]})
 
     def rows(self, kind: str = "row") -> Iterator[dict[str, Any]]:
         """The rows of all visited and finished tasks of a kind, in the order of first visit."""
-        for _, rows in self.entries(kind):
-            yield from rows
+        return (plain(row) for row in self.kept(kind))
 
-    def entries(self, kind: str = "row") -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """The same by the tasks' keys."""
+    def kept(self, kind: str = "row") -> Iterator[Row]:
+        """The same as they were added; plain data where an earlier run did."""
         for key, its_kind in self._order.items():
-            if its_kind == kind and key in self._done:
-                yield key, self._done[key]
+            if its_kind == kind:
+                yield from self._done.get(key, ())
 
     def __enter__(self) -> Journal:
         return self

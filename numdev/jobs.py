@@ -8,7 +8,7 @@ another process and what is done again where one died: no reference is computed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from numdev.attempt import Failure, attempt
@@ -92,9 +92,8 @@ class Entry:
 
     key: str
     kind: str = "row"
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    made: tuple[DeviationRow, ...] = ()
-    """What these were made from, where that is in this process."""
+    rows: Sequence[dict[str, Any] | DeviationRow] = ()
+    """As plain data, or as they were made."""
     what: str = ""
     """What was done, for people."""
 
@@ -209,8 +208,7 @@ def _entries(
                 if remarkable(rows):  # a report shows no others
                     worst = examine(task, kernel, bench, setting.system)
             yield Entry(key=step.worst, kind="worst", rows=kept(worst))
-        plain = [row.model_dump(mode="json") for row in rows]
-        yield Entry(key=task.key, rows=plain, made=tuple(rows), what=step.what)
+        yield Entry(key=task.key, rows=rows, what=step.what)
     if step.explanation in wanted:
         found = explain(task, kernel, bench, setting.system, run)
         dumped = [row.model_dump(mode="json") for row in found]

@@ -26,7 +26,7 @@ from numdev.collector import piece_done, uncollected
 from numdev.config import Choice
 from numdev.controls import CONTROLS
 from numdev.errors import UsageError
-from numdev.execute import Journal
+from numdev.execute import Journal, Row
 from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.isolation import Supervised
 from numdev.jobs import Entry, Held, Job, Planned, Setting, Tell, bench_of, case_key, entries, steps
@@ -206,8 +206,6 @@ class Run:
     """Where cases are saved as they come by."""
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     visited: int = 0
-    made: dict[str, tuple[DeviationRow, ...]] = dataclasses.field(default_factory=dict)
-    """By key, the rows that were made in this process."""
 
     def over(self, source: Source, say: Callable[[str], None]) -> None:
         """Every case of the source. `say` is told whether an earlier run was continued."""
@@ -224,11 +222,7 @@ class Run:
     @property
     def rows(self) -> tuple[DeviationRow, ...]:
         with uncollected():
-            return tuple(row for entry in self.journal.entries() for row in self._read(*entry))
-
-    def _read(self, key: str, rows: Iterable[Mapping[str, Any]]) -> Iterable[DeviationRow]:
-        """An entry's rows: as they were made, or else out of the journal, which says the same."""
-        return self.made.get(key) or map(DeviationRow.model_validate, rows)
+            return tuple(_row(row) for row in self.journal.kept())
 
     @property
     def worst(self) -> tuple[WorstRow, ...]:
@@ -274,8 +268,6 @@ class Run:
         for entry in finished:
             if not self.journal.visit(entry.key, entry.kind):
                 self.journal.add(entry.key, entry.rows, entry.kind)
-                if entry.made:
-                    self.made[entry.key] = entry.made
                 self.visited += entry.kind == "row"
 
     def _tell(self, what: str) -> None:
@@ -289,6 +281,10 @@ class Run:
         with self.watch("weights"):
             tensor = tensor.to(self.setting.system.device)
             return [weight_row(name, tensor, fmt) for fmt in self.setting.formats]
+
+
+def _row(kept: Row) -> DeviationRow:
+    return kept if isinstance(kept, DeviationRow) else DeviationRow.model_validate(kept)
 
 
 def _workable(name: str, plan: Sequence[Planned]) -> Format:

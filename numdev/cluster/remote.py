@@ -32,7 +32,7 @@ from numdev.attempt import Failure, attempt
 from numdev.cases import AttentionCase
 from numdev.controls import control_named
 from numdev.errors import NumdevError, UsageError
-from numdev.execute import first_difference
+from numdev.execute import first_difference, plain
 from numdev.isolation import Supervised
 from numdev.jobs import Held, Job, Planned, Setting, entries
 from numdev.kernels import Kernel, Output, find
@@ -134,7 +134,10 @@ def _work(parcel: Parcel, known: Mapping[str, Any], tensors: bytes | None) -> di
     watch = stopwatch(setting.system)
     with _healthy(setting.system):
         run = _runner(parcel, setting.system)
-        found = [vars(entry) | {"made": ()} for entry in entries(job, setting, run, watch)]
+        found = [
+            vars(entry) | {"rows": [plain(row) for row in entry.rows]}
+            for entry in entries(job, setting, run, watch)
+        ]
     return {"entries": found, "seconds": watch.seconds()}
 
 
