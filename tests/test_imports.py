@@ -212,7 +212,7 @@ ALLOWED: dict[str, set[str]] = {
     "loading.storage": {"errors"},
     "blockwise": set(),
     "wasserstein": {"errors", "wasserstein.counts", "wasserstein.ranges", "wasserstein.sorting"},
-    "wasserstein.sorting": {"blockwise", "errors", "rowwise"},
+    "wasserstein.sorting": {"blockwise", "errors", "rowwise", "wasserstein.ordering"},
     "wasserstein.histogram": {"gpucode"},
     "wasserstein.counts": {"blockwise", "wasserstein.histogram", "wasserstein.sorting"},
     "wasserstein.ranges": {"blockwise", "wasserstein.counts", "wasserstein.sorting"},
@@ -1319,6 +1319,7 @@ ALLOWED: dict[str, set[str]] = {
     "rowwise": {"formats", "gpucode", "rowwise_tiles"},
     "rowwise_tiles": set(),
     "gpucode": {"errors"},
+    "wasserstein.ordering": {"gpucode"},
 }
 LIGHT = (
     *("claim", "comparing.audits", "comparing.movement", "render.compare", "studies.compare"),

@@ -27,6 +27,7 @@ from torch import Tensor
 from numdev.blockwise import block_size, slices, sum_of_blocks, total
 from numdev.errors import UsageError
 from numdev.rowwise import gap_sums
+from numdev.wasserstein.ordering import ordered
 
 Values = np.ndarray[Any, np.dtype[Any]]
 
@@ -215,4 +216,7 @@ def _sorted_numpy(x: Tensor) -> Values:
 
 def _sorted_torch(x: Tensor) -> Tensor:
     """Each row in ascending order, NaN last, as a new tensor."""
+    found = ordered(x)
+    if found is not None:
+        return found
     return torch.sort(x.float() if x.dtype.itemsize == 1 else x, dim=1).values
