@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 WIDEST = 1024
 """Features that a program holds."""
-ELEMENTS, BLOCKS = 2048, 8
-"""That a program takes at a time, and how many times."""
+ELEMENTS, BLOCKS, WARPS = 2048, 8, 4
+"""That a program takes at a time, how many times, and with how many warps."""
 CHUNKS = 4096
 """Of sorted rows, at most."""
 
@@ -265,7 +265,7 @@ def _grid(x: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     batch, heads, rows, width = x.shape
     block_d = 1 << (width - 1).bit_length()
     block = max(1, ELEMENTS // block_d)
-    shape = {"CHUNK": BLOCKS * block, "BLOCK": block, "BLOCK_D": block_d}
+    shape = {"CHUNK": BLOCKS * block, "BLOCK": block, "BLOCK_D": block_d, "num_warps": WARPS}
     return (batch * heads, -(-rows // (BLOCKS * block))), shape
 
 

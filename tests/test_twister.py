@@ -53,11 +53,13 @@ def model_of_normals(*, grid: Sequence[int], block: Sequence[int], args: Sequenc
             unsures += 1
 
 
+MODELS = (model_of_twist, model_of_normals)
+
+
 def modelled(seed: int) -> Twister:
     """A twister whose kernels are their models, on the CPU."""
     made = Twister()
     made.device_of_normals, made.stays = CPU, False
-    made._kernels = (model_of_twist, model_of_normals)
     made.manual_seed(seed)
     return made
 
@@ -73,10 +75,8 @@ def test_the_same_numbers(counts: Sequence[int], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(twister, "_AT_ONCE", 512)
     plain, made = Generator().manual_seed(2**62 + 12345), modelled(2**62 + 12345)
     for count in counts:
-        expected = on_host(count, plain)
-        drawn = (
-            made._drawn(count, made.get_state().numpy()) if count >= 16 else on_host(count, made)
-        )
+        expected, state = on_host(count, plain), made.get_state().numpy()
+        drawn = made._drawn(count, state, MODELS) if count >= 16 else on_host(count, made)
         assert drawn is not None
         assert torch.equal(drawn, expected)
         for kind in (torch.float32, torch.float64):
@@ -88,7 +88,7 @@ def test_too_many_that_are_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for: nothing is said rather than something wrong."""
     monkeypatch.setattr(twister, "_MOST_UNSURE", 3)
     made = modelled(1)
-    assert made._drawn(4096, made.get_state().numpy()) is None
+    assert made._drawn(4096, made.get_state().numpy(), MODELS) is None
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta", CPU])
@@ -108,7 +108,9 @@ def test_what_may_be_computed_anywhere() -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize("counts", [[1 << 16], [100_003, 3, 70_001], [1 << 24, (1 << 24) + 21]])
+@pytest.mark.parametrize(
+    "counts", [[1 << 20], [1_100_003, 3, 1_070_001], [1 << 24, (1 << 24) + 21]]
+)
 def test_a_gpu_draws_them(counts: Sequence[int], stays: bool) -> None:
     plain, made = Generator().manual_seed(77), seeded(77, "cuda", stays=stays)
     assert isinstance(made, Twister)
@@ -129,6 +131,7 @@ def test_numbers_that_a_gpu_is_unsure_of(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(twister, "_SOURCE", everywhere)
     twister._compiled.cache_clear()
     try:
+        monkeypatch.setattr(twister, "FEWEST", 1 << 15)
         for most in (1 << 17, 1 << 10):
             monkeypatch.setattr(twister, "_MOST_UNSURE", most)
             drawn = registry.gaussian((1 << 16,), seeded(5, "cuda"))
@@ -140,15 +143,26 @@ def test_numbers_that_a_gpu_is_unsure_of(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.gpu
 @on_gpu
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twister, "_compiled", lambda index: None)
-    assert type(seeded(3, "cuda")) is Generator
+    """Or without room for what it takes: the host draws."""
+    expected = on_host(1 << 20, Generator().manual_seed(3))
+
+    def full(*given: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    for name, instead in (("_compiled", lambda index: None), ("_tempered", full)):
+        with monkeypatch.context() as patch:
+            patch.setattr(twister, name, instead)
+            drawn = registry.gaussian((1 << 20,), seeded(3, "cuda", stays=True))
+        assert drawn.is_cuda
+        assert torch.equal(drawn.cpu(), expected)
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("name", REGIMES)
-def test_a_seed_means_the_same_on_a_gpu(name: str) -> None:
+def test_a_seed_means_the_same_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every regime's inputs, in all bits."""
+    monkeypatch.setattr(twister, "FEWEST", 1 << 15)
     shapes = Shapes(batch=2, heads=4, kv_heads=2, q_len=300, kv_len=512, head_dim=64, v_dim=64)
     given: Any = {"shapes": shapes, "seed": 3, "options": {}, "label": "x", "gradients": True}
     here, there = draw(name, **given), draw(name, **given, device="cuda")
@@ -161,7 +175,7 @@ def test_a_seed_means_the_same_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @on_gpu
 def test_a_drawn_gradient_is_the_same() -> None:
-    q = torch.zeros(1, 4, 300, 64, dtype=torch.bfloat16)
+    q = torch.zeros(1, 4, 5000, 64, dtype=torch.bfloat16)
     case = AttentionCase(ref=REF, q=q, k=q, v=q, scale=1.0)
     there = AttentionCase(ref=REF, q=q.cuda(), k=q.cuda(), v=q.cuda(), scale=1.0)
     one, other = with_drawn(case, 1).grad_out, with_drawn(there, 1).grad_out

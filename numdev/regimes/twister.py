@@ -31,9 +31,11 @@ __all__ = ["Twister", "seeded"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Words = np.ndarray[Any, np.dtype[np.uint32]]
+Kernels = tuple[Any, Any]
+"""`twist` and `normals`."""
 
-FEWEST = 1 << 16
-"""Fewer numbers than this are drawn as soon by the host."""
+FEWEST = 1 << 20
+"""Fewer numbers are drawn by the host before the GPU's code is compiled."""
 STATE = 624
 """Words of the generator's state, of which it gives one out at a time."""
 _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * STATE)
@@ -108,7 +110,7 @@ class Twister(Generator):
 
     device_of_normals: torch.device
     stays: bool
-    _kernels: tuple[Any, Any]
+    """Whether normals stay there; else they are brought to the host."""
 
     def randn(self, shape: tuple[int, ...]) -> Tensor:
         """`torch.randn` in fp64, rounded to fp32: on the GPU if its numbers are to stay there, else
@@ -117,16 +119,17 @@ class Twister(Generator):
         count, before = math.prod(shape), self.get_state()
         if count >= FEWEST and before.numel() == _BYTES:
             with torch.cuda.device(self.device_of_normals), suppress(torch.OutOfMemoryError):
-                found = self._drawn(count, before.numpy())
+                kernels = _compiled(torch.cuda.current_device())
+                found = None if kernels is None else self._drawn(count, before.numpy(), kernels)
                 if found is not None:
                     return found.view(shape).to(where)
             self.set_state(before)
         drawn = torch.randn(shape, generator=self, dtype=torch.float64, device="cpu")
         return drawn.float().to(where)
 
-    def _drawn(self, count: int, before: Bytes) -> Tensor | None:
+    def _drawn(self, count: int, before: Bytes, kernels: Kernels) -> Tensor | None:
         """[count]; None where too many numbers are unsure."""
-        device, (_, normals) = self.device_of_normals, self._kernels
+        device, (twist, normals) = self.device_of_normals, kernels
         state, left = _read(before)
         pending = _tempered(state[STATE + 1 - left :])
         last = torch.from_numpy(state.view(np.int32)).to(device)
@@ -139,7 +142,7 @@ class Twister(Generator):
         known = len(pending)
         for first in range(0, whole, _AT_ONCE):
             numbers = min(_AT_ONCE, whole - first)
-            self._next(last, words[known : 2 * numbers])
+            _next(twist, last, words[known : 2 * numbers])
             known = 0
             normals(
                 grid=(-(-numbers // (2 * THREADS)), 1, 1),
@@ -149,33 +152,34 @@ class Twister(Generator):
         if whole < count:
             # PyTorch then draws the last 16 again, after as many uniform numbers as there are.
             rest = torch.empty(2 * (count - whole + 16), dtype=torch.int32, device=device)
-            self._next(last, rest)
+            _next(twist, last, rest)
             uniform = _uniform(rest[-32:].cpu().numpy().view(np.uint32)).tolist()
             last_16 = [_normal(uniform[i % 8], uniform[i % 8 + 8], i < 8) for i in range(16)]
         found = int(unsures)
         if found > _MOST_UNSURE:
             return None
-        self._settled(out, unsure[:found])
+        _settle(out, unsure[:found])
         if whole < count:
             out[-16:] = torch.tensor(last_16, dtype=torch.float64).float()
         self.set_state(_written(before, last.cpu().numpy().view(np.uint32)))
         return out
 
-    def _next(self, last: Tensor, words: Tensor) -> None:
-        """Fill `words` with the generator's next, and move its state on."""
-        twist, _ = self._kernels
-        twist(block=(224, 1, 1), args=[last, words, words.numel()])
 
-    def _settled(self, out: Tensor, unsure: Tensor) -> None:
-        """Have the host compute the numbers that are unsure."""
-        if not len(unsure):
-            return
-        host = [
-            _normal(one, other, place % 16 < 8)
-            for place, one, other in ((int(x), one, other) for x, one, other in unsure.tolist())
-        ]
-        places = unsure[:, 0].long()
-        out[places] = torch.tensor(host, dtype=torch.float64).float().to(out.device)
+def _next(twist: Any, last: Tensor, words: Tensor) -> None:
+    """Fill `words` with a generator's next, and move its state on."""
+    twist(block=(224, 1, 1), args=[last, words, words.numel()])
+
+
+def _settle(out: Tensor, unsure: Tensor) -> None:
+    """Have the host compute the numbers that are unsure."""
+    if not len(unsure):
+        return
+    host = [
+        _normal(one, other, place % 16 < 8)
+        for place, one, other in ((int(x), one, other) for x, one, other in unsure.tolist())
+    ]
+    places = unsure[:, 0].long()
+    out[places] = torch.tensor(host, dtype=torch.float64).float().to(out.device)
 
 
 def seeded(
@@ -186,17 +190,13 @@ def seeded(
     where = torch.device(device or "cpu")
     if not on_nvidia(where):
         return Generator().manual_seed(seed)
-    with torch.cuda.device(where):
-        kernels = _compiled(torch.cuda.current_device())
-    if kernels is None:
-        return Generator().manual_seed(seed)
     made = Twister()
-    made.device_of_normals, made.stays, made._kernels = where, stays, kernels
+    made.device_of_normals, made.stays = where, stays
     return made.manual_seed(seed)
 
 
 @functools.cache
-def _compiled(index: int) -> tuple[Any, Any] | None:
+def _compiled(index: int) -> Kernels | None:
     """For the current device, of that index."""
     twist, normals = (compiled(_SOURCE, name) for name in ("twist", "normals"))
     return None if twist is None or normals is None else (twist, normals)
