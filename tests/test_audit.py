@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev import report
+from numdev import jobs, report
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import JOURNAL
 from numdev.kernels import Output, Refused
 from numdev.report import AuditReport, DeviationRow
 from numdev.studies.audit import audit
+from numdev.worst.examine import examine
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
 calls: list[str] = []
@@ -156,6 +157,25 @@ Run = Callable[..., AuditReport]
 
 
 # --- rows ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_looked_at_where_one_is_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that err most are recomputed where one errs twice what is predicted, or is not finite:
+    a report shows no others, as it would show none if all were."""
+    looked: list[str] = []
+
+    def examined(task: Any, *given: Any) -> Any:
+        looked.append(task.kernel)
+        return examine(task, *given)
+
+    monkeypatch.setattr(jobs, "examine", examined)
+    found = run("sdpa-math", own("plain"), own("scaled"), own("returns_nan"))
+    assert set(looked) == {own("scaled"), own("returns_nan")}
+    monkeypatch.setattr(jobs, "remarkable", lambda rows: True)
+    every = run("sdpa-math", own("plain"), own("scaled"), own("returns_nan"))
+    assert {"sdpa-math", own("plain")} <= set(looked)
+    assert found.summary.worst_rows == every.summary.worst_rows
+    assert found.summary.worst_rows
 
 
 def test_every_role_has_its_rows(run: Run) -> None:
