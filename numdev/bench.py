@@ -140,8 +140,9 @@ class Bench:
         self.ref, self._load, self._chosen, self.gradients = ref, load, heads, gradients
         self.sample = sample
         self._at: Prepared | None = None
-        self.last: tuple[str, Output] | None = None
-        """The task measured last, by its key, and what its kernel returned."""
+        self.last: tuple[str, Output, Mapping[str, Tensor] | None] | None = None
+        """The task measured last, by its key, and what its kernel returned; and what it was held to
+        where that is not what its claim predicts."""
         self.along: tuple[str, Mapping[str, Along]] | None = None
         """The same task, and sums by bin of positions, by tensor."""
         self._bins: dict[str, Tensor | None] = {}

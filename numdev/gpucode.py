@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
+from subprocess import CalledProcessError
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +55,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         with torch.cuda.device_of(arguments[0]):
             kernel[grid](*arguments, **options)
     except Exception as error:
-        if not (type(error).__module__.startswith("triton") or "PassManager" in str(error)):
+        of_triton = type(error).__module__.startswith("triton") or "PassManager" in str(error)
+        # It has a C compiler build what starts its kernels.
+        of_compiler = "C compiler" in str(error) or isinstance(error, CalledProcessError)
+        if not (of_triton or of_compiler):
             raise
         first = (str(error).strip() or repr(error)).splitlines()[0]
         raise Refused(f"Triton cannot build it ({first})") from error

@@ -24,11 +24,11 @@ from rowwise_cases import (
 )
 from torch import Tensor
 
-from numdev import comparison, formats, gpucode, rowwise
+from numdev import comparison, formats, gpucode, rowwise, yardstick
 from numdev.checksum import checksums
 from numdev.comparison import compare, compare_precision
 from numdev.errors import Refused
-from numdev.formats import FORMATS, round_to, ulp
+from numdev.formats import FORMATS, Format, round_to, ulp
 from numdev.rowwise import output_sums, yardstick_sums
 from numdev.wasserstein import sorting
 from numdev.yardstick import Yardstick
@@ -131,6 +131,97 @@ def test_what_is_not_finite_goes_step_by_step(
     found = tables(compare(o, y, e))
     assert asked
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def in_torch(r: Tensor, t: Tensor, fmt: Format, **beside: Tensor | None) -> rowwise.YardstickSums:
+    """What the kernel sums of a yardstick, by PyTorch."""
+
+    def squares(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return None if a is None or b is None else (a.double() - b).square().sum(dim=-1)
+
+    unrounded, baseline = beside["unrounded"], beside["baseline"]
+    assert unrounded is not None
+    floor, gap = round_to(r, fmt), (r - unrounded).abs()
+    sums: dict[str, Any] = {
+        "off": squares(floor, r),
+        "moved": squares(r, unrounded),
+        "plain": squares(baseline, r),
+        "cast": squares(baseline, beside["fp32"]),
+        "lower": squares(baseline, beside["lower"]),
+        "plain_from_floor": None if baseline is None else (baseline - floor).abs().amax(dim=-1),
+    }
+    return rowwise.YardstickSums(
+        floor=floor,
+        spacing=ulp(t, fmt),
+        reference=r.square().sum(dim=-1),
+        terms=t.square().sum(dim=-1),
+        unrounded=unrounded.square().sum(dim=-1),
+        moved_absolute=gap.sum(dim=-1),
+        moved_most=gap.amax(dim=-1),
+        **sums,
+    )
+
+
+def test_what_is_known_is_of_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of one pass stand for no smaller part: where a row sees no key or repeats another, or
+    something is not finite, all is as step by step."""
+    monkeypatch.setattr(yardstick, "yardstick_sums", in_torch)
+    y, o, e = made(SHAPE, baseline=True)
+    assert y.known is not None
+    assert y.standard.known is y.known
+    assert y.standard.where(y.seen).known is None
+    empty, repeated = y.empty.clone(), y.reference.clone()
+    empty[1, 1, 5] = True
+    repeated[1, 2, 5] = repeated[0, 2, 5]
+    for other in (
+        changed(y, "baseline_fp32", math.inf),
+        changed(y, "baseline_lower", math.nan),
+        changed(y, "reference", 1e6),  # beyond the format
+        dataclasses.replace(y, empty=empty),
+        dataclasses.replace(y, reference=repeated),
+    ):
+        assert other.known is None
+        pairs = [
+            (compare(o, other, e), compare(o, by_steps(other), e)),
+            (compare_precision(other), compare_precision(by_steps(other))),
+        ]
+        for pair in pairs:
+            found, expected = (tables(one) for one in pair)
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_not_finite_where_no_key_is_seen_settles() -> None:
+    y, _, _ = made(SHAPE, baseline=True)
+    empty = y.empty.clone()
+    empty[0, 1, 2] = True
+    assert changed(dataclasses.replace(y, empty=empty), "baseline", math.nan).settled
+    assert not changed(y, "baseline", math.nan).settled
+
+
+@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("value", [1e-9, 1e6, math.nan])
+@pytest.mark.parametrize("spoiled", ["reference", "baseline"])
+def test_the_yardsticks_own_are_not_sorted_again(name: str, value: float, spoiled: str) -> None:
+    """Its floor and its baseline come to what copies of them do; the floor of another format is
+    none of its own."""
+    y, _, e = made(SHAPE, baseline=True)
+    y = changed(y, spoiled, value)
+    empty = y.empty.clone()
+    empty[1, 1, 5] = True
+    y = dataclasses.replace(y, empty=empty)
+    other = y.for_format(FORMATS[name])
+    assert y.baseline is not None
+    for own in (other.floor, y.floor, y.baseline):
+        found, expected = (tables(compare(x, other, e)) for x in (own, own.clone()))
+        for key in expected:
+            assert alike(found[key], expected[key]), key
+
+
+def test_gaps_of_one_pass_are_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([[0.0, 2.0, 5.0]])
+    expected = sorting.w1_of_sorted(a, b)
+    monkeypatch.setattr(sorting, "gap_sums", sorting._gaps_torch)
+    assert sorting.w1_of_sorted(a, b).tolist() == expected.tolist() == [1.0]
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
@@ -259,6 +350,32 @@ def test_gaps_are_the_same(shape: tuple[int, int]) -> None:
     assert found is not None
     assert bool(found[0].isnan())
     assert int(found.isnan().sum()) == 1
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 1e-39), (torch.float16, 1e-6), (torch.float32, 1e-39)]
+)
+def test_subnormal_numbers_are_read(dtype: torch.dtype, size: float) -> None:
+    """Not as zeros: outputs, baselines and predictions may be no more."""
+    y, _, _ = made(SHAPE, baseline=True)
+    g = torch.Generator().manual_seed(0)
+    small, other = (torch.randn(SHAPE, generator=g, dtype=torch.float64) * size for _ in range(2))
+    x = small.to(dtype)
+    assert bool(x.double().count_nonzero())
+    y = moved(dataclasses.replace(y, reference=other, unrounded=other, baseline=x))
+    given, steps = x.cuda(), by_steps(y)
+    one_pass = comparison._at_once(given, given, y)
+    assert one_pass is not None
+    stepwise = comparison._in_passes(given, given, steps)
+    found, expected = tables(one_pass[0]), tables(stepwise[0])
+    for name in ("absolute", "max_abs", "plain_from_floor", "from_floor"):
+        assert apart(found[name], expected[name]) <= REORDERED, name
+    flat = x.flatten()[None]
+    sums = rowwise.gap_sums(flat.cuda(), torch.zeros_like(flat).cuda())
+    assert sums is not None
+    assert apart(sums.cpu(), flat.double().abs().sum(dim=1)) <= REORDERED
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def model_of_normals(*, grid: Sequence[int], block: Sequence[int], args: Sequenc
     for place in range(count):
         at = place // 16 * 16 + place % 8
         out[place] = twister._normal(uniform[at], uniform[at + 8], place % 16 < 8)
-        if place % 101 == 7:
+        if place % 101 == 8:  # in both halves of 16, and their ends
             out[place] += 1.0
             if (k := int(unsures)) < most:
                 row = [first + place, uniform[at], uniform[at + 8]]
@@ -89,6 +90,28 @@ def test_too_many_that_are_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twister, "_MOST_UNSURE", 3)
     made = modelled(1)
     assert made._drawn(4096, made.get_state().numpy(), MODELS) is None
+
+
+@pytest.mark.parametrize("why", ["few", "state", "unsure", "memory"])
+def test_the_host_draws_what_a_gpu_cannot(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few numbers, of a state that is laid out otherwise, of which too many are unsure, or without
+    memory: the same, and so is what follows."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(twister, "FEWEST", 2000 if why == "few" else 1000)
+    monkeypatch.setattr(twister, "_BYTES", 5000 if why == "state" else twister._BYTES)
+    monkeypatch.setattr(twister, "_MOST_UNSURE", 3)
+    plain, made = Generator().manual_seed(9), modelled(9)
+
+    def refused(**given: Any) -> None:
+        assert why == "memory"
+        raise torch.OutOfMemoryError
+
+    kernels = MODELS if why == "unsure" else (model_of_twist, refused)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(twister, "_compiled", lambda index: kernels)
+    for count in (1000, 1007):
+        assert torch.equal(made.randn((count,)), on_host(count, plain))
+    assert torch.equal(torch.rand(3, generator=made), torch.rand(3, generator=plain))
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta", CPU])

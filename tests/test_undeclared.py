@@ -19,6 +19,7 @@ from torch import Tensor
 
 from numdev.bench import Bench
 from numdev.checkcases import CheckSource
+from numdev.execute import Task
 from numdev.expectation import emulated_step
 from numdev.explaining import undeclared
 from numdev.gating.rules import default_rules
@@ -27,9 +28,11 @@ from numdev.kernels.emulated_training import attend
 from numdev.kernels.reference import gradients
 from numdev.kernels.sites import recipe
 from numdev.kernels.written import WAYS
+from numdev.measuring import run_task
 from numdev.report import DeviationRow
 from numdev.system import System
 from numdev.testing import CheckFailed, check_attention
+from numdev.worst.examine import examine
 
 HERE = System.here("cpu")
 FEW = ("causal", "grouped", "large-logits", "tied-maxima")
@@ -215,6 +218,21 @@ def test_only_elements_explain() -> None:
     assert found(-1.0) is None
     assert found(4.0) is None
     assert found(0.0) is None
+
+
+def test_worst_rows_are_held_to_the_way_too() -> None:
+    """A kernel's worst row is as far off where it is named as in the kernel's own rows."""
+    (located,) = CheckSource(["large-logits"], [0], "cpu", gradients=True).cases
+    bench = Bench(located.ref, located.load, gradients=True)
+    kernel = Kernel(name="mine", function=eager)
+    task = Task(case=bench.ref, role="kernel", kernel="mine", format="bfloat16", gradients=True)
+    rows = run_task(task, kernel, bench, HERE)
+    assert claims(rows) == {"as eager rounds"}
+    named = examine(task, kernel, bench, HERE)
+    for tensor in ("out", "dq", "dk", "dv"):
+        largest = max(r.worst_row or 0.0 for r in rows if r.tensor == tensor)
+        found = max(w.ratio or 0.0 for w in named if w.tensor == tensor)
+        assert found == pytest.approx(largest, rel=1e-9), tensor
 
 
 def test_the_limits_are_those_of_the_rules() -> None:

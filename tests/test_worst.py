@@ -19,9 +19,9 @@ from numdev.errors import UsageError
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
 from numdev.render import html, terminal
-from numdev.report import AuditReport, AuditSummary, Provenance, WorstRow
+from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, WorstRow
 from numdev.worst import rows as worst
-from numdev.worst.examine import NOTABLE, SHOWN, most
+from numdev.worst.examine import NOTABLE, SHOWN, most, remarkable
 from numdev.worst.rows import worst_rows
 from numdev.worst.special import LEAST, NOTHING, Usual
 
@@ -457,6 +457,26 @@ def test_the_worst_rows_are_shown() -> None:
     assert most([kept(5), limit, large, lost]) == (lost, large, limit)
     assert most([large, large.model_copy(update={"kernel": "same"})]) == (large,)
     assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
+
+
+@pytest.mark.parametrize(
+    ("changes", "looked_for"),
+    [
+        ({"worst_row": NOTABLE}, True),
+        ({"worst_row": NOTABLE * (1 - 1e-12)}, True),
+        ({"worst_row": NOTABLE * 0.99}, False),
+        ({"worst_row": None}, True),
+        ({"nonfinite": 1}, True),
+        ({"tensor": "lse", "worst_row": None}, False),
+        ({"status": "skipped", "worst_row": None}, False),
+    ],
+)
+def test_worst_rows_are_looked_for_where_one_may_be_shown(
+    changes: dict[str, Any], looked_for: bool
+) -> None:
+    sound = {"status": "ok", "tensor": "out", "worst_row": 1.0, "nonfinite": 0}
+    there: Any = sound | changes
+    assert remarkable([DeviationRow.model_construct(**there)]) is looked_for
 
 
 # --- shown ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The normals of PyTorch's CPU generator, drawn on an NVIDIA GPU: the same numbers, 100 x sooner.
+"""PyTorch's CPU normals, drawn on an NVIDIA GPU: the same numbers, thirty times sooner.
 
 On a CPU, `torch.randn` in fp64 takes two outputs of a Mersenne Twister (Matsumoto and Nishimura
 1998) for each uniform number u = (w_1 2^32 + w_2 mod 2^53) 2^-53, and makes 16 of these into 16

@@ -25,11 +25,11 @@ NEARLY = NOTABLE * (1 - 1e-9)
 
 
 def examine(task: Task, kernel: Kernel, bench: Bench, system: System) -> list[WorstRow]:
-    """The worst rows of each tensor of the task that was measured last on this bench; none where
-    it returned nothing."""
+    """The worst rows of each tensor of the task that was measured last on this bench, beside what
+    its rows were held to; none where it returned nothing."""
     if bench.last is None or bench.last[0] != task.key:
         return []
-    prepared, output = bench.at(task.format), bench.last[1]
+    prepared, (_, output, held_to) = bench.at(task.format), bench.last
     found: list[WorstRow] = []
     try:
         claim = kernel.claims(prepared.case, output, system)
@@ -38,6 +38,8 @@ def examine(task: Task, kernel: Kernel, bench: Bench, system: System) -> list[Wo
             x = getattr(output, tensor)
             known = unexpected(claim, prepared.case.format, fmt) is None
             known = known and tensor in prepared.by_row
+            if known and held_to is None:
+                held_to = prepared.predicted(returning(claim, prepared.case, formats))
             heads = bench.heads_of(tensor)
             if tensor in KV_TENSORS and len(bench.heads) != prepared.case.heads:
                 continue  # what a key receives comes from query heads that are not measured
@@ -46,9 +48,7 @@ def examine(task: Task, kernel: Kernel, bench: Bench, system: System) -> list[Wo
                 bench.select(x, tensor),
                 prepared.yardsticks[tensor].for_format(fmt),
                 heads,
-                predicted=prepared.predicted(returning(claim, prepared.case, formats))[tensor]
-                if known
-                else None,
+                predicted=held_to[tensor] if known and held_to is not None else None,
                 tensor=tensor,
                 lse=prepared.lse if tensor in KV_TENSORS else None,
                 rows=bench.rows_of(tensor),
