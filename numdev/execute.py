@@ -198,7 +198,8 @@ def _encoded(line: Mapping[str, Any]) -> str:
         text = to_json(line, inf_nan_mode="constants")
         if text.isascii() and b"NaN" not in text and b"Infinity" not in text:
             return text.decode()
-    return json.dumps(line, separators=(",", ":"), allow_nan=False)  # five times as slow
+    # Five times as slow.
+    return json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
 
 
 def _never_began(path: Path) -> bool:

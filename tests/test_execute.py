@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from numdev.cases import CaseRef
 from numdev.errors import UsageError
@@ -182,15 +183,24 @@ def test_what_is_finished_is_on_disk_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_written_is_read(value: Any, tmp_path: Path) -> None:
-    """Whatever a row holds, in one line of ASCII."""
+    """Whatever a row holds, as plain data or as a report's model, in one line of ASCII."""
+    given = {"value": value}
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.add("first", [{"value": value}])
+        journal.add("plain", [given])
+        journal.add("model", [Holding(**given)])
+        assert list(journal.rows()) == [given, given]
     text = (tmp_path / JOURNAL).read_text(encoding="ascii")
-    assert len(text.splitlines()) == 2
+    assert len(text.splitlines()) == 3
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.visit("first")
-        (row,) = journal.rows()
-    assert repr(row["value"]) == repr(value)
+        for key in ("plain", "model"):
+            journal.visit(key)
+        assert [repr(row) for row in journal.rows()] == [repr(given)] * 2
+
+
+class Holding(BaseModel):
+    """A model of a report, as far as the journal is concerned."""
+
+    value: Any
 
 
 # --- refusing ------------------------------------------------------------------------------------
