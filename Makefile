@@ -23,7 +23,7 @@ gate: $(SETUP)
 	$(BIN)/python scripts/own_gate.py
 
 test: $(SETUP) gate
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python scripts/run_tests.py
 
 check: $(SETUP)
 	$(BIN)/ruff check .
