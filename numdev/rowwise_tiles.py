@@ -1,8 +1,9 @@
-"""The Triton kernels of `numdev.rowwise`. Imported only where they run: this module needs Triton.
+"""The Triton kernels of `numdev.rowwise`, and those that round numbers (`numdev.formats`) and sum
+bits (`numdev.checksum`). Imported only where they run: this module needs Triton.
 
-Tensors are [heads, rows, width], contiguous, heads being batch entries times heads and the first
-axis of the grid. A program takes CHUNK rows of a head, the grid's second axis, BLOCK of them at a
-time. TABLE is [columns, heads, rows].
+Where nothing else is said tensors are [heads, rows, width], contiguous, heads being batch entries
+times heads and the first axis of the grid. A program takes CHUNK rows of a head, the grid's second
+axis, BLOCK of them at a time. TABLE is [columns, heads, rows].
 """
 
 from __future__ import annotations
