@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from fused_bounds import bounds, shares
 from gradient_oracle import step
-from interpreted import index_arrays_of_one_element, multiply_bfloat16
+from interpreted import multiply_bfloat16, prepare
 from oracles import FEATURES
 from triton.runtime.interpreter import TensorHandle
 
@@ -343,7 +343,7 @@ def narrow() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    index_arrays_of_one_element()
+    prepare()
     multiply_bfloat16()
     torch.set_num_threads(1)
     torch.manual_seed(0)

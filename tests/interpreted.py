@@ -6,7 +6,9 @@ own and prints what came out as JSON; the tests assert. Nothing here imports tri
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -17,6 +19,41 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+
+
+def prepare() -> None:
+    """What every script does first: the interpreter as numpy 2.4 can take it, and quicker."""
+    index_arrays_of_one_element()
+    look_builtins_up_once()
+    let_integers_wrap()
+
+
+def let_integers_wrap() -> None:
+    """As they do on a GPU. Triton 3.6 computes every sum of integers again in 64 bits, to complain;
+    what is wrong for that reason is seen in what comes out."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def look_builtins_up_once() -> None:
+    """Triton 3.6 goes through all of its language at every call of every function, a third of the
+    time that small kernels take: what is builtin there does not change."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    found: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            members = inspect.getmembers(package)
+            found[package] = [(name, x) for name, x in members if is_builtin(x)]
+        for name, member in found[package]:
+            if getattr(package, name) is not member:  # within a call all of them are patched
+                return
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
 
 
 def index_arrays_of_one_element() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from interpreted import index_arrays_of_one_element
+from interpreted import prepare
 from torch import Tensor
 
 from numdev import checksum, comparison, formats, rowwise, yardstick
@@ -212,7 +212,7 @@ def of_all_kinds() -> Iterator[Tensor]:
 
 
 def main() -> None:
-    index_arrays_of_one_element()
+    prepare()
     comparison.output_sums = rowwise.compute_output
     comparison.plain_sums = rowwise.compute_plain
     yardstick.yardstick_sums = lambda r, t, f, **beside: rowwise.compute_yardstick(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -413,9 +414,9 @@ def test_nothing_in_common() -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_ten_thousand_rows_in_half_a_second(same: bool) -> None:
-    """The comparison itself, on a machine that does nothing else; twice that is left for one that
-    does. With other inputs heads are held to their scatter too, which costs half as much again."""
+def test_ten_thousand_rows_are_compared_at_once(same: bool) -> None:
+    """In twice the time that one of the two takes to be written as JSON (half a second), and with
+    other inputs, when heads are held to their scatter too, in three times; twice that is left."""
     draw = random.Random(0)
     places: list[dict[str, Any]] = [
         {"layer": layer, "module": f"m{layer}", "tensor": tensor, "kernel": kernel}
@@ -433,10 +434,12 @@ def test_ten_thousand_rows_in_half_a_second(same: bool) -> None:
         return (*measured, *floors)
 
     a, b = audit(*rows()), audit(*rows())
-    seconds = []
+    written, seconds = [], []
     for _ in range(3):
         start = time.process_time()
+        json.dumps([row.model_dump(mode="json") for row in a.rows])
+        written.append(time.process_time() - start)
         seen = compared(a, b)
-        seconds.append(time.process_time() - start)
+        seconds.append(time.process_time() - start - written[-1])
     assert sum(g.pairs for g in seen.groups) == 10_000
-    assert min(seconds) < (1.0 if same else 1.5)
+    assert min(seconds) < (4 if same else 6) * min(written)

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 import torch
-from interpreted import index_arrays_of_one_element
+from interpreted import prepare
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
@@ -23,7 +23,7 @@ TILES = {"block_q": 16, "block_kv": 16}
 
 
 def main() -> None:
-    index_arrays_of_one_element()
+    prepare()
     made = torch.Generator().manual_seed(0)
     q, k, v, dO = (torch.randn(1, h, 20, 16, generator=made).half() for h in (2, 1, 1, 2))
     case = AttentionCase(

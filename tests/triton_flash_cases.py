@@ -29,7 +29,7 @@ import sys
 import torch
 import triton
 import triton.language as tl
-from interpreted import index_arrays_of_one_element
+from interpreted import prepare
 
 from numdev.cases import AttentionCase, CaseRef, additive, visible
 from numdev.expectation import emulated_step
@@ -439,7 +439,7 @@ def tied(dtype=HALF):
 
 
 def main() -> None:
-    index_arrays_of_one_element()
+    prepare()
     torch.set_num_threads(1)
     sections = (
         accuracy, positions, ranges, options, guarded, shifts, stabilised, unshifted, tied,

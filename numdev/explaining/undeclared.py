@@ -120,12 +120,13 @@ def likeness(
     given = {n: bench.select(getattr(output, n), n) for n in formats if n in prepared.by_row}
     if any(unpredictable(FA2, prepared.case.format, formats[n]) for n in given):
         return None
+    residuals = {n: _residuals(x, prepared, n) for n, x in given.items()}
     best: Likeness | None = None
     for words, made in _ways(formats, prepared, system):
         expected = _tried(made)
         if expected is None:
             continue
-        left = {n: _residual(x, expected[n], prepared, n) for n, x in given.items()}
+        left = {n: residual(expected[n]) for n, residual in residuals.items()}
         together = math.sqrt(sum(x * x for x in left.values()) / len(left))
         explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in tensors)
         if explains and (best is None or together < best.residual):
@@ -160,15 +161,18 @@ def _tried(made: Callable[[], Step | None]) -> Step | None:
         return None
 
 
-def _residual(x: Tensor, expected: Tensor, prepared: Prepared, tensor: str) -> float:
-    """|x - way| / |x - r|, rows counting alike; of what has no error 0, or infinity if the way
-    errs."""
-    y = prepared.yardsticks[tensor]
+def _residuals(x: Tensor, prepared: Prepared, tensor: str) -> Callable[[Tensor], float]:
+    """Of what is expected: |x - way| / |x - r|, rows counting alike; where x has no error 0, or
+    infinity if the way errs."""
+    y, wide = prepared.yardsticks[tensor], x.double()
     weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
-    error = weighed(x.double() - y.reference, weight)
-    size = float(error.norm())
-    left = float(weighed(x.double() - expected.double(), weight).norm())
-    return left / size if size else (math.inf if left else 0.0)
+    size = float(weighed(wide - y.reference, weight).norm())
+
+    def residual(expected: Tensor) -> float:
+        left = float(weighed(wide - expected.double(), weight).norm())
+        return left / size if size else (math.inf if left else 0.0)
+
+    return residual
 
 
 def _ways(

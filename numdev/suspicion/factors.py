@@ -8,7 +8,6 @@ accuses is said in `numdev.suspicion.search`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,10 @@ from numdev.suspicion.probe import Alternative, Probe
 
 LEAST_ROWS = 8
 """Rows it takes to estimate a factor on one half and judge it on the other."""
+LESS, ALONG = 0.5, 0.1
+"""The grid's best point must leave less than the first of the residual of what was asked, or the
+second part of its square must lie along the slope: next to a right factor nearly all does, of
+another mistake hardly anything."""
 
 
 def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
@@ -50,7 +53,7 @@ def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
 
 
 def _scaled(p: Probe, factor: float) -> Reference:
-    return p.answer(dataclasses.replace(p.case, scale=p.case.scale * factor))
+    return p.scaled(factor)
 
 
 def _multiplied(p: Probe, factor: float) -> Reference:
@@ -67,7 +70,8 @@ def _out_factor(p: Probe, fit: Tensor) -> float | None:
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
     """The factor of the scale that leaves the least residual: a coarse grid, a golden-section
-    search around its best point, and three Gauss-Newton steps."""
+    search around its best point, and three Gauss-Newton steps. None where no factor nearby would
+    leave much less."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None
@@ -81,13 +85,23 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
         return float(error(logarithm).norm())
 
     step = 0.5 * math.log(2)
+
+    def slope(at: float, here: Tensor) -> tuple[float, float]:
+        """The product of the residual `here` with its derivative, and the latter squared."""
+        rise = (error(at + 1e-5) - here) / 1e-5
+        return float((rise * here).sum()), float((rise * rise).sum())
+
     best = min((i * step for i in range(-10, 11)), key=residual)
+    here = error(best)
+    left = float(here.norm())
+    if left >= LESS * residual(0.0):
+        along, size = slope(best, here)
+        if along**2 < ALONG * size * left**2:
+            return None
     at = _golden(residual, best - step, best + step)
     for _ in range(3):
-        here = error(at)
-        slope = (error(at + 1e-5) - here) / 1e-5
-        size = float((slope * slope).sum())
-        move = -float((slope * here).sum()) / size if size > 0 else 0.0
+        along, size = slope(at, error(at))
+        move = -along / size if size > 0 else 0.0
         if abs(move) > step or residual(at + move) > residual(at):
             break
         at += move

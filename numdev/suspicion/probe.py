@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,8 +100,19 @@ class Probe:
 
     def answer(self, case: AttentionCase) -> Reference:
         """The fp64 reference of a variant of the case, at the probe's elements."""
-        parts = [attend(self.part(case, rows)) for rows in self.blocks]
+        return self._joined([attend(self.part(case, rows)) for rows in self.blocks])
 
+    def scaled(self, factor: float) -> Reference:
+        """The same of the case with `factor` times its scale."""
+        scale = self.case.scale * factor
+        return self._joined([attend(dataclasses.replace(x, scale=scale)) for x in self._parts])
+
+    @cached_property
+    def _parts(self) -> list[AttentionCase]:
+        return [self.part(self.case, rows) for rows in self.blocks]
+
+    @staticmethod
+    def _joined(parts: Sequence[Reference]) -> Reference:
         def joined(name: str) -> Tensor:
             return torch.cat([getattr(part, name) for part in parts], dim=2)
 
@@ -114,7 +125,7 @@ class Probe:
 
     @cached_property
     def exact(self) -> Reference:
-        return self.answer(self.case)
+        return self.scaled(1.0)
 
     @cached_property
     def usable(self) -> Tensor:
