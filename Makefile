@@ -39,7 +39,7 @@ OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
 
 MODEL_TESTS := $(addprefix tests/test_,capture.py capture_more.py mha.py arguments.py audit_models.py checkpoint.py prompts.py)
 oldest: .oldest/.installed
-	PYTHONPATH=.oldest $(BIN)/python -m pytest -m "not gpu" $(MODEL_TESTS)
+	PYTHONPATH=.oldest $(BIN)/python scripts/run_tests.py $(MODEL_TESTS)
 
 clean:
 	rm -rf .venv .oldest

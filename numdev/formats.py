@@ -28,6 +28,7 @@ formats, and where an algorithm rounds (`kernels.emulated`) are not this module'
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -103,12 +104,17 @@ class Format:
 
     def contains(self, other: Format) -> bool:
         """Whether every value of `other`, infinities included, is a value of this format."""
-        return (
-            self.precision >= other.precision
-            and self.largest >= other.largest
-            and self.smallest_subnormal <= other.smallest_subnormal
-            and self.has_infinity >= other.has_infinity
-        )
+        return _contains(self, other)
+
+
+@functools.lru_cache(maxsize=1024)
+def _contains(format: Format, other: Format) -> bool:
+    return (
+        format.precision >= other.precision
+        and format.largest >= other.largest
+        and format.smallest_subnormal <= other.smallest_subnormal
+        and format.has_infinity >= other.has_infinity
+    )
 
 
 # float8_e4m3fn: bias 7 as an IEEE format of that shape would have, but the top exponent is used
@@ -161,6 +167,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
+_BY_DTYPE: Mapping[torch.dtype, Format] = {dtype: FORMATS[name] for name, dtype in _DTYPES.items()}
 
 
 def format_named(name: str) -> Format:
@@ -207,9 +214,9 @@ def next_lower(format: Format) -> Format | None:
 
 def format_of(dtype: torch.dtype) -> Format:
     """The format of a torch dtype's values; `UsageError` where the catalogue has none."""
-    for name, known in _DTYPES.items():
-        if known == dtype:
-            return FORMATS[name]
+    known = _BY_DTYPE.get(dtype)
+    if known is not None:
+        return known
     raise UsageError(
         f"{dtype} is not a floating-point format numdev knows",
         hint=f"known dtypes: {', '.join(str(known) for known in _DTYPES.values())}",
