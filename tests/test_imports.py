@@ -1436,43 +1436,42 @@ def test_only_the_edge_imports_studies() -> None:
     assert {name for name in users if not name.startswith("commands.")} <= {"api", "testing"}
 
 
+WITHOUT_TENSORS = {
+    "answer", "bounds", "checkwords", "claim", "comparing", "commands.compare", "commands.gate",
+    "commands.report", "config", "diagnosis.report", "diagnosis.words", "explaining.words",
+    "findings", "gate", "gating", "places", "profiles.summary", "render", "report", "rowparts",
+    "schema", "studies.compare", "summary", "training.config", "training.curves",
+    "training.report", "training.spikes", "training.words", "weights.report", "worst.special",
+    "yamlfile",
+}  # fmt: skip
+"""Modules and packages that render, judge or are read: they and all they use do without torch."""
+
+
+def uses_torch(source: str) -> bool:
+    """Whether the source imports torch when it is imported itself."""
+    for node in _run_at_import(ast.parse(source)):
+        names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+        names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        if any(name.partition(".")[0] == "torch" for name in names):
+            return True
+    return False
+
+
 def test_what_renders_or_decides_touches_no_tensor() -> None:
-    """Whatever the report, the renderers and the gate import, near or far, is not torch's side."""
-    tensors = {"arguments", "bench", "calls", "capturing", "cases", "checkpoint", "deviation"}
-    tensors |= {"execute", "formats", "inputs", "kernels", "prompts", "sources", "watch"}
-    tensors |= {"constructed", "exact", "hazards", "layouts", "masks", "regimes", "wasserstein"}
-    light = {"report", "answer", "rules", "verdict", "gate", "wording", "findings"}
-    light |= {"checkwords", "diagnosereport", "render.bounds"}
-    light |= {"claim", "comparable", "compare", "comparereport", "comparewords", "movement"}
-    light |= {"pairing", "presence", "render.compare", "studies.compare"}
-    light |= {"fitting", "render.standing", "rowparts", "columns", "wholeness"}
-    light |= {
-        "boundsreport",
-        "saturation",
-        "bounds",
-        "boundsfigures",
-        "proxies",
-        "boundswords",
-    }
-    light |= {
-        "profiles",
-        "render.along",
-        "render.chart",
-        "render.html",
-        "render.parts",
-        "render.terminal",
-        "render.verdicts",
-        "explanations",
-    }
-    light |= {"render.train", "trainreport", "traincurves", "trainwords", "trainspikes"}
-    light |= {"render.github", "render.junit", "render.problems"}
-    for name in ALLOWED.keys() & light:
+    """Whatever they import, near or far, also inside functions, is not torch's side."""
+    known = modules()
+    tensors = {name for name, path in known.items() if uses_torch(path.read_text(encoding="utf-8"))}
+    assert {"cases", "formats", "bench", "kernels", "capturing.run"} <= tensors
+    light = {n for n in known if {n, n.partition(".")[0]} & WITHOUT_TENSORS}
+    assert {n for n in WITHOUT_TENSORS if n not in known} == set()
+    assert len(light) > 70
+    for name in light:
         reached, todo = set[str](), {name}
         while todo:
             reached |= todo
             # What `numdev` itself names is imported when it is asked for, and here nobody does.
             todo = {x for m in todo - {"numdev"} for x in ALLOWED[m]} - reached
-        assert not reached & tensors, name
+        assert reached & tensors == set(), name
 
 
 # --- without the heavy packages ------------------------------------------------------------------
