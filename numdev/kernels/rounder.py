@@ -14,6 +14,8 @@ from numdev.formats import Format, RoundingMode, format_of, round_to
 from numdev.kernels import Refused
 from numdev.kernels.sites import SITES, Recipe
 
+Step = Callable[[Tensor], Tensor]
+
 
 class Rounder:
     """`r(site, x)`: x rounded to the format the recipe gives the site. May return x itself.
@@ -36,14 +38,19 @@ class Rounder:
         if generator is None and draws:
             generator = torch.Generator(device).manual_seed(made.seed)
         self.generator = generator
-        self.steps: dict[str, Callable[[Tensor], Tensor] | None] = {}
+        self.steps: dict[str, Step | None] = {}
+        steps: dict[Format | None, Step | None] = {}  # sites are many, their formats few
         for site in SITES.values():
             fmt = made.format_at(site.name, case.format)
-            if fmt is not None and not here.contains(fmt):
-                raise Refused(f"computing in {here.name} cannot round {site.name} to {fmt.name}")
+            if fmt not in steps:
+                if fmt is not None and not here.contains(fmt):
+                    raise Refused(
+                        f"computing in {here.name} cannot round {site.name} to {fmt.name}"
+                    )
+                steps[fmt] = rounding(fmt, dtype, made.rounding, generator)
             if fmt is not None and site.may_hide and not fmt.has_infinity:
                 raise Refused(f"{site.name} must hold -inf, which {fmt.name} does not have")
-            self.steps[site.name] = rounding(fmt, dtype, made.rounding, generator)
+            self.steps[site.name] = steps[fmt]
 
     def __call__(self, site: str, x: Tensor) -> Tensor:
         step = self.steps[site]
@@ -61,7 +68,7 @@ class Rounder:
 
 def rounding(
     fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator | None
-) -> Callable[[Tensor], Tensor] | None:
+) -> Step | None:
     """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
 
     Where torch's own cast rounds once, to nearest, it is `round_to` at a tenth of the cost: from
