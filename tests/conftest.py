@@ -23,8 +23,9 @@ def one_thread() -> Iterator[None]:
 def ctrl_c_reaches_what_is_started() -> Iterator[None]:
     """Some tests send it to commands they start, and a shell that runs tests in the background has
     it ignored in all of them."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
