@@ -17,6 +17,7 @@ one forward reference of all queries; for them there is neither baseline nor pre
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from torch import Tensor
 from numdev import deviation
 from numdev.attempt import Failure, attempt
 from numdev.cases import AttentionCase, CaseRef, empty_rows
-from numdev.comparison import Along
+from numdev.comparison import Along, widened
 from numdev.deviation import Yardstick
 from numdev.expectation import emulated_step, emulation
 from numdev.finiteness import inputs_finite
@@ -216,8 +217,10 @@ class Bench:
         side = "keys" if tensor in KV_TENSORS else "queries"
         if side not in self._bins:
             rows, length = self.rows_of(tensor), self.length_of(tensor)
-            every = torch.arange(length, device=self.case.q.device)
-            self._bins[side] = membership(length, every if rows is None else rows)
+            if rows is None:
+                self._bins[side] = _bins_of_all(length, self.case.q.device)
+            else:
+                self._bins[side] = membership(length, rows)
         return self._bins[side]
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
@@ -356,6 +359,12 @@ class Bench:
         return None if isinstance(found, Failure) else self.select(found.out)
 
 
+@functools.lru_cache(maxsize=4)
+def _bins_of_all(length: int, device: torch.device) -> Tensor | None:
+    """`membership` of all rows of a call: the same for every layer."""
+    return membership(length, torch.arange(length, device=device))
+
+
 def _stored_as(case: AttentionCase, other: AttentionCase) -> AttentionCase:
     """`case` with the values of another's q, k and v in its own dtype, which holds them."""
     q, k, v = (x.to(case.q.dtype) for x in (other.q, other.k, other.v))
@@ -371,7 +380,9 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
     rounding to 16 bits for scores of usual size, and all there is where they reach 1e4.
     """
     u = FORMATS["float32"].unit_roundoff * math.sqrt(case.q.shape[-1]) / 3 * abs(case.scale)
-    q, k = (x.double().norm(dim=-1) for x in (case.q, case.k))
+    q, k = (
+        torch.linalg.vector_norm(widened(x), dim=-1, dtype=torch.float64) for x in (case.q, case.k)
+    )
     largest_k = k.amax(dim=-1, keepdim=True).repeat_interleave(case.group, dim=1)
     largest_q = q.unflatten(1, (case.kv_heads, case.group)).amax(dim=(2, 3))
     return u * q * largest_k, u * k * largest_q[..., None]
