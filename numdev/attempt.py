@@ -18,6 +18,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import Kernel, Output
 from numdev.layouts import strided_as
+from numdev.meanwhile import wait
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def attempt(
         with torch.set_grad_enabled(gradients):
             output = run(copied(case), **options)
         if case.q.is_cuda:
-            torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
+            wait()  # a fault of this kernel comes out here, not in the next one
         return output
     except Refused as refusal:
         return Failure("skipped", refusal.message)

@@ -15,8 +15,10 @@ once; the metrics themselves are computed on the host.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,6 @@ from torch import Tensor
 from numdev.bias import bias
 from numdev.comparison import (
     Along,
-    Comparison,
     Totals,
     compare,
     compare_plain,
@@ -33,17 +34,20 @@ from numdev.comparison import (
     row_ratios,
     typical_row,
 )
+from numdev.formats import Format
 from numdev.intervals import intervals, of_sums
 from numdev.yardstick import Yardstick, finite
 
 __all__ = [
+    "Measured",
     "Metrics",
     "Yardstick",
     "finite",
     "measure",
-    "measure_along",
     "measure_plain",
-    "measure_precision",
+    "measured",
+    "measured_plain",
+    "measured_precision",
     "row_ratios",
     "typical_row",
 ]
@@ -62,6 +66,40 @@ Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What an output came to, on the host: metrics to be made of it when they are wanted."""
+
+    totals: Totals
+    of: int | None
+    """Where the rows are a sample, of how many they are."""
+    format: Format | None = None
+    """Of the yardstick; None where there was none, but distances alone."""
+    lower: Format | None = None
+    """The yardstick's next lower format, where its baseline was run in that."""
+
+    @property
+    def along(self) -> Along:
+        """Some of the sums by bin of positions (`comparison.ALONG`), where there were bins."""
+        return self.totals.along
+
+    @functools.cached_property
+    def metrics(self) -> list[Metrics]:
+        """One dict per head."""
+        found = self.totals
+        with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
+            columns = of_sums(found.sums) | _common(found)
+            if self.format is not None:
+                columns |= _beside(found, self.format)
+        metrics = _per_head(columns)
+        if self.format is not None:
+            for head, own in zip(metrics, bias(*found.signed), strict=True):
+                head.update(own)
+                if self.lower is not None:
+                    head["lower_format"] = self.lower.name
+        return _finished(metrics, found, self.of)
+
+
 def measure(
     output: Tensor, yardstick: Yardstick, expected: Tensor | None = None, *, of: int | None = None
 ) -> list[Metrics]:
@@ -71,34 +109,31 @@ def measure(
     it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
     position, of how many; then `interval` holds the intervals of some metrics.
     """
-    return measure_along(output, yardstick, expected, of=of)[0]
+    return measured(output, yardstick, expected, of=of).metrics
 
 
-def measure_along(
+def measured(
     output: Tensor,
     yardstick: Yardstick,
     expected: Tensor | None = None,
     *,
     of: int | None = None,
     bins: Tensor | None = None,
-) -> tuple[list[Metrics], Along]:
-    """As `measure`, and some of the sums by bin of positions (`comparison.ALONG`): `bins` says
-    which row is in which, fp64 [rows, bins] of 0 and 1; nothing without it."""
-    found = compare(output, yardstick, expected).on_host(bins)
-    with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
-        columns = of_sums(found.sums) | _common(found) | _beside(found, yardstick)
-    metrics = _per_head(columns)
-    for head, own in zip(metrics, bias(*found.signed), strict=True):
-        head.update(own)
-        if yardstick.lower is not None:
-            head["lower_format"] = yardstick.lower.name
-    return _finished(metrics, found, of), found.along
+) -> Measured:
+    """As `measure`, and by bin of positions: `bins` says which row is in which, fp64 [rows, bins]
+    of 0 and 1."""
+    return Measured(
+        totals=compare(output, yardstick, expected).on_host(bins),
+        of=of,
+        format=yardstick.format,
+        lower=yardstick.lower,
+    )
 
 
-def measure_precision(yardstick: Yardstick, *, of: int | None = None) -> list[Metrics]:
+def measured_precision(yardstick: Yardstick, *, of: int | None = None) -> Measured:
     """What rounding the inputs costs: distances between the references of rounded and of unrounded
     ones. `of` as in `measure`."""
-    return _plain(compare_precision(yardstick), of)
+    return Measured(totals=compare_precision(yardstick).on_host(), of=of)
 
 
 def measure_plain(
@@ -108,14 +143,14 @@ def measure_plain(
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
     """
-    return _plain(compare_plain(output, reference, empty), of)
+    return measured_plain(output, reference, empty, of=of).metrics
 
 
-def _plain(distances: Comparison, of: int | None) -> list[Metrics]:
-    found = distances.on_host()
-    with np.errstate(all="ignore"):
-        columns = of_sums(found.sums) | _common(found)
-    return _finished(_per_head(columns), found, of)
+def measured_plain(
+    output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
+) -> Measured:
+    """As `measure_plain`."""
+    return Measured(totals=compare_plain(output, reference, empty).on_host(), of=of)
 
 
 def _common(found: Totals) -> dict[str, Column]:
@@ -133,10 +168,10 @@ def _common(found: Totals) -> dict[str, Column]:
     }
 
 
-def _beside(found: Totals, y: Yardstick) -> dict[str, Column]:
+def _beside(found: Totals, fmt: Format) -> dict[str, Column]:
     """What needs the floor's format, the baseline, the precision deviation, or a prediction."""
     sums, largest, transport = found.sums, found.largest, found.transport
-    u = y.format.unit_roundoff
+    u = fmt.unit_roundoff
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
         "lost": np.sqrt(sums["reference"]) <= u * np.sqrt(sums["terms"]),

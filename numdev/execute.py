@@ -3,8 +3,9 @@
 A task is plain data: which case, which kernel with which options, which format, which seed. Its key
 is a hash of that data, and its rows depend on nothing else. The journal (`rows.jsonl`) is a header
 that names the request and the environment, then one line for each finished task; killed at any
-moment, it loses at most the line being written. The same request in the same environment continues
-where it stopped; anything else is refused.
+moment, it loses at most the line being written, and where a GPU was at work the few that were put
+off (`numdev.meanwhile`). The same request in the same environment continues where it stopped;
+anything else is refused.
 """
 
 from __future__ import annotations

@@ -14,14 +14,13 @@ from typing import Any
 from numdev.attempt import Failure, attempt
 from numdev.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
-from numdev.execute import Task
+from numdev.execute import Row, Task
 from numdev.explaining.rows import explain
 from numdev.formats import Format
 from numdev.kernels import Kernel
 from numdev.measuring import Runner, bare_row, run_task
 from numdev.profiles.rows import profile
 from numdev.records import case_record
-from numdev.report import DeviationRow
 from numdev.sampling import Sample
 from numdev.sources import Located
 from numdev.stopwatch import Stopwatch
@@ -92,7 +91,7 @@ class Entry:
 
     key: str
     kind: str = "row"
-    rows: Sequence[dict[str, Any] | DeviationRow] = ()
+    rows: Sequence[Row] = ()
     """As plain data, or as they were made."""
     what: str = ""
     """What was done, for people."""
@@ -200,8 +199,7 @@ def _entries(
     if task.key in wanted:
         rows = run_task(task, kernel, bench, setting.system, run)
         if step.profiled:  # before the rows: a task that is finished has both
-            along = [row.model_dump(mode="json") for row in profile(task, bench)]
-            yield Entry(key=step.profile, kind="profile", rows=along)
+            yield Entry(key=step.profile, kind="profile", rows=profile(task, bench))
         if step.examined:
             with bench.watch("metrics"):
                 worst = []

@@ -25,6 +25,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.collector import piece_done, uncollected
 from numdev.config import Choice
 from numdev.controls import CONTROLS
+from numdev.devicetime import OnDevice
 from numdev.errors import UsageError
 from numdev.execute import Journal, Row
 from numdev.formats import Format, dtype_of, format_named, format_of
@@ -32,6 +33,7 @@ from numdev.isolation import Supervised
 from numdev.jobs import Entry, Held, Job, Planned, Setting, Tell, bench_of, case_key, entries, steps
 from numdev.kernels import Kernel, Output, find
 from numdev.loading.tensorwriter import Writer
+from numdev.meanwhile import catch_up, put_off
 from numdev.measuring import Runner
 from numdev.records import recorded, weight_row
 from numdev.report import (
@@ -44,7 +46,7 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.sources import Located, Source
-from numdev.stopwatch import SECTIONS, Stopwatch
+from numdev.stopwatch import SECTIONS, OnHost, Stopwatch
 from numdev.system import System
 
 Progress = Callable[[str, int, int], None]
@@ -154,16 +156,8 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
 
 
 def stopwatch(system: System, sections: Sequence[str] = SECTIONS) -> Stopwatch:
-    """A running one; on a GPU it waits for what is under way. A fault of the device is not its to
-    report: whatever touches the device next says so."""
-
-    def settle() -> None:
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize()
-
-    if system.device != "cuda":
-        return Stopwatch(sections=sections)
-    return Stopwatch(settle, sections=sections)
+    """A running one, in the time of the device."""
+    return Stopwatch(OnDevice() if system.device == "cuda" else OnHost(), sections=sections)
 
 
 class Executor(Protocol):
@@ -210,10 +204,14 @@ class Run:
     def over(self, source: Source, say: Callable[[str], None]) -> None:
         """Every case of the source. `say` is told whether an earlier run was continued."""
         before = self.journal.finished
-        with self.watch("capture"):
-            source.visit(self.case)
+        try:
+            with self.watch("capture"):
+                source.visit(self.case)
+                with self.watch("other"):
+                    self._keep(self.executor.rest(self._tell))
+        finally:
             with self.watch("other"):
-                self._keep(self.executor.rest(self._tell))
+                catch_up()
         if before and self.journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -267,8 +265,19 @@ class Run:
     def _keep(self, finished: Iterable[Entry]) -> None:
         for entry in finished:
             if not self.journal.visit(entry.key, entry.kind):
-                self.journal.add(entry.key, entry.rows, entry.kind)
                 self.visited += entry.kind == "row"
+                if self._on_gpu:
+                    put_off(functools.partial(self._add, entry))
+                else:
+                    self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        self.journal.add(entry.key, entry.rows, entry.kind)
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether this process has a GPU to wait for."""
+        return isinstance(self.executor, Here) and self.setting.system.device == "cuda"
 
     def _tell(self, what: str) -> None:
         self.progress(what, self.visited, self.total)

@@ -27,7 +27,7 @@ from numdev.beside import (
 from numdev.cases import AttentionCase
 from numdev.checksum import checksums
 from numdev.comparison import Along
-from numdev.deviation import Metrics
+from numdev.deviation import Measured, Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
 from numdev.expectation import returning, unexpected
@@ -36,6 +36,7 @@ from numdev.finiteness import Elsewhere, all_finite, elsewhere
 from numdev.formats import Format, format_of
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
+from numdev.lazy import Lazy
 from numdev.noise import Noise, noise
 from numdev.records import recorded
 from numdev.report import NOT_PREDICTED, DeviationRow
@@ -45,7 +46,11 @@ COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 """What measuring may raise on strange outputs, and costs the row, not the audit."""
 
 
+BESIDE = ("precision", "floor", "baseline")
+"""Who always runs beside the kernels."""
 T = TypeVar("T")
+Make = Callable[[], list[Metrics]]
+"""Makes the metrics of a tensor, one dict per head: of what is on the host."""
 
 
 class Runner(Protocol):
@@ -63,8 +68,10 @@ class Runner(Protocol):
 
 def run_task(
     task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
-) -> list[DeviationRow]:
+) -> Sequence[DeviationRow]:
     """The rows of one task: one per head and tensor, or a single one that says why there is none.
+    Those of what always runs beside the kernels are made when they are looked at: by then they need
+    neither the bench nor the device.
 
     A kernel that is missing or declines is `skipped`; one that raises, or whose output cannot be
     measured, is `failed`. So is every task of a case too large for its reference. Where the forward
@@ -76,14 +83,26 @@ def run_task(
         return [bare_row(task, Failure("skipped", missing))]
     try:
         with bench.watch("metrics"):
-            return _task_rows(task, kernel, bench, system, run)
+            rows = _task_rows(task, kernel, bench, system, run)
     except COUNTED as error:
-        return [bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))]
+        return _unmeasured(task, error)
+    return rows if isinstance(rows, list) else Lazy(functools.partial(_made, task, rows))
+
+
+def _made(task: Task, make: Callable[[], list[DeviationRow]]) -> list[DeviationRow]:
+    try:
+        return make()
+    except COUNTED as error:
+        return _unmeasured(task, error)
+
+
+def _unmeasured(task: Task, error: Exception) -> list[DeviationRow]:
+    return [bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))]
 
 
 def _task_rows(
     task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner
-) -> list[DeviationRow]:
+) -> list[DeviationRow] | Callable[[], list[DeviationRow]]:
     prepared = bench.at(task.format)
     runs = _runs(task, kernel, prepared, run)
     lacking: Failure | None = None
@@ -95,13 +114,15 @@ def _task_rows(
         return [bare_row(task, runs)]
     claim = kernel.claims(prepared.case, runs[0], system)
     bench.last = (task.key, runs[0], None)
-    rows = _measured_rows(task, runs, prepared, bench, claim)
+    if task.role in BESIDE:
+        return _measured_rows(task, runs, prepared, bench, claim)
+    rows = _measured_rows(task, runs, prepared, bench, claim)()
     if task.role == "kernel" and not kernel.declares and (wrong := beyond(rows)):
         formats = formats_of(runs[0], prepared)
         like = likeness(runs[0], wrong, formats, prepared, bench, system)
         if like is not None:
             bench.last = (task.key, runs[0], like.expected)
-            rows = _measured_rows(task, runs, prepared, bench, claim, like)
+            rows = _measured_rows(task, runs, prepared, bench, claim, like)()
     return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
 
 
@@ -138,8 +159,10 @@ def _measured_rows(
     bench: Bench,
     claim: Mapping[str, Any] | None,
     like: Likeness | None = None,
-) -> list[DeviationRow]:
-    output, exact, rows = runs[0], prepared.reference, []
+) -> Callable[[], list[DeviationRow]]:
+    """What makes the rows of a task, when they are wanted. All that needs the device is done, and
+    nothing that is there is kept."""
+    output, exact = runs[0], prepared.reference
     noises = noise(runs) if len(runs) > 1 else {}
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
@@ -148,16 +171,17 @@ def _measured_rows(
     # What was computed of sampled queries alone has no dk and dv.
     given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
     along: dict[str, Along] = {}
+    made: list[Callable[[], list[DeviationRow]]] = []
     for tensor in given if trained else ("out",):
         x = getattr(output, tensor)
         if x is None:
             raise MeasurementError(f"it returned no {tensor}")
         chosen = bench.select(x, tensor)
         if task.role == "precision":
-            metrics = deviation.measure_precision(
+            found = deviation.measured_precision(
                 prepared.yardsticks[tensor], of=bench.sampled_from(tensor)
             )
-            rows += _rows(task, tensor, metrics, output, bench)
+            made.append(_rows(task, tensor, _metrics_of(found), output, bench))
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
         measure = functools.partial(
@@ -165,32 +189,54 @@ def _measured_rows(
         )
         held_to = (str(x.dtype), fmt.name, repr(claim), repr(formats))
         alike = bits if task.role == "kernel" and like is None else {}
-        metrics, along[tensor] = _once(prepared, tensor, alike, held_to, measure)
-        if tensor in rest:
-            metrics = with_the_rest(metrics, rest[tensor])
-        if task.role == "kernel" and tensor == "out":
-            metrics = with_empty_rows(metrics, chosen, prepared)
-            metrics = with_suspicion(metrics, output, prepared, bench)
-        metrics = with_noise(with_bits(metrics, bits, tensor), _of(bench, tensor, noises))
-        if tensor in prepared.amplification:
-            metrics = [
-                {**head, "amplification": response}
-                for head, response in zip(metrics, prepared.amplification[tensor], strict=True)
-            ]
-        rows += _rows(task, tensor, metrics, output, bench, fmt)
+        make, along[tensor] = _once(prepared, tensor, alike, held_to, measure)
+        if task.role == "kernel":
+            metrics = make()
+            if tensor in rest:
+                metrics = with_the_rest(metrics, rest[tensor])
+            if tensor == "out":
+                metrics = with_empty_rows(metrics, chosen, prepared)
+                metrics = with_suspicion(metrics, output, prepared, bench)
+            make = functools.partial(list, metrics)
+        beside = functools.partial(
+            _with_beside,
+            *(make, tensor, bits, _of(bench, tensor, noises)),
+            prepared.amplification.get(tensor),
+        )
+        made.append(_rows(task, tensor, beside, output, bench, fmt))
     if output.lse is not None and task.role not in ("precision", "control"):
         measure_lse = functools.partial(
-            deviation.measure_plain,
+            deviation.measured_plain,
             *(bench.select(output.lse), exact.lse, exact.empty),
             of=bench.sampled_from("lse"),
         )
-        lse = _once(prepared, "lse", bits, (str(output.lse.dtype),), measure_lse)
+        lse = _metrics_of(_once(prepared, "lse", bits, (str(output.lse.dtype),), measure_lse))
         if "lse" in rest:
-            lse = with_the_rest(lse, rest["lse"])
-        lse = with_bits(lse, bits, "lse")
-        rows += _rows(task, "lse", with_noise(lse, _of(bench, "lse", noises)), output, bench)
+            lse = functools.partial(list, with_the_rest(lse(), rest["lse"]))
+        beside = functools.partial(_with_beside, lse, "lse", bits, _of(bench, "lse", noises))
+        made.append(_rows(task, "lse", beside, output, bench))
     bench.along = (task.key, along)
-    return rows
+    return lambda: [row for make in made for row in make()]
+
+
+def _metrics_of(found: Measured) -> Make:
+    return lambda: found.metrics
+
+
+def _with_beside(
+    make: Make,
+    tensor: str,
+    bits: Mapping[str, Sequence[str]],
+    noises: Sequence[Noise],
+    amplification: Sequence[float | None] | None = None,
+) -> list[Metrics]:
+    metrics = with_noise(with_bits(make(), bits, tensor), noises)
+    if amplification is None:
+        return metrics
+    return [
+        {**head, "amplification": response}
+        for head, response in zip(metrics, amplification, strict=True)
+    ]
 
 
 def _metrics(
@@ -203,32 +249,43 @@ def _metrics(
     claim: Mapping[str, Any] | None,
     formats: Mapping[str, Format],
     like: Likeness | None,
-) -> tuple[list[Metrics], Along]:
-    """One tensor's metrics, beside what the kernel's roundings predict (its claim's, or those of
-    the way that it was found to round in); and along its rows."""
+) -> tuple[Make, Along]:
+    """What makes one tensor's metrics, beside what the kernel's roundings predict (its claim's, or
+    those of the way that it was found to round in); and along its rows."""
     yardstick = prepared.yardsticks[tensor].for_format(fmt)
     against = functools.partial(
-        deviation.measure_along, of=bench.sampled_from(tensor), bins=bench.bins_of(tensor)
+        deviation.measured, of=bench.sampled_from(tensor), bins=bench.bins_of(tensor)
     )
     if task.role == "floor":
-        return against(x, yardstick)
+        found = against(x, yardstick)
+        return _metrics_of(found), found.along
     why = unexpected(claim, prepared.case.format, fmt)
     if tensor not in prepared.by_row:
-        metrics, along = against(x, yardstick)
+        found = against(x, yardstick)
         lacking = ("expected_ratio", "worst_row", "baseline_ratio", "amplification")
-        return [with_nulls(head, lacking, NOT_PREDICTED) for head in metrics], along
+        return functools.partial(_without, found, lacking, NOT_PREDICTED), found.along
     if why is not None:
-        metrics, along = against(x, yardstick)
-        return [with_nulls(head, ("expected_ratio", "worst_row"), why) for head in metrics], along
+        found = against(x, yardstick)
+        return functools.partial(_without, found, ("expected_ratio", "worst_row"), why), found.along
     if like is not None:
         expected, whose = like.expected[tensor], like.words
     else:
         expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
         whose = str((claim or {}).get("preset", "fa2"))
-    metrics, along = against(x, yardstick, expected)
+    found = against(x, yardstick, expected)
+    make = _metrics_of(found)
     if like is not None and tensor == "out":
-        metrics = with_bias_explained(metrics, like, yardstick)
-    return [{**head, "claim": whose} for head in metrics], along
+        explained = with_bias_explained(found.metrics, like, yardstick)
+        make = functools.partial(list, explained)
+    return functools.partial(_with_claim, make, whose), found.along
+
+
+def _without(found: Measured, names: Sequence[str], why: str) -> list[Metrics]:
+    return [with_nulls(head, names, why) for head in found.metrics]
+
+
+def _with_claim(make: Make, whose: str) -> list[Metrics]:
+    return [{**head, "claim": whose} for head in make()]
 
 
 def _elsewhere(
@@ -309,11 +366,12 @@ def given(task: Task, kernel: Kernel) -> dict[str, Any]:
 def _rows(
     task: Task,
     tensor: str,
-    metrics: Sequence[Metrics],
+    metrics: Make,
     output: Output,
     bench: Bench,
     out_format: Format | None = None,
-) -> list[DeviationRow]:
+) -> Callable[[], list[DeviationRow]]:
+    """What makes a tensor's rows of their metrics."""
     limited = task.format == "float64" and task.role != "precision"
     backward = tensor in GRADIENTS
     shared = {
@@ -325,9 +383,15 @@ def _rows(
         "out_format": out_format.name if out_format else None,
         **_sampling(bench, tensor),
     }
+    return functools.partial(_row_by_head, shared, bench.heads_of(tensor), metrics)
+
+
+def _row_by_head(
+    shared: Mapping[str, Any], heads: Sequence[int], metrics: Make
+) -> list[DeviationRow]:
     return [
         DeviationRow.model_validate({**shared, "head": head, **values})
-        for head, values in zip(bench.heads_of(tensor), metrics, strict=True)
+        for head, values in zip(heads, metrics(), strict=True)
     ]
 
 

@@ -395,7 +395,10 @@ ALLOWED: dict[str, set[str]] = {
     "checksum": {"gpucode", "rowwise_tiles"},
     "noise": {"comparison", "errors", "kernels", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
-    "attempt": {"cases", "errors", "kernels", "layouts"},
+    "meanwhile": set(),
+    "devicetime": {"meanwhile"},
+    "lazy": set(),
+    "attempt": {"cases", "errors", "kernels", "layouts", "meanwhile"},
     "worker": {"attempt", "cases", "errors", "formats", "kernels", "layouts"},
     "isolation": {"attempt", "cases", "errors", "kernels", "kernels.output", "worker"},
     # How far from the truth: a metric knows nothing of kernels.
@@ -404,7 +407,7 @@ ALLOWED: dict[str, set[str]] = {
     "bias": set(),
     "intervals": set(),
     "profiles.binning": set(),
-    "deviation": {"bias", "comparison", "intervals", "yardstick"},
+    "deviation": {"bias", "comparison", "formats", "intervals", "yardstick"},
     "finiteness": {"cases", "comparison", "formats", "yardstick"},
     # How far it should be: the emulation a kernel claims to be, and whether it is one.
     "expectation": {
@@ -810,6 +813,7 @@ ALLOWED: dict[str, set[str]] = {
         "formats",
         "kernels",
         "kernels.output",
+        "lazy",
         "noise",
         "records",
         "report",
@@ -832,7 +836,7 @@ ALLOWED: dict[str, set[str]] = {
         "system",
     },
     "records": {"cases", "formats", "report"},
-    "profiles.rows": {"bench", "comparison", "execute", "profiles.binning", "report"},
+    "profiles.rows": {"bench", "comparison", "execute", "lazy", "profiles.binning", "report"},
     "worst.examine": {
         "bench",
         "execute",
@@ -866,6 +870,7 @@ ALLOWED: dict[str, set[str]] = {
         "collector",
         "config",
         "controls",
+        "devicetime",
         "errors",
         "execute",
         "formats",
@@ -874,6 +879,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "loading.tensorwriter",
         "measuring",
+        "meanwhile",
         "numdev",
         "records",
         "report",
@@ -905,7 +911,6 @@ ALLOWED: dict[str, set[str]] = {
         "measuring",
         "profiles.rows",
         "records",
-        "report",
         "sampling",
         "sources",
         "stopwatch",

@@ -26,7 +26,7 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.along = self.plain = 0
-        along, plain = deviation.measure_along, deviation.measure_plain
+        along, plain = deviation.measured, deviation.measured_plain
 
         def counted_along(*given: Any, **more: Any) -> Any:
             self.along += 1
@@ -36,8 +36,8 @@ class Counting:
             self.plain += 1
             return plain(*given, **more)
 
-        monkeypatch.setattr(deviation, "measure_along", counted_along)
-        monkeypatch.setattr(deviation, "measure_plain", counted_plain)
+        monkeypatch.setattr(deviation, "measured", counted_along)
+        monkeypatch.setattr(deviation, "measured_plain", counted_plain)
 
 
 def kernel(name: str, change: Any = None, **more: Any) -> Kernel:

@@ -24,7 +24,7 @@ from numdev import report
 from numdev.bench import KV_TENSORS, Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.deviation import measure, measure_along
+from numdev.deviation import measure, measured
 from numdev.execute import JOURNAL, Task
 from numdev.formats import FORMATS
 from numdev.inputs import Shapes, draw
@@ -292,7 +292,7 @@ def test_predictions_are_those_of_the_emulation() -> None:
     y = yardstick((2, 3, 40, 8))
     output, expected = outputs(y)
     bins = membership(40, torch.arange(40))
-    _, along = measure_along(output, y, expected, bins=bins)
+    along = measured(output, y, expected, bins=bins).along
     terms = y.term_scale.norm(dim=-1)
     own = (expected.double() - y.reference).norm(dim=-1) / terms
     least = BF16.unit_roundoff / math.sqrt(12) * y.reference.norm(dim=-1) / terms
@@ -321,10 +321,10 @@ def test_the_metrics_are_the_same_with_bins() -> None:
     y = yardstick()
     output, expected = outputs(y)
     bins = membership(48, torch.arange(48))
-    metrics, along = measure_along(output, y, expected, of=1000, bins=bins)
-    assert metrics == measure(output, y, expected, of=1000)
-    assert along
-    assert not measure_along(output, y, expected)[1]
+    found = measured(output, y, expected, of=1000, bins=bins)
+    assert found.metrics == measure(output, y, expected, of=1000)
+    assert found.along
+    assert not measured(output, y, expected).along
 
 
 def test_binning_costs_a_few_launches_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_binning_costs_a_few_launches_and_no_wait(monkeypatch: pytest.MonkeyPatc
     counted = []
     for given in (None, bins):
         with Counted() as mode, waits(monkeypatch) as waited:
-            measure_along(output, y, expected, bins=given)
+            measured(output, y, expected, bins=given)
         counted.append((mode.names.total(), len(waited)))
     assert counted[1][0] - counted[0][0] <= 6
     assert counted[1][1] == counted[0][1]
@@ -658,10 +658,10 @@ def test_the_sums_on_a_gpu_are_those_on_a_cpu() -> None:
         if isinstance(getattr(y, f.name), Tensor)
     }
     there = dataclasses.replace(y, **tensors)
-    here = measure_along(output, y, expected, bins=membership(300, torch.arange(300)))[1]
+    here = measured(output, y, expected, bins=membership(300, torch.arange(300))).along
     bins = membership(300, torch.arange(300, device="cuda"))
     first, again = (
-        measure_along(output.cuda(), there, expected.cuda(), bins=bins)[1] for _ in range(2)
+        measured(output.cuda(), there, expected.cuda(), bins=bins).along for _ in range(2)
     )
     for name, sums in here.items():
         np.testing.assert_allclose(first[name], sums, rtol=1e-9)

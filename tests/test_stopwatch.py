@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,41 @@ import torch
 
 from numdev import report
 from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.devicetime import OnDevice
 from numdev.loop import stopwatch
 from numdev.render import html
-from numdev.stopwatch import SECTIONS, Stopwatch, words
+from numdev.stopwatch import SECTIONS, OnHost, Stopwatch, words
 from numdev.studies.audit import audit
 from numdev.system import System
 
 
 class Clock:
-    """A clock that is set, and counts how often it was waited for work under way."""
+    """A clock that is set."""
 
     def __init__(self) -> None:
-        self.now, self.settled = 100.0, 0
+        self.now = 100.0
 
     def __call__(self) -> float:
         return self.now
 
-    def settle(self) -> None:
-        """Work that was under way: a quarter of a second."""
-        self.now += 0.25
-        self.settled += 1
+
+class Device:
+    """A device that lags behind its host: a mark comes by when what was begun before it is done."""
+
+    def __init__(self) -> None:
+        self.host, self.free = 0.0, 0.0
+        """The host's time, and from when the device has nothing to do."""
+
+    def work(self, seconds: float) -> None:
+        self.free = max(self.free, self.host) + seconds
+
+    def mark(self) -> float:
+        return max(self.free, self.host)
+
+    def between(self, one: float, other: float, *, wait: bool) -> float | None:
+        if wait:
+            self.host = max(self.host, other)
+        return other - one if self.host >= other else None
 
 
 def spent(watch: Stopwatch) -> dict[str, float]:
@@ -39,7 +55,7 @@ def spent(watch: Stopwatch) -> dict[str, float]:
 def test_a_section_takes_its_time_from_the_one_around_it() -> None:
     """Each second is counted once, whatever is nested in what; the rest is `other`."""
     clock = Clock()
-    watch = Stopwatch(clock=clock)
+    watch = Stopwatch(OnHost(clock))
     clock.now += 1
     with watch("capture"):
         clock.now += 2
@@ -60,7 +76,7 @@ def test_a_section_takes_its_time_from_the_one_around_it() -> None:
 def test_what_raises_is_timed_too() -> None:
     """And the section around it is open again."""
     clock = Clock()
-    watch = Stopwatch(clock=clock)
+    watch = Stopwatch(OnHost(clock))
 
     def fail() -> None:
         clock.now += 1
@@ -82,33 +98,71 @@ def test_an_unknown_section_is_an_error() -> None:
 
 
 def test_work_under_way_counts_where_it_was_begun() -> None:
-    """It is waited for at borders alone: one on the way in, one on the way out, none where the
-    section does not change."""
-    clock = Clock()
-    watch = Stopwatch(clock.settle, clock=clock)
+    """And nobody waits for it before somebody asks for the times. What the host does beside it
+    costs nothing; what the device waits for counts for the section that lets it wait."""
+    device = Device()
+    watch = Stopwatch(device)
     with watch("kernels"):
-        for _ in range(10):
-            with watch("kernels"):
-                clock.now += 1
-    assert clock.settled == 2
-    assert spent(watch) == {"kernels": 10.25, "other": 0.5, "total": 10.75}
+        device.work(10)
+    assert device.host == 0
+    with watch("metrics"):
+        device.host += 3  # beside the kernels
+        device.work(1)
+        device.host = 15  # and of that four for which the device has nothing to do
+        device.work(2)
+    device.host += 1
+    assert spent(watch) == {"kernels": 10.0, "metrics": 7.0, "total": 17.0}
+    assert device.host == 17
+
+
+def test_times_are_kept_until_they_are_known() -> None:
+    """Many borders may be under way; those that came by are counted at the next (the
+    first, when nothing had begun, at once)."""
+    device = Device()
+    watch = Stopwatch(device)
+    for _ in range(100):
+        with watch("kernels"):
+            device.work(1)
+        device.work(2)
+    assert len(watch._laps) == 199
+    device.host = 300
+    with watch("kernels"):
+        pass
+    assert len(watch._laps) == 0
+    assert spent(watch) == {"kernels": 100.0, "other": 200.0, "total": 300.0}
 
 
 def test_a_fault_of_the_device_is_not_the_stopwatch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it waits for the device, and leaves it to others to say that it is broken."""
+    """On a GPU it marks what the device has to do, and leaves it to others to say that it is
+    broken: the host's times have to do."""
 
-    def broken() -> None:
+    def broken(**_: Any) -> None:
         asked.append(1)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     asked: list[int] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with stopwatch(System(device="cuda", cpu="x"))("kernels"):
-        pass
-    assert len(asked) == 2
+    monkeypatch.setattr(torch.cuda, "Event", broken)
+    watch = stopwatch(System(device="cuda", cpu="x"))
+    with watch("kernels"):
+        time.sleep(0.01)
+    assert len(asked) == 3
+    assert watch.seconds()["kernels"] >= 0.01
+    asked.clear()
     with stopwatch(System(device="cpu", cpu="x"))("kernels"):
         pass
-    assert len(asked) == 2
+    assert not asked
+
+
+def test_a_fault_that_comes_later_leaves_the_host_s_times() -> None:
+    class Event:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error")
+
+        synchronize = query
+
+    one, other = (Event(), 1.0), (Event(), 3.5)
+    assert OnDevice().between(one, other, wait=False) == 2.5  # type: ignore[arg-type]
+    assert OnDevice().between(one, other, wait=True) == 2.5  # type: ignore[arg-type]
 
 
 def test_in_words() -> None:

@@ -7,13 +7,16 @@ row sees one key its result is a row of V, which needs no rounding, and the floo
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from numdev.bench import Bench
 from numdev.comparison import Along, Numbers
 from numdev.execute import Task
+from numdev.lazy import Lazy
 from numdev.profiles.binning import starts
 from numdev.report import ProfileRow
 
@@ -21,16 +24,17 @@ ROLES = ("floor", "baseline", "kernel")
 """Who has a profile. Planted faults have none, nor has what rounding the inputs costs."""
 
 
-def profile(task: Task, bench: Bench) -> list[ProfileRow]:
+def profile(task: Task, bench: Bench) -> Sequence[ProfileRow]:
     """A row for each tensor of the task that was measured last on this bench; none where nothing
-    was, or where the call has no bins."""
+    was, or where the call has no bins. Made when they are looked at."""
     if task.role not in ROLES or bench.along is None or bench.along[0] != task.key:
         return []
-    return [_row(task, tensor, bench, along) for tensor, along in bench.along[1].items() if along]
+    binned = {tensor: along for tensor, along in bench.along[1].items() if along}
+    lengths = [bench.length_of(tensor) for tensor in binned]
+    return Lazy(lambda: [*map(functools.partial(_row, task), binned, lengths, binned.values())])
 
 
-def _row(task: Task, tensor: str, bench: Bench, along: Along) -> ProfileRow:
-    length = bench.length_of(tensor)
+def _row(task: Task, tensor: str, length: int, along: Along) -> ProfileRow:
     predicted = None
     if task.role == "kernel" and "predicted" in along:
         most = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio

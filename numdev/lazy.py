@@ -1,0 +1,47 @@
+"""A list that is made when somebody looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class Lazy(Sequence[T]):
+    """What `make` returns, called once, and not before it is needed. Copies and pickles as the
+    list."""
+
+    def __init__(self, make: Callable[[], list[T]]) -> None:
+        self._make: Callable[[], list[T]] | None = make
+
+    @cached_property
+    def _list(self) -> list[T]:
+        assert self._make is not None
+        made, self._make = self._make(), None
+        return made
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._list)
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[T]: ...
+    def __getitem__(self, at: int | slice) -> T | list[T]:
+        return self._list[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._list == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list,)

@@ -1,0 +1,60 @@
+"""Host work that nobody waits for yet, done while a GPU computes.
+
+A row that is finished has to be made and written, and the next call's kernels do not depend on it.
+Such work is put off until there is nothing to do but to wait for the device, and is done then, in
+its order. What is put off must not need the device, nor hold tensors there.
+
+There is one queue of it in a process, as there is one of what the device has to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["catch_up", "put_off", "use_wait", "wait"]
+
+MOST = 64
+"""That may be put off at a time."""
+
+Work = Callable[[], object]
+_OFF: deque[Work] = deque()
+_FAILED: list[Exception] = []
+"""What was raised where it would have been taken for somebody else's."""
+
+
+def put_off(work: Work) -> None:
+    """Have it done later: at the latest by `catch_up`. Raises what earlier work raised."""
+    _OFF.append(work)
+    if len(_OFF) > MOST or _FAILED:
+        catch_up()
+
+
+def wait() -> None:
+    """For all that the current GPU has to do. Raises the device's faults alone."""
+    use_wait()
+    torch.cuda.synchronize()
+
+
+def use_wait() -> None:
+    """Do what was put off for as long as the current GPU is busy. Raises the device's faults
+    alone."""
+    while _OFF and not _FAILED and not torch.cuda.current_stream().query():
+        try:
+            _OFF.popleft()()
+        except Exception as error:
+            _FAILED.append(error)
+
+
+def catch_up() -> None:
+    """Do all that was put off. What is raised ends it: nothing is done after it."""
+    try:
+        if _FAILED:
+            raise _FAILED.pop()
+        while _OFF:
+            _OFF.popleft()()
+    finally:
+        _OFF.clear()
+        _FAILED.clear()

@@ -1,0 +1,182 @@
+"""Host work done while a GPU computes: in order, all of it, and nothing after what went wrong."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from numdev import attempt, meanwhile
+from numdev.cases import AttentionCase, CaseRef
+from numdev.kernels import Kernel, Output
+from numdev.lazy import Lazy
+from numdev.meanwhile import MOST, catch_up, put_off, use_wait
+
+
+class Stream:
+    """A GPU's queue that is empty after so many questions."""
+
+    def __init__(self, busy: int) -> None:
+        self.busy = busy
+
+    def query(self) -> bool:
+        self.busy -= 1
+        return self.busy < 0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    left = [*meanwhile._OFF, *meanwhile._FAILED]
+    meanwhile._OFF.clear()
+    meanwhile._FAILED.clear()
+    assert not left
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the device busy until it was asked so often."""
+
+    def set_to(times: int) -> None:
+        stream = Stream(times)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    return set_to
+
+
+def broken() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_work_is_done_in_order_while_the_device_is_busy(busy: Callable[[int], None]) -> None:
+    """And no longer: the rest waits for the next time, or for `catch_up`."""
+    done: list[int] = []
+    for i in range(5):
+        put_off(lambda i=i: done.append(i))
+    assert done == []
+    busy(2)
+    use_wait()
+    assert done == [0, 1]
+    busy(0)
+    use_wait()
+    assert done == [0, 1]
+    busy(1)
+    meanwhile.wait()
+    assert done == [0, 1, 2]
+    catch_up()
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_not_more_than_so_much_is_put_off() -> None:
+    done: list[int] = []
+    for i in range(MOST):
+        put_off(lambda i=i: done.append(i))
+    assert done == []
+    put_off(lambda: done.append(MOST))
+    assert done == [*range(MOST + 1)]
+
+
+@pytest.mark.parametrize("ask", [catch_up, lambda: put_off(lambda: None)])
+def test_what_went_wrong_is_said_to_who_put_it_off(
+    ask: Callable[[], None], busy: Callable[[int], None]
+) -> None:
+    """Not to who waits for the device, as a kernel's attempt does: it is no fault of the kernel.
+    Nothing is done after it: of a journal that could not be written the rest is not written."""
+    done: list[int] = []
+    put_off(lambda: done.append(0))
+    put_off(broken)
+    put_off(lambda: done.append(1))
+    busy(10)
+    use_wait()
+    use_wait()
+    assert done == [0]
+    with pytest.raises(OSError, match="No space left"):
+        ask()
+    catch_up()
+    assert done == [0]
+
+
+def test_an_interrupt_is_not_kept_for_later(busy: Callable[[int], None]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    put_off(interrupted)
+    put_off(lambda: done.append(1))
+    busy(10)
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        use_wait()
+    catch_up()
+    assert done == [1]
+
+
+def test_work_is_done_while_a_kernel_under_audit_runs(busy: Callable[[int], None]) -> None:
+    """An attempt waits for the device, so that the kernel's faults come out there."""
+    done: list[int] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    q = torch.zeros(1, 1, 4, 8)
+    case = AttentionCase(ref=CaseRef(case="c", source="s", module="m"), q=q, k=q, v=q, scale=1.0)
+    object.__setattr__(case, "q", q.as_subclass(OnGpu))
+    put_off(lambda: done.append(1))
+    put_off(broken)
+    busy(10)
+    kernel = Kernel(name="k", function=lambda case: Output(out=case.v))
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(attempt, "copied", lambda case: case)
+    assert isinstance(attempt.attempt(kernel, case, {}), Output)
+    monkey.undo()
+    assert done == [1]
+    with pytest.raises(OSError, match="No space left"):
+        catch_up()
+
+
+def test_a_lazy_list_is_made_once_and_when_it_is_looked_at() -> None:
+    made: list[int] = []
+
+    def make() -> list[str]:
+        made.append(1)
+        return ["a", "b", "c"]
+
+    found = Lazy(make)
+    assert made == []
+    assert len(found) == 3
+    assert (*found,) == ("a", "b", "c")
+    assert (found[0], found[1:], found[-1]) == ("a", ["b", "c"], "c")
+    assert found == ["a", "b", "c"]
+    assert found != ["a"]
+    assert repr(found) == "['a', 'b', 'c']"
+    copy = pickle.loads(pickle.dumps(found))
+    assert type(copy) is list
+    assert copy == found
+    assert made == [1]
+    with pytest.raises(TypeError):
+        hash(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_busy_gpu_is_not_waited_for_twice() -> None:
+    """Work of 20 ms on the host beside 50 ms and more on the device costs nothing."""
+    x = torch.randn(8192, 8192, device="cuda")
+
+    def spent(*work: Callable[[], None]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(4):
+            _ = x @ x  # 1.1e12 operations each in fp32: 20 ms on an H100
+        for each in work:
+            put_off(each)
+        meanwhile.wait()
+        return time.perf_counter() - start
+
+    spent()
+    alone, beside = spent(), spent(lambda: time.sleep(0.02))
+    assert beside < alone + 0.01
+    assert not meanwhile._OFF
