@@ -30,8 +30,8 @@ from torch import Tensor
 from numdev import deviation
 from numdev.attempt import Failure, attempt
 from numdev.cases import AttentionCase, CaseRef, empty_rows
-from numdev.comparison import Along, widened
-from numdev.deviation import Yardstick
+from numdev.comparison import widened
+from numdev.deviation import Measured, Yardstick
 from numdev.expectation import emulated_step, emulation
 from numdev.finiteness import inputs_finite
 from numdev.formats import FORMATS, Format, format_named, next_lower, ulp
@@ -144,8 +144,10 @@ class Bench:
         self.last: tuple[str, Output, Mapping[str, Tensor] | None] | None = None
         """The task measured last, by its key, and what its kernel returned; and what it was held to
         where that is not what its claim predicts."""
-        self.along: tuple[str, Mapping[str, Along]] | None = None
-        """The same task, and sums by bin of positions, by tensor."""
+        self.along: tuple[str, Mapping[str, Measured]] | None = None
+        """The same task, and what its tensors came to, with sums by bin of positions."""
+        self.under_way: list[Measured] = []
+        """What tensors came to, whose numbers nobody has waited for (`measuring.settle`)."""
         self._bins: dict[str, Tensor | None] = {}
 
     @cached_property

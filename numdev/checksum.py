@@ -12,12 +12,15 @@ cryptographic hash. Zeros of different sign differ, and NaN of different bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from numdev.arrival import Arrival
 from numdev.gpucode import if_possible, launch
+from numdev.lazy import Lazy
 
 AT_ONCE = 1 << 24
 """Elements at a time: 128 MiB as 64-bit integers."""
@@ -28,17 +31,21 @@ _ODD = (-7046029254386353131, -4658895280553007687)
 """2^64 over the golden ratio, and a multiplier of SplitMix64, as signed numbers."""
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """The checksum of every head of tensors [B, H, rows, ...], as 16 hexadecimal digits. One wait
-    for the device in all."""
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
+    """The checksum of every head of tensors [B, H, rows, ...], as 16 hexadecimal digits. The device
+    is waited for when one is looked at, once in all."""
     given = {name: x.detach() for name, x in tensors.items() if x.shape[1]}
     if not given:
         return {name: [] for name in tensors}
     found = list(given.values())
     sums = if_possible(found[0].device, lambda: [by_kernel(x) for x in found]) or _by_steps(found)
-    whole = torch.cat(sums).tolist()
-    known = iter(f"{value % (1 << 64):016x}" for value in whole)
-    return {name: [next(known) for _ in range(x.shape[1])] for name, x in tensors.items()}
+    arrival = Arrival(sums)
+    known = {name: Lazy(functools.partial(_digits, arrival, i)) for i, name in enumerate(given)}
+    return {name: known.get(name, []) for name in tensors}
+
+
+def _digits(arrival: Arrival, i: int) -> list[str]:
+    return [f"{value % (1 << 64):016x}" for value in arrival.arrays[i].tolist()]
 
 
 def by_kernel(x: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 `compare` reduces an output and what an emulation predicts for it to sums and maxima over rows, and
 `Comparison.on_host` brings all of them to the host in one transfer, as `Totals`: sums in groups of
 rows, which an interval needs (`numdev.intervals`), and of which any metric is a function
-(`numdev.deviation`). The device is waited for twice: once to see whether anything is not finite,
-once for the numbers.
+(`numdev.deviation`).
 
-Where a GPU can, all of it comes of one pass over its memory (`numdev.rowwise`).
+Where a GPU can, all of it comes of one pass over its memory (`numdev.rowwise`), and the device is
+not waited for before somebody looks at the numbers. They also say whether everything was finite; if
+not, all is done again step by step.
 
 What is finite in every row that sees a key, as nearly every output is, is held to the yardstick's
 standard part, of which all that depends on no output is known. Anything else gets a part of its
@@ -15,10 +16,10 @@ own. Elements that are not usable are 0 in every error.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from numdev.arrival import Arrival
 from numdev.formats import dtype_of
+from numdev.lazy import Later
 from numdev.rowwise import output_sums, plain_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
 from numdev.yardstick import (
@@ -63,27 +66,28 @@ class Comparison:
     transport: dict[str, Tensor]
     """[H]: Wasserstein distances over all elements, those that are not usable being 0."""
     signed: Signed | None = None
+    otherwise: Callable[[], Comparison] | None = None
+    """The same step by step, where it has to be if its sums are not finite."""
 
-    def on_host(self, bins: Tensor | None = None) -> Totals:
-        """All of it, in one transfer; with `bins`, fp64 [rows, bins] of 0 and 1, the sums by bin
-        too."""
+    def on_host(self, bins: Tensor | None = None) -> Later[Totals]:
+        """All of it, in one transfer that has begun; with `bins`, fp64 [rows, bins] of 0 and 1, the
+        sums by bin too."""
         grouped = dealt(torch.stack(list(self.sums.values())))
         largest = torch.stack(list(self.largest.values())).amax(dim=(1, 3))
         signed = () if self.signed is None else self.signed.tensors
         along = () if bins is None else (self._along(bins),)
-        sums, maxima, *rest = transferred(
-            [grouped, largest, *self.transport.values(), *signed, *along]
-        )
-        at, end = len(self.transport), len(self.transport) + len(signed)
-        return Totals(
+        given = (grouped, largest, *self.transport.values(), *signed, *along)
+        arrival = Arrival([x.double() for x in given])
+        layout = Layout(
             rows=next(iter(self.sums.values())).shape[2],
             elements=self.elements,
-            groups=dict(zip(self.sums, sums, strict=True)),
-            largest=dict(zip(self.largest, maxima, strict=True)),
-            transport=dict(zip(self.transport, rest[:at], strict=True)),
-            signed=tuple(rest[at:end]),
-            along=dict(zip(self._binned, rest[end], strict=True)) if along else {},
+            sums=tuple(self.sums),
+            largest=tuple(self.largest),
+            transport=tuple(self.transport),
+            signed=len(signed),
+            binned=tuple(self._binned) if along else (),
         )
+        return Later(functools.partial(_arrived, arrival, layout, self.otherwise, bins))
 
     @property
     def _binned(self) -> list[str]:
@@ -94,6 +98,47 @@ class Comparison:
         rows = torch.stack([self.sums[name] for name in self._binned]).sum(dim=(1, 2))
         by_bin: Tensor = rows @ bins
         return by_bin
+
+
+def _arrived(
+    arrival: Arrival,
+    layout: Layout,
+    otherwise: Callable[[], Comparison] | None,
+    bins: Tensor | None,
+) -> Totals:
+    found = layout.totals(arrival.arrays)
+    if otherwise is None or found.finite:
+        return found
+    return otherwise().on_host(bins).value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What arrives of a comparison, in which order."""
+
+    rows: int
+    elements: int
+    sums: tuple[str, ...]
+    largest: tuple[str, ...]
+    transport: tuple[str, ...]
+    signed: int
+    """How many arrays of signed differences there are."""
+    binned: tuple[str, ...]
+    """The sums by bin, if there are any."""
+
+    def totals(self, arrays: Sequence[Numbers]) -> Totals:
+        groups, largest, *rest = arrays
+        at = len(self.transport)
+        end = at + self.signed
+        return Totals(
+            rows=self.rows,
+            elements=self.elements,
+            groups=dict(zip(self.sums, groups, strict=True)),
+            largest=dict(zip(self.largest, largest, strict=True)),
+            transport=dict(zip(self.transport, rest[:at], strict=True)),
+            signed=tuple(rest[at:end]),
+            along=dict(zip(self.binned, rest[end], strict=True)) if self.binned else {},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,6 +161,15 @@ class Totals:
         """[H]: over all rows."""
         together = np.array(list(self.groups.values())).sum(axis=-1)
         return dict(zip(self.groups, together, strict=True))
+
+    @property
+    def finite(self) -> bool:
+        """Whether the errors are, and those predicted: their squares are where they are."""
+        return all(
+            bool(np.isfinite(self.groups[name]).all())
+            for name in ("square", "predicted")
+            if name in self.groups
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,20 +221,30 @@ def compare(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Com
     """All of an output [B, H, q_len, v_dim] beside a yardstick, and beside the output `expected` of
     the emulation it should be, if there is one."""
     o, e = widened(output), None if expected is None else widened(expected)
-    found, part = _at_once(o, e, y) or _in_passes(o, e, y)
+    found = _at_once(o, e, y)
+    if found is None:
+        return _step_by_step(output, o, e, y)
+    _transport(found, output, y.standard, y)
+    if e is None and (output is y.floor or output is y.baseline):
+        return found  # they are finite, and so are the squares: the yardstick has been asked
+    return replace(found, otherwise=functools.partial(_step_by_step, output, o, e, y))
+
+
+def _step_by_step(output: Tensor, o: Tensor, e: Tensor | None, y: Yardstick) -> Comparison:
+    found, part = _in_passes(o, e, y)
     _transport(found, output, part, y)
     return found
 
 
-def _at_once(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Part] | None:
-    """By one pass over memory, and over which elements; None where that cannot be, or something
-    is not finite."""
+def _at_once(o: Tensor, e: Tensor | None, y: Yardstick) -> Comparison | None:
+    """By one pass over memory, over all elements; None where that cannot be. It holds if its
+    squares are finite."""
     of_one_shape = all(x is None or x.shape == y.reference.shape for x in (o, e, y.baseline))
     if not of_one_shape or not y.regular:
         return None
     yardstick = {"reference": y.reference, "floor": y.floor, "spacing": y.spacing}
     rows = output_sums(o, yardstick, e, y.baseline)
-    if rows is None or not all(_finite(rows.square, rows.predicted)):
+    if rows is None:
         return None
     part, size = y.standard, rows.square.sqrt()
     found = Comparison(
@@ -194,7 +258,7 @@ def _at_once(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Par
         _beside_baseline(found, rows.apart, part, part, rows.from_floor, y)
     if rows.predicted is not None:
         _beside_expected(found, size, rows.predicted.sqrt(), part)
-    return found, part
+    return found
 
 
 def _in_passes(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Part]:
@@ -365,14 +429,6 @@ def dealt(rows: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """A tensor one can compute with, of the same values: PyTorch has no arithmetic in 8 bits."""
     return x.detach() if x.element_size() > 1 else x.detach().float()
-
-
-def transferred(tensors: Sequence[Tensor]) -> list[Numbers]:
-    """The tensors on the host, in fp64, by one copy."""
-    flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()
-    ends = itertools.accumulate(x.numel() for x in tensors)
-    pieces = np.split(flat, list(ends)[:-1])
-    return [piece.reshape(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
 
 
 def _errors(o: Tensor, expected: Tensor | None, y: Yardstick) -> tuple[Errors, Errors | None]:

@@ -36,6 +36,7 @@ from numdev.comparison import (
 )
 from numdev.formats import Format
 from numdev.intervals import intervals, of_sums
+from numdev.lazy import Later
 from numdev.yardstick import Yardstick, finite
 
 __all__ = [
@@ -68,15 +69,21 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What an output came to, on the host: metrics to be made of it when they are wanted."""
+    """What an output came to: metrics to be made of it when they are wanted. Nobody waits for the
+    device before they are."""
 
-    totals: Totals
+    arriving: Later[Totals]
     of: int | None
     """Where the rows are a sample, of how many they are."""
     format: Format | None = None
     """Of the yardstick; None where there was none, but distances alone."""
     lower: Format | None = None
     """The yardstick's next lower format, where its baseline was run in that."""
+
+    @property
+    def totals(self) -> Totals:
+        """What came to the host. Waits for it."""
+        return self.arriving.value
 
     @property
     def along(self) -> Along:
@@ -123,7 +130,7 @@ def measured(
     """As `measure`, and by bin of positions: `bins` says which row is in which, fp64 [rows, bins]
     of 0 and 1."""
     return Measured(
-        totals=compare(output, yardstick, expected).on_host(bins),
+        arriving=compare(output, yardstick, expected).on_host(bins),
         of=of,
         format=yardstick.format,
         lower=yardstick.lower,
@@ -133,7 +140,7 @@ def measured(
 def measured_precision(yardstick: Yardstick, *, of: int | None = None) -> Measured:
     """What rounding the inputs costs: distances between the references of rounded and of unrounded
     ones. `of` as in `measure`."""
-    return Measured(totals=compare_precision(yardstick).on_host(), of=of)
+    return Measured(arriving=compare_precision(yardstick).on_host(), of=of)
 
 
 def measure_plain(
@@ -150,7 +157,7 @@ def measured_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
 ) -> Measured:
     """As `measure_plain`."""
-    return Measured(totals=compare_plain(output, reference, empty).on_host(), of=of)
+    return Measured(arriving=compare_plain(output, reference, empty).on_host(), of=of)
 
 
 def _common(found: Totals) -> dict[str, Column]:

@@ -18,7 +18,7 @@ from numdev.execute import Row, Task
 from numdev.explaining.rows import explain
 from numdev.formats import Format
 from numdev.kernels import Kernel
-from numdev.measuring import Runner, bare_row, run_task
+from numdev.measuring import Runner, bare_row, run_task, settle
 from numdev.profiles.rows import profile
 from numdev.records import case_record
 from numdev.sampling import Sample
@@ -188,6 +188,8 @@ def entries(
         tell(step.what)
         if not job.wanted.isdisjoint(step.keys) and bench.heads:
             yield from _entries(step, job.wanted, bench, setting, run)
+    with watch("metrics"):
+        settle(bench)  # before the next call is begun, nothing of this one is kept
 
 
 def _entries(

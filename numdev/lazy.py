@@ -1,26 +1,38 @@
-"""A list that is made when somebody looks at it."""
+"""What is made when somebody looks at it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 T = TypeVar("T")
 
 
-class Lazy(Sequence[T]):
-    """What `make` returns, called once, and not before it is needed. Copies and pickles as the
-    list."""
+class Later(Generic[T]):
+    """What `make` returns, called once, and not before it is needed. Then it is let go, and what it
+    held with it."""
 
-    def __init__(self, make: Callable[[], list[T]]) -> None:
-        self._make: Callable[[], list[T]] | None = make
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
 
     @cached_property
-    def _list(self) -> list[T]:
+    def value(self) -> T:
+        """Raises what `make` raises, every time."""
         assert self._make is not None
         made, self._make = self._make(), None
         return made
+
+
+class Lazy(Sequence[T]):
+    """A list that `make` returns, called when it is needed. Copies and pickles as the list."""
+
+    def __init__(self, make: Callable[[], list[T]]) -> None:
+        self._later = Later(make)
+
+    @property
+    def _list(self) -> list[T]:
+        return self._later.value
 
     def __len__(self) -> int:
         return len(self._list)

@@ -2,7 +2,8 @@
 
 A row that is finished has to be made and written, and the next call's kernels do not depend on it.
 Such work is put off until there is nothing to do but to wait for the device, and is done then, in
-its order. What is put off must not need the device, nor hold tensors there.
+its order, one at a time. What is put off begins nothing on the device, nor holds large tensors
+there; it may wait for numbers that are under way.
 
 There is one queue of it in a process, as there is one of what the device has to do.
 """
@@ -23,6 +24,8 @@ Work = Callable[[], object]
 _OFF: deque[Work] = deque()
 _FAILED: list[Exception] = []
 """What was raised where it would have been taken for somebody else's."""
+_DOING: list[Work] = []
+"""What is being done, which may itself wait for the device: one at a time."""
 
 
 def put_off(work: Work) -> None:
@@ -41,9 +44,9 @@ def wait() -> None:
 def use_wait() -> None:
     """Do what was put off for as long as the current GPU is busy. Raises the device's faults
     alone."""
-    while _OFF and not _FAILED and not torch.cuda.current_stream().query():
+    while _OFF and not (_FAILED or _DOING) and not torch.cuda.current_stream().query():
         try:
-            _OFF.popleft()()
+            _do_first()
         except Exception as error:
             _FAILED.append(error)
 
@@ -54,7 +57,15 @@ def catch_up() -> None:
         if _FAILED:
             raise _FAILED.pop()
         while _OFF:
-            _OFF.popleft()()
+            _do_first()
     finally:
         _OFF.clear()
         _FAILED.clear()
+
+
+def _do_first() -> None:
+    _DOING.append(_OFF.popleft())
+    try:
+        _DOING[0]()
+    finally:
+        _DOING.clear()

@@ -6,6 +6,7 @@ what it returned, reaches the other tasks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from numdev.beside import (
 )
 from numdev.cases import AttentionCase
 from numdev.checksum import checksums
-from numdev.comparison import Along
 from numdev.deviation import Measured, Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
@@ -104,10 +104,11 @@ def _task_rows(
     task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner
 ) -> list[DeviationRow] | Callable[[], list[DeviationRow]]:
     prepared = bench.at(task.format)
-    runs = _runs(task, kernel, prepared, run)
+    runs = _runs(task, kernel, prepared, bench, run)
     lacking: Failure | None = None
     if isinstance(runs, Failure) and task.gradients and task.role == "kernel":
-        forward = _runs(dataclasses.replace(task, gradients=False), kernel, prepared, run)
+        alone = dataclasses.replace(task, gradients=False)
+        forward = _runs(alone, kernel, prepared, bench, run)
         if not isinstance(forward, Failure):
             lacking, runs = runs, forward
     if isinstance(runs, Failure):
@@ -126,7 +127,9 @@ def _task_rows(
     return rows if lacking is None else [*rows, _without_gradients(task, lacking)]
 
 
-def _runs(task: Task, kernel: Kernel, prepared: Prepared, run: Runner) -> list[Output] | Failure:
+def _runs(
+    task: Task, kernel: Kernel, prepared: Prepared, bench: Bench, run: Runner
+) -> list[Output] | Failure:
     """What the task's kernel returns, as often as asked; what is prepared already, once."""
     exact, gradients = prepared.reference, {}
     if task.role == "baseline":
@@ -142,6 +145,7 @@ def _runs(task: Task, kernel: Kernel, prepared: Prepared, run: Runner) -> list[O
             ]
         return [Output(out=exact.out, **gradients)]
     case = prepared.measured if task.role == "control" else prepared.case
+    settle(bench)  # whatever a kernel under audit does to the device
     runs = []
     with prepared.watch("other" if task.role == "control" else "kernels"):
         for _ in range(max(1, task.repeats)):
@@ -160,17 +164,18 @@ def _measured_rows(
     claim: Mapping[str, Any] | None,
     like: Likeness | None = None,
 ) -> Callable[[], list[DeviationRow]]:
-    """What makes the rows of a task, when they are wanted. All that needs the device is done, and
-    nothing that is there is kept."""
+    """What makes the rows of a task, when they are wanted. What that needs of the device has begun.
+    Once that is settled (`settle`) no tensor is kept of what runs beside the kernels."""
     output, exact = runs[0], prepared.reference
+    bits = _bits(task, output, prepared, bench)
     noises = noise(runs) if len(runs) > 1 else {}
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
     trained = any(getattr(output, name) is not None for name in GRADIENTS)
-    bits = _bits(task, output, prepared, bench)
+    alike = bits if task.role == "kernel" else {}
     # What was computed of sampled queries alone has no dk and dv.
     given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
-    along: dict[str, Along] = {}
+    along: dict[str, Measured] = {}
     made: list[Callable[[], list[DeviationRow]]] = []
     for tensor in given if trained else ("out",):
         x = getattr(output, tensor)
@@ -181,6 +186,7 @@ def _measured_rows(
             found = deviation.measured_precision(
                 prepared.yardsticks[tensor], of=bench.sampled_from(tensor)
             )
+            bench.under_way.append(found)
             made.append(_rows(task, tensor, _metrics_of(found), output, bench))
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
@@ -188,16 +194,14 @@ def _measured_rows(
             _metrics, task, tensor, chosen, fmt, prepared, bench, claim, formats, like
         )
         held_to = (str(x.dtype), fmt.name, repr(claim), repr(formats))
-        alike = bits if task.role == "kernel" and like is None else {}
-        make, along[tensor] = _once(prepared, tensor, alike, held_to, measure)
-        if task.role == "kernel":
-            metrics = make()
-            if tensor in rest:
-                metrics = with_the_rest(metrics, rest[tensor])
-            if tensor == "out":
-                metrics = with_empty_rows(metrics, chosen, prepared)
-                metrics = with_suspicion(metrics, output, prepared, bench)
-            make = functools.partial(list, metrics)
+        make, along[tensor] = _once(
+            prepared, tensor, alike if like is None else {}, held_to, measure
+        )
+        bench.under_way.append(along[tensor])
+        if tensor in rest:
+            make = functools.partial(_with_the_rest, make, rest[tensor])
+        if task.role == "kernel" and tensor == "out":
+            make = functools.partial(_with_doubts, make, chosen, output, prepared, bench)
         beside = functools.partial(
             _with_beside,
             *(make, tensor, bits, _of(bench, tensor, noises)),
@@ -210,13 +214,35 @@ def _measured_rows(
             *(bench.select(output.lse), exact.lse, exact.empty),
             of=bench.sampled_from("lse"),
         )
-        lse = _metrics_of(_once(prepared, "lse", bits, (str(output.lse.dtype),), measure_lse))
+        found = _once(prepared, "lse", alike, (str(output.lse.dtype),), measure_lse)
+        bench.under_way.append(found)
+        make = _metrics_of(found)
         if "lse" in rest:
-            lse = functools.partial(list, with_the_rest(lse(), rest["lse"]))
-        beside = functools.partial(_with_beside, lse, "lse", bits, _of(bench, "lse", noises))
+            make = functools.partial(_with_the_rest, make, rest["lse"])
+        beside = functools.partial(_with_beside, make, "lse", bits, _of(bench, "lse", noises))
         made.append(_rows(task, "lse", beside, output, bench))
     bench.along = (task.key, along)
     return lambda: [row for make in made for row in make()]
+
+
+def settle(bench: Bench) -> None:
+    """Wait for the numbers that are under way. What is wrong with them is said where they are
+    looked at."""
+    for found in bench.under_way:
+        with contextlib.suppress(*COUNTED):
+            _ = found.totals
+    bench.under_way.clear()
+
+
+def _with_the_rest(make: Make, rest: Sequence[Elsewhere]) -> list[Metrics]:
+    return with_the_rest(make(), rest)
+
+
+def _with_doubts(
+    make: Make, chosen: Tensor, output: Output, prepared: Prepared, bench: Bench
+) -> list[Metrics]:
+    metrics = with_empty_rows(make(), chosen, prepared)
+    return with_suspicion(metrics, output, prepared, bench)
 
 
 def _metrics_of(found: Measured) -> Make:
@@ -249,24 +275,24 @@ def _metrics(
     claim: Mapping[str, Any] | None,
     formats: Mapping[str, Format],
     like: Likeness | None,
-) -> tuple[Make, Along]:
+) -> tuple[Make, Measured]:
     """What makes one tensor's metrics, beside what the kernel's roundings predict (its claim's, or
-    those of the way that it was found to round in); and along its rows."""
+    those of the way that it was found to round in); and what they are made of."""
     yardstick = prepared.yardsticks[tensor].for_format(fmt)
     against = functools.partial(
         deviation.measured, of=bench.sampled_from(tensor), bins=bench.bins_of(tensor)
     )
     if task.role == "floor":
         found = against(x, yardstick)
-        return _metrics_of(found), found.along
+        return _metrics_of(found), found
     why = unexpected(claim, prepared.case.format, fmt)
     if tensor not in prepared.by_row:
         found = against(x, yardstick)
         lacking = ("expected_ratio", "worst_row", "baseline_ratio", "amplification")
-        return functools.partial(_without, found, lacking, NOT_PREDICTED), found.along
+        return functools.partial(_without, found, lacking, NOT_PREDICTED), found
     if why is not None:
         found = against(x, yardstick)
-        return functools.partial(_without, found, ("expected_ratio", "worst_row"), why), found.along
+        return functools.partial(_without, found, ("expected_ratio", "worst_row"), why), found
     if like is not None:
         expected, whose = like.expected[tensor], like.words
     else:
@@ -277,7 +303,7 @@ def _metrics(
     if like is not None and tensor == "out":
         explained = with_bias_explained(found.metrics, like, yardstick)
         make = functools.partial(list, explained)
-    return functools.partial(_with_claim, make, whose), found.along
+    return functools.partial(_with_claim, make, whose), found
 
 
 def _without(found: Measured, names: Sequence[str], why: str) -> list[Metrics]:
@@ -312,7 +338,9 @@ def _elsewhere(
     }
 
 
-def _bits(task: Task, output: Output, prepared: Prepared, bench: Bench) -> dict[str, list[str]]:
+def _bits(
+    task: Task, output: Output, prepared: Prepared, bench: Bench
+) -> Mapping[str, Sequence[str]]:
     """The checksums of what came back, by tensor: of whole heads, where all their rows came."""
     if task.role in ("precision", "control"):
         return {}

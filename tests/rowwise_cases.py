@@ -55,10 +55,19 @@ def made(shape: tuple[int, ...], *, baseline: bool) -> tuple[Yardstick, Tensor, 
 
 
 def tables(found: Comparison) -> dict[str, Tensor]:
+    if found.otherwise is not None and not fine(found):
+        found = found.otherwise()
     signed = ()
     if found.signed is not None:
         signed = zip(("features", "along", "counts"), found.signed.tensors, strict=True)
     return {**found.sums, **found.largest, **found.transport, **dict(signed)}
+
+
+def fine(found: Comparison) -> bool:
+    """Whether the errors are finite, and those predicted."""
+    return all(
+        bool(x.isfinite().all()) for n, x in found.sums.items() if n in ("square", "predicted")
+    )
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -83,7 +92,7 @@ def beside(y: Yardstick, o: Tensor, e: Tensor | None) -> dict[str, float]:
     assert y.known is not None
     assert steps.known is None
     pairs = [
-        (at_once[0], comparison._in_passes(o, e, steps)[0]),
+        (at_once, comparison._in_passes(o, e, steps)[0]),
         (compare_precision(y), compare_precision(steps)),
     ]
     found = {}

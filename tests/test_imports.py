@@ -392,10 +392,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Planted faults, and how far runs differ.
     "controls": {"cases", "errors", "formats", "kernels", "kernels.output"},
-    "checksum": {"gpucode", "rowwise_tiles"},
+    "checksum": {"arrival", "gpucode", "lazy", "rowwise_tiles"},
     "noise": {"comparison", "errors", "kernels", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
     "meanwhile": set(),
+    "arrival": {"meanwhile"},
     "devicetime": {"meanwhile"},
     "lazy": set(),
     "attempt": {"cases", "errors", "kernels", "layouts", "meanwhile"},
@@ -403,11 +404,11 @@ ALLOWED: dict[str, set[str]] = {
     "isolation": {"attempt", "cases", "errors", "kernels", "kernels.output", "worker"},
     # How far from the truth: a metric knows nothing of kernels.
     "yardstick": {"formats", "rowwise", "wasserstein"},
-    "comparison": {"formats", "rowwise", "wasserstein", "yardstick"},
+    "comparison": {"arrival", "formats", "lazy", "rowwise", "wasserstein", "yardstick"},
     "bias": set(),
     "intervals": set(),
     "profiles.binning": set(),
-    "deviation": {"bias", "comparison", "formats", "intervals", "yardstick"},
+    "deviation": {"bias", "comparison", "formats", "intervals", "lazy", "yardstick"},
     "finiteness": {"cases", "comparison", "formats", "yardstick"},
     # How far it should be: the emulation a kernel claims to be, and whether it is one.
     "expectation": {
@@ -803,7 +804,6 @@ ALLOWED: dict[str, set[str]] = {
         "beside",
         "cases",
         "checksum",
-        "comparison",
         "deviation",
         "errors",
         "execute",
@@ -836,7 +836,15 @@ ALLOWED: dict[str, set[str]] = {
         "system",
     },
     "records": {"cases", "formats", "report"},
-    "profiles.rows": {"bench", "comparison", "execute", "lazy", "profiles.binning", "report"},
+    "profiles.rows": {
+        "bench",
+        "comparison",
+        "deviation",
+        "execute",
+        "lazy",
+        "profiles.binning",
+        "report",
+    },
     "worst.examine": {
         "bench",
         "execute",

@@ -15,6 +15,7 @@ import numpy as np
 
 from numdev.bench import Bench
 from numdev.comparison import Along, Numbers
+from numdev.deviation import Measured
 from numdev.execute import Task
 from numdev.lazy import Lazy
 from numdev.profiles.binning import starts
@@ -29,9 +30,12 @@ def profile(task: Task, bench: Bench) -> Sequence[ProfileRow]:
     was, or where the call has no bins. Made when they are looked at."""
     if task.role not in ROLES or bench.along is None or bench.along[0] != task.key:
         return []
-    binned = {tensor: along for tensor, along in bench.along[1].items() if along}
-    lengths = [bench.length_of(tensor) for tensor in binned]
-    return Lazy(lambda: [*map(functools.partial(_row, task), binned, lengths, binned.values())])
+    found = [(tensor, bench.length_of(tensor), x) for tensor, x in bench.along[1].items()]
+    return Lazy(functools.partial(_rows, task, found))
+
+
+def _rows(task: Task, found: Sequence[tuple[str, int, Measured]]) -> list[ProfileRow]:
+    return [_row(task, tensor, length, x.along) for tensor, length, x in found if x.along]
 
 
 def _row(task: Task, tensor: str, length: int, along: Along) -> ProfileRow:

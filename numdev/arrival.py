@@ -1,0 +1,45 @@
+"""Numbers on their way from a GPU to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from numdev.meanwhile import use_wait
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Arrival:
+    """Tensors of one device and one dtype, copied to the host in one piece, behind all that the
+    device has to do already. Nobody waits for them before they are looked at."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [x.shape for x in tensors]
+        flat = torch.cat([x.detach().flatten() for x in tensors])
+        self._flat: Tensor | None = flat.to("cpu", non_blocking=True)
+        self._there: torch.cuda.Event | None = None
+        if flat.is_cuda:
+            with torch.cuda.device_of(flat):
+                self._there = torch.cuda.Event()
+                self._there.record()
+
+    @cached_property
+    def arrays(self) -> list[Array]:
+        """What they hold, in their order. Raises RuntimeError for a fault of the device."""
+        assert self._flat is not None
+        if self._there is not None:
+            use_wait()
+            self._there.synchronize()
+        whole, self._flat = self._flat.numpy().copy(), None  # what it came in is used again
+        found, at = [], 0
+        for shape in self._shapes:
+            end = at + shape.numel()
+            found.append(whole[at:end].reshape(shape))
+            at = end
+        return found
