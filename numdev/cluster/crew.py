@@ -173,6 +173,7 @@ def _local(workers: int, system: System) -> SpecCluster:
             },
         },
         workers={i: {"cls": Nanny, "options": options(i)} for i in range(workers)},
+        shutdown_on_close=False,  # at exit: what an interrupt left half begun ends with its parent
     )
 
 
