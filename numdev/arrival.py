@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,20 +22,27 @@ class Arrival:
         self._shapes = [x.shape for x in tensors]
         flat = torch.cat([x.detach().flatten() for x in tensors])
         self._flat: Tensor | None = flat.to("cpu", non_blocking=True)
+        self._arrays: list[Array] | None = None
         self._there: torch.cuda.Event | None = None
         if flat.is_cuda:
             with torch.cuda.device_of(flat):
                 self._there = torch.cuda.Event()
                 self._there.record()
 
-    @cached_property
+    @property
     def arrays(self) -> list[Array]:
         """What they hold, in their order. Raises RuntimeError for a fault of the device."""
-        assert self._flat is not None
-        if self._there is not None:
-            use_wait()
+        if self._arrays is None and self._there is not None:
+            use_wait()  # which may look at this very one
             self._there.synchronize()
-        whole, self._flat = self._flat.numpy().copy(), None  # what it came in is used again
+        flat = self._flat
+        if flat is not None:
+            self._arrays = self._apart(flat.numpy().copy())
+            self._flat = None  # the memory it came in is used again
+        assert self._arrays is not None
+        return self._arrays
+
+    def _apart(self, whole: Array) -> list[Array]:
         found, at = [], 0
         for shape in self._shapes:
             end = at + shape.numel()

@@ -16,6 +16,7 @@ one forward reference of all queries; for them there is neither baseline nor pre
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -146,8 +147,8 @@ class Bench:
         where that is not what its claim predicts."""
         self.along: tuple[str, Mapping[str, Measured]] | None = None
         """The same task, and what its tensors came to, with sums by bin of positions."""
-        self.under_way: list[Measured] = []
-        """What tensors came to, whose numbers nobody has waited for (`measuring.settle`)."""
+        self.under_way: list[Callable[[], object]] = []
+        """What to look at for numbers that nobody has waited for (`settle`)."""
         self._bins: dict[str, Tensor | None] = {}
 
     @cached_property
@@ -245,9 +246,18 @@ class Bench:
         """The case prepared in a format."""
         fmt = format_named(format_name)
         if self._at is None or self._at.yardstick.format != fmt:
+            self.settle()
             self._at = None  # free one format's tensors before making the next one's
             self._at = self._prepare(fmt)
         return self._at
+
+    def settle(self) -> None:
+        """Wait for all numbers that are under way. What is wrong with them is said where they are
+        looked at again."""
+        for look in self.under_way:
+            with contextlib.suppress(Exception):
+                look()
+        self.under_way.clear()
 
     def _exact(self, case: AttentionCase, measured: AttentionCase) -> tuple[Reference, Tensor]:
         """The reference of the measured rows of a case with the measured heads, and the log-sum-exp

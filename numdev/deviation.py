@@ -85,6 +85,10 @@ class Measured:
         """What came to the host. Waits for it."""
         return self.arriving.value
 
+    def wait(self) -> None:
+        """Until it is there."""
+        _ = self.arriving.value
+
     @property
     def along(self) -> Along:
         """Some of the sums by bin of positions (`comparison.ALONG`), where there were bins."""

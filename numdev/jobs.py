@@ -18,7 +18,7 @@ from numdev.execute import Row, Task
 from numdev.explaining.rows import explain
 from numdev.formats import Format
 from numdev.kernels import Kernel
-from numdev.measuring import Runner, bare_row, run_task, settle
+from numdev.measuring import Runner, bare_row, run_task
 from numdev.profiles.rows import profile
 from numdev.records import case_record
 from numdev.sampling import Sample
@@ -189,7 +189,7 @@ def entries(
         if not job.wanted.isdisjoint(step.keys) and bench.heads:
             yield from _entries(step, job.wanted, bench, setting, run)
     with watch("metrics"):
-        settle(bench)  # before the next call is begun, nothing of this one is kept
+        bench.settle()  # before the next call is begun, nothing of this one is kept
 
 
 def _entries(
@@ -210,6 +210,7 @@ def _entries(
             yield Entry(key=step.worst, kind="worst", rows=kept(worst))
         yield Entry(key=task.key, rows=rows, what=step.what)
     if step.explanation in wanted:
+        bench.settle()
         found = explain(task, kernel, bench, setting.system, run)
         dumped = [row.model_dump(mode="json") for row in found]
         yield Entry(key=step.explanation, kind="attribution", rows=dumped)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
 T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """What `make` returns, called once, and not before it is needed. Then it is let go, and what it
+    """What `make` returns, called when it is needed. When it has returned it is let go, and what it
     held with it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make: Callable[[], T] | None = make
+        self._made: list[T] = []
 
-    @cached_property
+    @property
     def value(self) -> T:
         """Raises what `make` raises, every time."""
-        assert self._make is not None
-        made, self._make = self._make(), None
-        return made
+        make = self._make
+        if make is not None:
+            self._made = [make()]
+            self._make = None
+        return self._made[0]
 
 
 class Lazy(Sequence[T]):

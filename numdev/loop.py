@@ -2,8 +2,8 @@
 
 What `audit` and `sweep` share. A source hands over cases one at a time; each is a job
 (`numdev.jobs`) for an executor, which does it here or has it done elsewhere; what is finished goes
-to the journal at once, and this process alone writes that. What the rows come to is the study's
-business.
+to the journal at once, or while a GPU is next waited for, and this process alone writes that. What
+the rows come to is the study's business.
 """
 
 from __future__ import annotations
@@ -200,6 +200,8 @@ class Run:
     """Where cases are saved as they come by."""
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     visited: int = 0
+    queued: set[str] = dataclasses.field(default_factory=set)
+    """The keys of entries that are put off."""
 
     def over(self, source: Source, say: Callable[[str], None]) -> None:
         """Every case of the source. `say` is told whether an earlier run was continued."""
@@ -264,15 +266,18 @@ class Run:
 
     def _keep(self, finished: Iterable[Entry]) -> None:
         for entry in finished:
-            if not self.journal.visit(entry.key, entry.kind):
-                self.visited += entry.kind == "row"
-                if self._on_gpu:
-                    put_off(functools.partial(self._add, entry))
-                else:
-                    self._add(entry)
+            if self.journal.visit(entry.key, entry.kind) or entry.key in self.queued:
+                continue
+            self.visited += entry.kind == "row"
+            if self._on_gpu:
+                self.queued.add(entry.key)
+                put_off(functools.partial(self._add, entry))
+            else:
+                self._add(entry)
 
     def _add(self, entry: Entry) -> None:
         self.journal.add(entry.key, entry.rows, entry.kind)
+        self.queued.discard(entry.key)
 
     @property
     def _on_gpu(self) -> bool:

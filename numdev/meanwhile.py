@@ -24,8 +24,8 @@ Work = Callable[[], object]
 _OFF: deque[Work] = deque()
 _FAILED: list[Exception] = []
 """What was raised where it would have been taken for somebody else's."""
-_DOING: list[Work] = []
-"""What is being done, which may itself wait for the device: one at a time."""
+_DOING: list[bool] = []
+"""Whether some is being done, which may itself wait for the device: one at a time."""
 
 
 def put_off(work: Work) -> None:
@@ -52,7 +52,8 @@ def use_wait() -> None:
 
 
 def catch_up() -> None:
-    """Do all that was put off. What is raised ends it: nothing is done after it."""
+    """Do all that was put off, what was interrupted once more. What is raised ends it: nothing is
+    done after it."""
     try:
         if _FAILED:
             raise _FAILED.pop()
@@ -64,8 +65,10 @@ def catch_up() -> None:
 
 
 def _do_first() -> None:
-    _DOING.append(_OFF.popleft())
+    """What is interrupted is still the first."""
+    _DOING.append(True)
     try:
-        _DOING[0]()
+        _OFF[0]()
     finally:
         _DOING.clear()
+    _OFF.popleft()

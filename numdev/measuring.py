@@ -6,7 +6,6 @@ what it returned, reaches the other tasks.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +69,8 @@ def run_task(
     task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
 ) -> Sequence[DeviationRow]:
     """The rows of one task: one per head and tensor, or a single one that says why there is none.
-    Those of what always runs beside the kernels are made when they are looked at: by then they need
-    neither the bench nor the device.
+    Those of what always runs beside the kernels are made when they are looked at. Once the bench is
+    settled they need neither it nor the device.
 
     A kernel that is missing or declines is `skipped`; one that raises, or whose output cannot be
     measured, is `failed`. So is every task of a case too large for its reference. Where the forward
@@ -85,6 +84,7 @@ def run_task(
         with bench.watch("metrics"):
             rows = _task_rows(task, kernel, bench, system, run)
     except COUNTED as error:
+        bench.along = None
         return _unmeasured(task, error)
     return rows if isinstance(rows, list) else Lazy(functools.partial(_made, task, rows))
 
@@ -145,7 +145,7 @@ def _runs(
             ]
         return [Output(out=exact.out, **gradients)]
     case = prepared.measured if task.role == "control" else prepared.case
-    settle(bench)  # whatever a kernel under audit does to the device
+    bench.settle()  # whatever a kernel under audit does to the device
     runs = []
     with prepared.watch("other" if task.role == "control" else "kernels"):
         for _ in range(max(1, task.repeats)):
@@ -165,9 +165,10 @@ def _measured_rows(
     like: Likeness | None = None,
 ) -> Callable[[], list[DeviationRow]]:
     """What makes the rows of a task, when they are wanted. What that needs of the device has begun.
-    Once that is settled (`settle`) no tensor is kept of what runs beside the kernels."""
+    Once that is settled (`Bench.settle`) no tensor is kept of what runs beside the kernels."""
     output, exact = runs[0], prepared.reference
     bits = _bits(task, output, prepared, bench)
+    bench.under_way += [functools.partial(len, some) for some in bits.values()]
     noises = noise(runs) if len(runs) > 1 else {}
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
@@ -186,7 +187,7 @@ def _measured_rows(
             found = deviation.measured_precision(
                 prepared.yardsticks[tensor], of=bench.sampled_from(tensor)
             )
-            bench.under_way.append(found)
+            bench.under_way.append(found.wait)
             made.append(_rows(task, tensor, _metrics_of(found), output, bench))
             continue
         fmt = prepared.yardstick.format if task.role == "floor" else returned(x, prepared.case)
@@ -197,7 +198,7 @@ def _measured_rows(
         make, along[tensor] = _once(
             prepared, tensor, alike if like is None else {}, held_to, measure
         )
-        bench.under_way.append(along[tensor])
+        bench.under_way.append(along[tensor].wait)
         if tensor in rest:
             make = functools.partial(_with_the_rest, make, rest[tensor])
         if task.role == "kernel" and tensor == "out":
@@ -215,7 +216,7 @@ def _measured_rows(
             of=bench.sampled_from("lse"),
         )
         found = _once(prepared, "lse", alike, (str(output.lse.dtype),), measure_lse)
-        bench.under_way.append(found)
+        bench.under_way.append(found.wait)
         make = _metrics_of(found)
         if "lse" in rest:
             make = functools.partial(_with_the_rest, make, rest["lse"])
@@ -223,15 +224,6 @@ def _measured_rows(
         made.append(_rows(task, "lse", beside, output, bench))
     bench.along = (task.key, along)
     return lambda: [row for make in made for row in make()]
-
-
-def settle(bench: Bench) -> None:
-    """Wait for the numbers that are under way. What is wrong with them is said where they are
-    looked at."""
-    for found in bench.under_way:
-        with contextlib.suppress(*COUNTED):
-            _ = found.totals
-    bench.under_way.clear()
 
 
 def _with_the_rest(make: Make, rest: Sequence[Elsewhere]) -> list[Metrics]:

@@ -90,6 +90,14 @@ def test_work_that_waits_lets_nothing_go_before_it() -> None:
     assert done == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+def test_who_waits_may_have_it_looked_at_by_others() -> None:
+    """What is put off looks at the same numbers, while they are waited for."""
+    found, seen = under_way(1.0, Event()), list[float]()
+    put_off(lambda: seen.append(float(found.arrays[0][0])))
+    assert found.arrays[0].tolist() == [1.0]
+    assert seen == [1.0]
+
+
 def test_a_fault_comes_out_every_time() -> None:
     found = under_way(1.0, Event(fault=True))
     for _ in range(2):

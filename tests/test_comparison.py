@@ -57,8 +57,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch:
         for name in ("tolist", "cpu", "item", "__bool__", "__float__", "__int__"):
             patch.setattr(Tensor, name, noting(name, getattr(Tensor, name)))
-        looked_at = Arrival.arrays.func
-        patch.setattr(Arrival, "arrays", property(noting("arrays", looked_at)))
+        apart = Arrival._apart
+        patch.setattr(Arrival, "_apart", lambda self, x: found.append("arrays") or apart(self, x))
         yield found
 
 

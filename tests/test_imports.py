@@ -842,6 +842,7 @@ ALLOWED: dict[str, set[str]] = {
         "deviation",
         "execute",
         "lazy",
+        "measuring",
         "profiles.binning",
         "report",
     },

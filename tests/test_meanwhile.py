@@ -101,17 +101,22 @@ def test_what_went_wrong_is_said_to_who_put_it_off(
 
 
 def test_an_interrupt_is_not_kept_for_later(busy: Callable[[int], None]) -> None:
+    """What it comes in is not lost, and what comes after it does not overtake it."""
+    done: list[int] = []
+
     def interrupted() -> None:
-        raise KeyboardInterrupt
+        done.append(0)
+        if len(done) == 1:
+            raise KeyboardInterrupt
 
     put_off(interrupted)
     put_off(lambda: done.append(1))
     busy(10)
-    done: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         use_wait()
+    assert done == [0]
     catch_up()
-    assert done == [1]
+    assert done == [0, 0, 1]
 
 
 def test_work_is_done_while_a_kernel_under_audit_runs(busy: Callable[[int], None]) -> None:

@@ -6,33 +6,41 @@ The one pass over a GPU's memory is pretended by PyTorch, on a CPU.
 from __future__ import annotations
 
 import gc
+import json
 import math
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rowwise_cases import made
 from test_comparison import waits
-from test_profile import drawn
+from test_profile import drawn, request
 from test_rowwise import in_torch
+from test_sweep import request as swept
 from torch import Tensor
 
-from numdev import comparison, yardstick
+from numdev import comparison, jobs, yardstick
 from numdev.arrival import Arrival
-from numdev.attempt import attempt
+from numdev.attempt import Failure, attempt
 from numdev.bench import Bench
 from numdev.cases import AttentionCase
 from numdev.deviation import measured, measured_plain, measured_precision
 from numdev.execute import Task
+from numdev.formats import FORMATS, Format
 from numdev.jobs import Held, Job, Planned, Setting, entries, steps
 from numdev.kernels import Kernel, Output, find
 from numdev.lazy import Lazy
-from numdev.measuring import run_task, settle
-from numdev.report import DeviationRow
+from numdev.loop import Run
+from numdev.measuring import run_task
+from numdev.profiles import rows as profiles
+from numdev.report import AuditReport, DeviationRow
 from numdev.rowwise import OutputSums
 from numdev.stopwatch import Stopwatch
+from numdev.studies.audit import audit
+from numdev.studies.sweep import plan, sweep
 from numdev.system import System
 
 HERE = System.here("cpu")
@@ -217,7 +225,7 @@ def test_a_fault_is_said_where_numbers_are_looked_at(noted: type[Noted]) -> None
     torch.cuda.current_stream = lambda: None  # type: ignore[assignment]
     floor = rows(bench, find("reference"), "floor")
     noted.broken = False
-    settle(bench)
+    bench.settle()
     own: list[DeviationRow] = rows(bench, find("sdpa-flash"), "kernel")
     assert {row.status for row in own} == {"ok"}
     for _ in range(2):
@@ -226,3 +234,175 @@ def test_a_fault_is_said_where_numbers_are_looked_at(noted: type[Noted]) -> None
         assert row.reason == (
             "while measuring: RuntimeError: CUDA error: an illegal memory access was encountered"
         )
+
+
+# --- whole audits on a pretended GPU --------------------------------------------------------------
+
+
+class Gpu:
+    """Whose queue is busy or not, and which can break."""
+
+    busy = False
+    broken = False
+
+    def query(self) -> bool:
+        self.synchronize()
+        return not self.busy
+
+    def synchronize(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, one_pass: None) -> type[Gpu]:
+    class Here(Gpu):
+        pass
+
+    def under_way(self: Arrival, tensors: Any) -> None:
+        begin(self, tensors)
+        self._there = Here()  # type: ignore[assignment]
+
+    begin = Arrival.__init__
+    monkeypatch.setattr(Arrival, "__init__", under_way)
+    monkeypatch.setattr(torch.cuda, "current_stream", Here)
+    monkeypatch.setattr(Run, "_on_gpu", True)
+    return Here
+
+
+def audited(directory: Path, **changes: Any) -> AuditReport:
+    return audit(request("sdpa-flash", **changes), directory)
+
+
+def written(directory: Path) -> list[str]:
+    """The keys of its journal, in their order."""
+    lines = (json.loads(line) for line in (directory / "rows.jsonl").open())
+    return [line["task"] for line in lines if "task" in line]
+
+
+ONE = {"cases": request().cases[:1]}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_report_is_the_same(busy: bool, gpu: type[Gpu], tmp_path: Path) -> None:
+    """Whether rows are made while the device is busy or at the end, as where nothing is put off."""
+    gpu.busy = busy
+    found = audited(tmp_path / "gpu", formats=("bfloat16", "float16"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_on_gpu", False)
+        expected = audited(tmp_path / "cpu", formats=("bfloat16", "float16"))
+    assert found.rows == expected.rows
+    assert found.profiles == expected.profiles
+    assert {row.status for row in found.rows} == {"ok"}
+    assert written(tmp_path / "gpu") == written(tmp_path / "cpu")
+
+
+def test_a_broken_device_costs_no_other_rows(gpu: type[Gpu], tmp_path: Path) -> None:
+    """What ran beside the kernel that broke it is complete, checksums and profiles too."""
+
+    def breaks(*_: Any, **__: Any) -> Failure:
+        gpu.broken = True
+        return Failure("failed", "CUDA error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_entries", by(breaks))
+        found = audited(tmp_path, **ONE)
+    for role in ("precision", "floor", "baseline", "kernel"):
+        status = {row.status for row in found.rows if row.role == role}
+        assert status == {"failed" if role == "kernel" else "ok"}
+    assert all(row.bits for row in found.rows if row.role in ("floor", "baseline"))
+    assert {row.role for row in found.profiles} == {"floor", "baseline"}
+
+
+def by(run: Any) -> Any:
+    """`jobs._entries` with kernels under audit run by another."""
+
+    def entered(step: Any, wanted: Any, bench: Any, setting: Any, _: Any) -> Any:
+        return entries_of(step, wanted, bench, setting, run)
+
+    entries_of = jobs._entries
+    return entered
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("role", ["baseline", "kernel"])
+def test_what_cannot_be_measured_costs_its_rows_alone(role: str, tmp_path: Path) -> None:
+    """Not the audit. What is not finite is done again step by step: there is no memory for that."""
+
+    def full(*_: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    def spoilt(*given: Any, **more: Any) -> Any:
+        output = attempt(*given, **more)
+        assert isinstance(output, Output)
+        output.out[0, 1, 2, 3] = math.nan
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "_step_by_step", full)
+        if role == "kernel":
+            patch.setattr(jobs, "_entries", by(spoilt))
+        else:
+            patch.setattr(comparison.Totals, "finite", False)
+        found = audited(tmp_path, **ONE)
+    failed = [row for row in found.rows if row.status == "failed"]
+    assert role in {row.role for row in failed}
+    assert {row.role for row in failed} <= {"baseline", "kernel"}
+    assert all("out of memory" in (row.reason or "") for row in failed)
+    assert role not in {row.role for row in found.profiles}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupt_loses_nothing_for_good(
+    busy: bool, gpu: type[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a profile that is made: a run that is continued has it, and all others."""
+    made, times = profiles._row, list[int]()
+
+    def interrupted(task: Task, *given: Any) -> Any:
+        times.append(1)
+        if len(times) == 3:
+            raise KeyboardInterrupt
+        return made(task, *given)
+
+    gpu.busy = busy
+    monkeypatch.setattr(profiles, "_row", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        audited(tmp_path / "a")
+    found, whole = audited(tmp_path / "a"), audited(tmp_path / "b")
+    assert found.profiles == whole.profiles
+    assert found.rows == whole.rows
+
+
+@pytest.mark.usefixtures("one_pass")
+def test_one_format_goes_before_the_next_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no kernel under audit ran in it, and numbers were under way."""
+    case, alive = drawn(), list[bool]()
+    planned = [Planned(role=role, kernel=find(name), options={}) for role, name in BESIDE]
+    formats = (FORMATS["bfloat16"], FORMATS["float16"])
+    setting = Setting(system=HERE, formats=formats, plan=planned)
+    wanted = frozenset(step.task.key for step in steps(case.ref, setting))
+    prepare, made = Bench._prepare, list[Any]()
+
+    def prepared(self: Bench, fmt: Format) -> Any:
+        alive.extend(ref() is not None for ref in made)
+        found = prepare(self, fmt)
+        made.append(weakref.ref(found.yardstick))
+        return found
+
+    monkeypatch.setattr(Bench, "_prepare", prepared)
+    gc.disable()
+    try:
+        job = Job(located=Held(case=case, axes={}), wanted=wanted)
+        assert len(list(entries(job, setting, attempt, Stopwatch()))) == 6
+    finally:
+        gc.enable()
+    assert alive == [False]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_put_off_is_written_once(tmp_path: Path) -> None:
+    """The record of a case that comes by with every seed of a sweep."""
+    sweep(plan(swept(tmp_path, kernels=["sdpa-math"], seeds=3)), tmp_path / "out")
+    keys = written(tmp_path / "out")
+    assert len(keys) == len(set(keys)) > 6

@@ -18,6 +18,7 @@ from numdev.comparison import Along, Numbers
 from numdev.deviation import Measured
 from numdev.execute import Task
 from numdev.lazy import Lazy
+from numdev.measuring import COUNTED
 from numdev.profiles.binning import starts
 from numdev.report import ProfileRow
 
@@ -35,7 +36,10 @@ def profile(task: Task, bench: Bench) -> Sequence[ProfileRow]:
 
 
 def _rows(task: Task, found: Sequence[tuple[str, int, Measured]]) -> list[ProfileRow]:
-    return [_row(task, tensor, length, x.along) for tensor, length, x in found if x.along]
+    try:
+        return [_row(task, tensor, length, x.along) for tensor, length, x in found if x.along]
+    except COUNTED:  # which its rows say
+        return []
 
 
 def _row(task: Task, tensor: str, length: int, along: Along) -> ProfileRow:

@@ -152,5 +152,6 @@ def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
 
 def _timed(planned: Planned, fmt: Format, bench: Bench, system: System) -> float:
     start = time.perf_counter()
-    run_task(task_of(planned, fmt, bench.ref, sample=bench.sample), planned.kernel, bench, system)
+    task = task_of(planned, fmt, bench.ref, sample=bench.sample)
+    list(run_task(task, planned.kernel, bench, system))  # all of them: they are made when wanted
     return time.perf_counter() - start
