@@ -20,7 +20,7 @@ class Arrival:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [x.shape for x in tensors]
-        flat = torch.cat([x.detach().flatten() for x in tensors])
+        flat = torch.cat([x.flatten() for x in tensors]).detach()
         self._flat: Tensor | None = flat.to("cpu", non_blocking=True)
         self._arrays: list[Array] | None = None
         self._there: torch.cuda.Event | None = None

@@ -22,6 +22,7 @@ gradient of the scaled products.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
-from numdev.gpucode import launch
+from numdev.gpucode import launch, shared_memory
 from numdev.kernels.backward import upstream
 from numdev.kernels.fused_refusal import accept, accept_scores, is_additive
 from numdev.kernels.fused_terms import Terms, grouped, scaled
@@ -70,6 +71,13 @@ class Tile:
 FORWARD = {64: Tile(64, 32, 4, 3), 128: Tile(64, 16, 4, 3), 256: Tile(16, 32, 4, 1)}
 """By the width of the widest operand, for 16 and 8 bits. fp32, whose operands take twice the room,
 has one stage less."""
+ELSEWHERE = {128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)}
+"""Where those cannot be: on GPUs whose blocks have less shared memory than ROOM, and on Blackwell,
+for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
+ROOM = 120 << 10
+"""Bytes of shared memory that FORWARD takes, at most."""
+BLACKWELL = 10
+"""Its compute capability, which has two numbers: the first."""
 BACKWARD = Tile(32, 64, 4, 3)
 BLOCK_D = 16
 """How much of S's and dP's inner axis a step of the backward kernel takes."""
@@ -216,8 +224,21 @@ def _upper(x: Tensor) -> Tensor:
 
 
 def _forward_tile(case: AttentionCase) -> Tile:
-    widest = max(_width(case.q), _width(case.v))
-    return next(tile for width, tile in FORWARD.items() if widest <= width)
+    widest, device = max(_width(case.q), _width(case.v)), case.q.device
+    tiles = FORWARD if device.type != "cuda" or suits(*_of_gpu(device)) else ELSEWHERE
+    return next(tile for width, tile in tiles.items() if widest <= width)
+
+
+def suits(shared: int, capability: int) -> bool:
+    """Whether FORWARD is for a GPU with so much shared memory for a block, and of a compute
+    capability with this first number."""
+    return shared >= ROOM and capability < BLACKWELL
+
+
+@functools.cache
+def _of_gpu(device: torch.device) -> tuple[int, int]:
+    """What `suits` asks, of a tensor's device."""
+    return shared_memory(device.index), torch.cuda.get_device_capability(device)[0]
 
 
 def _span(case: AttentionCase, tile: Tile, programs: int) -> int:
