@@ -70,9 +70,9 @@ class Prepared:
     watch: Stopwatch
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What emulations return, by recipe."""
-    known: dict[Hashable, Any] = field(default_factory=dict)
-    """What tensors came to, by their checksums and what they were held to: the default dispatch
-    returns, bit for bit, what another kernel returned."""
+    known: dict[Hashable, list[tuple[Sequence[str], Any]]] = field(default_factory=dict)
+    """By which tensor it was and what it was held to: checksums, and what the tensor came to. The
+    default dispatch returns, bit for bit, what another kernel returned."""
 
     @property
     def yardstick(self) -> Yardstick:

@@ -352,17 +352,21 @@ def _once(
     same, what it came to then."""
     if tensor not in bits:
         return measure()
-    key = (tensor, *bits[tensor], *held_to)
-    if key not in prepared.known:
-        prepared.known[key] = measure()
-    found: T = prepared.known[key]
-    return found
+    alike = prepared.known.setdefault((tensor, *held_to), [])
+    for others, found in alike:  # where there is none, nobody waits for these bits
+        if others == bits[tensor]:
+            known: T = found
+            return known
+    alike.append((bits[tensor], measured := measure()))
+    return measured
 
 
-def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> list[Noise]:
-    found = noises.get(tensor, ())
-    heads = bench.heads_of(tensor)
-    return list(found) if len(found) == len(heads) else [found[h] for h in heads] if found else []
+def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> Sequence[Noise]:
+    """Of the measured heads, when it is looked at; nothing where there is none."""
+    found, heads = noises.get(tensor), bench.heads_of(tensor)
+    if found is None:
+        return ()
+    return Lazy(lambda: list(found) if len(found) == len(heads) else [found[h] for h in heads])
 
 
 def returned(out: Tensor, case: AttentionCase) -> Format:

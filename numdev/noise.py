@@ -17,22 +17,26 @@ is finite there is no distance: such elements are counted (`flickering`) and lef
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from numdev.arrival import Arrival
 from numdev.comparison import widened
 from numdev.errors import MeasurementError
 from numdev.kernels import Output
+from numdev.lazy import Lazy
 from numdev.yardstick import finite
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 ELEMENTS = 1 << 24
 """Of one run that are compared at a time: 128 MiB in fp64, and some six times that in all."""
+Look = Callable[[], list[bool]]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,9 +55,9 @@ class Noise:
         return self.noise in (0.0, None) and self.flickering == 0
 
 
-def noise(runs: Sequence[Output]) -> dict[str, list[Noise]]:
+def noise(runs: Sequence[Output]) -> dict[str, Sequence[Noise]]:
     """Tensor to the noise of each of its heads (kv heads for dk and dv), for those tensors that the
-    runs have. Shapes as in `Output`.
+    runs have. Shapes as in `Output`. The device is waited for when one is looked at.
 
     Raises MeasurementError for fewer than two runs, and for runs that differ in which tensors they
     have, or in a tensor's shape or dtype.
@@ -70,7 +74,8 @@ def noise(runs: Sequence[Output]) -> dict[str, list[Noise]]:
             raise MeasurementError(f"runs on the same inputs differ in the kind of {name}")
         if kinds != {None}:
             kept[name] = [x for x in tensors if x is not None]
-    return dict(zip(kept, of_tensors(list(kept.values())), strict=True))
+    pairs = zip(kept.items(), _looks(list(kept.values())), strict=True)
+    return {name: Lazy(functools.partial(_known, x, look)) for (name, x), look in pairs}
 
 
 def of_tensors(runs: Sequence[Sequence[Tensor]]) -> list[list[Noise]]:
@@ -79,18 +84,26 @@ def of_tensors(runs: Sequence[Sequence[Tensor]]) -> list[list[Noise]]:
     Runs of the same bits, as nearly all are, are compared as they are, all tensors with one wait
     for the device. Others are brought to fp64 two at a time, and some heads of them.
     """
-    return [
-        _without_noise(some) if same else _in_parts([x.detach() for x in tensor])
-        for tensor, (same, *some) in zip(runs, _looked_at(runs), strict=True)
-    ]
+    return [_known(tensor, look) for tensor, look in zip(runs, _looks(runs), strict=True)]
 
 
-def _looked_at(runs: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
+def _known(runs: Sequence[Tensor], look: Look) -> list[Noise]:
+    same, *some = look()
+    return _without_noise(some) if same else _in_parts([x.detach() for x in runs])
+
+
+def _looks(runs: Sequence[Sequence[Tensor]]) -> list[Look]:
     """Of each tensor's runs, whether all are the same bits (those that are not may still be equal),
     and for each head of the first whether any element is finite."""
     flags = [torch.cat([_same_bits(tensor)[None], _some_finite(tensor[0])]) for tensor in runs]
-    known: Iterator[bool] = iter(torch.cat(flags).tolist())
-    return [list(itertools.islice(known, len(flag))) for flag in flags]
+    arrival = Arrival(flags) if flags else None
+
+    def look(i: int) -> list[bool]:
+        assert arrival is not None
+        found: list[bool] = arrival.arrays[i].tolist()
+        return found
+
+    return [functools.partial(look, i) for i in range(len(flags))]
 
 
 def _same_bits(runs: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ The one pass over a GPU's memory is pretended by PyTorch, on a CPU.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import weakref
@@ -295,6 +296,30 @@ def test_a_report_is_the_same(busy: bool, gpu: type[Gpu], tmp_path: Path) -> Non
     assert found.profiles == expected.profiles
     assert {row.status for row in found.rows} == {"ok"}
     assert written(tmp_path / "gpu") == written(tmp_path / "cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_call_s_numbers_are_waited_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of what runs beside the kernel, and its own, its noise and checksums among them."""
+    seen: list[str] = []
+    begin, arrive = Arrival.__init__, Arrival._apart
+
+    def begun(self: Arrival, tensors: Any) -> None:
+        seen.append("begun")
+        begin(self, tensors)
+
+    def arrived(self: Arrival, whole: Any) -> Any:
+        seen.append("arrived")
+        return arrive(self, whole)
+
+    monkeypatch.setattr(Arrival, "__init__", begun)
+    monkeypatch.setattr(Arrival, "_apart", arrived)
+    found = audited(tmp_path, **ONE, repeats=2)
+    assert {row.noise for row in found.rows if row.role == "kernel"} == {0.0}
+    assert seen.count("begun") == seen.count("arrived") == 9
+    assert list(itertools.pairwise(seen)).count(("begun", "arrived")) == 2
 
 
 def test_a_broken_device_costs_no_other_rows(gpu: type[Gpu], tmp_path: Path) -> None:
