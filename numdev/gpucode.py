@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from subprocess import CalledProcessError
 from typing import Any, TypeVar
 
@@ -48,9 +48,15 @@ def _with_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+_NOT_BUILT: dict[Hashable, str] = {}
+"""What Triton could not build, and why. To try takes seconds, and it prints pages."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Runs a Triton kernel where its tensors are, and not on the current device. Raises Refused
-    where Triton cannot build it for this one."""
+    where Triton cannot build it for this one; what it could not once is not tried again."""
+    if _NOT_BUILT and (why := _NOT_BUILT.get(_built(kernel, arguments, options))):
+        raise Refused(why)
     try:
         with torch.cuda.device_of(arguments[0]):
             kernel[grid](*arguments, **options)
@@ -61,7 +67,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         if not (of_triton or of_compiler):
             raise
         first = (str(error).strip() or repr(error)).splitlines()[0]
-        raise Refused(f"Triton cannot build it ({first})") from error
+        why = f"Triton cannot build it ({first})"
+        _NOT_BUILT[_built(kernel, arguments, options)] = why
+        raise Refused(why) from error
+
+
+def _built(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Hashable:
+    """What is the same where the same is built."""
+    kinds = (str(x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in arguments)
+    return (kernel, arguments[0].device, *kinds, repr(sorted(options.items())))
 
 
 def compiled(source: str, name: str, *, shared: int = 0) -> Any:

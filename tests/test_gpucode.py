@@ -28,6 +28,11 @@ class Raising:
         return start
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpucode, "_NOT_BUILT", {})
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -41,6 +46,24 @@ def test_what_cannot_be_built_is_refused(error: Exception) -> None:
     """By Triton, or by the C compiler that it needs; with the first line of what was said."""
     with pytest.raises(Refused, match="Triton cannot build it"):
         launch(Raising(error), (1,), torch.zeros(1))
+
+
+def test_what_could_not_be_built_is_not_tried_again() -> None:
+    """As it was asked for then: with other options or of another dtype it is another kernel."""
+    tried: list[Any] = []
+
+    class Counted(Raising):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            tried.append(grid)
+            return super().__getitem__(grid)
+
+    kernel, x = Counted(RuntimeError("PassManager::run failed")), torch.zeros(1)
+    asked: list[tuple[Any, dict[str, int]]] = [(x, {}), (x, {"BLOCK": 1}), (x.double(), {})]
+    for _ in range(2):
+        for tensor, options in asked:
+            with pytest.raises(Refused, match=r"cannot build it \(PassManager::run failed\)"):
+                launch(kernel, (1,), tensor, **options)
+    assert len(tried) == 3
 
 
 def test_other_errors_are_the_kernels_own() -> None:
