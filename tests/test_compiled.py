@@ -62,10 +62,23 @@ def test_tiles_are_those_that_were_measured_where_they_can_be(
     fused._of_gpu.cache_clear()
     monkeypatch.setattr(fused, "shared_memory", lambda index: [SHARED[capability]][index])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
-    with FakeTensorMode():
-        x = torch.empty(1, 2, 8, width, device="cuda:0")
-        case = AttentionCase(ref=CaseRef(case="there"), q=x, k=x, v=x, scale=1.0)
-        tile = fused._forward_tile(case)
+    tile = tile_there(width)
     fused._of_gpu.cache_clear()
     assert (tile in fused.FORWARD.values()) == (capability in (80, 90))
     assert (tile in fused.ELSEWHERE.values()) == (capability in (100, 120))
+
+
+def tile_there(width: int) -> fused.Tile:
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 8, width, device="cuda:0")
+        case = AttentionCase(ref=CaseRef(case="there"), q=x, k=x, v=x, scale=1.0)
+        return fused._forward_tile(case)
+
+
+def test_another_maker_s_gpu_is_not_asked_for_what_nvidia_s_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch does not say there how much shared memory a block may have."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(fused, "shared_memory", None)
+    assert tile_there(128) == fused.FORWARD[128]

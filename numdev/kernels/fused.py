@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
-from numdev.gpucode import launch, shared_memory
+from numdev.gpucode import launch, on_nvidia, shared_memory
 from numdev.kernels.backward import upstream
 from numdev.kernels.fused_refusal import accept, accept_scores, is_additive
 from numdev.kernels.fused_terms import Terms, grouped, scaled
@@ -225,7 +225,7 @@ def _upper(x: Tensor) -> Tensor:
 
 def _forward_tile(case: AttentionCase) -> Tile:
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
-    tiles = FORWARD if device.type != "cuda" or suits(*_of_gpu(device)) else ELSEWHERE
+    tiles = FORWARD if not on_nvidia(device) or suits(*_of_gpu(device)) else ELSEWHERE
     return next(tile for width, tile in tiles.items() if widest <= width)
 
 
@@ -237,7 +237,7 @@ def suits(shared: int, capability: int) -> bool:
 
 @functools.cache
 def _of_gpu(device: torch.device) -> tuple[int, int]:
-    """What `suits` asks, of a tensor's device."""
+    """What `suits` asks, of a tensor's device, an NVIDIA GPU."""
     return shared_memory(device.index), torch.cuda.get_device_capability(device)[0]
 
 
