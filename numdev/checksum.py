@@ -57,9 +57,10 @@ def by_kernel(x: Tensor) -> Tensor:
     batch, heads = x.shape[:2]
     count = _elements(x) // batch if batch else 0
     chunk = BLOCK * max(8, -(-count // (BLOCK * CHUNKS)))
-    sums = bits.new_zeros(batch, heads, max(1, -(-count // chunk)), dtype=torch.int64)
-    if count:
-        launch(sum_bits, tuple(sums.shape), bits, sums, count, CHUNK=chunk, BLOCK=BLOCK)
+    if not count:
+        return bits.new_zeros(heads, dtype=torch.int64)
+    sums = bits.new_empty(batch, heads, -(-count // chunk), dtype=torch.int64)
+    launch(sum_bits, tuple(sums.shape), bits, sums, count, CHUNK=chunk, BLOCK=BLOCK)
     return sums.sum(dim=(0, 2))
 
 

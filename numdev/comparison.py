@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,10 +30,9 @@ from torch import Tensor
 from numdev.arrival import Arrival
 from numdev.formats import dtype_of
 from numdev.lazy import Later
-from numdev.rowwise import output_sums, plain_sums
+from numdev.rowwise import BY_ROW, GROUPS, LARGEST, SUMS, OutputHeads, output_heads, plain_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
 from numdev.yardstick import (
-    SMALLEST_SCALE,
     Part,
     Sums,
     Yardstick,
@@ -43,20 +42,28 @@ from numdev.yardstick import (
     row_norm,
 )
 
-GROUPS = 16
-"""Row i is in group i mod GROUPS, so that each group is spread over positions as the rows are."""
-
 ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")
 """The sums, those of them there are, that are also made by bin of positions."""
+
+TRANSPORT = ("w1", "from_baseline_w1")
+"""The Wasserstein distances of an output."""
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Along = Mapping[str, Numbers]
 """Sums by name, [bins]: over batch, heads and the rows of each bin."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Comparison:
+class Comparison(Protocol):
     """What an output comes to, on the device."""
+
+    def on_host(self, bins: Tensor | None = None) -> Later[Totals]:
+        """All of it, in one transfer that has begun; with `bins`, fp64 [rows, bins] of 0 and 1, the
+        sums by bin too."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByRow:
+    """Row by row."""
 
     elements: int
     """Of a head, usable or not."""
@@ -66,18 +73,16 @@ class Comparison:
     transport: dict[str, Tensor]
     """[H]: Wasserstein distances over all elements, those that are not usable being 0."""
     signed: Signed | None = None
-    otherwise: Callable[[], Comparison] | None = None
-    """The same step by step, where it has to be if its sums are not finite."""
 
     def on_host(self, bins: Tensor | None = None) -> Later[Totals]:
-        """All of it, in one transfer that has begun; with `bins`, fp64 [rows, bins] of 0 and 1, the
-        sums by bin too."""
         grouped = dealt(torch.stack(list(self.sums.values())))
-        largest = torch.stack(list(self.largest.values())).amax(dim=(1, 3))
+        largest = list(self.largest.values())
+        most = [torch.stack(largest).amax(dim=(1, 3))] if largest else []
+        binned = tuple(name for name in ALONG if name in self.sums and bins is not None)
         signed = () if self.signed is None else self.signed.tensors
-        along = () if bins is None else (self._along(bins),)
-        given = (grouped, largest, *self.transport.values(), *signed, *along)
-        arrival = Arrival([x.double() for x in given])
+        given = [grouped, *most, *self.transport.values(), *signed]
+        if bins is not None:
+            given.append(by_bin(torch.stack([self.sums[name] for name in binned]), bins))
         layout = Layout(
             rows=next(iter(self.sums.values())).shape[2],
             elements=self.elements,
@@ -85,36 +90,15 @@ class Comparison:
             largest=tuple(self.largest),
             transport=tuple(self.transport),
             signed=len(signed),
-            binned=tuple(self._binned) if along else (),
+            binned=binned,
         )
-        return Later(functools.partial(_arrived, arrival, layout, self.otherwise, bins))
-
-    @property
-    def _binned(self) -> list[str]:
-        return [name for name in ALONG if name in self.sums]
-
-    def _along(self, bins: Tensor) -> Tensor:
-        """[sums, bins]."""
-        rows = torch.stack([self.sums[name] for name in self._binned]).sum(dim=(1, 2))
-        by_bin: Tensor = rows @ bins
-        return by_bin
-
-
-def _arrived(
-    arrival: Arrival,
-    layout: Layout,
-    otherwise: Callable[[], Comparison] | None,
-    bins: Tensor | None,
-) -> Totals:
-    found = layout.totals(arrival.arrays)
-    if otherwise is None or found.finite:
-        return found
-    return otherwise().on_host(bins).value
+        arrival = Arrival([x.double() for x in given])
+        return Later(lambda: layout.totals(arrival.arrays))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What arrives of a comparison, in which order."""
+    """What arrives of a comparison row by row, in which order."""
 
     rows: int
     elements: int
@@ -127,7 +111,8 @@ class Layout:
     """The sums by bin, if there are any."""
 
     def totals(self, arrays: Sequence[Numbers]) -> Totals:
-        groups, largest, *rest = arrays
+        groups, *rest = arrays
+        largest = rest.pop(0) if self.largest else ()
         at = len(self.transport)
         end = at + self.signed
         return Totals(
@@ -142,8 +127,47 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ByHead:
+    """By head already: a GPU took all rows of an output, of a regular yardstick."""
+
+    heads: OutputHeads
+    yardstick: Yardstick
+    elements: int
+    lacking: frozenset[str]
+    """What is not to be had of this output, of all that is made."""
+    otherwise: Callable[[], ByRow]
+    """The same row by row, where it has to be if something was not finite."""
+
+    def on_host(self, bins: Tensor | None = None) -> Later[Totals]:
+        x, beside = self.heads, _yardsticks_own(self.yardstick, bins)
+        along = [] if bins is None else [by_bin(x.by_row, bins)]
+        arrival = Arrival([x.sums, x.largest, x.w1, x.features, x.along, *along])
+        return Later(functools.partial(self._totals, arrival, beside, bins))
+
+    def _totals(self, arrival: Arrival, beside: Later[Totals], bins: Tensor | None) -> Totals:
+        sums, largest, w1, features, signs, *along = arrival.arrays
+        own = beside.value
+        groups = dict(zip(SUMS, sums, strict=True))
+        groups["against"] = groups["relative"]
+        binned = dict(zip(BY_ROW, along[0], strict=True)) if along else {}
+        found = Totals(
+            rows=own.rows,
+            elements=self.elements,
+            groups=self._had(own.groups | groups),
+            largest=self._had(own.largest | dict(zip(LARGEST, largest, strict=True))),
+            transport=own.transport | dict(zip(TRANSPORT, w1, strict=False)),
+            signed=(features, signs, np.full_like(features, own.rows)),
+            along=self._had({**own.along, **binned}),
+        )
+        return found if found.finite else self.otherwise().on_host(bins).value
+
+    def _had(self, made: Mapping[str, Numbers]) -> dict[str, Numbers]:
+        return {name: x for name, x in made.items() if name not in self.lacking}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Totals:
-    """The same on the host."""
+    """All of it on the host."""
 
     rows: int
     elements: int
@@ -221,52 +245,84 @@ def compare(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Com
     """All of an output [B, H, q_len, v_dim] beside a yardstick, and beside the output `expected` of
     the emulation it should be, if there is one."""
     o, e = widened(output), None if expected is None else widened(expected)
-    found = _at_once(o, e, y)
-    if found is None:
-        return _step_by_step(output, o, e, y)
-    _transport(found, output, y.standard, y)
-    if e is None and (output is y.floor or output is y.baseline):
-        return found  # they are finite, and so are the squares: the yardstick has been asked
-    return replace(found, otherwise=functools.partial(_step_by_step, output, o, e, y))
+    return _at_once(output, o, e, y) or _step_by_step(output, o, e, y)
 
 
-def _step_by_step(output: Tensor, o: Tensor, e: Tensor | None, y: Yardstick) -> Comparison:
+def _step_by_step(output: Tensor, o: Tensor, e: Tensor | None, y: Yardstick) -> ByRow:
     found, part = _in_passes(o, e, y)
     _transport(found, output, part, y)
     return found
 
 
-def _at_once(o: Tensor, e: Tensor | None, y: Yardstick) -> Comparison | None:
-    """By one pass over memory, over all elements; None where that cannot be. It holds if its
-    squares are finite."""
+def _at_once(output: Tensor, o: Tensor, e: Tensor | None, y: Yardstick) -> ByHead | None:
+    """By one pass over memory, over all elements; None where that cannot be."""
     of_one_shape = all(x is None or x.shape == y.reference.shape for x in (o, e, y.baseline))
     if not of_one_shape or not y.regular:
         return None
+    part = y.standard
+
+    def ordered() -> list[Tensor]:
+        beside = [] if y.baseline is None else [part.sorted_baseline]
+        return [_sorted(output, part, y), part.sorted_reference, *beside]
+
     yardstick = {"reference": y.reference, "floor": y.floor, "spacing": y.spacing}
-    rows = output_sums(o, yardstick, e, y.baseline)
-    if rows is None:
+    heads = output_heads(o, yardstick, part.scales, ordered, expected=e, baseline=y.baseline)
+    if heads is None:
         return None
-    part, size = y.standard, rows.square.sqrt()
-    found = Comparison(
+    return ByHead(
+        heads=heads,
+        yardstick=y,
         elements=o[:, 0].numel(),
-        sums=y.sums | part.sums | _own_sums(rows.absolute, size, part),
-        largest={"max_abs": rows.max_abs, "max_ulp": rows.max_ulp},
-        transport={},
-        signed=Signed(rows.features, rows.along, part.feature_count),
+        lacking=_lacking(e, y),
+        otherwise=functools.partial(_step_by_step, output, o, e, y),
     )
-    if rows.apart is not None and rows.from_floor is not None:
-        _beside_baseline(found, rows.apart, part, part, rows.from_floor, y)
-    if rows.predicted is not None:
-        _beside_expected(found, size, rows.predicted.sqrt(), part)
+
+
+def _lacking(e: Tensor | None, y: Yardstick) -> frozenset[str]:
+    lacking: set[str] = set()
+    if e is None:
+        lacking |= {"against", "predicted", "least_row", "expected_count", "worst_row"}
+    if y.baseline is None:
+        lacking |= {"apart"}
+    if y.baseline is None or not _has_rule(y):
+        lacking |= {"from_floor"}
+    return frozenset(lacking)
+
+
+def _yardsticks_own(y: Yardstick, bins: Tensor | None) -> Later[Totals]:
+    """What a regular yardstick has for every output, in every name that may be asked for; brought
+    to the host once."""
+    for given, found in y.brought:
+        if given is bins:
+            own: Later[Totals] = found
+            return own
+    part = y.standard
+    transport, largest = {}, {}
+    if y.unrounded is not None:
+        transport["precision_w1"] = y.precision_w1
+    sums = {
+        **y.sums,
+        **part.sums,
+        "least_row": part.relative(part.least).square(),
+        "expected_count": part.sums["counted"],
+    }
+    if y.baseline is not None:
+        sums["apart_count"] = part.count
+        transport |= _of_baselines(y)
+        largest = _allowed(part) if _has_rule(y) else {}
+    found = ByRow(
+        elements=y.reference[:, 0].numel(), sums=sums, largest=largest, transport=transport
+    ).on_host(bins)
+    y.brought.append((bins, found))
     return found
 
 
-def _in_passes(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[Comparison, Part]:
+def _in_passes(o: Tensor, e: Tensor | None, y: Yardstick) -> tuple[ByRow, Part]:
     """The same of any output, step by step."""
     error, predicted = _errors(o, e, y)
     part, off = error.part, o - y.floor
     absolute = torch.linalg.vector_norm(error.values, 1, dim=-1)
-    found = Comparison(
+    found = ByRow(
         elements=o[:, 0].numel(),
         sums=y.sums | part.sums | _own_sums(absolute, error.size, part),
         largest={
@@ -298,7 +354,7 @@ def _own_sums(absolute: Tensor, size: Tensor, part: Part) -> Sums:
     }
 
 
-def _transport(found: Comparison, output: Tensor, part: Part, y: Yardstick) -> None:
+def _transport(found: ByRow, output: Tensor, part: Part, y: Yardstick) -> None:
     """Adds the Wasserstein distances; the output is sorted in the format it is in, and once where
     that will do."""
     ordered = _sorted(output, part, y)
@@ -306,14 +362,21 @@ def _transport(found: Comparison, output: Tensor, part: Part, y: Yardstick) -> N
     if y.unrounded is not None:
         found.transport["precision_w1"] = y.precision_w1
     if y.baseline is not None:
-        if y.baseline_fp32 is not None:
-            found.transport["low_precision_w1"] = y.low_precision_w1
-        if y.baseline_lower is not None:
-            found.transport["lower_w1"] = y.lower_w1
+        found.transport.update(_of_baselines(y))
         both = y.beside(part, y.baseline)
         if both is not part:
             ordered = _sorted(output, both, y)
         found.transport["from_baseline_w1"] = w1_of_sorted(ordered, both.sorted_baseline)
+
+
+def _of_baselines(y: Yardstick) -> dict[str, Tensor]:
+    """W1 of the baseline here from those in other formats, where there are any."""
+    found = {}
+    if y.baseline_fp32 is not None:
+        found["low_precision_w1"] = y.low_precision_w1
+    if y.baseline_lower is not None:
+        found["lower_w1"] = y.lower_w1
+    return found
 
 
 def _sorted(output: Tensor, part: Part, y: Yardstick) -> Tensor:
@@ -326,17 +389,26 @@ def _sorted(output: Tensor, part: Part, y: Yardstick) -> Tensor:
 
 
 def _beside_baseline(
-    found: Comparison, apart: Tensor, both: Part, judged: Part, from_floor: Tensor, y: Yardstick
+    found: ByRow, apart: Tensor, both: Part, judged: Part, from_floor: Tensor, y: Yardstick
 ) -> None:
     """Adds what is apart from the baseline over `both`, and the parts of flash-attention's own rule
     over `judged`."""
     found.sums.update(apart=apart, apart_count=both.count)
-    if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8-bit formats
-        plain, shifted = judged.allowed
-        found.largest.update(from_floor=from_floor, plain_from_floor=plain, shifted=shifted)
+    if _has_rule(y):
+        found.largest.update(from_floor=from_floor, **_allowed(judged))
 
 
-def compare_precision(y: Yardstick) -> Comparison:
+def _has_rule(y: Yardstick) -> bool:
+    """Whether flash-attention's own rule is for its format: PyTorch has no arithmetic in 8 bits."""
+    return dtype_of(y.format).itemsize > 1
+
+
+def _allowed(judged: Part) -> dict[str, Tensor]:
+    plain, shifted = judged.allowed
+    return {"plain_from_floor": plain, "shifted": shifted}
+
+
+def compare_precision(y: Yardstick) -> ByRow:
     """The distances of the reference from that of the unrounded inputs."""
     k = y.known
     if k is None or k.unrounded is None or k.moved is None:
@@ -344,7 +416,7 @@ def compare_precision(y: Yardstick) -> Comparison:
         return compare_plain(y.reference, y.unrounded, y.empty, y.precision_w1)
     assert k.moved_absolute is not None
     assert k.moved_most is not None
-    return Comparison(
+    return ByRow(
         elements=y.reference[:, 0].numel(),
         sums={
             "count": y.standard.count,
@@ -361,7 +433,7 @@ def compare_precision(y: Yardstick) -> Comparison:
 
 def compare_plain(
     output: Tensor, reference: Tensor, empty: Tensor, w1: Tensor | None = None
-) -> Comparison:
+) -> ByRow:
     """Distances alone, of what has no floor; shapes as in `deviation.measure_plain`. `w1`: their
     Wasserstein distance, if it is known."""
     if output.ndim == 3:
@@ -370,7 +442,7 @@ def compare_plain(
     rows = plain_sums(o, reference, empty)
     if rows is not None:
         names = ("count", "absolute", "square", "reference", "nonfinite")
-        return Comparison(
+        return ByRow(
             elements=o[:, 0].numel(),
             sums={name: getattr(rows, name) for name in names} | {"empty_rows": empty.double()},
             largest={"max_abs": rows.max_abs},
@@ -388,7 +460,7 @@ def compare_plain(
         "empty_rows": empty.double(),
         "nonfinite": ((here != there) & seen).sum(dim=-1).double(),
     }
-    return Comparison(
+    return ByRow(
         elements=o[:, 0].numel(),
         sums=sums,
         largest={"max_abs": row_max(error)},
@@ -426,6 +498,12 @@ def dealt(rows: Tensor) -> Tensor:
     return grouped
 
 
+def by_bin(rows: Tensor, bins: Tensor) -> Tensor:
+    """[..., B, H, rows], summed over the batch, the heads and the rows of each bin: [..., bins]."""
+    summed: Tensor = rows.sum(dim=(-3, -2)) @ bins
+    return summed
+
+
 def widened(x: Tensor) -> Tensor:
     """A tensor one can compute with, of the same values: PyTorch has no arithmetic in 8 bits."""
     return x.detach() if x.element_size() > 1 else x.detach().float()
@@ -457,7 +535,7 @@ def _for_bias(part: Part, y: Yardstick) -> Part:
     return part.where(y.floor_finite, ~y.repeated[..., None])
 
 
-def _beside_expected(found: Comparison, size: Tensor, predicted: Tensor, part: Part) -> None:
+def _beside_expected(found: ByRow, size: Tensor, predicted: Tensor, part: Part) -> None:
     """Adds the sums of expected_ratio, and the rows' ratios to what is predicted for each, from the
     sizes of rows' errors and of those predicted."""
     predicted = part.predicted(predicted)
@@ -485,5 +563,5 @@ def _ratios(size: Tensor, predicted: Tensor, typical: Tensor, part: Part) -> Ten
     """As `row_ratios`, of the rows' sizes."""
     allowed = torch.maximum(predicted, typical[None, :, None] * part.scale)
     allowed = torch.maximum(allowed, part.least)
-    allowed = allowed.clamp_min(part.format.unit_roundoff * SMALLEST_SCALE)
+    allowed = allowed.clamp_min(part.least_allowed)
     return torch.where(size > 0, size / allowed, 0.0)

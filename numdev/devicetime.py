@@ -7,21 +7,17 @@ import time
 
 import torch
 
-from numdev.meanwhile import use_wait
-
 Moment = tuple[torch.cuda.Event | None, float]
 """An event in what the device has to do, None where there was none to be had; and the host's."""
 
 
 class OnDevice:
-    """The moments of the current GPU (`stopwatch.Timeline`). What was put off is done here while it
-    is busy. A fault of the device is not for this to report, whatever touches the device next says
-    so: then the host's moments have to do."""
+    """The moments of the current GPU (`stopwatch.Timeline`). A fault of the device is not for this
+    to report, whatever touches the device next says so: then the host's moments have to do."""
 
     def mark(self) -> Moment:
         event = None
         with contextlib.suppress(RuntimeError):
-            use_wait()
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         return event, time.perf_counter()

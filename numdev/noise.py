@@ -108,7 +108,8 @@ def _looks(runs: Sequence[Sequence[Tensor]]) -> list[Look]:
 
 def _same_bits(runs: Sequence[Tensor]) -> Tensor:
     first, *others = (x.detach().view(_BITS[x.element_size()]) for x in runs)
-    return torch.stack([(first == other).all() for other in others]).all()
+    same = [(first == other).all() for other in others]
+    return same[0] if len(same) == 1 else torch.stack(same).all()
 
 
 def _some_finite(x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 What `numdev.comparison` and `numdev.yardstick` sum takes some hundred passes over tensors in fp64,
 one for each step, where PyTorch is to take them. Here a Triton kernel takes all steps of an element
 at once, and reads each tensor once. Every element counts: whether that is right, and whether what
-comes out is finite, is for the caller to ask. Results are those of the steps but for the order in
-which fp64 numbers are added, and the same from run to run.
+comes out is finite, is for the caller to ask. Of an output a second kernel makes all that a head
+comes to of its rows. Results are those of the steps but for the order in which fp64 numbers are
+added, and the same from run to run.
 
 None is returned where there is no kernel: elsewhere than on an NVIDIA GPU, without Triton, or for
 shapes and formats that it does not take.
@@ -13,7 +14,7 @@ shapes and formats that it does not take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,11 +25,13 @@ from numdev.formats import FORMATS, Format
 from numdev.gpucode import if_possible, launch
 
 __all__ = [
-    "OutputSums",
+    "GROUPS",
+    "OutputHeads",
     "PlainSums",
+    "Scales",
     "YardstickSums",
     "gap_sums",
-    "output_sums",
+    "output_heads",
     "plain_sums",
     "yardstick_sums",
 ]
@@ -41,29 +44,52 @@ ELEMENTS, BLOCKS, WARPS = 2048, 8, 4
 """That a program takes at a time, how many times, and with how many warps."""
 CHUNKS = 4096
 """Of sorted rows, at most."""
+ROWS = 512
+"""That a program takes at a time which takes all of a head's."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OutputSums:
-    """Of an output o, the reference r and its floor f: [B, H, rows] unless said otherwise."""
+class Scales:
+    """What rows' errors are held to: [B, H, rows], in fp64, as `yardstick.Part` has them."""
 
-    absolute: Tensor
-    """The sum of |o - r|."""
-    square: Tensor
-    """The sum of (o - r)^2."""
-    max_abs: Tensor
-    max_ulp: Tensor
-    """The largest |o - r| over the spacing at the term scale."""
+    scale: Tensor
+    least: Tensor
+    arithmetic: Tensor | None
+    """What fp32 arithmetic may err."""
+    smallest: float
+    """Rows of a smaller scale have no relative error."""
+    least_allowed: float
+    """What any row may err."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputHeads:
+    """Of an output o, the reference r and its floor f, by head; each row counts, and each element.
+    Where there is nothing expected, or no baseline, what is beside it is not there."""
+
+    sums: Tensor
+    """[names, H, GROUPS]: sums over rows, row i being in group i mod GROUPS, of those in `SUMS`."""
+    largest: Tensor
+    """[names, H]: the largest of all rows, of those in `LARGEST`."""
+    by_row: Tensor
+    """[names, B, H, rows]: those in `BY_ROW`."""
     features: Tensor
-    """[B, H, features]: (o - f) over that spacing, summed over rows."""
+    """[B, H, features]: (o - f) over the spacing at the term scale, summed over rows."""
     along: Tensor
     """[B, H]: the same along sign(r), summed over rows and features."""
-    predicted: Tensor | None
-    """The sum of (e - r)^2, e being what an emulation returns."""
-    apart: Tensor | None
-    """The sum of (o - b)^2, b being the baseline's output."""
-    from_floor: Tensor | None
-    """The largest |o - f|, where there is a baseline."""
+    w1: Tensor
+    """[1 or 2, H]: W1 of o and r, and of o and b, the baseline's output."""
+
+
+SUMS = ("absolute", "square", "relative", "predicted", "apart")
+"""The sum of |o - r|, that of (o - r)^2, the same over the squared scale; what is expected of that;
+and the sum of (o - b)^2."""
+LARGEST = ("max_abs", "max_ulp", "from_floor", "worst_row")
+"""|o - r|, the same over the spacing at the term scale, |o - f|, and a row's error over what is
+predicted for it."""
+BY_ROW = ("relative", "predicted")
+GROUPS = 16
+"""Row i is in group i mod GROUPS, so that each group is spread over positions as the rows are."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,15 +141,21 @@ class YardstickSums:
     """baseline - the same in the next lower format."""
 
 
-def output_sums(
+def output_heads(
     o: Tensor,
     yardstick: Mapping[str, Tensor],
+    scales: Scales,
+    ordered: Callable[[], Sequence[Tensor]],
+    *,
     expected: Tensor | None = None,
     baseline: Tensor | None = None,
-) -> OutputSums | None:
+) -> OutputHeads | None:
     """Of an output [B, H, rows, features] of a dtype with arithmetic, beside a yardstick's
-    `reference`, `floor` and `spacing`, and what is expected of it."""
-    return _if_possible(o, lambda: compute_output(o, yardstick, expected, baseline))
+    `reference`, `floor` and `spacing`, and what is expected of it. `ordered` makes
+    the elements of o, of r, and where there is one of the baseline, by head in ascending order,
+    [H, elements]."""
+    beside = (expected, baseline)
+    return _if_possible(o, lambda: compute_output(o, yardstick, scales, ordered, *beside))
 
 
 def yardstick_sums(
@@ -151,39 +183,68 @@ def plain_sums(o: Tensor, reference: Tensor, empty: Tensor) -> PlainSums | None:
 
 def gap_sums(a: Tensor, b: Tensor) -> Tensor | None:
     """The sum of |a - b| in fp64 over each row of [n, m] and [n, m], of any dtypes: [n]."""
-    return if_possible(a.device, lambda: compute_gaps(a, b)) if a.numel() else None
+    return if_possible(a.device, lambda: compute_gaps(a, b)[0].sum(dim=1)) if a.numel() else None
 
 
 def compute_output(
-    o: Tensor, yardstick: Mapping[str, Tensor], expected: Tensor | None, baseline: Tensor | None
-) -> OutputSums:
-    """What the kernel computes. Raises Refused where Triton cannot build it."""
+    o: Tensor,
+    yardstick: Mapping[str, Tensor],
+    scales: Scales,
+    ordered: Callable[[], Sequence[Tensor]],
+    expected: Tensor | None,
+    baseline: Tensor | None,
+) -> OutputHeads:
+    """What the kernels compute. Raises Refused where Triton cannot build them."""
     from numdev.rowwise_tiles import compare_rows
 
     grid, shape = _grid(o)
-    batch, heads, rows, width = o.shape
+    shape |= {"PREDICTED": expected is not None, "BESIDE": baseline is not None}
     table = _table(o, 8)
-    features = o.new_empty(*grid, width, dtype=torch.float64)
+    features = o.new_empty(*grid, o.shape[-1], dtype=torch.float64)
     given = [o, *(yardstick[name] for name in ("reference", "floor", "spacing"))]
     given += [o if x is None else x for x in (expected, baseline)]
+    tensors = (*(x.contiguous() for x in given), table, features)
+    launch(compare_rows, grid, *tensors, *o.shape[2:], **shape)
+    return _heads(o, table, features, scales, compute_gaps(*ordered()), shape)
+
+
+def _heads(
+    o: Tensor,
+    table: Tensor,
+    features: Tensor,
+    scales: Scales,
+    gaps: Tensor,
+    shape: Mapping[str, Any],
+) -> OutputHeads:
+    """Of what was put into a table, and the sums of gaps."""
+    from numdev.rowwise_tiles import output_heads
+
+    batch, heads, rows, width = o.shape
+    found = OutputHeads(
+        sums=table.new_empty(len(SUMS), heads, GROUPS),
+        largest=table.new_empty(len(LARGEST), heads),
+        by_row=table.new_empty(len(BY_ROW), batch, heads, rows),
+        features=table.new_empty(batch, heads, width),
+        along=table.new_empty(batch, heads),
+        w1=table.new_empty(len(gaps), heads),
+    )
+    s = scales
+    held_to = (s.scale, s.least, s.scale if s.arithmetic is None else s.arithmetic)
+    given = (table, features, *(x.contiguous() for x in held_to), gaps)
+    to = (found.sums, found.largest, found.by_row, found.features, found.along, found.w1)
+    counts = (batch, rows, width, features.shape[1], gaps.shape[-1], o[:, 0].numel())
     launch(
-        *(compare_rows, grid, *(x.contiguous() for x in given), table, features, rows, width),
-        PREDICTED=expected is not None,
-        BESIDE=baseline is not None,
-        **shape,
+        *(output_heads, (heads,), *given, *to, *counts, s.smallest, s.least_allowed),
+        PREDICTED=shape["PREDICTED"],
+        BESIDE=shape["BESIDE"],
+        MORE=s.arithmetic is not None,
+        GROUPS=GROUPS,
+        BLOCK=min(ROWS, max(GROUPS, 1 << (rows - 1).bit_length())),
+        BLOCK_D=shape["BLOCK_D"],
+        BLOCK_C=max(1, ELEMENTS // shape["BLOCK_D"]),
+        num_warps=WARPS,
     )
-    absolute, square, max_abs, max_ulp, along, predicted, apart, from_floor = table
-    return OutputSums(
-        absolute=absolute,
-        square=square,
-        max_abs=max_abs,
-        max_ulp=max_ulp,
-        features=features.sum(dim=1).view(batch, heads, width),
-        along=along.sum(dim=-1),
-        predicted=None if expected is None else predicted,
-        apart=None if baseline is None else apart,
-        from_floor=None if baseline is None else from_floor,
-    )
+    return found
 
 
 def compute_yardstick(
@@ -241,17 +302,19 @@ def compute_plain(o: Tensor, reference: Tensor, empty: Tensor) -> PlainSums:
     return PlainSums(o=kept[0], r=kept[1], **dict(zip(names, table, strict=True)))
 
 
-def compute_gaps(a: Tensor, b: Tensor) -> Tensor:
-    """What the kernel computes. Raises Refused where Triton cannot build it."""
+def compute_gaps(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    """The sums of |a - b|, and with c of |a - c|, over parts of each row: [1 or 2, n, parts].
+    Raises Refused where Triton cannot build the kernel."""
     from numdev.rowwise_tiles import gaps
 
     rows, length = a.shape
     blocks = max(BLOCKS, -(-length // (ELEMENTS * CHUNKS)))
     grid = (rows, -(-length // (ELEMENTS * blocks)))
-    sums = a.new_empty(grid, dtype=torch.float64)
-    parts = (x.contiguous() for x in (a, b))
-    launch(gaps, grid, *parts, sums, length, CHUNK=ELEMENTS * blocks, BLOCK=ELEMENTS)
-    return sums.sum(dim=1)
+    sums = a.new_empty(1 if c is None else 2, *grid, dtype=torch.float64)
+    parts = (x.contiguous() for x in (a, b, b if c is None else c))
+    shape = {"CHUNK": ELEMENTS * blocks, "BLOCK": ELEMENTS}
+    launch(gaps, grid, *parts, sums, length, BOTH=c is not None, **shape)
+    return sums
 
 
 def _if_possible(x: Tensor, compute: Callable[[], T]) -> T | None:

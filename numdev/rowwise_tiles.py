@@ -49,6 +49,137 @@ def compare_rows(
     tl.store(FEATURES + at + d, features, mask=d < width)
 
 
+# It takes microseconds, and to compile it for every kind of number half a second each.
+@triton.jit(do_not_specialize=["batch", "rows", "width", "chunks", "gap_chunks", "elements"])
+def output_heads(
+    TABLE, FEATURES, SCALE, LEAST, ARITHMETIC, GAPS,
+    SUMS, LARGEST, BY_ROW, BY_FEATURE, ALONG, W1,
+    batch, rows, width, chunks, gap_chunks, elements, smallest, least_allowed,
+    PREDICTED: tl.constexpr, BESIDE: tl.constexpr, MORE: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """What `compare_rows` put into TABLE and FEATURES, by head: sums [names, heads, GROUPS], row i
+    being in group i mod GROUPS; maxima [names, heads]; over features, and along the reference's
+    sign, for each batch entry; and the sums of `gaps`, over the number of elements.
+
+    Beside a part's SCALE, LEAST and what fp32 ARITHMETIC may err (MORE), all [batch, heads, rows]:
+    errors relative to the scale, which go into BY_ROW [2, batch, heads, rows] too, those predicted,
+    and the largest ratio of the two, as `numdev.comparison` defines them."""
+    h, heads = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    column = batch * heads * rows
+    absolute, square, relative = zeros(BLOCK), zeros(BLOCK), zeros(BLOCK)
+    max_abs, max_ulp = zeros(BLOCK), zeros(BLOCK)
+    expected, least, counted = zeros(BLOCK), zeros(BLOCK), zeros(BLOCK)
+    apart, from_floor = zeros(BLOCK), zeros(BLOCK)
+    for b in range(batch):
+        along = zeros(BLOCK)
+        for first in range(0, rows, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            here, at = i < rows, (b * heads + h) * rows + i
+            scale = tl.load(SCALE + at, mask=here, other=0.0)
+            judged = (scale >= smallest) & (scale < float("inf"))
+            unit = tl.where(judged, scale, float("inf"))
+            squares = got(TABLE, 1, column, at, here)
+            own = tl.sqrt(squares) / unit
+            tl.store(BY_ROW + at, own * own, mask=here)
+            absolute += got(TABLE, 0, column, at, here)
+            square += squares
+            relative += own * own
+            max_abs = tl.maximum(max_abs, got(TABLE, 2, column, at, here))
+            max_ulp = tl.maximum(max_ulp, got(TABLE, 3, column, at, here))
+            along += got(TABLE, 4, column, at, here)
+            if PREDICTED:
+                predicted = with_arithmetic(TABLE, ARITHMETIC, column, at, here, MORE) / unit
+                tl.store(BY_ROW + column + at, predicted * predicted, mask=here)
+                expected += predicted * predicted
+                smallest_row = tl.load(LEAST + at, mask=here, other=0.0) / unit
+                least += smallest_row * smallest_row
+                counted += judged.to(tl.float64)
+            if BESIDE:
+                apart += got(TABLE, 6, column, at, here)
+                from_floor = tl.maximum(from_floor, got(TABLE, 7, column, at, here))
+        tl.store(ALONG + b * heads + h, tl.sum(along, axis=0))
+    put_groups(SUMS, 0, h, absolute, GROUPS, BLOCK)
+    put_groups(SUMS, 1, h, square, GROUPS, BLOCK)
+    put_groups(SUMS, 2, h, relative, GROUPS, BLOCK)
+    tl.store(LARGEST + h, tl.max(max_abs, axis=0))
+    tl.store(LARGEST + heads + h, tl.max(max_ulp, axis=0))
+    if BESIDE:
+        put_groups(SUMS, 4, h, apart, GROUPS, BLOCK)
+        tl.store(LARGEST + 2 * heads + h, tl.max(from_floor, axis=0))
+    if PREDICTED:
+        put_groups(SUMS, 3, h, expected, GROUPS, BLOCK)
+        rows_judged = tl.sum(counted, axis=0)
+        most = tl.maximum(tl.sum(expected, axis=0), tl.sum(least, axis=0))
+        typical = tl.sqrt(most / rows_judged)
+        worst = zeros(BLOCK)
+        for b in range(batch):
+            for first in range(0, rows, BLOCK):
+                i = first + tl.arange(0, BLOCK)
+                here, at = i < rows, (b * heads + h) * rows + i
+                scale = tl.load(SCALE + at, mask=here, other=0.0)
+                size = tl.sqrt(got(TABLE, 1, column, at, here))
+                allowed = with_arithmetic(TABLE, ARITHMETIC, column, at, here, MORE)
+                allowed = tl.maximum(allowed, typical * scale)
+                allowed = tl.maximum(allowed, tl.load(LEAST + at, mask=here, other=0.0))
+                allowed = tl.maximum(allowed, least_allowed)
+                worst = tl.maximum(worst, tl.where(size > 0, size / allowed, 0.0))
+        found = tl.max(worst, axis=0)
+        # Where no row is judged nothing is typical, and a row with an error has no ratio.
+        found = tl.where((rows_judged == 0) & (found > 0), float("nan"), found)
+        tl.store(LARGEST + 3 * heads + h, found)
+    d, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+    for b in range(batch):
+        features = tl.zeros([BLOCK_D], tl.float64)
+        for first in range(0, chunks, BLOCK_C):
+            at = ((b * heads + h) * chunks + first + c)[:, None] * width + d[None, :]
+            ok = (first + c < chunks)[:, None] & (d < width)[None, :]
+            features += tl.sum(tl.load(FEATURES + at, mask=ok, other=0.0), axis=0)
+        tl.store(BY_FEATURE + (b * heads + h) * width + d, features, mask=d < width)
+    put_gaps(GAPS, W1, 0, h, gap_chunks, elements, BLOCK)
+    if BESIDE:
+        put_gaps(GAPS, W1, 1, h, gap_chunks, elements, BLOCK)
+
+
+@triton.jit
+def zeros(BLOCK: tl.constexpr):
+    return tl.zeros([BLOCK], tl.float64)
+
+
+@triton.jit
+def got(TABLE, index, column, at, here):
+    """Of a column of TABLE, what is there."""
+    return tl.load(TABLE + index * column + at, mask=here, other=0.0)
+
+
+@triton.jit
+def with_arithmetic(TABLE, ARITHMETIC, column, at, here, MORE: tl.constexpr):
+    """The sizes of rows' predicted errors, which what fp32 arithmetic may err joins in squares."""
+    squares = got(TABLE, 5, column, at, here)
+    if MORE:
+        more = tl.load(ARITHMETIC + at, mask=here, other=0.0)
+        squares += more * more
+    return tl.sqrt(squares)
+
+
+@triton.jit
+def put_groups(SUMS, name, h, values, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    grouped = tl.sum(tl.reshape(values, [BLOCK // GROUPS, GROUPS]), axis=0)
+    at = (name * tl.num_programs(0).to(tl.int64) + h) * GROUPS + tl.arange(0, GROUPS)
+    tl.store(SUMS + at, grouped)
+
+
+@triton.jit
+def put_gaps(GAPS, W1, pair, h, chunks, elements, BLOCK: tl.constexpr):
+    """The mean of GAPS [pairs, heads, chunks] into W1 [pairs, heads]."""
+    at = pair * tl.num_programs(0).to(tl.int64) + h
+    total = zeros(BLOCK)
+    for first in range(0, chunks, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        total += tl.load(GAPS + at * chunks + i, mask=i < chunks, other=0.0)
+    tl.store(W1 + at, tl.sum(total, axis=0) / elements)
+
+
 @triton.jit
 def yardstick_rows(
     REFERENCE, TERMS, UNROUNDED, BASELINE, FP32, LOWER, FLOOR, SPACING, TABLE, rows, width,
@@ -93,17 +224,24 @@ def yardstick_rows(
 
 
 @triton.jit
-def gaps(A, B, SUMS, length, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of |a - b| over each chunk of rows of A and B [rows, length], into SUMS [rows,
-    chunks]."""
+def gaps(A, B, C, SUMS, length, BOTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of |a - b| over each chunk of rows of A and B [rows, length], into SUMS [2, rows,
+    chunks]; and for BOTH that of |a - c|."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    total = tl.zeros([BLOCK], tl.float64)
+    to_b, to_c = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
     for first in range(chunk * CHUNK, tl.minimum(length, chunk * CHUNK + CHUNK), BLOCK):
         i = first + tl.arange(0, BLOCK)
         a = tl.load(A + row * length + i, mask=i < length, other=0.0).to(tl.float64)
         b = tl.load(B + row * length + i, mask=i < length, other=0.0).to(tl.float64)
-        total += tl.abs(a - b)
-    tl.store(SUMS + row * tl.num_programs(1) + chunk, tl.sum(total, axis=0))
+        to_b += tl.abs(a - b)
+        if BOTH:
+            c = tl.load(C + row * length + i, mask=i < length, other=0.0).to(tl.float64)
+            to_c += tl.abs(a - c)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(SUMS + at, tl.sum(to_b, axis=0))
+    if BOTH:
+        second = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+        tl.store(SUMS + second + at, tl.sum(to_c, axis=0))
 
 
 @triton.jit

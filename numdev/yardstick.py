@@ -18,14 +18,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from numdev.formats import Format, dtype_of, round_to, ulp
-from numdev.rowwise import YardstickSums, yardstick_sums
+from numdev.rowwise import Scales, YardstickSums, yardstick_sums
 from numdev.wasserstein import sorted_rows, w1_of_sorted
 
 SMALLEST_SCALE = 2.0**-100
@@ -131,6 +132,22 @@ class Part:
         """[B, H, rows]: u |r_i| / sqrt(12), the least a row's error may be predicted to be."""
         return self.size * rounding(self.format)
 
+    @property
+    def scales(self) -> Scales:
+        """What a GPU needs to know of it."""
+        return Scales(
+            scale=self.scale,
+            least=self.least,
+            arithmetic=self._arithmetic_size,
+            smallest=SMALLEST_SCALE,
+            least_allowed=self.least_allowed,
+        )
+
+    @property
+    def least_allowed(self) -> float:
+        """What any row may err."""
+        return self.format.unit_roundoff * SMALLEST_SCALE
+
     @cached_property
     def sums(self) -> Sums:
         """Sums that no error enters."""
@@ -208,6 +225,8 @@ class Yardstick:
     baseline_lower: Tensor | None = None
     """The baseline of inputs rounded to `lower`, the next lower format."""
     lower: Format | None = None
+    brought: list[tuple[Tensor | None, Any]] = field(default_factory=list, init=False)
+    """What `numdev.comparison` has begun to bring to the host, by bins."""
 
     @cached_property
     def _at_once(self) -> YardstickSums | None:
@@ -270,12 +289,9 @@ class Yardstick:
         is the reference.)"""
         settling = [x for x in (self.floor, self.baseline, self.unrounded) if x is not None]
         beside = [x for x in (self.baseline_fp32, self.baseline_lower) if x is not None]
-        *sizes, empty, repeated = torch.stack(
-            [
-                *self._sizes(settling, beside),
-                *(x.any().double() for x in (self.empty, self.repeated)),
-            ]
-        ).tolist()
+        flags = torch.stack([x.any() for x in (self.empty, self.repeated)])
+        asked = torch.cat([self._sizes(settling, beside), flags.double()])
+        *sizes, empty, repeated = asked.tolist()
         even, *fine = (math.isfinite(x) for x in sizes)
         if not all(fine):  # which may be in rows that see no key
             some = torch.stack([(self.seen & ~finite(x)).any() for x in (*settling, *beside)])
@@ -288,13 +304,13 @@ class Yardstick:
             even=even,
         )
 
-    def _sizes(self, settling: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor]:
+    def _sizes(self, settling: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
         """Numbers that are finite where all elements are: of the spacing, then of these."""
         k = self._at_once
         if k is None:
-            return [_largest(x) for x in (self.spacing, *settling, *beside)]
-        sums = (k.off, k.plain, k.unrounded, k.cast, k.lower)
-        return [k.terms.sum(), *(x.sum() for x in sums if x is not None)]
+            return torch.stack([_largest(x) for x in (self.spacing, *settling, *beside)])
+        sums = (k.terms, k.off, k.plain, k.unrounded, k.cast, k.lower)
+        return torch.stack([x for x in sums if x is not None]).sum(dim=(1, 2, 3))
 
     @property
     def settled(self) -> bool:

@@ -61,8 +61,12 @@ def launches() -> Iterator[tuple[str, Any]]:
     """What is to be compiled, by name."""
     o, r = torch.randn(1, 2, 64, 128).bfloat16(), torch.randn(1, 2, 64, 128).double()
     given = {"reference": r, "floor": r, "spacing": r}
+    scales = rowwise.Scales(
+        scale=r[..., 0], least=r[..., 1], arithmetic=r[..., 2], smallest=1e-3, least_allowed=1e-9
+    )
+    flat = (o.view(2, -1), r.view(2, -1), o.view(2, -1))
     fmt, empty = formats.FORMATS["bfloat16"], torch.zeros(1, 2, 64, dtype=torch.bool)
-    yield "output", lambda: rowwise.compute_output(o, given, r.float(), o)
+    yield "output", lambda: rowwise.compute_output(o, given, scales, lambda: flat, r.float(), o)
     yield "yardstick", lambda: rowwise.compute_yardstick(r, r, fmt, r, o, r.float(), o)
     yield "plain", lambda: rowwise.compute_plain(o, r, empty)
     yield "gaps", lambda: rowwise.compute_gaps(r.view(2, -1), o.view(2, -1))

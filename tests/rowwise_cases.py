@@ -20,8 +20,9 @@ from interpreted import prepare
 from torch import Tensor
 
 from numdev import checksum, comparison, formats, rowwise, yardstick
-from numdev.comparison import Comparison, compare_precision
+from numdev.comparison import Comparison, Totals, compare_precision
 from numdev.formats import FORMATS, Format, round_to, ulp
+from numdev.profiles.binning import membership
 from numdev.wasserstein import sorting
 from numdev.yardstick import Yardstick
 
@@ -55,19 +56,24 @@ def made(shape: tuple[int, ...], *, baseline: bool) -> tuple[Yardstick, Tensor, 
 
 
 def tables(found: Comparison) -> dict[str, Tensor]:
-    if found.otherwise is not None and not fine(found):
-        found = found.otherwise()
-    signed = ()
-    if found.signed is not None:
-        signed = zip(("features", "along", "counts"), found.signed.tensors, strict=True)
-    return {**found.sums, **found.largest, **found.transport, **dict(signed)}
+    """All that comes to the host, by what it is and its name."""
+    return named(found.on_host().value)
 
 
-def fine(found: Comparison) -> bool:
-    """Whether the errors are finite, and those predicted."""
-    return all(
-        bool(x.isfinite().all()) for n, x in found.sums.items() if n in ("square", "predicted")
-    )
+def named(found: Totals) -> dict[str, Tensor]:
+    signed = dict(zip(("features", "along", "counts"), found.signed, strict=False))
+    by_kind = {
+        "groups": found.groups,
+        "largest": found.largest,
+        "transport": found.transport,
+        "signed": signed,
+        "bins": found.along,
+    }
+    return {
+        f"{kind} {name}": torch.from_numpy(x)
+        for kind, some in by_kind.items()
+        for name, x in some.items()
+    }
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -86,18 +92,18 @@ def by_steps(y: Yardstick) -> Yardstick:
 
 def beside(y: Yardstick, o: Tensor, e: Tensor | None) -> dict[str, float]:
     """How far one pass is from steps: the output, and the yardstick's own precision deviation."""
-    steps = by_steps(y)
-    at_once = comparison._at_once(o, e, y)
+    steps, bins = by_steps(y), membership(o.shape[2], torch.arange(o.shape[2]))
+    at_once = comparison._at_once(o, o, e, y)
     assert at_once is not None
     assert y.known is not None
     assert steps.known is None
     pairs = [
-        (at_once, comparison._in_passes(o, e, steps)[0]),
+        (at_once, comparison._step_by_step(o, o, e, steps)),
         (compare_precision(y), compare_precision(steps)),
     ]
     found = {}
     for i, (one, other) in enumerate(pairs):
-        a, b = tables(one), tables(other)
+        a, b = (named(x.on_host(None if i else bins).value) for x in (one, other))
         assert a.keys() == b.keys()
         found |= {f"{name} {i}": apart(a[name], b[name]) for name in a}
     return found
@@ -174,7 +180,10 @@ def gaps() -> Iterator[dict[str, float]]:
     for n, m in ((1, 1), (3, 1000), (2, 5000)):
         a, b = (torch.randn(n, m, dtype=torch.float64).sort(dim=1).values for _ in range(2))
         b = b.half()
-        yield {f"gaps {n} {m}": apart(rowwise.compute_gaps(a, b), sorting._gaps_torch(a, b))}
+        for others in ((b,), (b, b.flip(0) + 1)):
+            found = rowwise.compute_gaps(a, *others).sum(dim=2)
+            expected = torch.stack([sorting._gaps_torch(a, other) for other in others])
+            yield {f"gaps {n} {m} {len(others)}": apart(found, expected)}
 
 
 def spoilt(x: Tensor) -> Tensor:
@@ -222,12 +231,14 @@ def of_all_kinds() -> Iterator[Tensor]:
 
 def main() -> None:
     prepare()
-    comparison.output_sums = rowwise.compute_output
+    comparison.output_heads = lambda *given, expected, baseline: rowwise.compute_output(
+        *given, expected, baseline
+    )
     comparison.plain_sums = rowwise.compute_plain
     yardstick.yardstick_sums = lambda r, t, f, **beside: rowwise.compute_yardstick(
         r, t, f, *(beside[name] for name in ("unrounded", "baseline", "fp32", "lower"))
     )
-    rowwise.ELEMENTS, rowwise.BLOCKS = 512, 2
+    rowwise.ELEMENTS, rowwise.BLOCKS, rowwise.ROWS = 512, 2, 32
     grid = [(shape, torch.float16, True, True) for shape in SHAPES]
     grid += [(SHAPES[1], dtype, e, b) for dtype in DTYPES for e in (0, 1) for b in (0, 1)]
     cases = [case(*which) for which in grid]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev.arrival import Arrival
-from numdev.comparison import Signed, compare
+from numdev.comparison import ByHead, Signed, compare
 from numdev.deviation import Yardstick, measure, measure_plain
 from numdev.finiteness import all_finite
 from numdev.formats import FORMATS
@@ -233,4 +233,6 @@ def test_the_gpu_sees_the_same() -> None:
                     assert b[name] == value, name
     plain = measure_plain(output.cuda(), y.reference.cuda(), y.empty.cuda())
     assert [head["nonfinite"] for head in plain] == [0, 0, 1, 0]
-    assert compare(output.cuda(), there).sums["square"].is_cuda
+    compared = compare(output.cuda(), there)
+    assert isinstance(compared, ByHead)
+    assert compared.heads.sums.is_cuda

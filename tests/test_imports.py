@@ -397,7 +397,7 @@ ALLOWED: dict[str, set[str]] = {
     # Where kernels run: here, or in a process that may die of them.
     "meanwhile": set(),
     "arrival": {"meanwhile"},
-    "devicetime": {"meanwhile"},
+    "devicetime": set(),
     "lazy": set(),
     "attempt": {"cases", "errors", "kernels", "layouts", "meanwhile"},
     "worker": {"attempt", "cases", "errors", "formats", "kernels", "layouts"},

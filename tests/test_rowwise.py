@@ -18,6 +18,7 @@ from rowwise_cases import (
     by_steps,
     hard,
     made,
+    named,
     of_all_kinds,
     spoilt,
     tables,
@@ -29,7 +30,8 @@ from numdev.checksum import checksums
 from numdev.comparison import compare, compare_precision
 from numdev.errors import Refused
 from numdev.formats import FORMATS, Format, round_to, ulp
-from numdev.rowwise import output_sums, yardstick_sums
+from numdev.profiles.binning import membership
+from numdev.rowwise import GROUPS, SUMS, OutputHeads, yardstick_sums
 from numdev.wasserstein import sorting
 from numdev.yardstick import Yardstick
 
@@ -49,7 +51,7 @@ def interpreted() -> dict[str, Any]:
 def test_one_pass_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) -> None:
     """Of all shapes and formats, with and without a baseline and a prediction."""
     cases = interpreted["cases"]
-    assert len(cases) == len(SHAPES) + 4 * len(DTYPES) + 3 + 12
+    assert len(cases) == len(SHAPES) + 4 * len(DTYPES) + 6 + 12
     wrong = {
         (case["name"], name): far
         for case in cases
@@ -68,8 +70,7 @@ def test_rounding_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) ->
 
 def test_on_a_cpu_there_is_none() -> None:
     y, o, e = made(SHAPE, baseline=True)
-    given = {"reference": y.reference, "floor": y.floor, "spacing": y.spacing}
-    assert output_sums(o, given, e, y.baseline) is None
+    assert comparison._at_once(o, o, e, y) is None
     assert yardstick_sums(y.reference, y.term_scale, y.format) is None
     assert y.known is None
 
@@ -119,15 +120,17 @@ def test_what_is_not_finite_goes_step_by_step(
     (o if of == "output" else e)[0, 1, 2, 3] = value
     asked: list[bool] = []
 
-    def pretended(o: Tensor, y: Any, e: Tensor, baseline: Tensor) -> rowwise.OutputSums:
+    def pretended(o: Tensor, *given: Any, expected: Tensor, baseline: Tensor) -> OutputHeads:
         asked.append(True)
-        rows = {f.name: o.new_zeros(SHAPE[:3]) for f in dataclasses.fields(rowwise.OutputSums)}
-        rows["square"] = (o - y["reference"]).square().sum(dim=-1)
-        rows["predicted"] = (e.double() - y["reference"]).square().sum(dim=-1)
-        return rowwise.OutputSums(**rows)
+        sums = o.new_zeros(len(SUMS), SHAPE[1], GROUPS)
+        for name, x in (("square", o), ("predicted", expected.double())):
+            sums[SUMS.index(name)] = (x - y.reference).square().sum(dim=(0, 2, 3))[:, None]
+        rows = {f.name: o.new_zeros(4, *SHAPE) for f in dataclasses.fields(OutputHeads)}
+        rows |= {"largest": o.new_zeros(4, SHAPE[1]), "w1": o.new_zeros(2, SHAPE[1])}
+        return OutputHeads(**{**rows, "sums": sums})
 
     expected = tables(compare(o, y, e))
-    monkeypatch.setattr(comparison, "output_sums", pretended)
+    monkeypatch.setattr(comparison, "output_heads", pretended)
     found = tables(compare(o, y, e))
     assert asked
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -251,26 +254,27 @@ def test_one_pass_is_the_same(
     steps = by_steps(y)
     if shape[-1] > rowwise.WIDEST:
         assert y.known is None
-        assert comparison._at_once(comparison.widened(x), given, y) is None
+        assert comparison._at_once(x, comparison.widened(x), given, y) is None
         return
     assert y.known is not None
     assert alike(y.floor, steps.floor)
     assert alike(y.spacing, steps.spacing)
-    one_pass = comparison._at_once(comparison.widened(x), given, y)
+    bins = membership(shape[2], torch.arange(shape[2], device="cuda"))
+    wide = comparison.widened(x)
+    one_pass = comparison._at_once(x, wide, given, y)
     assert one_pass is not None
-    stepwise = comparison._in_passes(comparison.widened(x), given, steps)
     pairs = [
-        (one_pass, stepwise[0]),
+        (one_pass, comparison._step_by_step(x, wide, given, steps)),
         (compare_precision(y), compare_precision(steps)),
         (compare(x, y, given), compare(x, y, given)),
     ]
     for i, pair in enumerate(pairs):
-        found, other = (tables(one) for one in pair)
+        found, other = (named(one.on_host(None if i == 1 else bins).value) for one in pair)
         assert found.keys() == other.keys()
         for name, sums in found.items():
             allowed = 0.0 if i == 2 else REORDERED
             # Signed sums nearly cancel: they are held to what was added up.
-            most = 1e3 if name in ("features", "along") else 1.0
+            most = 1e3 if name in ("signed features", "signed along") else 1.0
             assert apart(sums, other[name]) <= allowed * most, name
 
 
@@ -366,11 +370,10 @@ def test_subnormal_numbers_are_read(dtype: torch.dtype, size: float) -> None:
     assert bool(x.double().count_nonzero())
     y = moved(dataclasses.replace(y, reference=other, unrounded=other, baseline=x))
     given, steps = x.cuda(), by_steps(y)
-    one_pass = comparison._at_once(given, given, y)
+    one_pass = comparison._at_once(given, given, given, y)
     assert one_pass is not None
-    stepwise = comparison._in_passes(given, given, steps)
-    found, expected = tables(one_pass[0]), tables(stepwise[0])
-    for name in ("absolute", "max_abs", "plain_from_floor", "from_floor"):
+    found, expected = tables(one_pass), tables(comparison._step_by_step(given, given, given, steps))
+    for name in ("groups absolute", "largest max_abs", "largest plain_from_floor", "transport w1"):
         assert apart(found[name], expected[name]) <= REORDERED, name
     flat = x.flatten()[None]
     sums = rowwise.gap_sums(flat.cuda(), torch.zeros_like(flat).cuda())
@@ -394,5 +397,5 @@ def test_where_triton_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         there = moved(y)
         assert there.known is None
-        assert compare(o.cuda(), there, e.cuda()).largest["max_abs"].isfinite().all()
+        assert tables(compare(o.cuda(), there, e.cuda()))["largest max_abs"].isfinite().all()
     assert asked == [True]

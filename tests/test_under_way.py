@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from numdev.loop import Run
 from numdev.measuring import run_task
 from numdev.profiles import rows as profiles
 from numdev.report import AuditReport, DeviationRow
-from numdev.rowwise import OutputSums
+from numdev.rowwise import BY_ROW, LARGEST, SUMS, OutputHeads, Scales
 from numdev.stopwatch import Stopwatch
 from numdev.studies.audit import audit
 from numdev.studies.sweep import plan, sweep
@@ -48,32 +48,60 @@ HERE = System.here("cpu")
 SHAPE = (2, 3, 37, 9)
 
 
-def sums(o: Tensor, y: Mapping[str, Tensor], e: Tensor | None, b: Tensor | None) -> OutputSums:
-    """What the kernel sums of an output."""
+def heads(
+    o: Tensor,
+    y: Mapping[str, Tensor],
+    scales: Scales,
+    ordered: Callable[[], Sequence[Tensor]],
+    *,
+    expected: Tensor | None,
+    baseline: Tensor | None,
+) -> OutputHeads:
+    """What the kernels make of an output."""
     r, off = y["reference"], o.double() - y["floor"]
     error, ulps = o.double() - r, off / y["spacing"]
-    return OutputSums(
-        absolute=error.abs().sum(dim=-1),
-        square=error.square().sum(dim=-1),
-        max_abs=error.abs().amax(dim=-1),
-        max_ulp=(error / y["spacing"]).abs().amax(dim=-1),
+    e, b = (o.double() if x is None else x.double() for x in (expected, baseline))
+    unit = torch.where(scales.scale >= scales.smallest, scales.scale, math.inf)
+    assert scales.arithmetic is not None
+    predicted = ((e - r).square().sum(dim=-1) + scales.arithmetic.square()).sqrt()
+    least = (scales.least / unit).square().sum(dim=(0, 2))
+    typical = torch.maximum((predicted / unit).square().sum(dim=(0, 2)), least)
+    typical = (typical / unit.isfinite().sum(dim=(0, 2))).sqrt()[:, None] * scales.scale
+    allowed = torch.stack([predicted, typical, scales.least]).amax(dim=0)
+    size = error.square().sum(dim=-1).sqrt()
+    by_row = {"relative": (size / unit).square(), "predicted": (predicted / unit).square()}
+    sums = {
+        **by_row,
+        "absolute": error.abs().sum(dim=-1),
+        "square": error.square().sum(dim=-1),
+        "apart": (o.double() - b).square().sum(dim=-1),
+    }
+    largest = {
+        "max_abs": error.abs(),
+        "max_ulp": (error / y["spacing"]).abs(),
+        "from_floor": off.abs(),
+        "worst_row": (size / allowed)[..., None],
+    }
+    mine, *others = ordered()
+    return OutputHeads(
+        sums=torch.stack([comparison.dealt(sums[name]) for name in SUMS]),
+        largest=torch.stack([largest[name].amax(dim=(0, 2, 3)) for name in LARGEST]),
+        by_row=torch.stack([by_row[name] for name in BY_ROW]),
         features=ulps.sum(dim=2),
         along=(ulps * r.sign()).sum(dim=(2, 3)),
-        predicted=None if e is None else (e.double() - r).square().sum(dim=-1),
-        apart=None if b is None else (o.double() - b).square().sum(dim=-1),
-        from_floor=None if b is None else off.abs().amax(dim=-1),
+        w1=torch.stack([(mine.double() - x).abs().mean(dim=1) for x in others]),
     )
 
 
 @pytest.fixture
 def one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "output_sums", sums)
+    monkeypatch.setattr(comparison, "output_heads", heads)
     monkeypatch.setattr(yardstick, "yardstick_sums", in_torch)
 
 
 def by_steps(*given: Any, **more: Any) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "output_sums", lambda *given: None)
+        patch.setattr(comparison, "output_heads", lambda *given, **more: None)
         return measured(*given, **more).metrics
 
 
@@ -97,7 +125,7 @@ def same(found: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 def test_nobody_waits_before_numbers_are_looked_at(
     which: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the yardstick has looked at itself. Then once."""
+    """Once the yardstick has looked at itself. Then once, and once for what is the yardstick's."""
     y, o, e = made(SHAPE, baseline=True)
     assert y.regular
     x = {"floor": y.floor, "baseline": y.baseline, "other": o}[which]
@@ -109,7 +137,7 @@ def test_nobody_waits_before_numbers_are_looked_at(
         measured_plain(o, y.reference, y.empty)
         assert waited == []
         metrics = found.metrics
-        assert waited == ["arrays"]
+        assert waited == ["arrays", "arrays"]
     assert same(metrics, by_steps(*given))
 
 
@@ -318,7 +346,7 @@ def test_a_call_s_numbers_are_waited_for_twice(
     monkeypatch.setattr(Arrival, "_apart", arrived)
     found = audited(tmp_path, **ONE, repeats=2)
     assert {row.noise for row in found.rows if row.role == "kernel"} == {0.0}
-    assert seen.count("begun") == seen.count("arrived") == 9
+    assert seen.count("begun") == seen.count("arrived") == 10
     assert list(itertools.pairwise(seen)).count(("begun", "arrived")) == 2
 
 
@@ -372,7 +400,7 @@ def test_what_cannot_be_measured_costs_its_rows_alone(role: str, tmp_path: Path)
         found = audited(tmp_path, **ONE)
     failed = [row for row in found.rows if row.status == "failed"]
     assert role in {row.role for row in failed}
-    assert {row.role for row in failed} <= {"baseline", "kernel"}
+    assert {row.role for row in failed} <= {"floor", "baseline", "kernel"}
     assert all("out of memory" in (row.reason or "") for row in failed)
     assert role not in {row.role for row in found.profiles}
 
