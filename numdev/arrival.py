@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numdev.meanwhile import use_wait
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -33,7 +31,6 @@ class Arrival:
     def arrays(self) -> list[Array]:
         """What they hold, in their order. Raises RuntimeError for a fault of the device."""
         if self._arrays is None and self._there is not None:
-            use_wait()  # which may look at this very one
             self._there.synchronize()
         flat = self._flat
         if flat is not None:

@@ -7,7 +7,7 @@ segmentation fault, a hang) is beyond this file: `numdev.isolation` makes the at
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import Kernel, Output
 from numdev.layouts import strided_as
-from numdev.meanwhile import wait
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,26 @@ class Failure:
 
 
 def attempt(
-    kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], *, gradients: bool = False
+    kernel: Kernel,
+    case: AttentionCase,
+    options: Mapping[str, Any],
+    *,
+    gradients: bool = False,
+    wait: Callable[[], None] | None = None,
 ) -> Output | Failure:
     """The kernel's output, with `gradients` that of one training step, or what went wrong.
 
-    The kernel gets a copy of the inputs, so that writing into them spoils no other kernel's.
+    The kernel gets a copy of the inputs, so that writing into them spoils no other kernel's. `wait`
+    waits for the device, if PyTorch is not to.
     """
     run = kernel.gradients if gradients else kernel.attend
     try:
         with torch.set_grad_enabled(gradients):
             output = run(copied(case), **options)
         if case.q.is_cuda:
-            wait()  # a fault of this kernel comes out here, not in the next one
+            (
+                wait or torch.cuda.synchronize
+            )()  # a fault of this kernel comes out here, not in the next one
         return output
     except Refused as refusal:
         return Failure("skipped", refusal.message)

@@ -41,6 +41,7 @@ from numdev.kernels.key_gradients import key_gradients
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.results import Gradients, Reference
+from numdev.meanwhile import wait
 from numdev.profiles.binning import membership
 from numdev.sampling import Sample
 from numdev.stopwatch import Stopwatch
@@ -342,7 +343,7 @@ class Bench:
         )
 
     def _baseline(self, case: AttentionCase) -> Output | Failure:
-        found = attempt(find("baseline"), case, {}, gradients=self.gradients)
+        found = attempt(find("baseline"), case, {}, gradients=self.gradients, wait=wait)
         if isinstance(found, Failure) or self.queries is None:
             return found
         return dataclasses.replace(found, dk=None, dv=None)  # sums over these rows alone
@@ -367,7 +368,7 @@ class Bench:
     def _plain(self, case: AttentionCase) -> Tensor | None:
         """The baseline's output in the measured heads and rows; None where it cannot run."""
         whole = case if self.queries is None else self._rows(self.selected(case))
-        found = attempt(find("baseline"), whole, {})
+        found = attempt(find("baseline"), whole, {}, wait=wait)
         return None if isinstance(found, Failure) else self.select(found.out)
 
 

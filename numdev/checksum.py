@@ -38,30 +38,31 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
     if not given:
         return {name: [] for name in tensors}
     found = list(given.values())
-    sums = if_possible(found[0].device, lambda: [by_kernel(x) for x in found]) or _by_steps(found)
-    arrival = Arrival(sums)
+    parts = if_possible(found[0].device, lambda: [by_kernel(x) for x in found])
+    arrival = Arrival(_by_steps(found) if parts is None else parts)
     known = {name: Lazy(functools.partial(_digits, arrival, i)) for i, name in enumerate(given)}
     return {name: known.get(name, []) for name in tensors}
 
 
 def _digits(arrival: Arrival, i: int) -> list[str]:
-    return [f"{value % (1 << 64):016x}" for value in arrival.arrays[i].tolist()]
+    sums = arrival.arrays[i].sum(axis=(0, 2))
+    return [f"{value % (1 << 64):016x}" for value in sums.tolist()]
 
 
 def by_kernel(x: Tensor) -> Tensor:
-    """The checksums of [B, H, rows, ...] as signed integers [H], by one pass over a GPU's memory.
-    Raises Refused where Triton cannot build its kernel."""
+    """The checksums of [B, H, rows, ...] as signed integers, which are to be summed over the first
+    and the last axis of [B, H, parts], by one pass over a GPU's memory. Raises Refused where Triton
+    cannot build its kernel."""
     from numdev.rowwise_tiles import sum_bits
 
     bits = x.view(_BITS[x.element_size()]).contiguous()
     batch, heads = x.shape[:2]
     count = _elements(x) // batch if batch else 0
     chunk = BLOCK * max(8, -(-count // (BLOCK * CHUNKS)))
-    if not count:
-        return bits.new_zeros(heads, dtype=torch.int64)
     sums = bits.new_empty(batch, heads, -(-count // chunk), dtype=torch.int64)
-    launch(sum_bits, tuple(sums.shape), bits, sums, count, CHUNK=chunk, BLOCK=BLOCK)
-    return sums.sum(dim=(0, 2))
+    if count:
+        launch(sum_bits, tuple(sums.shape), bits, sums, count, CHUNK=chunk, BLOCK=BLOCK)
+    return sums
 
 
 def _by_steps(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -79,7 +80,7 @@ def _per_head(x: Tensor, weights: Tensor) -> Tensor:
     heads = x.shape[1]
     step = max(1, AT_ONCE * heads // max(1, x.numel()))
     parts = [x[:, at : at + step] for at in range(0, heads, step)]
-    return torch.cat([_sum(part, weights) for part in parts])
+    return torch.cat([_sum(part, weights) for part in parts])[None, :, None]
 
 
 def _sum(x: Tensor, weights: Tensor) -> Tensor:

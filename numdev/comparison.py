@@ -438,7 +438,7 @@ def compare_plain(
     Wasserstein distance, if it is known."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
-    o, seen = widened(output), ~empty[..., None]
+    o = widened(output)
     rows = plain_sums(o, reference, empty)
     if rows is not None:
         names = ("count", "absolute", "square", "reference", "nonfinite")
@@ -448,7 +448,7 @@ def compare_plain(
             largest={"max_abs": rows.max_abs},
             transport={"w1": w1_rows(by_head(rows.o), by_head(rows.r)) if w1 is None else w1},
         )
-    here, there = finite(o), finite(reference)
+    here, there, seen = finite(o), finite(reference), ~empty[..., None]
     usable = seen & here & there
     a, b = (torch.where(usable, x, 0.0) for x in (o, reference))
     error = a - b

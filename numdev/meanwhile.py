@@ -1,15 +1,17 @@
 """Host work that nobody waits for yet, done while a GPU computes.
 
 A row that is finished has to be made and written, and the next call's kernels do not depend on it.
-Such work is put off until there is nothing to do but to wait for the device, and is done then, in
-its order, one at a time. What is put off begins nothing on the device, nor holds large tensors
-there; it may wait for numbers that are under way.
+Such work is put off until the device is busy for a while and has to be waited for, as with every
+call's baseline (`wait`), and is done then, in its order, one at a time. Done in a short wait, or
+beside small kernels, it would keep the device waiting. What is put off begins nothing on the
+device, nor holds large tensors there; it may wait for numbers that are under way.
 
 There is one queue of it in a process, as there is one of what the device has to do.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -19,24 +21,30 @@ __all__ = ["catch_up", "put_off", "use_wait", "wait"]
 
 MOST = 64
 """That may be put off at a time."""
+LONGEST_S = 1.0
+"""For which something may be put off where more comes."""
 
 Work = Callable[[], object]
 _OFF: deque[Work] = deque()
+_SINCE: list[float] = [0.0]
+"""When the first was put off of those that are, or were last."""
 _FAILED: list[Exception] = []
 """What was raised where it would have been taken for somebody else's."""
-_DOING: list[bool] = []
-"""Whether some is being done, which may itself wait for the device: one at a time."""
 
 
 def put_off(work: Work) -> None:
     """Have it done later: at the latest by `catch_up`. Raises what earlier work raised."""
+    now = time.monotonic()
+    if not _OFF:
+        _SINCE[0] = now
     _OFF.append(work)
-    if len(_OFF) > MOST or _FAILED:
+    if len(_OFF) > MOST or now > _SINCE[0] + LONGEST_S or _FAILED:
         catch_up()
 
 
 def wait() -> None:
-    """For all that the current GPU has to do. Raises the device's faults alone."""
+    """For all that the current GPU has to do, which is some milliseconds' work at least. Raises the
+    device's faults alone."""
     use_wait()
     torch.cuda.synchronize()
 
@@ -44,7 +52,7 @@ def wait() -> None:
 def use_wait() -> None:
     """Do what was put off for as long as the current GPU is busy. Raises the device's faults
     alone."""
-    while _OFF and not (_FAILED or _DOING) and not torch.cuda.current_stream().query():
+    while _OFF and not _FAILED and not torch.cuda.current_stream().query():
         try:
             _do_first()
         except Exception as error:
@@ -66,9 +74,5 @@ def catch_up() -> None:
 
 def _do_first() -> None:
     """What is interrupted is still the first."""
-    _DOING.append(True)
-    try:
-        _OFF[0]()
-    finally:
-        _DOING.clear()
+    _OFF[0]()
     _OFF.popleft()

@@ -167,13 +167,14 @@ def _measured_rows(
     """What makes the rows of a task, when they are wanted. What that needs of the device has begun.
     Once that is settled (`Bench.settle`) no tensor is kept of what runs beside the kernels."""
     output, exact = runs[0], prepared.reference
-    bits = _bits(task, output, prepared, bench)
-    bench.under_way += [functools.partial(len, some) for some in bits.values()]
+    # Only of a kernel under audit somebody asks before its rows are made.
+    audited = task.role == "kernel"
+    bits = _bits(task, output, prepared, bench) if audited else {}
     noises = noise(runs) if len(runs) > 1 else {}
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
     trained = any(getattr(output, name) is not None for name in GRADIENTS)
-    alike = bits if task.role == "kernel" else {}
+    alike = bits if audited else {}
     # What was computed of sampled queries alone has no dk and dv.
     given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
     along: dict[str, Measured] = {}
@@ -201,7 +202,7 @@ def _measured_rows(
         bench.under_way.append(along[tensor].wait)
         if tensor in rest:
             make = functools.partial(_with_the_rest, make, rest[tensor])
-        if task.role == "kernel" and tensor == "out":
+        if audited and tensor == "out":
             make = functools.partial(_with_doubts, make, chosen, output, prepared, bench)
         beside = functools.partial(
             _with_beside,
@@ -223,6 +224,9 @@ def _measured_rows(
         beside = functools.partial(_with_beside, make, "lse", bits, _of(bench, "lse", noises))
         made.append(_rows(task, "lse", beside, output, bench))
     bench.along = (task.key, along)
+    if not audited:
+        bits |= _bits(task, output, prepared, bench)
+    bench.under_way += [functools.partial(len, some) for some in bits.values()]
     return lambda: [row for make in made for row in make()]
 
 
@@ -288,6 +292,7 @@ def _metrics(
     if like is not None:
         expected, whose = like.expected[tensor], like.words
     else:
+        yardstick.look()  # before there is much that the device has to do first
         expected = prepared.predicted(returning(claim, prepared.case, formats))[tensor]
         whose = str((claim or {}).get("preset", "fa2"))
     found = against(x, yardstick, expected)
@@ -330,9 +335,7 @@ def _elsewhere(
     }
 
 
-def _bits(
-    task: Task, output: Output, prepared: Prepared, bench: Bench
-) -> Mapping[str, Sequence[str]]:
+def _bits(task: Task, output: Output, prepared: Prepared, bench: Bench) -> dict[str, Sequence[str]]:
     """The checksums of what came back, by tensor: of whole heads, where all their rows came."""
     if task.role in ("precision", "control"):
         return {}

@@ -88,22 +88,35 @@ def of_tensors(runs: Sequence[Sequence[Tensor]]) -> list[list[Noise]]:
 
 
 def _known(runs: Sequence[Tensor], look: Look) -> list[Noise]:
-    same, *some = look()
-    return _without_noise(some) if same else _in_parts([x.detach() for x in runs])
+    same, *firsts = look()
+    if not same:
+        return _in_parts([x.detach() for x in runs])
+    # Nearly always the first number of a head tells that one is finite.
+    return _without_noise(firsts if all(firsts) else _some_finite(runs[0]).tolist())
 
 
 def _looks(runs: Sequence[Sequence[Tensor]]) -> list[Look]:
     """Of each tensor's runs, whether all are the same bits (those that are not may still be equal),
-    and for each head of the first whether any element is finite."""
-    flags = [torch.cat([_same_bits(tensor)[None], _some_finite(tensor[0])]) for tensor in runs]
-    arrival = Arrival(flags) if flags else None
+    and for each head of the first whether its first element is finite."""
+    flags = [(_same_bits(tensor).double()[None], _firsts(tensor[0])) for tensor in runs]
+    arrival = Arrival([x for some in flags for x in some]) if flags else None
 
     def look(i: int) -> list[bool]:
         assert arrival is not None
-        found: list[bool] = arrival.arrays[i].tolist()
-        return found
+        same, firsts = arrival.arrays[2 * i : 2 * i + 2]
+        return [bool(same[0]), *map(math.isfinite, firsts.tolist())]
 
     return [functools.partial(look, i) for i in range(len(flags))]
+
+
+def _firsts(x: Tensor) -> Tensor:
+    """[H], in fp64: of [B, H, ...] the first element of each head, NaN where it has none."""
+    if not x.numel():
+        return x.new_full(x.shape[1:2], math.nan, dtype=torch.float64)
+    first = x.detach()[0]
+    while first.ndim > 1:
+        first = first.select(1, 0)
+    return first.double()
 
 
 def _same_bits(runs: Sequence[Tensor]) -> Tensor:

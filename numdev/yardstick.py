@@ -99,7 +99,8 @@ class Part:
     @cached_property
     def judged(self) -> Tensor:
         """bool [B, H, rows]: rows that have a relative error."""
-        return (self.scale >= SMALLEST_SCALE) & finite(self.scale)
+        large = self.scale >= SMALLEST_SCALE
+        return large if self.known is not None else large & finite(self.scale)
 
     @cached_property
     def judged_count(self) -> Tensor:
@@ -151,11 +152,12 @@ class Part:
     @cached_property
     def sums(self) -> Sums:
         """Sums that no error enters."""
+        k = self.known
         return {
             "count": self.count,
             "counted": self.judged.double(),
-            "reference": self.size.square(),
-            "terms": self.scale.square(),
+            "reference": self.size.square() if k is None else k.reference,
+            "terms": self.scale.square() if k is None else k.terms,
         }
 
     @cached_property
@@ -311,6 +313,10 @@ class Yardstick:
             return torch.stack([_largest(x) for x in (self.spacing, *settling, *beside)])
         sums = (k.terms, k.off, k.plain, k.unrounded, k.cast, k.lower)
         return torch.stack([x for x in sums if x is not None]).sum(dim=(1, 2, 3))
+
+    def look(self) -> None:
+        """Ask the device for all that is asked of these values."""
+        _ = self._facts
 
     @property
     def settled(self) -> bool:

@@ -65,14 +65,12 @@ def test_what_has_begun_does_not_change() -> None:
 
 
 def test_who_looks_waits_once() -> None:
-    """And what was put off is done then."""
-    event, done = Event(), list[int]()
+    event = Event()
     found = under_way(2.0, event)
-    put_off(lambda: done.append(1))
-    assert (event.waited, done) == (0, [])
+    assert event.waited == 0
     for _ in range(2):
         assert found.arrays[0].tolist() == [2.0]
-    assert (event.waited, done) == (1, [1])
+    assert event.waited == 1
 
 
 def test_work_that_waits_lets_nothing_go_before_it() -> None:
@@ -88,14 +86,6 @@ def test_work_that_waits_lets_nothing_go_before_it() -> None:
         put_off(lambda found=found: done.append(float(found.arrays[0][0])))
     catch_up()
     assert done == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_who_waits_may_have_it_looked_at_by_others() -> None:
-    """What is put off looks at the same numbers, while they are waited for."""
-    found, seen = under_way(1.0, Event()), list[float]()
-    put_off(lambda: seen.append(float(found.arrays[0][0])))
-    assert found.arrays[0].tolist() == [1.0]
-    assert seen == [1.0]
 
 
 def test_a_fault_comes_out_every_time() -> None:

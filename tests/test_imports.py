@@ -396,10 +396,10 @@ ALLOWED: dict[str, set[str]] = {
     "noise": {"arrival", "comparison", "errors", "kernels", "lazy", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
     "meanwhile": set(),
-    "arrival": {"meanwhile"},
+    "arrival": set(),
     "devicetime": set(),
     "lazy": set(),
-    "attempt": {"cases", "errors", "kernels", "layouts", "meanwhile"},
+    "attempt": {"cases", "errors", "kernels", "layouts"},
     "worker": {"attempt", "cases", "errors", "formats", "kernels", "layouts"},
     "isolation": {"attempt", "cases", "errors", "kernels", "kernels.output", "worker"},
     # How far from the truth: a metric knows nothing of kernels.
@@ -777,6 +777,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels.output",
         "kernels.reference",
         "kernels.results",
+        "meanwhile",
         "profiles.binning",
         "sampling",
         "stopwatch",
