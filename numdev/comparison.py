@@ -188,12 +188,11 @@ class Totals:
 
     @property
     def finite(self) -> bool:
-        """Whether the errors are, and those predicted: their squares are where they are."""
-        return all(
-            bool(np.isfinite(self.groups[name]).all())
-            for name in ("square", "predicted")
-            if name in self.groups
-        )
+        """Whether the errors are, those predicted (their squares are where they are), and what they
+        come to in ulps."""
+        errors = [self.groups[name] for name in ("square", "predicted") if name in self.groups]
+        in_ulps = [self.largest[name] for name in ("max_ulp",) if name in self.largest]
+        return all(bool(np.isfinite(x).all()) for x in (*errors, *in_ulps, *self.signed))
 
 
 @dataclass(frozen=True, eq=False)

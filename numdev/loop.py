@@ -33,7 +33,7 @@ from numdev.isolation import Supervised
 from numdev.jobs import Entry, Held, Job, Planned, Setting, Tell, bench_of, case_key, entries, steps
 from numdev.kernels import Kernel, Output, find
 from numdev.loading.tensorwriter import Writer
-from numdev.meanwhile import catch_up, put_off
+from numdev.meanwhile import catch_up, forget, put_off
 from numdev.measuring import Runner
 from numdev.records import recorded, weight_row
 from numdev.report import (
@@ -213,7 +213,10 @@ class Run:
                     self._keep(self.executor.rest(self._tell))
         finally:
             with self.watch("other"):
-                catch_up()
+                try:
+                    catch_up()
+                finally:
+                    forget()  # another run's journal is not this one's
         if before and self.journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:

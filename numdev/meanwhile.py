@@ -17,29 +17,27 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["catch_up", "put_off", "use_wait", "wait"]
+__all__ = ["catch_up", "forget", "put_off", "use_wait", "wait"]
 
 MOST = 64
 """That may be put off at a time."""
 LONGEST_S = 1.0
-"""For which something may be put off where more comes."""
+"""For how long something is put off where more comes."""
 
 Work = Callable[[], object]
-_OFF: deque[Work] = deque()
-_SINCE: list[float] = [0.0]
-"""When the first was put off of those that are, or were last."""
+_OFF: deque[tuple[float, Work]] = deque()
+"""What is put off, and since when."""
 _FAILED: list[Exception] = []
 """What was raised where it would have been taken for somebody else's."""
 
 
 def put_off(work: Work) -> None:
-    """Have it done later: at the latest by `catch_up`. Raises what earlier work raised."""
+    """Have it done later: at the latest by `catch_up`. Raises what earlier work raised; then this
+    is not done."""
     now = time.monotonic()
-    if not _OFF:
-        _SINCE[0] = now
-    _OFF.append(work)
-    if len(_OFF) > MOST or now > _SINCE[0] + LONGEST_S or _FAILED:
+    if _FAILED or len(_OFF) >= MOST or (_OFF and now > _OFF[0][0] + LONGEST_S):
         catch_up()
+    _OFF.append((now, work))
 
 
 def wait() -> None:
@@ -60,19 +58,26 @@ def use_wait() -> None:
 
 
 def catch_up() -> None:
-    """Do all that was put off, what was interrupted once more. What is raised ends it: nothing is
-    done after it."""
+    """Do all that was put off, what was interrupted once more. An error ends it: nothing is done
+    after it. What an interrupt leaves is still put off."""
     try:
         if _FAILED:
             raise _FAILED.pop()
         while _OFF:
             _do_first()
-    finally:
-        _OFF.clear()
-        _FAILED.clear()
+    except Exception:
+        forget()
+        raise
+
+
+def forget() -> None:
+    """Do nothing more of it."""
+    _OFF.clear()
+    _FAILED.clear()
 
 
 def _do_first() -> None:
     """What is interrupted is still the first."""
-    _OFF[0]()
+    _, work = _OFF[0]
+    work()
     _OFF.popleft()

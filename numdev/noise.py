@@ -82,7 +82,8 @@ def of_tensors(runs: Sequence[Sequence[Tensor]]) -> list[list[Noise]]:
     """For each of several tensors the noise per head of its runs, each [B, H, rows, ...].
 
     Runs of the same bits, as nearly all are, are compared as they are, all tensors with one wait
-    for the device. Others are brought to fp64 two at a time, and some heads of them.
+    for the device where each head begins with a number. Others are brought to fp64 two at a time,
+    and some heads of them.
     """
     return [_known(tensor, look) for tensor, look in zip(runs, _looks(runs), strict=True)]
 

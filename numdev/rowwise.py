@@ -58,8 +58,9 @@ class Scales:
     """What fp32 arithmetic may err."""
     smallest: float
     """Rows of a smaller scale have no relative error."""
-    least_allowed: float
-    """What any row may err."""
+    unit_roundoff: float
+    """Of the format; this times `smallest` is what any row may err. Both are powers of two that
+    fp32 has, in which a kernel gets its numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,6 +206,7 @@ def compute_output(
     given += [o if x is None else x for x in (expected, baseline)]
     tensors = (*(x.contiguous() for x in given), table, features)
     launch(compare_rows, grid, *tensors, *o.shape[2:], **shape)
+    del given, tensors  # copies may be among them, and sorting takes memory
     return _heads(o, table, features, scales, compute_gaps(*ordered()), shape)
 
 
@@ -234,7 +236,7 @@ def _heads(
     to = (found.sums, found.largest, found.by_row, found.features, found.along, found.w1)
     counts = (batch, rows, width, features.shape[1], gaps.shape[-1], o[:, 0].numel())
     launch(
-        *(output_heads, (heads,), *given, *to, *counts, s.smallest, s.least_allowed),
+        *(output_heads, (heads,), *given, *to, *counts, s.smallest, s.unit_roundoff),
         PREDICTED=shape["PREDICTED"],
         BESIDE=shape["BESIDE"],
         MORE=s.arithmetic is not None,

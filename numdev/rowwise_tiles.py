@@ -54,7 +54,7 @@ def compare_rows(
 def output_heads(
     TABLE, FEATURES, SCALE, LEAST, ARITHMETIC, GAPS,
     SUMS, LARGEST, BY_ROW, BY_FEATURE, ALONG, W1,
-    batch, rows, width, chunks, gap_chunks, elements, smallest, least_allowed,
+    batch, rows, width, chunks, gap_chunks, elements, smallest, unit_roundoff,
     PREDICTED: tl.constexpr, BESIDE: tl.constexpr, MORE: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,10 @@ def output_heads(
         put_groups(SUMS, 3, h, expected, GROUPS, BLOCK)
         rows_judged = tl.sum(counted, axis=0)
         most = tl.maximum(tl.sum(expected, axis=0), tl.sum(least, axis=0))
-        typical = tl.sqrt(most / rows_judged)
+        typical = tl.sqrt(most / tl.maximum(rows_judged, 1.0))
+        least_allowed = (
+            zeros(BLOCK) + smallest
+        ) * unit_roundoff  # too small for the fp32 they are in
         worst = zeros(BLOCK)
         for b in range(batch):
             for first in range(0, rows, BLOCK):

@@ -225,7 +225,7 @@ def _processors() -> int:
 def _driver_version() -> str | None:
     """As the kernel's module says it, or else, in some 20 ms, the vendor's tool."""
     with contextlib.suppress(OSError):
-        found = _MODULE.search(_VERSION_FILE.read_text())
+        found = _MODULE.search(_VERSION_FILE.read_text(errors="replace"))
         if found:
             return found[1]
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

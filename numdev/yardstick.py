@@ -141,7 +141,7 @@ class Part:
             least=self.least,
             arithmetic=self._arithmetic_size,
             smallest=SMALLEST_SCALE,
-            least_allowed=self.least_allowed,
+            unit_roundoff=self.format.unit_roundoff,
         )
 
     @property

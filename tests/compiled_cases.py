@@ -62,7 +62,11 @@ def launches() -> Iterator[tuple[str, Any]]:
     o, r = torch.randn(1, 2, 64, 128).bfloat16(), torch.randn(1, 2, 64, 128).double()
     given = {"reference": r, "floor": r, "spacing": r}
     scales = rowwise.Scales(
-        scale=r[..., 0], least=r[..., 1], arithmetic=r[..., 2], smallest=1e-3, least_allowed=1e-9
+        scale=r[..., 0],
+        least=r[..., 1],
+        arithmetic=r[..., 2],
+        smallest=2.0**-100,
+        unit_roundoff=2.0**-9,
     )
     flat = (o.view(2, -1), r.view(2, -1), o.view(2, -1))
     fmt, empty = formats.FORMATS["bfloat16"], torch.zeros(1, 2, 64, dtype=torch.bool)

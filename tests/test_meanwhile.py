@@ -13,7 +13,7 @@ from numdev import attempt, meanwhile
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel, Output
 from numdev.lazy import Lazy
-from numdev.meanwhile import LONGEST_S, MOST, catch_up, put_off, use_wait
+from numdev.meanwhile import LONGEST_S, MOST, catch_up, forget, put_off, use_wait
 
 
 class Stream:
@@ -77,6 +77,8 @@ def test_not_more_than_so_much_is_put_off() -> None:
         put_off(lambda i=i: done.append(i))
     assert done == []
     put_off(lambda: done.append(MOST))
+    assert done == [*range(MOST)]
+    catch_up()
     assert done == [*range(MOST + 1)]
 
 
@@ -119,16 +121,53 @@ def test_an_interrupt_is_not_kept_for_later(busy: Callable[[int], None]) -> None
     assert done == [0, 0, 1]
 
 
-def test_nothing_is_put_off_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever kills a process loses what was finished in the last moments at most."""
+def test_nothing_is_put_off_for_long(
+    monkeypatch: pytest.MonkeyPatch, busy: Callable[[int], None]
+) -> None:
+    """Not for longer than a second where more comes; that itself may not be there yet."""
     now, done = [100.0], list[int]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for i in range(4):
         put_off(lambda i=i: done.append(i))
+        assert done == ([] if i < 3 else [0, 1, 2])
         now[0] += 0.4 * LONGEST_S
-        assert done == ([] if i < 3 else [0, 1, 2, 3])
     put_off(lambda: done.append(4))
+    busy(1)
+    use_wait()
     assert done == [0, 1, 2, 3]
+    now[0] += 0.9 * LONGEST_S
+    put_off(lambda: done.append(5))
+    assert done == [0, 1, 2, 3]  # the fourth has gone, the fifth has not waited for long
+    catch_up()
+    assert done == [*range(6)]
+
+
+@pytest.mark.parametrize("begin", [catch_up, lambda: put_off(lambda: None)])
+def test_an_interrupt_loses_nothing(
+    begin: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it comes in is done once more, and then what was put off behind it."""
+    now, done = [100.0], list[int]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def interrupted() -> None:
+        done.append(0)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+
+    put_off(interrupted)
+    put_off(lambda: done.append(1))
+    now[0] += 2 * LONGEST_S
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert done == [0]
+    catch_up()
+    assert done == [0, 0, 1]
+
+
+def test_what_is_forgotten_is_not_done() -> None:
+    put_off(broken)
+    forget()
     catch_up()
 
 

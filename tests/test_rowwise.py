@@ -19,7 +19,9 @@ from rowwise_cases import (
     hard,
     made,
     named,
+    nearly,
     of_all_kinds,
+    rare,
     spoilt,
     tables,
 )
@@ -64,8 +66,16 @@ def test_one_pass_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) ->
 @pytest.mark.slow
 def test_rounding_is_the_same_in_the_interpreter(interpreted: dict[str, Any]) -> None:
     bits = interpreted["bits"]
-    assert len(bits) == 6 * len(NARROW) + 17
+    assert len([name for name in bits if not name.startswith("rare ")]) == 6 * len(NARROW) + 17
     assert [name for name, same in bits.items() if not same] == []
+
+
+@pytest.mark.slow
+def test_rows_of_zeros_are_the_same_in_the_interpreter(interpreted: dict[str, Any]) -> None:
+    """Errors in them too, and a head of which no row has a relative error."""
+    rare = {name: same for name, same in interpreted["bits"].items() if name.startswith("rare ")}
+    assert {name.split()[-1] for name in rare} >= {"worst_row", "max_ulp", "against", "features"}
+    assert [name for name, same in rare.items() if not same] == []
 
 
 def test_on_a_cpu_there_is_none() -> None:
@@ -379,6 +389,24 @@ def test_subnormal_numbers_are_read(dtype: torch.dtype, size: float) -> None:
     sums = rowwise.gap_sums(flat.cuda(), torch.zeros_like(flat).cuda())
     assert sums is not None
     assert apart(sums.cpu(), flat.double().abs().sum(dim=1)) <= REORDERED
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+def test_rows_of_zeros_are_the_same(name: str, expected: bool) -> None:
+    """Errors in them too, and a head of which no row has a relative error. A kernel gets numbers in
+    fp32, and what a row may err in fp64 is less than that has."""
+    y, o, e = rare(name)
+    y, given = moved(y), e.cuda() if expected else None
+    at_once = comparison._at_once(o.cuda(), o.cuda(), given, y)
+    assert at_once is not None
+    found = tables(at_once)
+    other = tables(comparison._step_by_step(o.cuda(), o.cuda(), given, by_steps(y)))
+    assert found.keys() == other.keys()
+    for key in found:
+        assert nearly(found[key], other[key], key), key
 
 
 @pytest.mark.gpu
