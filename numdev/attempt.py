@@ -46,9 +46,8 @@ def attempt(
         with torch.set_grad_enabled(gradients):
             output = run(copied(case), **options)
         if case.q.is_cuda:
-            (
-                wait or torch.cuda.synchronize
-            )()  # a fault of this kernel comes out here, not in the next one
+            over = wait or torch.cuda.synchronize
+            over()  # a fault of this kernel comes out here, not in the next one
         return output
     except Refused as refusal:
         return Failure("skipped", refusal.message)
