@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["catch_up", "forget", "put_off", "use_wait", "wait"]
+__all__ = ["catch_up", "forget", "put_off", "wait"]
 
 MOST = 64
 """That may be put off at a time."""
@@ -41,20 +41,14 @@ def put_off(work: Work) -> None:
 
 
 def wait() -> None:
-    """For all that the current GPU has to do, which is some milliseconds' work at least. Raises the
-    device's faults alone."""
-    use_wait()
-    torch.cuda.synchronize()
-
-
-def use_wait() -> None:
-    """Do what was put off for as long as the current GPU is busy. Raises the device's faults
-    alone."""
+    """For all that the current GPU has to do, which is some milliseconds' work at least: what was
+    put off is done for as long. Raises the device's faults alone."""
     while _OFF and not _FAILED and not torch.cuda.current_stream().query():
         try:
             _do_first()
         except Exception as error:
             _FAILED.append(error)
+    torch.cuda.synchronize()
 
 
 def catch_up() -> None:

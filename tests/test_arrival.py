@@ -11,7 +11,7 @@ import torch
 
 from numdev import meanwhile
 from numdev.arrival import Arrival
-from numdev.meanwhile import catch_up, put_off, use_wait
+from numdev.meanwhile import catch_up, put_off, wait
 
 
 class Stream:
@@ -36,6 +36,7 @@ class Event:
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     yield
     assert not meanwhile._OFF
 
@@ -79,7 +80,7 @@ def test_work_that_waits_lets_nothing_go_before_it() -> None:
     for value in (1.0, 2.0, 3.0):
         found = under_way(value, Event())
         put_off(lambda found=found: done.append(float(found.arrays[0][0])))
-    use_wait()
+    wait()
     assert done == [1.0, 2.0, 3.0]
     for value in (4.0, 5.0):
         found = under_way(value, Event())

@@ -13,7 +13,7 @@ from numdev import attempt, meanwhile
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel, Output
 from numdev.lazy import Lazy
-from numdev.meanwhile import LONGEST_S, MOST, catch_up, forget, put_off, use_wait
+from numdev.meanwhile import LONGEST_S, MOST, catch_up, forget, put_off, wait
 
 
 class Stream:
@@ -59,13 +59,13 @@ def test_work_is_done_in_order_while_the_device_is_busy(busy: Callable[[int], No
         put_off(lambda i=i: done.append(i))
     assert done == []
     busy(2)
-    use_wait()
+    wait()
     assert done == [0, 1]
     busy(0)
-    use_wait()
+    wait()
     assert done == [0, 1]
     busy(1)
-    meanwhile.wait()
+    wait()
     assert done == [0, 1, 2]
     catch_up()
     assert done == [0, 1, 2, 3, 4]
@@ -93,32 +93,13 @@ def test_what_went_wrong_is_said_to_who_put_it_off(
     put_off(broken)
     put_off(lambda: done.append(1))
     busy(10)
-    use_wait()
-    use_wait()
+    wait()
+    wait()
     assert done == [0]
     with pytest.raises(OSError, match="No space left"):
         ask()
     catch_up()
     assert done == [0]
-
-
-def test_an_interrupt_is_not_kept_for_later(busy: Callable[[int], None]) -> None:
-    """What it comes in is not lost, and what comes after it does not overtake it."""
-    done: list[int] = []
-
-    def interrupted() -> None:
-        done.append(0)
-        if len(done) == 1:
-            raise KeyboardInterrupt
-
-    put_off(interrupted)
-    put_off(lambda: done.append(1))
-    busy(10)
-    with pytest.raises(KeyboardInterrupt):
-        use_wait()
-    assert done == [0]
-    catch_up()
-    assert done == [0, 0, 1]
 
 
 def test_nothing_is_put_off_for_long(
@@ -133,7 +114,7 @@ def test_nothing_is_put_off_for_long(
         now[0] += 0.4 * LONGEST_S
     put_off(lambda: done.append(4))
     busy(1)
-    use_wait()
+    wait()
     assert done == [0, 1, 2, 3]
     now[0] += 0.9 * LONGEST_S
     put_off(lambda: done.append(5))
@@ -142,11 +123,11 @@ def test_nothing_is_put_off_for_long(
     assert done == [*range(6)]
 
 
-@pytest.mark.parametrize("begin", [catch_up, lambda: put_off(lambda: None)])
+@pytest.mark.parametrize("begin", [wait, catch_up, lambda: put_off(lambda: None)])
 def test_an_interrupt_loses_nothing(
-    begin: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    begin: Callable[[], None], busy: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it comes in is done once more, and then what was put off behind it."""
+    """It comes out at once. What it came in is done once more, and then what was put off behind."""
     now, done = [100.0], list[int]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -158,6 +139,7 @@ def test_an_interrupt_loses_nothing(
     put_off(interrupted)
     put_off(lambda: done.append(1))
     now[0] += 2 * LONGEST_S
+    busy(10)
     with pytest.raises(KeyboardInterrupt):
         begin()
     assert done == [0]
@@ -171,9 +153,9 @@ def test_what_is_forgotten_is_not_done() -> None:
     catch_up()
 
 
-@pytest.mark.parametrize("wait", [meanwhile.wait, None])
+@pytest.mark.parametrize("by", [wait, None])
 def test_work_is_done_while_a_baseline_runs(
-    wait: Callable[[], None] | None, busy: Callable[[int], None]
+    by: Callable[[], None] | None, busy: Callable[[int], None]
 ) -> None:
     """An attempt waits for the device, so that the kernel's faults come out there. One under audit
     may take microseconds, and is not made to look slower."""
@@ -191,9 +173,9 @@ def test_work_is_done_while_a_baseline_runs(
     kernel = Kernel(name="k", function=lambda case: Output(out=case.v))
     monkey = pytest.MonkeyPatch()
     monkey.setattr(attempt, "copied", lambda case: case)
-    assert isinstance(attempt.attempt(kernel, case, {}, wait=wait), Output)
+    assert isinstance(attempt.attempt(kernel, case, {}, wait=by), Output)
     monkey.undo()
-    assert done == [1] * (wait is not None)
+    assert done == [1] * (by is not None)
     with pytest.raises(OSError, match="No space left"):
         catch_up()
 
@@ -234,7 +216,7 @@ def test_a_busy_gpu_is_not_waited_for_twice() -> None:
             _ = x @ x  # 1.1e12 operations each in fp32: 20 ms on an H100
         for each in work:
             put_off(each)
-        meanwhile.wait()
+        wait()
         return time.perf_counter() - start
 
     spent()
