@@ -4,10 +4,11 @@
         [--rows 256] [--backward] [--kernel sdpa-flash] [--format bfloat16] [--device cuda]
 
 An audit of so many drawn causal calls of one shape, as `numdev audit` runs it: each kernel twice,
-worst rows and findings included, nothing written but the journal. A small one goes before, for what
-only the first use costs. Printed are the report's own `timings` in seconds; the part of the total
-that is metrics and other (what is spent beside computing anything's truth); and all that measuring
-costs, reference, predictions and metrics, over the kernels it is about.
+worst rows and findings included, nothing written but the journal. One of a single call goes before,
+for what the first use of a shape alone costs: to build kernels takes seconds. Printed are the
+report's own `timings` in seconds; the part of the total that is metrics and other (what is spent
+beside computing anything's truth); and all that measuring costs, reference, predictions and
+metrics, over the kernels it is about.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numdev.stopwatch import SECTIONS, TOTAL
 from numdev.studies.audit import audit
 from numdev.system import System
 
-WARM_UP = {"length": 512, "layers": 1}
+WARM_UP = {"layers": 1}
 
 
 def request(given: Mapping[str, Any], **changes: Any) -> AuditRequest:

@@ -235,13 +235,11 @@ def _heads(
     given = (table, features, *(x.contiguous() for x in held_to), gaps)
     to = (found.sums, found.largest, found.by_row, found.features, found.along, found.w1)
     counts = (batch, rows, width, features.shape[1], gaps.shape[-1], o[:, 0].numel())
+    has = map(int, (shape["PREDICTED"], s.arithmetic is not None, shape["BESIDE"]))
     launch(
-        *(output_heads, (heads,), *given, *to, *counts, s.smallest, s.unit_roundoff),
-        PREDICTED=shape["PREDICTED"],
-        BESIDE=shape["BESIDE"],
-        MORE=s.arithmetic is not None,
+        *(output_heads, (heads,), *given, *to, *counts, s.smallest, s.unit_roundoff, *has),
         GROUPS=GROUPS,
-        BLOCK=min(ROWS, max(GROUPS, 1 << (rows - 1).bit_length())),
+        BLOCK=ROWS,
         BLOCK_D=shape["BLOCK_D"],
         BLOCK_C=max(1, ELEMENTS // shape["BLOCK_D"]),
         num_warps=WARPS,

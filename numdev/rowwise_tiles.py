@@ -49,21 +49,26 @@ def compare_rows(
     tl.store(FEATURES + at + d, features, mask=d < width)
 
 
-# It takes microseconds, and to compile it for every kind of number half a second each.
-@triton.jit(do_not_specialize=["batch", "rows", "width", "chunks", "gap_chunks", "elements"])
+# It runs for microseconds, and every variant would take most of a second to build.
+@triton.jit(
+    do_not_specialize=[
+        *("batch", "rows", "width", "chunks", "gap_chunks", "elements"),
+        *("has_expected", "has_arithmetic", "has_baseline"),
+    ]
+)
 def output_heads(
     TABLE, FEATURES, SCALE, LEAST, ARITHMETIC, GAPS,
     SUMS, LARGEST, BY_ROW, BY_FEATURE, ALONG, W1,
     batch, rows, width, chunks, gap_chunks, elements, smallest, unit_roundoff,
-    PREDICTED: tl.constexpr, BESIDE: tl.constexpr, MORE: tl.constexpr,
+    has_expected, has_arithmetic, has_baseline,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """What `compare_rows` put into TABLE and FEATURES, by head: sums [names, heads, GROUPS], row i
     being in group i mod GROUPS; maxima [names, heads]; over features, and along the reference's
     sign, for each batch entry; and the sums of `gaps`, over the number of elements.
 
-    Beside a part's SCALE, LEAST and what fp32 ARITHMETIC may err (MORE), all [batch, heads, rows]:
-    errors relative to the scale, which go into BY_ROW [2, batch, heads, rows] too, those predicted,
+    Beside a part's SCALE, LEAST and what fp32 ARITHMETIC may err, all [batch, heads, rows]: errors
+    relative to the scale, which go into BY_ROW [2, batch, heads, rows] too, those predicted,
     and the largest ratio of the two, as `numdev.comparison` defines them."""
     h, heads = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     column = batch * heads * rows
@@ -88,14 +93,15 @@ def output_heads(
             max_abs = tl.maximum(max_abs, got(TABLE, 2, column, at, here))
             max_ulp = tl.maximum(max_ulp, got(TABLE, 3, column, at, here))
             along += got(TABLE, 4, column, at, here)
-            if PREDICTED:
-                predicted = with_arithmetic(TABLE, ARITHMETIC, column, at, here, MORE) / unit
+            if has_expected:
+                predicted = with_arithmetic(TABLE, ARITHMETIC, column, at, here, has_arithmetic)
+                predicted /= unit
                 tl.store(BY_ROW + column + at, predicted * predicted, mask=here)
                 expected += predicted * predicted
                 smallest_row = tl.load(LEAST + at, mask=here, other=0.0) / unit
                 least += smallest_row * smallest_row
                 counted += judged.to(tl.float64)
-            if BESIDE:
+            if has_baseline:
                 apart += got(TABLE, 6, column, at, here)
                 from_floor = tl.maximum(from_floor, got(TABLE, 7, column, at, here))
         tl.store(ALONG + b * heads + h, tl.sum(along, axis=0))
@@ -104,17 +110,16 @@ def output_heads(
     put_groups(SUMS, 2, h, relative, GROUPS, BLOCK)
     tl.store(LARGEST + h, tl.max(max_abs, axis=0))
     tl.store(LARGEST + heads + h, tl.max(max_ulp, axis=0))
-    if BESIDE:
+    if has_baseline:
         put_groups(SUMS, 4, h, apart, GROUPS, BLOCK)
         tl.store(LARGEST + 2 * heads + h, tl.max(from_floor, axis=0))
-    if PREDICTED:
+    if has_expected:
         put_groups(SUMS, 3, h, expected, GROUPS, BLOCK)
         rows_judged = tl.sum(counted, axis=0)
         most = tl.maximum(tl.sum(expected, axis=0), tl.sum(least, axis=0))
         typical = tl.sqrt(most / tl.maximum(rows_judged, 1.0))
-        least_allowed = (
-            zeros(BLOCK) + smallest
-        ) * unit_roundoff  # too small for the fp32 they are in
+        # In fp32, in which both came, it would be 0.
+        least_allowed = (zeros(BLOCK) + smallest) * unit_roundoff
         worst = zeros(BLOCK)
         for b in range(batch):
             for first in range(0, rows, BLOCK):
@@ -122,7 +127,7 @@ def output_heads(
                 here, at = i < rows, (b * heads + h) * rows + i
                 scale = tl.load(SCALE + at, mask=here, other=0.0)
                 size = tl.sqrt(got(TABLE, 1, column, at, here))
-                allowed = with_arithmetic(TABLE, ARITHMETIC, column, at, here, MORE)
+                allowed = with_arithmetic(TABLE, ARITHMETIC, column, at, here, has_arithmetic)
                 allowed = tl.maximum(allowed, typical * scale)
                 allowed = tl.maximum(allowed, tl.load(LEAST + at, mask=here, other=0.0))
                 allowed = tl.maximum(allowed, least_allowed)
@@ -140,7 +145,7 @@ def output_heads(
             features += tl.sum(tl.load(FEATURES + at, mask=ok, other=0.0), axis=0)
         tl.store(BY_FEATURE + (b * heads + h) * width + d, features, mask=d < width)
     put_gaps(GAPS, W1, 0, h, gap_chunks, elements, BLOCK)
-    if BESIDE:
+    if has_baseline:
         put_gaps(GAPS, W1, 1, h, gap_chunks, elements, BLOCK)
 
 
@@ -156,10 +161,10 @@ def got(TABLE, index, column, at, here):
 
 
 @triton.jit
-def with_arithmetic(TABLE, ARITHMETIC, column, at, here, MORE: tl.constexpr):
+def with_arithmetic(TABLE, ARITHMETIC, column, at, here, has_arithmetic):
     """The sizes of rows' predicted errors, which what fp32 arithmetic may err joins in squares."""
     squares = got(TABLE, 5, column, at, here)
-    if MORE:
+    if has_arithmetic:
         more = tl.load(ARITHMETIC + at, mask=here, other=0.0)
         squares += more * more
     return tl.sqrt(squares)
