@@ -18,8 +18,9 @@ class Arrival:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [x.shape for x in tensors]
-        flat = torch.cat([x.flatten() for x in tensors]).detach()
-        self._flat: Tensor | None = flat.to("cpu", non_blocking=True)
+        parts = [x.detach().flatten() for x in tensors]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._flat: Tensor | None = flat.to("cpu", non_blocking=True, copy=True)
         self._arrays: list[Array] | None = None
         self._there: torch.cuda.Event | None = None
         if flat.is_cuda:

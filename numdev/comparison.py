@@ -30,7 +30,16 @@ from torch import Tensor
 from numdev.arrival import Arrival
 from numdev.formats import dtype_of
 from numdev.lazy import Later
-from numdev.rowwise import BY_ROW, GROUPS, LARGEST, SUMS, OutputHeads, output_heads, plain_sums
+from numdev.rowwise import (
+    BY_ROW,
+    GROUPS,
+    LARGEST,
+    PLAIN,
+    SUMS,
+    OutputHeads,
+    output_heads,
+    plain_heads,
+)
 from numdev.wasserstein import sorted_rows, w1_of_sorted, w1_rows
 from numdev.yardstick import (
     Part,
@@ -163,6 +172,35 @@ class ByHead:
 
     def _had(self, made: Mapping[str, Numbers]) -> dict[str, Numbers]:
         return {name: x for name, x in made.items() if name not in self.lacking}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlainByHead:
+    """Distances alone, by head already."""
+
+    table: Tensor
+    """As `rowwise.plain_heads` has it."""
+    rows: int
+    elements: int
+    w1: Tensor | None
+    """[H], where it was known and is not in the table."""
+
+    def on_host(self, bins: Tensor | None = None) -> Later[Totals]:
+        """There is nothing by bin."""
+        arrival = Arrival([self.table] if self.w1 is None else [self.table, self.w1])
+        return Later(functools.partial(self._totals, arrival))
+
+    def _totals(self, arrival: Arrival) -> Totals:
+        (*groups, most, transport), *known = arrival.arrays
+        return Totals(
+            rows=self.rows,
+            elements=self.elements,
+            groups=dict(zip(PLAIN, groups, strict=True)),
+            largest={"max_abs": most.max(axis=1)},
+            transport={"w1": known[0] if known else transport.sum(axis=1)},
+            signed=(),
+            along={},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -407,7 +445,7 @@ def _allowed(judged: Part) -> dict[str, Tensor]:
     return {"plain_from_floor": plain, "shifted": shifted}
 
 
-def compare_precision(y: Yardstick) -> ByRow:
+def compare_precision(y: Yardstick) -> Comparison:
     """The distances of the reference from that of the unrounded inputs."""
     k = y.known
     if k is None or k.unrounded is None or k.moved is None:
@@ -432,21 +470,15 @@ def compare_precision(y: Yardstick) -> ByRow:
 
 def compare_plain(
     output: Tensor, reference: Tensor, empty: Tensor, w1: Tensor | None = None
-) -> ByRow:
+) -> Comparison:
     """Distances alone, of what has no floor; shapes as in `deviation.measure_plain`. `w1`: their
     Wasserstein distance, if it is known."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = widened(output)
-    rows = plain_sums(o, reference, empty)
-    if rows is not None:
-        names = ("count", "absolute", "square", "reference", "nonfinite")
-        return ByRow(
-            elements=o[:, 0].numel(),
-            sums={name: getattr(rows, name) for name in names} | {"empty_rows": empty.double()},
-            largest={"max_abs": rows.max_abs},
-            transport={"w1": w1_rows(by_head(rows.o), by_head(rows.r)) if w1 is None else w1},
-        )
+    table = plain_heads(o, reference, empty, sorted_rows if w1 is None else None)
+    if table is not None:
+        return PlainByHead(table=table, rows=o.shape[2], elements=o[:, 0].numel(), w1=w1)
     here, there, seen = finite(o), finite(reference), ~empty[..., None]
     usable = seen & here & there
     a, b = (torch.where(usable, x, 0.0) for x in (o, reference))

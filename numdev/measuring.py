@@ -25,7 +25,7 @@ from numdev.beside import (
     with_the_rest,
 )
 from numdev.cases import AttentionCase
-from numdev.checksum import checksums
+from numdev.checksum import Bits, checksums
 from numdev.deviation import Measured, Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
@@ -36,7 +36,7 @@ from numdev.formats import Format, format_of
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
 from numdev.lazy import Lazy
-from numdev.noise import Noise, noise
+from numdev.noise import Noise, in_runs, noise
 from numdev.records import recorded
 from numdev.report import NOT_PREDICTED, DeviationRow
 from numdev.system import System
@@ -169,8 +169,7 @@ def _measured_rows(
     output, exact = runs[0], prepared.reference
     # Only of a kernel under audit somebody asks before its rows are made.
     audited = task.role == "kernel"
-    bits = _bits(task, output, prepared, bench) if audited else {}
-    noises = noise(runs) if len(runs) > 1 else {}
+    bits, noises = _of_runs(runs, prepared, bench) if audited else ({}, {})
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
     trained = any(getattr(output, name) is not None for name in GRADIENTS)
@@ -206,7 +205,7 @@ def _measured_rows(
             make = functools.partial(_with_doubts, make, chosen, output, prepared, bench)
         beside = functools.partial(
             _with_beside,
-            *(make, tensor, bits, _of(bench, tensor, noises)),
+            *(make, tensor, bits, noises.get(tensor, ())),
             prepared.amplification.get(tensor),
         )
         made.append(_rows(task, tensor, beside, output, bench, fmt))
@@ -221,7 +220,7 @@ def _measured_rows(
         make = _metrics_of(found)
         if "lse" in rest:
             make = functools.partial(_with_the_rest, make, rest["lse"])
-        beside = functools.partial(_with_beside, make, "lse", bits, _of(bench, "lse", noises))
+        beside = functools.partial(_with_beside, make, "lse", bits, noises.get("lse", ()))
         made.append(_rows(task, "lse", beside, output, bench))
     bench.along = (task.key, along)
     if not audited:
@@ -335,8 +334,27 @@ def _elsewhere(
     }
 
 
+def _of_runs(
+    runs: Sequence[Output], prepared: Prepared, bench: Bench
+) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[Noise]]]:
+    """What runs of a kernel under audit come to to the bit, by tensor, in the measured heads: the
+    checksums of the first, of whole heads; and their noise, if there are several."""
+    found = in_runs(runs)
+    tensors = list(found.values())
+    seen = Bits(tensors)
+    bits = {
+        name: _of(bench, name, Lazy(functools.partial(seen.checksums, i)))
+        for i, name in enumerate(found)
+        if name == "lse" or name in prepared.tensors
+    }
+    if len(runs) < 2:
+        return bits, {}
+    noises = zip(found, noise(tensors, seen), strict=True)
+    return bits, {name: _of(bench, name, some) for name, some in noises}
+
+
 def _bits(task: Task, output: Output, prepared: Prepared, bench: Bench) -> dict[str, Sequence[str]]:
-    """The checksums of what came back, by tensor: of whole heads, where all their rows came."""
+    """The checksums of what always runs beside the kernels, by tensor."""
     if task.role in ("precision", "control"):
         return {}
     there = {name: getattr(output, name) for name in (*prepared.tensors, "lse")}
@@ -364,11 +382,9 @@ def _once(
     return measured
 
 
-def _of(bench: Bench, tensor: str, noises: Mapping[str, Sequence[Noise]]) -> Sequence[Noise]:
-    """Of the measured heads, when it is looked at; nothing where there is none."""
-    found, heads = noises.get(tensor), bench.heads_of(tensor)
-    if found is None:
-        return ()
+def _of(bench: Bench, tensor: str, found: Sequence[T]) -> Sequence[T]:
+    """Of the measured heads, when it is looked at."""
+    heads = bench.heads_of(tensor)
     return Lazy(lambda: list(found) if len(found) == len(heads) else [found[h] for h in heads])
 
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from numdev.arrival import Arrival
+from numdev.checksum import Bits, Runs
 from numdev.comparison import widened
 from numdev.errors import MeasurementError
 from numdev.kernels import Output
@@ -36,8 +36,6 @@ from numdev.yardstick import finite
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 ELEMENTS = 1 << 24
 """Of one run that are compared at a time: 128 MiB in fp64, and some six times that in all."""
-Look = Callable[[], list[bool]]
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,75 +53,45 @@ class Noise:
         return self.noise in (0.0, None) and self.flickering == 0
 
 
-def noise(runs: Sequence[Output]) -> dict[str, Sequence[Noise]]:
-    """Tensor to the noise of each of its heads (kv heads for dk and dv), for those tensors that the
-    runs have. Shapes as in `Output`. The device is waited for when one is looked at.
-
-    Raises MeasurementError for fewer than two runs, and for runs that differ in which tensors they
-    have, or in a tensor's shape or dtype.
-    """
-    if len(runs) < 2:
-        raise MeasurementError(
-            f"noise needs at least two runs, not {len(runs)}", hint="repeat the kernel"
-        )
-    kept = {}
+def in_runs(runs: Sequence[Output]) -> dict[str, Runs]:
+    """Those tensors that the runs have, each of all runs. Raises MeasurementError for runs that
+    differ in which they have, or in a tensor's shape or dtype."""
+    found: dict[str, Runs] = {}
     for name in TENSORS:
         tensors = [getattr(run, name, None) for run in runs]
         kinds = {None if x is None else (tuple(x.shape), x.dtype) for x in tensors}
         if len(kinds) > 1:
             raise MeasurementError(f"runs on the same inputs differ in the kind of {name}")
         if kinds != {None}:
-            kept[name] = [x for x in tensors if x is not None]
-    pairs = zip(kept.items(), _looks(list(kept.values())), strict=True)
-    return {name: Lazy(functools.partial(_known, x, look)) for (name, x), look in pairs}
+            found[name] = [x for x in tensors if x is not None]
+    return found
 
 
-def of_tensors(runs: Sequence[Sequence[Tensor]]) -> list[list[Noise]]:
-    """For each of several tensors the noise per head of its runs, each [B, H, rows, ...].
+def noise(tensors: Sequence[Runs], bits: Bits | None = None) -> list[Sequence[Noise]]:
+    """For each of several tensors [B, H, rows, ...] of several runs the noise of each head (of each
+    kv head for dk and dv). The device is waited for when one is looked at. `bits`: of these.
 
     Runs of the same bits, as nearly all are, are compared as they are, all tensors with one wait
     for the device where each head begins with a number. Others are brought to fp64 two at a time,
     and some heads of them.
+
+    Raises MeasurementError for fewer than two runs.
     """
-    return [_known(tensor, look) for tensor, look in zip(runs, _looks(runs), strict=True)]
+    for runs in tensors:
+        if len(runs) < 2:
+            raise MeasurementError(
+                f"noise needs at least two runs, not {len(runs)}", hint="repeat the kernel"
+            )
+    bits = bits or Bits(tensors)
+    return [Lazy(functools.partial(_known, x, bits, i)) for i, x in enumerate(tensors)]
 
 
-def _known(runs: Sequence[Tensor], look: Look) -> list[Noise]:
-    same, *firsts = look()
-    if not same:
+def _known(runs: Runs, bits: Bits, i: int) -> list[Noise]:
+    if not bits.same(i):
         return _in_parts([x.detach() for x in runs])
     # Nearly always the first number of a head tells that one is finite.
+    firsts = bits.begin_finite(i)
     return _without_noise(firsts if all(firsts) else _some_finite(runs[0]).tolist())
-
-
-def _looks(runs: Sequence[Sequence[Tensor]]) -> list[Look]:
-    """Of each tensor's runs, whether all are the same bits (those that are not may still be equal),
-    and for each head of the first whether its first element is finite."""
-    flags = [(_same_bits(tensor).double()[None], _firsts(tensor[0])) for tensor in runs]
-    arrival = Arrival([x for some in flags for x in some]) if flags else None
-
-    def look(i: int) -> list[bool]:
-        assert arrival is not None
-        same, firsts = arrival.arrays[2 * i : 2 * i + 2]
-        return [bool(same[0]), *map(math.isfinite, firsts.tolist())]
-
-    return [functools.partial(look, i) for i in range(len(flags))]
-
-
-def _firsts(x: Tensor) -> Tensor:
-    """[H], in fp64: of [B, H, ...] the first element of each head, NaN where it has none."""
-    if not x.numel():
-        return x.new_full(x.shape[1:2], math.nan, dtype=torch.float64)
-    first = x.detach()[0]
-    while first.ndim > 1:
-        first = first.select(1, 0)
-    return first.double()
-
-
-def _same_bits(runs: Sequence[Tensor]) -> Tensor:
-    first, *others = (x.detach().view(_BITS[x.element_size()]) for x in runs)
-    same = [(first == other).all() for other in others]
-    return same[0] if len(same) == 1 else torch.stack(same).all()
 
 
 def _some_finite(x: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 What `numdev.comparison` and `numdev.yardstick` sum takes some hundred passes over tensors in fp64,
 one for each step, where PyTorch is to take them. Here a Triton kernel takes all steps of an element
-at once, and reads each tensor once. Every element counts: whether that is right, and whether what
-comes out is finite, is for the caller to ask. Of an output a second kernel makes all that a head
-comes to of its rows. Results are those of the steps but for the order in which fp64 numbers are
-added, and the same from run to run.
+at once, and reads each tensor once. Every element counts unless something else is said: whether
+that is right, and whether what comes out is finite, is for the caller to ask. A second kernel makes
+of the rows all that a head comes to. Results are those of the steps but for the order in which fp64
+numbers are added, and the same from run to run.
 
 None is returned where there is no kernel: elsewhere than on an NVIDIA GPU, without Triton, or for
 shapes and formats that it does not take.
@@ -26,13 +26,13 @@ from numdev.gpucode import if_possible, launch
 
 __all__ = [
     "GROUPS",
+    "PLAIN",
     "OutputHeads",
-    "PlainSums",
     "Scales",
     "YardstickSums",
     "gap_sums",
     "output_heads",
-    "plain_sums",
+    "plain_heads",
     "yardstick_sums",
 ]
 
@@ -93,23 +93,9 @@ GROUPS = 16
 """Row i is in group i mod GROUPS, so that each group is spread over positions as the rows are."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlainSums:
-    """Of an output o and a reference r, [B, H, rows] but for the first two."""
-
-    o: Tensor
-    """The output, 0 where an element does not count."""
-    r: Tensor
-    """The reference, likewise."""
-    count: Tensor
-    """How many elements count."""
-    absolute: Tensor
-    square: Tensor
-    reference: Tensor
-    """The sum of r^2."""
-    nonfinite: Tensor
-    """How many elements are finite in one of the two alone."""
-    max_abs: Tensor
+PLAIN = ("count", "absolute", "square", "reference", "nonfinite", "empty_rows")
+"""Of the elements that count: how many there are, the sums of |o - r|, (o - r)^2 and r^2; how many
+are finite in one of the two alone; and how many rows are empty."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,10 +162,16 @@ def yardstick_sums(
     return _if_possible(reference, lambda: compute_yardstick(reference, terms, fmt, *beside))
 
 
-def plain_sums(o: Tensor, reference: Tensor, empty: Tensor) -> PlainSums | None:
-    """Of an output [B, H, rows, features] of a dtype with arithmetic and an fp64 reference; rows
-    where `empty` [B, H, rows] count for nothing, nor do elements where either is not finite."""
-    return _if_possible(o, lambda: compute_plain(o, reference, empty))
+def plain_heads(
+    o: Tensor, reference: Tensor, empty: Tensor, ordered: Callable[[Tensor], Tensor] | None
+) -> Tensor | None:
+    """Of an output [B, H, rows, features] of a dtype with arithmetic and an fp64 reference,
+    [names + 2, H, GROUPS]: by head and group of rows (as in `OutputHeads.sums`) the sums of those
+    in `PLAIN`, the largest |o - r|, and what over all groups adds up to their W1, for which
+    `ordered` puts the numbers of each row of [n, m] in ascending order; None: 0 is there instead.
+    Rows where `empty` [B, H, rows] count for nothing, nor do elements where either is not finite:
+    for W1 they are 0."""
+    return _if_possible(o, lambda: compute_plain(o, reference, empty, ordered))
 
 
 def gap_sums(a: Tensor, b: Tensor) -> Tensor | None:
@@ -288,18 +280,34 @@ def compute_yardstick(
     return YardstickSums(floor=floor, spacing=spacing, **sums)
 
 
-def compute_plain(o: Tensor, reference: Tensor, empty: Tensor) -> PlainSums:
-    """What the kernel computes. Raises Refused where Triton cannot build it."""
-    from numdev.rowwise_tiles import plain_rows
+def compute_plain(
+    o: Tensor, reference: Tensor, empty: Tensor, ordered: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """What the kernels compute. Raises Refused where Triton cannot build them."""
+    from numdev.rowwise_tiles import plain_heads, plain_rows
 
     grid, shape = _grid(o)
+    batch, heads, rows, width = o.shape
     o, reference, empty = (x.contiguous() for x in (o, reference, empty))
-    kept = (torch.empty_like(o), torch.empty_like(reference))
-    table = _table(o, 6)
-    given = (o, reference, empty.view(torch.uint8), *kept, table)
-    launch(plain_rows, grid, *given, *o.shape[2:], **shape)
-    names = ("count", "absolute", "square", "reference", "nonfinite", "max_abs")
-    return PlainSums(o=kept[0], r=kept[1], **dict(zip(names, table, strict=True)))
+    table = _table(o, len(PLAIN) + 1)
+    both = gaps = table
+    if ordered is not None:
+        both = table.new_empty(2 * heads, batch * rows * width)
+    given = (o, reference, empty.view(torch.uint8), both, table)
+    launch(plain_rows, grid, *given, rows, width, heads, KEEP=ordered is not None, **shape)
+    if ordered is not None:
+        both = ordered(both)
+        gaps = compute_gaps(both[:heads], both[heads:])
+    found = table.new_empty(len(PLAIN) + 2, heads, GROUPS)
+    counts = (batch, rows, gaps.shape[-1], batch * rows * width, int(ordered is not None))
+    launch(
+        *(plain_heads, (heads, len(found)), table, gaps, found, *counts),
+        LARGEST=len(PLAIN),
+        GROUPS=GROUPS,
+        BLOCK=ROWS,
+        num_warps=WARPS,
+    )
+    return found
 
 
 def compute_gaps(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:

@@ -303,45 +303,89 @@ def binade(size, smallest, largest):
     return tl.minimum(tl.maximum(field, smallest), largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def plain_rows(
-    OUT, REFERENCE, EMPTY, A, B, TABLE, rows, width,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    OUT, REFERENCE, EMPTY, BOTH, TABLE, rows, width, heads,
+    KEEP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """An output's and its reference's elements into A and B, 0 where one of them is not finite or
-    the row is empty; and what they come to for each row."""
+    """What an output's and its reference's elements come to for each row, those not counting that
+    are in an empty row or not finite in one of the two; and if asked (KEEP) the elements of either
+    into BOTH [2, heads, elements], 0 where they do not count."""
     head, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch = tl.num_programs(0) // heads
+    moved = ((head % heads) * batch + head // heads - head) * rows * width  # heads come first there
     for first in range(chunk * CHUNK, tl.minimum(rows, chunk * CHUNK + CHUNK), BLOCK):
         row, here, at, ok = places(head, first, rows, width, BLOCK, BLOCK_D)
         o = tl.load(OUT + at, mask=ok, other=0.0)
         r = tl.load(REFERENCE + at, mask=ok, other=0.0)
-        seen = ok & (tl.load(EMPTY + row, mask=here, other=1) == 0)[:, None]
+        empty = tl.load(EMPTY + row, mask=here, other=1) != 0
+        seen = ok & (empty == 0)[:, None]
         o_fine, r_fine = tl.abs(o) < float("inf"), tl.abs(r) < float("inf")
         usable = seen & o_fine & r_fine
-        a, b = tl.where(usable, o, 0.0), tl.where(usable, r, 0.0)
-        tl.store(A + at, a, mask=ok)
-        tl.store(B + at, b, mask=ok)
-        error = a.to(tl.float64) - b
+        a, b = tl.where(usable, o, 0.0).to(tl.float64), tl.where(usable, r, 0.0)
+        if KEEP:
+            tl.store(BOTH + moved + at, a, mask=ok)
+            tl.store(BOTH + tl.num_programs(0).to(tl.int64) * rows * width + moved + at, b, mask=ok)
+        error = a - b
         put(TABLE, 0, row, here, rows, tl.sum(usable.to(tl.float64), axis=1))
         put(TABLE, 1, row, here, rows, tl.sum(tl.abs(error), axis=1))
         put(TABLE, 2, row, here, rows, tl.sum(error * error, axis=1))
         put(TABLE, 3, row, here, rows, tl.sum(b * b, axis=1))
         put(TABLE, 4, row, here, rows, tl.sum((seen & (o_fine != r_fine)).to(tl.float64), axis=1))
-        put(TABLE, 5, row, here, rows, tl.max(tl.abs(error), axis=1))
+        put(TABLE, 5, row, here, rows, empty.to(tl.float64))
+        put(TABLE, 6, row, here, rows, tl.max(tl.abs(error), axis=1))
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "gap_chunks", "elements", "has_gaps"])
+def plain_heads(
+    TABLE, GAPS, FOUND, batch, rows, gap_chunks, elements, has_gaps,
+    LARGEST: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What `plain_rows` put into TABLE, by head, in groups as in `output_heads`: FOUND [columns +
+    1, heads, GROUPS], of the column LARGEST the largest and of others the sum; and behind them the
+    sums of `gaps`, over the number of elements."""
+    h, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads = tl.num_programs(0).to(tl.int64)
+    found = zeros(BLOCK)
+    if column < tl.num_programs(1) - 1:
+        for b in range(batch):
+            for first in range(0, rows, BLOCK):
+                i = first + tl.arange(0, BLOCK)
+                at = (b * heads + h) * rows + i
+                x = got(TABLE, column, batch * heads * rows, at, i < rows)
+                found = tl.where(column == LARGEST, tl.maximum(found, x), found + x)
+    elif has_gaps:
+        for first in range(0, gap_chunks, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            x = tl.load(GAPS + h * gap_chunks + i, mask=i < gap_chunks, other=0.0)
+            found += x / elements
+    grouped = tl.reshape(found, [BLOCK // GROUPS, GROUPS])
+    values = tl.where(column == LARGEST, tl.max(grouped, axis=0), tl.sum(grouped, axis=0))
+    tl.store(FOUND + (column * heads + h) * GROUPS + tl.arange(0, GROUPS), values)
 
 
 @triton.jit
-def sum_bits(X, SUMS, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The checksum of `numdev.checksum` over each chunk of X [batch, heads, count], of integers,
-    into SUMS [batch, heads, chunks]."""
+def sum_bits(
+    X, Y, FOUND, count, BESIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of each chunk of X [batch, heads, count], of integers, the checksum of `numdev.checksum`;
+    for BESIDE how many are others in Y; and the first: into FOUND [3, batch, heads, chunks]."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     heads, chunk = tl.num_programs(1), tl.program_id(2)
-    total = tl.zeros([BLOCK], tl.int64)
+    total, others = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    at = (b * heads + head) * count
     for first in range(chunk * CHUNK, tl.minimum(count, chunk * CHUNK + CHUNK), BLOCK):
         i = first + tl.arange(0, BLOCK).to(tl.int64)
-        bits = tl.load(X + (b * heads + head) * count + i, mask=i < count, other=0).to(tl.int64)
+        bits = tl.load(X + at + i, mask=i < count, other=0).to(tl.int64)
         w = (b * count + i + 1) * -7046029254386353131
         w = (w ^ (w >> 29)) * -4658895280553007687
         w = (w ^ (w >> 32)) | 1
         total += tl.where(i < count, (bits + 1) * w, 0)
-    tl.store(SUMS + (b * heads + head) * tl.num_programs(2) + chunk, tl.sum(total, axis=0))
+        if BESIDE:
+            y = tl.load(Y + at + i, mask=i < count, other=0).to(tl.int64)
+            others += (bits != y).to(tl.int64)
+    to = (b * heads + head) * tl.num_programs(2) + chunk
+    column = tl.num_programs(0).to(tl.int64) * heads * tl.num_programs(2)
+    tl.store(FOUND + to, tl.sum(total, axis=0))
+    tl.store(FOUND + column + to, tl.sum(others, axis=0))
+    tl.store(FOUND + 2 * column + to, tl.load(X + at + chunk * CHUNK).to(tl.int64))

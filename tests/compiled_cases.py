@@ -72,9 +72,9 @@ def launches() -> Iterator[tuple[str, Any]]:
     fmt, empty = formats.FORMATS["bfloat16"], torch.zeros(1, 2, 64, dtype=torch.bool)
     yield "output", lambda: rowwise.compute_output(o, given, scales, lambda: flat, r.float(), o)
     yield "yardstick", lambda: rowwise.compute_yardstick(r, r, fmt, r, o, r.float(), o)
-    yield "plain", lambda: rowwise.compute_plain(o, r, empty)
+    yield "plain", lambda: rowwise.compute_plain(o, r, empty, lambda x: x)
     yield "gaps", lambda: rowwise.compute_gaps(r.view(2, -1), o.view(2, -1))
-    yield "checksum", lambda: checksum.by_kernel(o)
+    yield "checksum", lambda: checksum.by_kernel([[o, o]])
     yield "rounding", lambda: formats._computed(r, fmt, saturate=False)
     flash = find("triton-flash")
     assert flash.backward is not None

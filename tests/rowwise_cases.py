@@ -244,9 +244,9 @@ def plain() -> Iterator[dict[str, float]]:
         for some in (o, spoilt(o).float(), o.half()):
             for r in (reference, spoilt(reference).flip(2)):
                 with_kernel = comparison.compare_plain(some, r, empty)
-                given, comparison.plain_sums = comparison.plain_sums, lambda *given: None
+                given, comparison.plain_heads = comparison.plain_heads, lambda *given: None
                 by_steps = comparison.compare_plain(some, r, empty)
-                comparison.plain_sums = given
+                comparison.plain_heads = given
                 a, b = tables(with_kernel), tables(by_steps)
                 assert a.keys() == b.keys()
                 yield {f"{name} {shape}": apart(a[name], b[name]) for name in a}
@@ -255,9 +255,20 @@ def plain() -> Iterator[dict[str, float]]:
 def bits_of(tensors: Iterator[Tensor]) -> Iterator[dict[str, bool]]:
     """Checksums, by the kernel and step by step."""
     for x in tensors:
-        found = [checksum.by_kernel(x), *checksum._by_steps([x])]
-        one, other = (sums.sum(dim=(0, 2)) for sums in found)
-        yield {f"checksum {x.dtype} {list(x.shape)}": torch.equal(one, other)}
+        runs = [x, x.clone(), x.clone()]
+        if x.numel():
+            runs[1][-1, -1, -1] = 3.0
+        for tensors in ([runs[:1]], [runs[::2]], [runs]):
+            found = [how(tensors) for how in (checksum.by_kernel, checksum.by_steps)]
+            name = f"bits {x.dtype} {list(x.shape)} {len(tensors[0])} {tensors[0][-1] is runs[2]}"
+            yield {name: looked_at(found[0], x) == looked_at(found[1], x)}
+
+
+def looked_at(found: checksum.Found, x: Tensor) -> list[list[int]]:
+    """Checksums, whether any run is another, and what comes first."""
+    sums = found.pairs[0][0].sum(dim=(0, 2)).tolist()
+    differ = [int(pair[1].any()) for pair in found.pairs]
+    return [sums, differ, found.pairs[0][2, 0, :, 0].tolist() if x.numel() else []]
 
 
 def of_all_kinds() -> Iterator[Tensor]:
@@ -274,7 +285,7 @@ def main() -> None:
     comparison.output_heads = lambda *given, expected, baseline: rowwise.compute_output(
         *given, expected, baseline
     )
-    comparison.plain_sums = rowwise.compute_plain
+    comparison.plain_heads = rowwise.compute_plain
     yardstick.yardstick_sums = lambda r, t, f, **beside: rowwise.compute_yardstick(
         r, t, f, *(beside[name] for name in ("unrounded", "baseline", "fp32", "lower"))
     )

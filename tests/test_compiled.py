@@ -26,6 +26,7 @@ KERNELS = {
         "compare_rows",
         "output_heads",
         "yardstick_rows",
+        "plain_heads",
         "plain_rows",
         "gaps",
         "sum_bits",

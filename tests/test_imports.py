@@ -393,7 +393,7 @@ ALLOWED: dict[str, set[str]] = {
     # Planted faults, and how far runs differ.
     "controls": {"cases", "errors", "formats", "kernels", "kernels.output"},
     "checksum": {"arrival", "gpucode", "lazy", "rowwise_tiles"},
-    "noise": {"arrival", "comparison", "errors", "kernels", "lazy", "yardstick"},
+    "noise": {"checksum", "comparison", "errors", "kernels", "lazy", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
     "meanwhile": set(),
     "arrival": set(),

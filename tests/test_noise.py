@@ -12,20 +12,20 @@ import torch
 from numdev import noise as noises
 from numdev.errors import MeasurementError
 from numdev.kernels import Output
-from numdev.noise import Noise, compared, noise, of_tensors
+from numdev.noise import Noise, compared, in_runs, noise
 
 nan, inf = math.nan, math.inf
 
 
 def of_tensor(runs: list[torch.Tensor]) -> list[Noise]:
-    (found,) = of_tensors([runs])
-    return found
+    (found,) = noise([runs])
+    return list(found)
 
 
 def identical(runs: list[torch.Tensor]) -> bool:
     """Whether they are known as such without being compared by the definition."""
-    with mock.patch.object(noises, "_in_parts", return_value=None):
-        return of_tensors([runs]) != [None]
+    with mock.patch.object(noises, "_in_parts", return_value=[]):
+        return bool(of_tensor(runs))
 
 
 def runs(*values: list[list[float]], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -144,8 +144,10 @@ def test_outputs() -> None:
     second = Output(out=torch.zeros(1, 2, 3, 4), lse=torch.ones(1, 2, 3))
     still = Noise(noise=0.0, flickering=0)
     moved = Noise(noise=1.0, flickering=0)
-    assert noise([first, second]) == {"out": [still, still], "lse": [moved, moved]}
-    assert list(noise([Output(out=first.out)] * 3)) == ["out"]
+    found = in_runs([first, second])
+    assert list(found) == ["out", "lse"]
+    assert noise(list(found.values())) == [[still, still], [moved, moved]]
+    assert list(in_runs([Output(out=first.out)] * 3)) == ["out"]
 
 
 def test_runs_must_be_of_a_kind() -> None:
@@ -158,9 +160,9 @@ def test_runs_must_be_of_a_kind() -> None:
     ]
     for other in others:
         with pytest.raises(MeasurementError, match="differ in the kind of"):
-            noise([Output(out=out), other])
+            in_runs([Output(out=out), other])
     with pytest.raises(MeasurementError, match="at least two runs, not 1"):
-        noise([Output(out=out)])
+        noise([[out]])
 
 
 def test_a_larger_difference_is_more_noise() -> None:
