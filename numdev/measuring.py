@@ -24,8 +24,8 @@ from numdev.beside import (
     with_suspicion,
     with_the_rest,
 )
+from numdev.bits import Bits, checksums
 from numdev.cases import AttentionCase
-from numdev.checksum import Bits, checksums
 from numdev.deviation import Measured, Metrics
 from numdev.errors import MeasurementError, UsageError
 from numdev.execute import Task
@@ -169,11 +169,10 @@ def _measured_rows(
     output, exact = runs[0], prepared.reference
     # Only of a kernel under audit somebody asks before its rows are made.
     audited = task.role == "kernel"
-    bits, noises = _of_runs(runs, prepared, bench) if audited else ({}, {})
+    bits, noises = _of_runs(runs, bench) if audited else ({}, {})
     formats = formats_of(output, prepared)
     rest = _elsewhere(task, output, formats, prepared, bench)
     trained = any(getattr(output, name) is not None for name in GRADIENTS)
-    alike = bits if audited else {}
     # What was computed of sampled queries alone has no dk and dv.
     given = prepared.by_row if task.role in ("baseline", "control") else prepared.tensors
     along: dict[str, Measured] = {}
@@ -196,7 +195,7 @@ def _measured_rows(
         )
         held_to = (str(x.dtype), fmt.name, repr(claim), repr(formats))
         make, along[tensor] = _once(
-            prepared, tensor, alike if like is None else {}, held_to, measure
+            prepared, tensor, bits if like is None else {}, held_to, measure
         )
         bench.under_way.append(along[tensor].wait)
         if tensor in rest:
@@ -215,7 +214,7 @@ def _measured_rows(
             *(bench.select(output.lse), exact.lse, exact.empty),
             of=bench.sampled_from("lse"),
         )
-        found = _once(prepared, "lse", alike, (str(output.lse.dtype),), measure_lse)
+        found = _once(prepared, "lse", bits, (str(output.lse.dtype),), measure_lse)
         bench.under_way.append(found.wait)
         make = _metrics_of(found)
         if "lse" in rest:
@@ -335,7 +334,7 @@ def _elsewhere(
 
 
 def _of_runs(
-    runs: Sequence[Output], prepared: Prepared, bench: Bench
+    runs: Sequence[Output], bench: Bench
 ) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[Noise]]]:
     """What runs of a kernel under audit come to to the bit, by tensor, in the measured heads: the
     checksums of the first, of whole heads; and their noise, if there are several."""
@@ -345,7 +344,6 @@ def _of_runs(
     bits = {
         name: _of(bench, name, Lazy(functools.partial(seen.checksums, i)))
         for i, name in enumerate(found)
-        if name == "lse" or name in prepared.tensors
     }
     if len(runs) < 2:
         return bits, {}

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from numdev.checksum import Bits, Runs
+from numdev.bits import Bits, Runs
 from numdev.comparison import widened
 from numdev.errors import MeasurementError
 from numdev.kernels import Output

@@ -1,5 +1,5 @@
 """The Triton kernels of `numdev.rowwise`, and those that round numbers (`numdev.formats`) and sum
-bits (`numdev.checksum`). Imported only where they run: this module needs Triton.
+bits (`numdev.bits`). Imported only where they run: this module needs Triton.
 
 Where nothing else is said tensors are [heads, rows, width], contiguous, heads being batch entries
 times heads and the first axis of the grid. A program takes CHUNK rows of a head, the grid's second
@@ -368,7 +368,7 @@ def plain_heads(
 def sum_bits(
     X, Y, FOUND, count, BESIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Of each chunk of X [batch, heads, count], of integers, the checksum of `numdev.checksum`;
+    """Of each chunk of X [batch, heads, count], of integers, the checksum of `numdev.bits`;
     for BESIDE how many are others in Y; and the first: into FOUND [3, batch, heads, chunks]."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     heads, chunk = tl.num_programs(1), tl.program_id(2)

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from numdev import checksum, formats, rowwise
+from numdev import bits, formats, rowwise
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import find, fused
@@ -74,7 +74,7 @@ def launches() -> Iterator[tuple[str, Any]]:
     yield "yardstick", lambda: rowwise.compute_yardstick(r, r, fmt, r, o, r.float(), o)
     yield "plain", lambda: rowwise.compute_plain(o, r, empty, lambda x: x)
     yield "gaps", lambda: rowwise.compute_gaps(r.view(2, -1), o.view(2, -1))
-    yield "checksum", lambda: checksum.by_kernel([[o, o]])
+    yield "bits", lambda: bits.by_kernel([[o, o]])
     yield "rounding", lambda: formats._computed(r, fmt, saturate=False)
     flash = find("triton-flash")
     assert flash.backward is not None

@@ -19,7 +19,8 @@ import torch
 from interpreted import prepare
 from torch import Tensor
 
-from numdev import checksum, comparison, formats, rowwise, yardstick
+from numdev import bits as bits_of_runs
+from numdev import comparison, formats, rowwise, yardstick
 from numdev.comparison import Comparison, Totals, compare_precision
 from numdev.formats import FORMATS, Format, round_to, ulp
 from numdev.profiles.binning import membership
@@ -259,12 +260,12 @@ def bits_of(tensors: Iterator[Tensor]) -> Iterator[dict[str, bool]]:
         if x.numel():
             runs[1][-1, -1, -1] = 3.0
         for tensors in ([runs[:1]], [runs[::2]], [runs]):
-            found = [how(tensors) for how in (checksum.by_kernel, checksum.by_steps)]
+            found = [how(tensors) for how in (bits_of_runs.by_kernel, bits_of_runs.by_steps)]
             name = f"bits {x.dtype} {list(x.shape)} {len(tensors[0])} {tensors[0][-1] is runs[2]}"
             yield {name: looked_at(found[0], x) == looked_at(found[1], x)}
 
 
-def looked_at(found: checksum.Found, x: Tensor) -> list[list[int]]:
+def looked_at(found: bits_of_runs.Found, x: Tensor) -> list[list[int]]:
     """Checksums, whether any run is another, and what comes first."""
     sums = found.pairs[0][0].sum(dim=(0, 2)).tolist()
     differ = [int(pair[1].any()) for pair in found.pairs]

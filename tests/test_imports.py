@@ -392,8 +392,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Planted faults, and how far runs differ.
     "controls": {"cases", "errors", "formats", "kernels", "kernels.output"},
-    "checksum": {"arrival", "gpucode", "lazy", "rowwise_tiles"},
-    "noise": {"checksum", "comparison", "errors", "kernels", "lazy", "yardstick"},
+    "bits": {"arrival", "gpucode", "lazy", "rowwise_tiles"},
+    "noise": {"bits", "comparison", "errors", "kernels", "lazy", "yardstick"},
     # Where kernels run: here, or in a process that may die of them.
     "meanwhile": set(),
     "arrival": set(),
@@ -804,7 +804,7 @@ ALLOWED: dict[str, set[str]] = {
         "bench",
         "beside",
         "cases",
-        "checksum",
+        "bits",
         "deviation",
         "errors",
         "execute",

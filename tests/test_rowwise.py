@@ -28,7 +28,7 @@ from rowwise_cases import (
 from torch import Tensor
 
 from numdev import comparison, formats, gpucode, rowwise, yardstick
-from numdev.checksum import Bits
+from numdev.bits import Bits
 from numdev.comparison import compare, compare_precision
 from numdev.errors import Refused
 from numdev.formats import FORMATS, Format, round_to, ulp

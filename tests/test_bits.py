@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from numdev import checksum
-from numdev.checksum import checksums
+from numdev import bits as module
+from numdev.bits import Bits, checksums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 WHOLE = 1 << 64
@@ -95,7 +97,7 @@ def test_how_it_lies_in_memory_and_in_which_parts_it_is_added(
     x = drawn()
     before = of(x)
     assert of(x.transpose(1, 2).contiguous().transpose(1, 2)) == before
-    monkeypatch.setattr(checksum, "AT_ONCE", 7)
+    monkeypatch.setattr(module, "AT_ONCE", 7)
     assert of(x) == before
 
 
@@ -106,6 +108,22 @@ def test_several_tensors_and_none() -> None:
     assert found == {"out": of(x), "lse": of(lse), "dq": []}
     assert checksums({}) == {}
     assert checksums({"out": torch.empty(0, 2, 3, 4)}) == {"out": ["0" * 16] * 2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_of_several_tensors(dtype: torch.dtype) -> None:
+    """Of each what its own runs come to, however many there are of others; any run may be the
+    different one; what heads begin with is looked at in the first run."""
+    x, other = drawn(dtype), drawn(dtype)
+    x[0, 1, 0, 0] = math.nan
+    other[-1, -1, -1, -1] = 0.0
+    tensors = [[x], [x, x.clone(), other], [x, x.clone()], [other, x], [x[:, :, :0]], [x[:0]]]
+    found = Bits(tensors)
+    assert [found.same(i) for i in range(6)] == [True, False, True, False, True, True]
+    assert [found.checksums(i) for i in range(6)] == [by_hand(runs[0]) for runs in tensors]
+    first, none = [True, False, True], [False] * 3
+    begun = [first, first, first, [True] * 3, none, none]
+    assert [found.begin_finite(i) for i in range(6)] == begun
 
 
 @pytest.mark.gpu
