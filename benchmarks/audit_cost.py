@@ -26,7 +26,7 @@ import torch
 from audit_time import request, timed
 from scipy.optimize import nnls
 
-from numdev.stopwatch import Stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.system import System
 
 RUNS = 2
@@ -185,7 +185,7 @@ def main() -> None:
 
     if device == "cpu":
         torch.set_num_threads(1)
-    counted = patch("numdev.studies.audit.stopwatch", lambda _: Stopwatch(clock=time.process_time))
+    counted = patch("numdev.audit.study.stopwatch", lambda _: Stopwatch(clock=time.process_time))
 
     def measured(calls: Calls) -> Mapping[str, float]:
         with counted if device == "cpu" else nullcontext():

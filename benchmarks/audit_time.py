@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from numdev.audit.study import audit
+from numdev.audit.timing import SECTIONS, TOTAL
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.stopwatch import SECTIONS, TOTAL
-from numdev.studies.audit import audit
 from numdev.system import System
 
 WARM_UP = {"layers": 1}

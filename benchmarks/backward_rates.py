@@ -2,7 +2,7 @@
 
     python benchmarks/backward_rates.py [--seeds 3]
 
-Puts kernels whose backward is sound through `numdev.conformance.backward` on inputs whose gradients
+Puts kernels whose backward is sound through `numdev.audit.conformance.backward` on inputs whose gradients
 cancel (wide logits, sinks, ties) and counts the units called wrong, and those for which a mistake
 was named.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from numdev.conformance.backward import verdict_of
-from numdev.conformance.cases import Check, case_of
+from numdev.audit.conformance.backward import verdict_of
+from numdev.audit.conformance.cases import Check, case_of
 from numdev.errors import Refused
 from numdev.kernels import find
 

@@ -30,17 +30,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import CaseConfig, Choice
-from numdev.execute import Task
 from numdev.formats import format_named, round_to, ulp
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
-from numdev.measuring import run_task
 from numdev.report import DeviationRow
-from numdev.sources import Drawn
-from numdev.summary import summarise
+from numdev.report.summary import summarise
+from numdev.sources.opening import Drawn
 from numdev.system import System
 
 REGIMES: Mapping[str, Choice] = {

@@ -28,12 +28,12 @@ from biased_measures import (
 )
 from torch import Tensor
 
-from numdev.attempt import Failure, attempt
+from numdev.audit.attempt import Failure, attempt
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.kernels import Kernel, Output, all_kernels, find
 from numdev.kernels.reference import gradients
-from numdev.kernels.results import Gradients
+from numdev.kernels.reference.results import Gradients
 from numdev.system import System
 
 INPUTS: Mapping[str, Mapping[str, Any]] = {

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import Format, format_named, ulp
-from numdev.inputs import Shapes, draw
-from numdev.kernels import emulated_backward as backward
-from numdev.kernels import emulated_forward as forward
-from numdev.kernels.results import Gradients
-from numdev.kernels.rounder import Rounder, plain_arithmetic
-from numdev.kernels.sites import Recipe
-from numdev.sweeps.seedmeans import interval
+from numdev.kernels.emulation import backward, forward
+from numdev.kernels.emulation.recipe import Recipe
+from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
+from numdev.kernels.reference.results import Gradients
+from numdev.report.seedmeans import interval
+from numdev.sources.synthetic import Shapes, draw
 
 REGIME = "biased_rounding"
 

@@ -41,15 +41,15 @@ from biased_measures import (
 )
 from tied_sums import closed_form, mean_error
 
-from numdev.bias import MIN_BIAS_ULP
 from numdev.cases import AttentionCase, CaseRef
-from numdev.diagnosis.cures import CURES
+from numdev.diagnose.cures import CURES
 from numdev.formats import format_named
-from numdev.kernels.emulated_forward import attend
+from numdev.kernels.emulation.forward import attend
+from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.reference import gradients
-from numdev.kernels.results import Gradients
-from numdev.kernels.sites import Recipe, changed, recipe
-from numdev.sweeps.seedmeans import interval
+from numdev.kernels.reference.results import Gradients
+from numdev.metrics.bias import MIN_BIAS_ULP
+from numdev.report.seedmeans import interval
 
 BF16 = format_named("bfloat16")
 TIES = (1, 2, 3, 4, 8, 64)

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from numdev.comparing.audits import compared
+from numdev.audit.study import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
+from numdev.gate.compare_audits import compared
 from numdev.report import AuditReport
-from numdev.studies.audit import audit
 
 REGIMES = ("normal", "outliers", "ties", "near_constant_keys", "low_rank", "massive_channel")
 TILES = (32, 40)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.expectation import emulated_step
 from numdev.formats import round_to
-from numdev.inputs import Shapes, draw
 from numdev.kernels import Output, find
+from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.ranks import end_all
 from numdev.kernels.reference import gradients
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 TENSORS = ("out", "dq", "dk", "dv")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.explain_rows import explain
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.execute import Task
-from numdev.explaining.rows import explain
-from numdev.inputs import Shapes, draw
 from numdev.kernels import find
-from numdev.measuring import run_task
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 REGIMES = {

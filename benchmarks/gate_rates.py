@@ -10,7 +10,7 @@ A report that passes (exit code 0) clears its kernel, one that exceeds (1) accus
 could not be judged (3) does neither: it stops a merge too, and is counted apart.
 
 Sound kernels are those of `benchmarks/power.py`. Faults are those of `benchmarks/planted.py`, and
-`numdev.controls` in every dose. Kernels that go wrong as processes (`tests/broken_kernels.py`) have
+`numdev.kernels.emulation.faults` in every dose. Kernels that go wrong as processes (`tests/broken_kernels.py`) have
 no rate: each is tried once, isolated, beside a sound one.
 
 Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits illustrated in
@@ -35,17 +35,17 @@ import torch
 from power import REGIMES, sound_kernels
 from scipy.stats import binomtest
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.run import runner
+from numdev.audit.task import Runner, run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.controls import CONTROLS
-from numdev.execute import Task
-from numdev.gate import judge
-from numdev.gating.rules import Rules, default_rules
-from numdev.inputs import Shapes, draw
+from numdev.gate.judging import judge
+from numdev.gate.rules import Rules, default_rules
 from numdev.kernels import Kernel, find
-from numdev.loop import runner
-from numdev.measuring import Runner, run_task
+from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 FORMAT = "bfloat16"
@@ -128,7 +128,7 @@ def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | Non
 def _no_search() -> Iterator[None]:
     """The search for what is computed instead takes most of the time, and of a faulty kernel could
     only add to what is caught. Sound ones have to stand it."""
-    with patch("numdev.measuring.suspect", return_value={}):
+    with patch("numdev.audit.task.suspect", return_value={}):
         yield
 
 

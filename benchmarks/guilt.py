@@ -32,16 +32,16 @@ import torch
 from biased_measures import case_of, head, row, step
 from torch import Generator, Tensor
 
-from numdev.capturing.projection import Projection
 from numdev.cases import AttentionCase
-from numdev.chain.call import diagnosed
-from numdev.chain.cured import cured
-from numdev.diagnosis.cures import CURES
-from numdev.diagnosis.guilt import CONDITIONS, HALF, NORM, at_fault, leading, ranked, used_delta
-from numdev.diagnosis.report import CureRow, HeadRow, Ranked
+from numdev.diagnose.call import diagnosed
+from numdev.diagnose.cured import cured
+from numdev.diagnose.cures import CURES
+from numdev.diagnose.guilt import CONDITIONS, HALF, NORM, at_fault, leading, ranked, used_delta
+from numdev.diagnose.report import CureRow, HeadRow, Ranked
+from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.kernels.reference import gradients
-from numdev.kernels.sites import Recipe, recipe
-from numdev.regimes.constructed import layer_input
+from numdev.sources.constructed import layer_input
+from numdev.sources.projection import Projection
 
 GUILTY: Mapping[str, Any] = {"count": 2, "tail": 1e-4, "value": 0.125}
 INNOCENT: Mapping[str, Mapping[str, Any]] = {

@@ -27,7 +27,7 @@ from instability_page import EVENTS, Rules, page
 from instability_runs import Run, Source, Stopped, runs_of, source_of
 from instability_warnings import Rule, rules, with_diagnosis
 
-from numdev.diagnosis.report import DiagnoseReport
+from numdev.diagnose.report import DiagnoseReport
 from numdev.report import read
 
 FIXED_ON = (0, 1, 2)

@@ -23,11 +23,11 @@ import numpy as np
 import pandas as pd
 from instability_sites import Sites, sites_behind, sites_of
 
-from numdev.execute import JOURNAL
+from numdev.audit.journal import JOURNAL
 from numdev.report import read
-from numdev.studies.train import _record
 from numdev.training.config import TrainRequest
 from numdev.training.report import TrainReport, TrainRow, VariantRecord
+from numdev.training.study import _record
 
 BROKEN_BY = 0.2
 """Nats above the golden run. In the trials that this comes from, runs that trained ended within

@@ -1,7 +1,7 @@
 """What a variant of `numdev train` rounds, read from its options.
 
 Two kernels have their roundings as options, `emulated` and `triton-flash`. Of real code two are
-read as the preset that they are (`numdev.kernels.sites`): sdpa-flash as fa2, the baseline as eager.
+read as the preset that they are (`numdev.kernels.emulation.recipe`): sdpa-flash as fa2, the baseline as eager.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numdev.audit.records import recorded
 from numdev.formats import Format, format_named
 from numdev.kernels import find
-from numdev.kernels.sites import SITES, Recipe, recipe
-from numdev.records import recorded
+from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
 from numdev.training.report import VariantRecord
 
 COLUMNS = {"S": ("scores", "scaled"), "O": ("pv", "accumulator"), "dP": ("dp",)}

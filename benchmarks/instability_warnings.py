@@ -28,7 +28,7 @@ import pandas as pd
 from instability_runs import Run
 from scipy.stats import binomtest
 
-from numdev.diagnosis.report import DiagnoseReport, HeadRow
+from numdev.diagnose.report import DiagnoseReport, HeadRow
 from numdev.training.config import folder_of
 
 TRAIL = 30

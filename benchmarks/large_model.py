@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from numdev.cli import DEFAULT_KERNELS
+from numdev.audit.study import audit
+from numdev.audit.timing import SECTIONS, TOTAL
+from numdev.cli.main import DEFAULT_KERNELS
 from numdev.config import AuditRequest, Choice
-from numdev.stopwatch import SECTIONS, TOTAL
-from numdev.studies.audit import audit
 
 VOCABULARY = 32000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

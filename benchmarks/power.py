@@ -10,7 +10,7 @@ plain attention's plus its floor, in the output or in a gradient.
 
 Sound kernels must not be accused. Kernels of `benchmarks/planted.py` must be caught, wherever their
 fault can show in a case; each miss is sorted by what the fault did to the errors, beside the same
-kernel without it. Planted faults of growing dose (`numdev.controls`) are judged likewise.
+kernel without it. Planted faults of growing dose (`numdev.kernels.emulation.faults`) are judged likewise.
 
 Every instruction set runs in a process of its own and draws seeds of its own.
 """
@@ -35,17 +35,17 @@ import planted
 import torch
 from power_tables import tables
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.controls import CONTROLS
-from numdev.execute import Task
 from numdev.formats import format_named
-from numdev.gate import verdicts_of
-from numdev.gating.rules import default_rules, value_of
-from numdev.inputs import Shapes, draw
+from numdev.gate.judging import verdicts_of
+from numdev.gate.rules import default_rules, value_of
 from numdev.kernels import Kernel, find
-from numdev.measuring import run_task
+from numdev.kernels.emulation.faults import CONTROLS
 from numdev.report import DeviationRow
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 REGIMES: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -268,7 +268,7 @@ def faulty_units(on: Place) -> Iterator[Unit]:
     sound = measured(find("planted:sound"), on)
     for fault in planted.PLANTED:
         if fault.shows(on.case):
-            with patch("numdev.measuring.suspect", return_value={}):
+            with patch("numdev.audit.task.suspect", return_value={}):
                 rows = measured(find(f"planted:{fault.name}"), on)
             on.keep("faulty", fault.name, rows)
             unit = judged(rows) or {"not_run": rows[0].reason}

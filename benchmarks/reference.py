@@ -26,9 +26,10 @@ from dataclasses import replace
 import torch
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.kernels import blocked, find, fused
-from numdev.kernels.results import Reference
-from numdev.sampling import draw
+from numdev.kernels import find
+from numdev.kernels.reference import blocked, fused
+from numdev.kernels.reference.results import Reference
+from numdev.metrics.sampling import draw
 
 SIDE, HEADS = 8192, 8
 Shape = tuple[int, int]

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.deviation import Metrics, Yardstick, measure
-from numdev.expectation import emulation
 from numdev.formats import FORMATS
-from numdev.inputs import Shapes, draw
-from numdev.intervals import FORMULAS
 from numdev.kernels import find
+from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import attend
-from numdev.sampling import draw as draw_rows
+from numdev.metrics.deviation import Metrics, Yardstick, measure
+from numdev.metrics.intervals import FORMULAS
+from numdev.metrics.sampling import draw as draw_rows
+from numdev.sources.synthetic import Shapes, draw
 
 REGIMES: dict[str, dict[str, Any]] = {
     "normal": {},

@@ -39,8 +39,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from numdev import render
 from numdev.config import AuditRequest, Choice
-from numdev.render.chart import charts
 from numdev.report import Axis, Curve, Figure, Point, Tick
+from numdev.report.renderers.chart import charts
 from numdev.system import System
 
 SHAPE = {
@@ -145,7 +145,7 @@ def status(field: str) -> int:
 
 def audited(checkpoint: Path, *, stream: bool) -> dict[str, Any]:
     """In this process: one audit, its memory and its time."""
-    from numdev.studies.audit import audit
+    from numdev.audit.study import audit
 
     request = AuditRequest(
         target=checkpoint.name,
@@ -175,7 +175,7 @@ def audited(checkpoint: Path, *, stream: bool) -> dict[str, Any]:
 
 def compared(first: Path, second: Path) -> dict[str, Any]:
     """In this process: `numdev weights` of two checkpoints."""
-    from numdev.cli import main
+    from numdev.cli.main import main
 
     with Watched() as seen, tempfile.TemporaryDirectory() as results:
         begin = time.perf_counter()

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 import torch
 
-from numdev import deviation
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
-from numdev.inputs import Shapes, draw
+from numdev.explain.wrong_function import far_off, suspect
 from numdev.kernels import find
-from numdev.suspicion.search import far_off, suspect
+from numdev.metrics import deviation
+from numdev.sources.synthetic import Shapes, draw
 
 Change = Callable[[AttentionCase], dict[str, torch.Tensor]]
 

@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev import deviation
 from numdev.cases import AttentionCase, CaseRef, explicit_mask
-from numdev.deviation import Yardstick
 from numdev.errors import Refused
+from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import format_named, format_of, round_to
-from numdev.inputs import Shapes, draw
 from numdev.kernels import find
 from numdev.kernels.reference import attend
-from numdev.kernels.results import Reference
-from numdev.suspicion.search import far_off, suspect
+from numdev.kernels.reference.results import Reference
+from numdev.metrics import deviation
+from numdev.metrics.deviation import Yardstick
+from numdev.sources.synthetic import Shapes, draw
 
 REGIMES: dict[str, tuple[str, dict[str, Any]]] = {
     "normal": ("normal", {}),

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS, ulp
-from numdev.kernels import find, guarded
+from numdev.kernels import find
+from numdev.kernels.emulation import guarded
 from numdev.kernels.reference import attend as reference
 
 ROWS, KEYS, FEATURES = 1024, 64, 64

@@ -22,8 +22,8 @@ import torch
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
-from numdev.kernels.triton_flash_options import in_force
-from numdev.kernels.triton_flash_plan import forward_tiles, plan_of
+from numdev.kernels.triton_flash.options import in_force
+from numdev.kernels.triton_flash.plan import forward_tiles, plan_of
 
 SHAPES = tuple(itertools.product((64, 128), (4096, 16384)))
 """(head_dim, length)"""

@@ -26,8 +26,8 @@ import scipy
 import torch
 from scipy.stats import wasserstein_distance
 
+from numdev.metrics.wasserstein import w1
 from numdev.system import System
-from numdev.wasserstein import w1
 
 FEW, MANY = 4_000_000, 200_000_000
 Ways = dict[str, Callable[[], Any]]

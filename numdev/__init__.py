@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numdev.audit  # noqa: F401  # the package first, so that the function below has the name
+
+del globals()["numdev"], globals()["audit"]
+
 if TYPE_CHECKING:
     from numdev.api import audit, capture, measure
     from numdev.kernels import kernel
-    from numdev.loading.varlen import save_cases, varlen_cases
+    from numdev.sources.serving import save_cases, varlen_cases
     from numdev.testing import CheckFailed, check_attention
 
 __version__ = "0.1.0"
@@ -32,8 +36,8 @@ _HOMES = {
     "kernel": "kernels",
     "check_attention": "testing",
     "CheckFailed": "testing",
-    "save_cases": "loading.varlen",
-    "varlen_cases": "loading.varlen",
+    "save_cases": "sources.serving",
+    "varlen_cases": "sources.serving",
 }
 
 

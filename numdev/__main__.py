@@ -1,6 +1,6 @@
 """`python -m numdev`."""
 
-from numdev.cli import program
+from numdev.cli.main import program
 
 if __name__ == "__main__":
     program()

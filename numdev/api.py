@@ -14,19 +14,19 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from numdev import report as reports
-from numdev.attempt import copied
-from numdev.bench import Bench
-from numdev.capturing import run as capturing
-from numdev.capturing.upstream import find_upstream
+from numdev.audit import study as studies
+from numdev.audit.attempt import copied
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.commands.requests import audit_request
+from numdev.cli.requests import audit_request
 from numdev.errors import MeasurementError, UsageError
-from numdev.execute import Task
 from numdev.kernels import Kernel, Output
-from numdev.measuring import run_task
-from numdev.render import html
 from numdev.report import AuditReport, DeviationRow
-from numdev.studies import audit as studies
+from numdev.report.renderers import html
+from numdev.sources import capture as capturing
+from numdev.sources.loss import find_upstream
 from numdev.system import System
 
 

@@ -38,7 +38,7 @@ from typing import Literal, get_args
 import torch
 
 from numdev.errors import UsageError, closest
-from numdev.gpucode import if_possible, launch
+from numdev.metrics.gpucode import if_possible, launch
 
 __all__ = [
     "FORMATS",
@@ -338,7 +338,7 @@ def _at_once(x: torch.Tensor, format: Format, saturate: bool) -> torch.Tensor | 
 
 def _computed(x: torch.Tensor, format: Format, saturate: bool) -> torch.Tensor:
     """The same by its kernel. Raises Refused where Triton cannot build it."""
-    from numdev.rowwise_tiles import round_elements
+    from numdev.metrics.row_sums_triton import round_elements
 
     found, count = torch.empty_like(x), x.numel()
     beyond = math.inf if format.has_infinity else math.nan

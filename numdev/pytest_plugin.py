@@ -111,7 +111,7 @@ def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
     if parent is None:
         return
     from numdev import report
-    from numdev.render import html
+    from numdev.report.renderers import html
 
     stem = re.sub(r"[^\w.-]+", "-", request.node.nodeid)
     tried = (parent / (f"{stem}-{i}" if i > 1 else stem) for i in range(1, 1000))

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numdev import checkwords
+from numdev.audit.check import Backward, check, one_thread
+from numdev.audit.check_cases import CheckSource, Named
+from numdev.audit.reproduce.functionsource import folder_of, name_of
 from numdev.cases import AttentionCase
-from numdev.checkcases import CheckSource, Named
 from numdev.errors import UsageError
-from numdev.gating.rules import Rules, default_rules_for_checks, read_rules
-from numdev.gating.verdict import Judgement
+from numdev.gate import check_words as checkwords
+from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
+from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.plain import takes
 from numdev.report import AuditReport
-from numdev.reproducers.functionsource import folder_of, name_of
-from numdev.studies.check import Backward, check, one_thread
 from numdev.system import System
 from numdev.yamlfile import validated
 

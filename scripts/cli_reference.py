@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from numdev.cli import cli
+from numdev.cli.main import cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 

@@ -98,7 +98,7 @@ class Done:
 
 def call(*arguments: str) -> Done:
     """Run `numdev` here, as `numdev.cli.main` does, with standard streams of its own."""
-    from numdev import cli
+    from numdev.cli import main as cli
 
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
     code: Any = 0
@@ -131,8 +131,8 @@ def unmeasured() -> Iterator[None]:
         raise MeasurementError("nothing is measured here", hint="it is a fuzzer")
 
     with (
-        mock.patch("numdev.studies.audit.audit", stop),
-        mock.patch("numdev.studies.train.train", stop),
+        mock.patch("numdev.audit.study.audit", stop),
+        mock.patch("numdev.training.study.train", stop),
     ):
         yield
 

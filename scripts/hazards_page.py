@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from numdev.inputs import REGIMES
-from numdev.masks import MASKS
-from numdev.regimes.registry import Regime
+from numdev.sources.masks import MASKS
+from numdev.sources.regime_registry import Regime
+from numdev.sources.synthetic import REGIMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "hazards.md"
 
@@ -43,7 +43,7 @@ and rounded to the audited format; q, k and v are the same whether gradients are
 PROBES = """
 ## Probes: the answer is known
 
-Of these the exact output is known without a reference (`numdev.inputs.answer`), under any bool
+Of these the exact output is known without a reference (`numdev.sources.synthetic.answer`), under any bool
 mask, causality or window. They hold the reference itself to account.
 """
 MASKED = """

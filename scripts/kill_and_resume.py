@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from numdev import report
-from numdev.execute import JOURNAL
+from numdev.audit.journal import JOURNAL
 
 
 def start(config: Path, directory: Path) -> subprocess.Popen[bytes]:

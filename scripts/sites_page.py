@@ -1,12 +1,20 @@
-"""Write docs/sites.md from numdev.kernels.sites. `make test` fails when the page is stale."""
+"""Write docs/sites.md from numdev.kernels.emulation.recipe. `make test` fails when the page is stale."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from numdev.kernels import stabilised
-from numdev.kernels.sites import ABOUT, BACKWARD, FORWARD, PRESETS, SITES, TILINGS, Recipe
+from numdev.kernels.emulation import stabilised
+from numdev.kernels.emulation.recipe import (
+    ABOUT,
+    BACKWARD,
+    FORWARD,
+    PRESETS,
+    SITES,
+    TILINGS,
+    Recipe,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "sites.md"
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from numdev.capturing.generation import generate
-from numdev.capturing.run import CaptureCount, capture
 from numdev.cases import AttentionCase
+from numdev.sources.capture import CaptureCount, capture
+from numdev.sources.generation import generate
 
 TOLERANCE = 1e-12
 

@@ -6,14 +6,7 @@ from typing import Any
 
 from gate_rows import row
 
-from numdev.report import (
-    AuditReport,
-    AuditSummary,
-    CaseRecord,
-    DeviationRow,
-    Finding,
-    Provenance,
-)
+from numdev.report import AuditReport, AuditSummary, CaseRecord, DeviationRow, Finding, Provenance
 
 SYSTEM: dict[str, Any] = {
     "device": "cuda",

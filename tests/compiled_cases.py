@@ -21,10 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from numdev import bits, formats, rowwise
+from numdev import formats
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
-from numdev.kernels import find, fused
+from numdev.kernels import find
+from numdev.kernels.reference import fused
+from numdev.metrics import bits, rowwise
 
 
 class Driver:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numdev.diagnosis.report import (
+from numdev.diagnose.report import (
     Bias,
     CureRow,
     DeltaError,

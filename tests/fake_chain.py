@@ -9,10 +9,10 @@ from typing import Any
 
 import diagnosed_rows as rows
 
-from numdev.capturing.projection import Projection
 from numdev.cases import AttentionCase
-from numdev.diagnosis.report import CureRow, HeadRow, KernelRow, RunningError
-from numdev.kernels.sites import Recipe
+from numdev.diagnose.report import CureRow, HeadRow, KernelRow, RunningError
+from numdev.kernels.emulation.recipe import Recipe
+from numdev.sources.projection import Projection
 
 GUILTY = (1, 2)
 """The layer and head whose errors do not cancel."""
@@ -30,7 +30,7 @@ class Made:
 
 @dataclass
 class FakeChain:
-    """Stands in for `numdev.chain.call`, and remembers what it was asked."""
+    """Stands in for `numdev.diagnose.call`, and remembers what it was asked."""
 
     asked: list[tuple[str, str]] = field(default_factory=list)
     """Checkpoint and case."""

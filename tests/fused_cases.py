@@ -30,8 +30,9 @@ from oracles import FEATURES
 from triton.runtime.interpreter import TensorHandle
 
 from numdev.cases import AttentionCase
-from numdev.kernels import blocked, fused, fused_tiles
-from numdev.kernels.fused_tiles import exp2, in_bfloat16
+from numdev.kernels.reference import blocked, fused
+from numdev.kernels.reference import fused_triton as fused_tiles
+from numdev.kernels.reference.fused_triton import exp2, in_bfloat16
 
 SINGLE, HALF = torch.float32, torch.float16
 SMALL = fused.Tile(32, 32, 1, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from gate_rows import row
 from hypothesis import strategies as st
 
-from numdev.findings import findings_of
-from numdev.gate import judge
-from numdev.gating.rules import default_rules
-from numdev.gating.verdict import Judgement
+from numdev.gate.findings import findings_of
+from numdev.gate.judging import judge
+from numdev.gate.rules import default_rules
+from numdev.gate.verdict import Judgement
 from numdev.report import DeviationRow, Finding
 
 NAMES = (

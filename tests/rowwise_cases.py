@@ -1,4 +1,4 @@
-"""Runs the kernels of `numdev.rowwise` in Triton's interpreter, on the CPU, and prints as JSON how
+"""Runs the kernels of `numdev.metrics.rowwise` in Triton's interpreter, on the CPU, and prints as JSON how
 far what they sum is from what PyTorch sums step by step, relative to the largest of each.
 
     TRITON_INTERPRET=1 python tests/rowwise_cases.py
@@ -19,13 +19,14 @@ import torch
 from interpreted import prepare
 from torch import Tensor
 
-from numdev import bits as bits_of_runs
-from numdev import comparison, formats, rowwise, yardstick
-from numdev.comparison import Comparison, Totals, compare_precision
+from numdev import formats
 from numdev.formats import FORMATS, Format, round_to, ulp
-from numdev.profiles.binning import membership
-from numdev.wasserstein import sorting
-from numdev.yardstick import Yardstick
+from numdev.metrics import bits as bits_of_runs
+from numdev.metrics import comparison, rowwise, yardstick
+from numdev.metrics.binning import membership
+from numdev.metrics.comparison import Comparison, Totals, compare_precision
+from numdev.metrics.wasserstein import sorting
+from numdev.metrics.yardstick import Yardstick
 
 SHAPES = ((1, 1, 1, 1), (2, 3, 37, 9), (1, 2, 150, 16), (1, 1, 9, 200))
 DTYPES = (torch.float16, torch.float32, torch.float64)

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 import numdev
-from numdev import beside, checkwords
-from numdev.checkcases import CheckSource, default_cases
+from numdev.audit import beside, check
+from numdev.audit.check_cases import CheckSource, default_cases
+from numdev.audit.reproduce.functionsource import defined_again, folder_of, name_of
 from numdev.errors import MeasurementError, UsageError
+from numdev.gate import check_words as checkwords
 from numdev.report import AuditReport
-from numdev.reproducers.functionsource import defined_again, folder_of, name_of
-from numdev.studies import check
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +82,7 @@ def not_implemented(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts need not be small here."""
-    monkeypatch.setattr("numdev.studies.check.SECONDS", 0.3)
+    monkeypatch.setattr("numdev.audit.check.SECONDS", 0.3)
 
 
 @pytest.fixture(autouse=True)
@@ -455,8 +455,8 @@ def test_the_judgement_is_the_gates(tmp_path: Path) -> None:
     """A stored report of a check, put through the gate with the rules of a check, gets the very
     same judgement; with the default ones too, but for the one rule that checks have beside them."""
     from numdev import report
-    from numdev.gate import judge_report
-    from numdev.gating.rules import default_rules_for_checks
+    from numdev.gate.judging import judge_report
+    from numdev.gate.rules import default_rules_for_checks
 
     result = failing(larger, cases="full", formats="float16", backward=False).result
     report.write(result.report, tmp_path)
@@ -537,7 +537,7 @@ def test_names_are_imported_when_asked_for() -> None:
     code = (
         "import sys, numdev; assert 'torch' not in sys.modules; assert 'pydantic' not in "
         "sys.modules; assert {'audit', 'check_attention'} <= set(dir(numdev)); "
-        "import numdev.capturing.run; assert callable(numdev.capture); "
+        "import numdev.sources.capture; assert callable(numdev.capture); "
         "assert not hasattr(numdev, 'x')"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

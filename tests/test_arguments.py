@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.loading.arguments import draw, read, shifted, together, wanted
-from numdev.loading.prompts import Prompt
+from numdev.sources.arguments import draw, read, shifted, together, wanted
+from numdev.sources.prompts import Prompt
 
 
 class Plain(nn.Module):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from numdev import meanwhile
-from numdev.arrival import Arrival
-from numdev.meanwhile import catch_up, put_off, wait
+from numdev.audit import meanwhile
+from numdev.audit.meanwhile import catch_up, put_off, wait
+from numdev.metrics.arrival import Arrival
 
 
 class Stream:

@@ -13,22 +13,22 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.explain_rows import explain, whole_groups
+from numdev.audit.journal import Task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli import cli
-from numdev.execute import Task
-from numdev.expectation import emulated_step, emulation
-from numdev.explaining.attribution import PRESETS, Attribution, attribute
-from numdev.explaining.contributions import rounding_sites
-from numdev.explaining.rows import explain, whole_groups
-from numdev.explaining.words import explanations
+from numdev.cli.main import cli
+from numdev.explain.attribution import PRESETS, Attribution, attribute
+from numdev.explain.contributions import rounding_sites
+from numdev.explain.words import explanations
 from numdev.formats import format_named
-from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, find
-from numdev.kernels.emulated import gradients as emulated_gradients
+from numdev.kernels.emulation.kernel import gradients as emulated_gradients
+from numdev.kernels.emulation.predict import emulated_step, emulation
+from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.sites import SITES
 from numdev.report import AttributionRow, SiteShare, read
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 

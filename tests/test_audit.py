@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev import jobs, report
+from numdev import report
+from numdev.audit import jobs
+from numdev.audit.examine import examine
+from numdev.audit.journal import JOURNAL
+from numdev.audit.study import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
-from numdev.execute import JOURNAL
 from numdev.kernels import Output, Refused
 from numdev.report import AuditReport, DeviationRow
-from numdev.studies.audit import audit
-from numdev.worst.examine import examine
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
 calls: list[str] = []

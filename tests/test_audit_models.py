@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from numdev import report
-from numdev.capturing.run import capture
-from numdev.checkpoint import open_checkpoint
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.config import AuditRequest
-from numdev.loading.reading import model_inputs
-from numdev.places import place_of, places_of
+from numdev.report.places import place_of, places_of
+from numdev.sources.capture import capture
+from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.reading import model_inputs
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "6", "--device", "cpu")
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from scipy import stats
 
-from numdev.bias import MIN_BIAS_ULP
 from numdev.cases import AttentionCase, CaseRef
-from numdev.deviation import Metrics, Yardstick, measure
 from numdev.formats import FORMATS
-from numdev.gating.rules import BIAS_SEQUENCES, BIAS_ULP, holm
+from numdev.gate.rules import BIAS_SEQUENCES, BIAS_ULP, holm
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
+from numdev.metrics.bias import MIN_BIAS_ULP
+from numdev.metrics.deviation import Metrics, Yardstick, measure
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bias_calibration.py"
 BF16 = FORMATS["bfloat16"]
@@ -105,7 +105,7 @@ def test_a_single_feature_is_found_and_named() -> None:
 def test_the_price_of_looking_at_a_family_is_paid() -> None:
     """The reciprocal prices of all members sum to 1, for any number of features: the error rate of
     the family stays what it was for one test."""
-    from numdev.bias import _corrections
+    from numdev.metrics.bias import _corrections
 
     for features in (1, 2, 64, 128):
         assert sum(1 / _corrections(2 + features)) == pytest.approx(1.0)
@@ -302,7 +302,7 @@ def test_against_the_truth_even_the_floor_looks_biased() -> None:
 
 
 def sharp_ties() -> AttentionCase:
-    from numdev.inputs import Shapes, draw
+    from numdev.sources.synthetic import Shapes, draw
 
     shapes = Shapes(batch=8, heads=4, kv_heads=4, q_len=32, kv_len=32, head_dim=32, v_dim=32)
     q, k, v = draw("ties", shapes, seed=0, options={"strength": 16.0})

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from numdev.diagnosis.cures import CURES
+from numdev.diagnose.cures import CURES
 from numdev.formats import format_named, round_to
 from numdev.kernels import find
+from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.reference import gradients
-from numdev.kernels.sites import Recipe, changed, recipe
-from numdev.sweeps.seedmeans import interval
+from numdev.report.seedmeans import interval
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SEEDS = tuple(range(20))

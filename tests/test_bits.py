@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev import bits as module
-from numdev.bits import Bits, checksums
+from numdev.metrics import bits as module
+from numdev.metrics.bits import Bits, checksums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 WHOLE = 1 << 64

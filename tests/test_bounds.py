@@ -27,16 +27,16 @@ from test_html import HOSTILE, Seen
 from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
 
 from numdev import report as reports
-from numdev.bounds.report import BoundsReport, Comparison, Delay
-from numdev.bounds.roles import found
-from numdev.bounds.saturation import Track, delays, first_passage, ratios, saturation
-from numdev.claim import claim
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.render import html, terminal
-from numdev.studies.bounds import of_checkpoints, of_run
+from numdev.report.claim import claim
+from numdev.report.renderers import html, terminal
+from numdev.training.bounds.report import BoundsReport, Comparison, Delay
+from numdev.training.bounds.roles import found
+from numdev.training.bounds.saturation import Track, delays, first_passage, ratios, saturation
+from numdev.training.bounds.study import of_checkpoints, of_run
 from numdev.training.report import DistanceRow, TrainReport
-from numdev.weights.checkpoints import kind
+from numdev.training.weights.checkpoints import kind
 
 DENSE = tuple(range(401))
 

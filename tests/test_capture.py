@@ -18,12 +18,12 @@ from capturing import TOLERANCE, EagerRun, Run, attend, worst
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from numdev.capturing.run import CaptureCount, attention_implementation, capture
-from numdev.capturing.watch import attention_modules
 from numdev.cases import AttentionCase
-from numdev.checkpoint import open_checkpoint
 from numdev.errors import MeasurementError
 from numdev.kernels import find
+from numdev.sources.capture import CaptureCount, attention_implementation, capture
+from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.watch import attention_modules
 
 B, N = 3, 12
 

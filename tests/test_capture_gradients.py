@@ -27,25 +27,17 @@ from capturing import DoubleSoftmax
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from numdev.capturing.run import CaptureCount, capture
-from numdev.capturing.upstream import (
-    IGNORED,
-    LANGUAGE,
-    OWN,
-    Upstream,
-    find_upstream,
-    loss_of,
-    with_drawn,
-)
 from numdev.cases import AttentionCase
-from numdev.checkpoint import open_checkpoint
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.kernels import find
-from numdev.loading.tensorfile import open_cases
-from numdev.loading.tensorwriter import Writer
-from numdev.sources import Source, open_source
+from numdev.sources.capture import CaptureCount, capture
+from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.loss import IGNORED, LANGUAGE, OWN, Upstream, find_upstream, loss_of, with_drawn
+from numdev.sources.opening import Source, open_source
+from numdev.sources.tensorfile import open_cases
+from numdev.sources.tensorwriter import Writer
 from numdev.system import System
 
 B, N = 2, 8
@@ -442,7 +434,7 @@ def test_a_single_query_of_grouped_heads_has_its_gradient() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            from numdev.capturing.run import attention_implementation
+            from numdev.sources.capture import attention_implementation
 
             self.lm = models.llama().double()
             self.lm.set_attn_implementation(attention_implementation(type(self.lm)))

@@ -16,11 +16,11 @@ import torch
 from capturing import TOLERANCE, EagerRun, Run, attend, worst
 from torch import Tensor
 
-from numdev.capturing.run import capture
 from numdev.cases import AttentionCase
-from numdev.checkpoint import open_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
+from numdev.sources.capture import capture
+from numdev.sources.checkpoint import open_checkpoint
 
 B, N, STEPS = 2, 9, 3
 

@@ -16,14 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import FEATURES, make_case, sees
 
-from numdev.cases import (
-    AttentionCase,
-    CaseRef,
-    additive,
-    explicit_mask,
-    key_range,
-    visible,
-)
+from numdev.cases import AttentionCase, CaseRef, additive, explicit_mask, key_range, visible
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
 from numdev.kernels.reference import attend

@@ -13,18 +13,18 @@ import torch
 from oracles import FEATURES, make_case
 from torch import Tensor
 
-from numdev.capturing.projection import Projection
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.chain.call import Diagnosis, diagnosed
-from numdev.chain.recipe import computed
-from numdev.chain.truth import truth_of
-from numdev.diagnosis.report import Bias, HeadRow
+from numdev.diagnose.call import Diagnosis, diagnosed
+from numdev.diagnose.recipe import computed
+from numdev.diagnose.report import Bias, HeadRow
+from numdev.diagnose.truth import truth_of
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, round_to, ulp
-from numdev.kernels import emulated_forward as fwd
 from numdev.kernels import find
-from numdev.kernels.rounder import Rounder
-from numdev.kernels.sites import Recipe, recipe
+from numdev.kernels.emulation import forward as fwd
+from numdev.kernels.emulation.recipe import Recipe, recipe
+from numdev.kernels.emulation.rounding import Rounder
+from numdev.sources.projection import Projection
 
 BF16 = FORMATS["bfloat16"]
 TOLD = ("rows", "tied", "nearly_tied", "tied_keys", "ones", "powers", "one_signed")

@@ -20,12 +20,12 @@ from test_chain import (
 )
 
 from numdev.cases import AttentionCase
-from numdev.chain.call import Diagnosis, diagnosed
-from numdev.chain.cured import NONE, cured, seen_from_outside
-from numdev.diagnosis.cures import CURES, Cure
-from numdev.diagnosis.report import CureRow, KernelRow
+from numdev.diagnose.call import Diagnosis, diagnosed
+from numdev.diagnose.cured import NONE, cured, seen_from_outside
+from numdev.diagnose.cures import CURES, Cure
+from numdev.diagnose.report import CureRow, KernelRow
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.sites import recipe
+from numdev.kernels.emulation.recipe import recipe
 
 
 @pytest.fixture(scope="module")

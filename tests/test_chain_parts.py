@@ -11,11 +11,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from numdev.capturing.projection import Projection
-from numdev.chain import similarity as chain_similarity
-from numdev.chain.delta import runs_of
-from numdev.chain.similarity import STEPS, largest_eigenvalue, similarity, spread_tokens
-from numdev.chain.statistics import BLOCKS, by_head, mean, t_of
+from numdev.diagnose import similarity as chain_similarity
+from numdev.diagnose.delta import runs_of
+from numdev.diagnose.similarity import STEPS, largest_eigenvalue, similarity, spread_tokens
+from numdev.diagnose.statistics import BLOCKS, by_head, mean, t_of
+from numdev.sources.projection import Projection
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

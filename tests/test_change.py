@@ -11,12 +11,12 @@ import pytest
 from gate_rows import report, row
 from scipy import stats
 
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError
-from numdev.gate import judge_report
-from numdev.gating.change import SEEDS, allowance, quantile
-from numdev.gating.rules import Rules, Threshold
-from numdev.gating.verdict import Judgement, Verdict
+from numdev.gate.change import SEEDS, allowance, quantile
+from numdev.gate.judging import judge_report
+from numdev.gate.rules import Rules, Threshold
+from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
 
 GREW = Rules(thresholds=(Threshold(name="grew", metric="rms", over="before", at_most=1.2),))

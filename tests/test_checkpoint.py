@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from numdev.capturing.run import NAME
-from numdev.checkpoint import Checkpoint, open_checkpoint
 from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.sources.capture import NAME
+from numdev.sources.checkpoint import Checkpoint, open_checkpoint
 
 
 @pytest.fixture

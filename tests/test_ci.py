@@ -20,9 +20,9 @@ import pytest
 import yaml
 from gate_rows import report_of, row
 
-from numdev.cli import cli, main
-from numdev.gating.rules import Rules, read_rules
-from numdev.gating.verdict import Calls, Dose, Judgement, Power, Verdict
+from numdev.cli.main import cli, main
+from numdev.gate.rules import Rules, read_rules
+from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.kernels import find
 from numdev.report import Finding, write
 
@@ -209,7 +209,7 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     """A sound kernel is cleared; the same code with a fault in its output, and with one that a
     single head does not show, is caught."""
     on = rates.benches(seed)
-    with patch("numdev.beside.suspect", return_value={}):
+    with patch("numdev.audit.beside.suspect", return_value={}):
         found = {
             name: rates.trial("planted", name, rates.rows_of(find(f"planted:{name}"), on))
             for name in ("sound", "p_truncated", "ds_truncated")

@@ -22,9 +22,9 @@ from click.testing import CliRunner
 
 import numdev
 from numdev import report
-from numdev.cli import cli, main
-from numdev.execute import JOURNAL
-from numdev.interrupt import watching
+from numdev.audit.interrupt import watching
+from numdev.audit.journal import JOURNAL
+from numdev.cli.main import cli, main
 
 ROOT = Path(numdev.__file__).parent.parent
 TINY = """\

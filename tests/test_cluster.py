@@ -24,21 +24,21 @@ import pytest
 import torch
 from distributed import KilledWorker
 
-from numdev.cluster import crew, remote
-from numdev.cluster import team as cluster
-from numdev.cluster.crew import Crew, client_of, crew_of, sharing
-from numdev.cluster.team import Team, expectation
+from numdev.audit.cluster import crew, remote
+from numdev.audit.cluster import team as cluster
+from numdev.audit.cluster.crew import Crew, client_of, crew_of, sharing
+from numdev.audit.cluster.team import Team, expectation
+from numdev.audit.jobs import Held, Job, Setting, case_key, entries, steps
+from numdev.audit.journal import Journal
+from numdev.audit.run import Executor, Here, Run, header, plan_controls, plan_formats, plan_kernels
+from numdev.audit.sweep import plan, sweep
+from numdev.audit.timing import Stopwatch
 from numdev.config import AuditConfig, Choice, SweepRequest
 from numdev.errors import MeasurementError, UsageError
-from numdev.execute import Journal
-from numdev.jobs import Held, Job, Setting, case_key, entries, steps
-from numdev.loading.tensorfile import open_cases
-from numdev.loading.tensorwriter import Writer
-from numdev.loop import Executor, Here, Run, header, plan_controls, plan_formats, plan_kernels
 from numdev.report import read
-from numdev.sources import Captured, ConfigSource, Located
-from numdev.stopwatch import Stopwatch
-from numdev.studies.sweep import plan, sweep
+from numdev.sources.opening import Captured, ConfigSource, Located
+from numdev.sources.tensorfile import open_cases
+from numdev.sources.tensorwriter import Writer
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -429,7 +429,7 @@ def test_a_hanging_kernel_ends_its_process() -> None:
     """Even where it holds the interpreter's lock; one in time does not."""
     code = """
 import ctypes, time
-from numdev.cluster.remote import _ended_after
+from numdev.audit.cluster.remote import _ended_after
 with _ended_after(5): pass
 with _ended_after(0.2): ctypes.PyDLL(None).sleep(30)
 """
@@ -681,10 +681,10 @@ def _client(tmp_path: Path, asked: SweepRequest, address: str) -> subprocess.Pop
 import sys
 from pathlib import Path
 import torch
-from numdev.cluster.crew import Crew
+from numdev.audit.cluster.crew import Crew
 from numdev.config import SweepRequest
 from numdev.errors import NumdevError
-from numdev.studies.sweep import plan, sweep
+from numdev.audit.sweep import plan, sweep
 torch.set_num_threads(1)
 asked = SweepRequest.model_validate_json({asked.model_dump_json()!r})
 try:

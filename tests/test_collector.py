@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from numdev import collector
-from numdev.collector import FROM_THE_START, let_be, only_new, piece_done, uncollected
+from numdev.report import collector
+from numdev.report.collector import FROM_THE_START, let_be, only_new, piece_done, uncollected
 
 
 class Ring:

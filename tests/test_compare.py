@@ -14,11 +14,11 @@ import scipy.special
 from compared_reports import audit, floor, head, times
 from gate_rows import lse, row
 
-from numdev.comparing.audits import Compared, compared
-from numdev.comparing.movement import Noise, Pair, least, repeats, standard_error, student
-from numdev.comparing.presence import news
-from numdev.comparing.report import Move
-from numdev.comparing.words import answer
+from numdev.gate.compare_audits import Compared, compared
+from numdev.gate.compare_report import Move
+from numdev.gate.compare_words import answer
+from numdev.gate.movement import Noise, Pair, least, repeats, standard_error, student
+from numdev.gate.presence import news
 from numdev.report import DeviationRow, Finding
 
 HEADS = tuple(head(h) for h in range(4))

@@ -14,23 +14,15 @@ from rich.console import Console
 from torch import Tensor
 
 from numdev import report as reports
-from numdev.cli import main
-from numdev.comparing.comparable import MUST
-from numdev.comparing.report import CompareReport
+from numdev.audit.study import audit as study
+from numdev.cli.main import main
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
-from numdev.render import html, terminal
-from numdev.report import (
-    AuditReport,
-    Axis,
-    DeviationRow,
-    Finding,
-    SweepReport,
-    SweepSummary,
-    Tick,
-)
-from numdev.studies.audit import audit as study
-from numdev.studies.compare import compare
+from numdev.gate.comparable import MUST
+from numdev.gate.compare import compare
+from numdev.gate.compare_report import CompareReport
+from numdev.report import AuditReport, Axis, DeviationRow, Finding, SweepReport, SweepSummary, Tick
+from numdev.report.renderers import html, terminal
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m[red]{{ 7*7 }}"
 

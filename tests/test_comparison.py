@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from numdev.arrival import Arrival
-from numdev.comparison import ByHead, Signed, compare
-from numdev.deviation import Yardstick, measure, measure_plain
-from numdev.finiteness import all_finite
 from numdev.formats import FORMATS
+from numdev.metrics.arrival import Arrival
+from numdev.metrics.comparison import ByHead, Signed, compare
+from numdev.metrics.deviation import Yardstick, measure, measure_plain
+from numdev.metrics.finiteness import all_finite
 
 BF16 = FORMATS["bfloat16"]
 nan, inf = math.nan, math.inf

@@ -16,7 +16,7 @@ from interpreted import HERE, python
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.kernels import fused
+from numdev.kernels.reference import fused
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide,

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
+from numdev.audit.conformance.cases import CHECKS, TWISTS, Check, case_of
+from numdev.audit.conformance.checking import FORMATS, check
 from numdev.cases import AttentionCase
-from numdev.cli import cli
-from numdev.conformance.cases import CHECKS, TWISTS, Check, case_of
-from numdev.conformance.checking import FORMATS, check
+from numdev.cli.main import cli
 from numdev.errors import MeasurementError
 from numdev.formats import round_to
 from numdev.kernels import Kernel, Output, Refused, Requirement, find

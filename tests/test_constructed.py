@@ -13,9 +13,9 @@ from torch import Generator, Tensor
 from numdev.config import CaseConfig, Choice
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
-from numdev.inputs import Inputs, Shapes, draw
-from numdev.regimes.constructed import layer_input
-from numdev.sources import ConfigSource
+from numdev.sources.constructed import layer_input
+from numdev.sources.opening import ConfigSource
+from numdev.sources.synthetic import Inputs, Shapes, draw
 from numdev.system import System
 
 SHAPES = Shapes(batch=2, heads=2, kv_heads=1, q_len=12, kv_len=40, head_dim=64, v_dim=16)

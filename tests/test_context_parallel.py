@@ -20,7 +20,7 @@ import pytest
 import torch
 from test_sharded import TENSORS, drawn, errors
 
-from numdev.attempt import Failure, attempt
+from numdev.audit.attempt import Failure, attempt
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.kernels import Output, find
 from numdev.kernels.ranks import Ranks, end_all, packed, together, unpacked

@@ -11,12 +11,12 @@ import torch
 from oracles import FEATURES, make_case
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.controls import CONTROLS, PREFIX, Control, control_named
 from numdev.errors import Refused, UsageError
 from numdev.formats import format_named, round_to
-from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, find
+from numdev.kernels.emulation.faults import CONTROLS, PREFIX, Control, control_named
 from numdev.kernels.reference import attend as reference
+from numdev.sources.synthetic import Shapes, draw
 
 FORWARD = [name for name, control in CONTROLS.items() if not control.in_backward_only]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -23,9 +23,9 @@ from scipy import stats
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.deviation import Yardstick, measure, measure_plain
 from numdev.formats import FORMATS, dtype_of, round_to
 from numdev.kernels.reference import attend
+from numdev.metrics.deviation import Yardstick, measure, measure_plain
 
 TOLERANCE = 1e-9
 # precision, smallest and largest exponent: written down here, not asked of numdev.formats

@@ -17,13 +17,13 @@ import torch
 from fake_chain import GUILTY, FakeChain
 from safetensors.torch import save_file
 
-from numdev.cli import main
-from numdev.diagnosis.cures import CURES
-from numdev.diagnosis.report import DiagnoseReport
-from numdev.diagnosis.request import DiagnoseRequest, attention_options
+from numdev.cli.main import main
+from numdev.diagnose import study
+from numdev.diagnose.cures import CURES
+from numdev.diagnose.report import DiagnoseReport
+from numdev.diagnose.request import DiagnoseRequest, attention_options
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import read
-from numdev.studies import diagnose as study
 
 
 @pytest.fixture

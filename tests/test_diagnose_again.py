@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from numdev.cli import main
+from numdev.cli.main import main
 
 HEAD, GROUP, DIM, TOKENS, BATCH = 3, 2, 16, 48, 2
 LAYER = "model.layers.0"

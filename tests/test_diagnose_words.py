@@ -10,10 +10,10 @@ import pytest
 from diagnosed_rows import cured, guilty, innocent, real, running
 from rich.console import Console
 
-from numdev.diagnosis import guilt
-from numdev.diagnosis.curves import Onset, axis_of, figures, onsets
-from numdev.diagnosis.guilt import ranked
-from numdev.diagnosis.report import (
+from numdev.diagnose import guilt
+from numdev.diagnose.curves import Onset, axis_of, figures, onsets
+from numdev.diagnose.guilt import ranked
+from numdev.diagnose.report import (
     Bias,
     Checkpoint,
     CureRow,
@@ -23,12 +23,12 @@ from numdev.diagnosis.report import (
     HeadRow,
     KernelRow,
 )
-from numdev.diagnosis.request import attention_options
-from numdev.diagnosis.words import answer
+from numdev.diagnose.request import attention_options
+from numdev.diagnose.words import answer
 from numdev.errors import UsageError
-from numdev.render import diagnosecells as cells
-from numdev.render import html, terminal
 from numdev.report import Provenance, read, write
+from numdev.report.renderers import html, terminal
+from numdev.report.views import diagnosecells as cells
 
 COSTS = {"delta from dP": "one more pass over the keys"}
 

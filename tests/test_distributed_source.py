@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from numdev.checkpoint import open_checkpoint
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError
-from numdev.loading.statedict import open_state_dict
-from numdev.weights.dcp import nested_under
+from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.dcp import nested_under
+from numdev.sources.statedict import open_state_dict
 
 SMALL = ("--kernel", "sdpa-math", "--length", "12", "--sequences", "2", "--device", "cpu")
 

@@ -28,7 +28,7 @@ def test_relative_links_exist(page):
 
 def test_readme_commands_exist():
     """Every `numdev COMMAND` in README and docs is a command of the program."""
-    from numdev.cli import cli
+    from numdev.cli.main import cli
 
     for page in PAGES:
         for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):

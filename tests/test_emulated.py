@@ -25,13 +25,13 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, format_of, round_to, ulp
-from numdev.inputs import Shapes, draw
-from numdev.kernels import emulated_forward as module
 from numdev.kernels import find
-from numdev.kernels.emulated_forward import attend
+from numdev.kernels.emulation import forward as module
+from numdev.kernels.emulation.forward import attend
+from numdev.kernels.emulation.recipe import FORWARD, PRESETS, SITES, Recipe, recipe
+from numdev.kernels.emulation.rounding import Rounder, rounding
 from numdev.kernels.reference import attend as reference
-from numdev.kernels.rounder import Rounder, rounding
-from numdev.kernels.sites import FORWARD, PRESETS, SITES, Recipe, recipe
+from numdev.sources.synthetic import Shapes, draw
 
 ROOT = Path(__file__).parent.parent
 BF16 = FORMATS["bfloat16"]
@@ -676,7 +676,7 @@ def test_a_tied_pair_in_the_working_format() -> None:
 @pytest.mark.parametrize("block_kv", [32, 300])
 @pytest.mark.parametrize("options", [{}, {"logits": 8.0}, {"regime": "ties"}])
 def test_float32_is_within_its_bound(options: dict[str, Any], block_kv: int) -> None:
-    """|o32 - o64| is within the bound derived in `numdev.kernels.emulated`, in every element, and
+    """|o32 - o64| is within the bound derived in `numdev.kernels.emulation.kernel`, in every element, and
     that bound is below five ulps of the term scale, so it says something. The modes agree in 98 %
     of the elements, and in rms to 1 %."""
     case = drawn(300, causal=True, **options)

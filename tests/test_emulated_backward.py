@@ -21,14 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, round_to, ulp
-from numdev.inputs import Shapes, draw
-from numdev.kernels import emulated, find
-from numdev.kernels import emulated_backward as module
-from numdev.kernels import emulated_forward as forward
-from numdev.kernels.emulated_backward import gradients
+from numdev.kernels import find
+from numdev.kernels.emulation import backward as module
+from numdev.kernels.emulation import forward
+from numdev.kernels.emulation import kernel as emulated
+from numdev.kernels.emulation.backward import gradients
+from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, PRESETS, recipe
+from numdev.kernels.emulation.rounding import Rounder
 from numdev.kernels.reference import attend as reference
-from numdev.kernels.rounder import Rounder
-from numdev.kernels.sites import BACKWARD, FORWARD, PRESETS, recipe
+from numdev.sources.synthetic import Shapes, draw
 
 BF16 = FORMATS["bfloat16"]
 NAMES = ("dq", "dk", "dv")
@@ -465,7 +466,7 @@ def test_rounded_dp_wants_delta_from_it() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"logits": 8.0}, {"regime": "ties"}])
 def test_float32_is_within_its_bound(options: dict[str, Any]) -> None:
-    """|d32 - d64| is within the bound of `numdev.kernels.emulated_backward` in every element, which
+    """|d32 - d64| is within the bound of `numdev.kernels.emulation.backward` in every element, which
     is below eight ulps of the term scale; and rms errors agree to 1 %, on ties to 5 % (a few keys
     carry everything there)."""
     n, d, t = 256, 64, 2

@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.expectation import emulated_step, emulation, recipe_of
 from numdev.formats import Format, format_named, ulp
-from numdev.inputs import Shapes, draw
-from numdev.kernels import Refused, emulated_backward, emulated_fast, emulated_fast_backward
-from numdev.kernels import emulated_forward as tile_by_tile
+from numdev.kernels import Refused
+from numdev.kernels.emulation import backward as emulated_backward
+from numdev.kernels.emulation import fast_backward as emulated_fast_backward
+from numdev.kernels.emulation import fast_forward as emulated_fast
+from numdev.kernels.emulation import forward as tile_by_tile
+from numdev.kernels.emulation.predict import emulated_step, emulation, recipe_of
+from numdev.kernels.emulation.recipe import Recipe
+from numdev.kernels.emulation.rounding import Rounder
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.rounder import Rounder
-from numdev.kernels.sites import Recipe
+from numdev.sources.synthetic import Shapes, draw
 
 ROWS, KEYS, HEADS, KV_HEADS, DIM = 150, 330, 4, 2, 32
 

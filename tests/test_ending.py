@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from numdev.ending import end
+from numdev.cli.ending import end
 
 ENDS = """
 import atexit, sys
-from numdev.ending import end, process_is_ours
+from numdev.cli.ending import end, process_is_ours
 class Last:
     def __del__(self): print("taken apart")
 last = Last()
@@ -42,7 +42,7 @@ def test_all_that_was_printed_is_out_and_what_was_registered_is_done() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="redirections of a shell")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_streams_that_are_closed_change_no_exit_code(closed: str) -> None:
-    code = "from numdev.ending import end, process_is_ours; process_is_ours(); end(7)"
+    code = "from numdev.cli.ending import end, process_is_ours; process_is_ours(); end(7)"
     command = ["sh", "-c", f'"$0" -c "{code}" {closed}', sys.executable]
     assert subprocess.run(command, check=False).returncode == 7
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
-from numdev.inputs import REGIMES, Shapes, answer, draw
 from numdev.kernels.reference import attend
-from numdev.masks import MASKS, draw_mask
+from numdev.sources.masks import MASKS, draw_mask
+from numdev.sources.synthetic import REGIMES, Shapes, answer, draw
 
 PROBES = [name for name, regime in REGIMES.items() if regime.answer is not None]
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=101, head_dim=32, v_dim=24)

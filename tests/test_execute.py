@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from numdev.audit.journal import JOURNAL, Journal, Task, digest
 from numdev.cases import CaseRef
 from numdev.errors import UsageError
-from numdev.execute import JOURNAL, Journal, Task, digest
 
 HEADER: dict[str, Any] = {
     "request": {"target": "demo", "seed": 0, "formats": ["bfloat16"]},

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.deviation import Yardstick, measure
-from numdev.execute import Task
-from numdev.expectation import (
+from numdev.formats import format_named
+from numdev.kernels import Kernel, Output, find
+from numdev.kernels import sdpa_claims as module
+from numdev.kernels.emulation.predict import (
     emulated_step,
     emulation,
     recipe_of,
@@ -21,13 +24,10 @@ from numdev.expectation import (
     unexpected,
     unpredictable,
 )
-from numdev.formats import format_named
-from numdev.inputs import Shapes, draw
-from numdev.kernels import Kernel, Output, find
-from numdev.kernels import sdpa_claims as module
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.results import Gradients
-from numdev.measuring import run_task
+from numdev.kernels.reference.results import Gradients
+from numdev.metrics.deviation import Yardstick, measure
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 HERE = System.here("cpu")

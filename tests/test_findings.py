@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from gate_rows import control, lse, row
 
-from numdev.cli import main
-from numdev.findings import findings_of
+from numdev.cli.main import main
+from numdev.gate.findings import findings_of
 from numdev.report import DeviationRow, Finding, read
 
 

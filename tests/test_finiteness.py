@@ -11,9 +11,9 @@ import torch
 from oracles import make_case
 
 from numdev.cases import AttentionCase, empty_rows
-from numdev.finiteness import _largest, elsewhere
 from numdev.formats import FORMATS
 from numdev.kernels.reference import gradients
+from numdev.metrics.finiteness import _largest, elsewhere
 
 nan, inf = math.nan, math.inf
 ROWS = torch.tensor([0, 3])

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from gate_rows import SOUND, control, lse, report, row
 
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError
-from numdev.gate import judge_report
-from numdev.gating.fitting import fitted, rounded_up
-from numdev.gating.rules import Rules
+from numdev.gate.fitting import fitted, rounded_up
+from numdev.gate.judging import judge_report
+from numdev.gate.rules import Rules
 from numdev.report import AuditReport, DeviationRow, write
 
 

@@ -14,15 +14,15 @@ import torch
 from gradient_oracle import step
 from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, make_case
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, Refused, UsageError
-from numdev.execute import Task
-from numdev.expectation import emulation
-from numdev.inputs import Shapes, draw
 from numdev.kernels import Output, find, flex
+from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
-from numdev.measuring import run_task
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 FLEX = find("flex")

@@ -20,13 +20,13 @@ from test_summary import baseline, precision, row
 from test_terminal import kernel, report, shown
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
 from numdev.cases import AttentionCase
-from numdev.deviation import measure
 from numdev.formats import FORMATS, format_named, next_lower, round_to
-from numdev.gating.rules import ESTIMATED
-from numdev.render import html
-from numdev.summary import summarise
+from numdev.gate.rules import ESTIMATED
+from numdev.metrics.deviation import measure
+from numdev.report.renderers import html
+from numdev.report.summary import summarise
 
 RATIOS = ("flash_vs_low_precision", "flash_vs_lower")
 NEW = (*RATIOS, *(f"{name}_w1" for name in RATIOS), "low_precision_rms", "low_precision_w1",

@@ -20,8 +20,9 @@ from oracles import FEATURES, make_case
 
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused
-from numdev.kernels import blocked, find, fused, fused_refusal, reference
-from numdev.kernels.results import Gradients, Reference
+from numdev.kernels import find, reference
+from numdev.kernels.reference import blocked, fused, fused_refusal
+from numdev.kernels.reference.results import Gradients, Reference
 
 nan, inf = math.nan, math.inf
 VALUES = ("out", "lse", "dq", "dk", "dv")

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from numdev.cases import AttentionCase
-from numdev.kernels import blocked, find, fused, reference
-from numdev.kernels.results import Gradients
+from numdev.kernels import find, reference
+from numdev.kernels.reference import blocked, fused
+from numdev.kernels.reference.results import Gradients
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from gate_rows import SOUND, control, lse, report, row
 
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.findings import _not_run
-from numdev.gate import judge, judge_report
-from numdev.gating.rules import (
+from numdev.gate.findings import _not_run
+from numdev.gate.judging import judge, judge_report
+from numdev.gate.rules import (
     BIAS_ALPHA,
     BIAS_FORMATS,
     BIAS_SEQUENCES,
@@ -31,12 +31,8 @@ from numdev.gating.rules import (
     read_rules,
     value_of,
 )
-from numdev.gating.verdict import Judgement, Verdict
-from numdev.report import (
-    NOT_PREDICTED,
-    DeviationRow,
-    write,
-)
+from numdev.gate.verdict import Judgement, Verdict
+from numdev.report import NOT_PREDICTED, DeviationRow, write
 from numdev.yamlfile import bundled
 
 

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from numdev.cli import main
-from numdev.foreign import plain
-from numdev.gate import judge
-from numdev.gating.rules import default_rules, read_rules
-from numdev.render.github import commands, markdown, summary
-from numdev.render.problems import Spot, problems_of, spots_of
+from numdev.cli.main import main
+from numdev.gate.judging import judge
+from numdev.gate.rules import default_rules, read_rules
 from numdev.report import DeviationRow, write
+from numdev.report.foreign import plain
+from numdev.report.renderers.github import commands, markdown, summary
+from numdev.report.views.problems import Spot, problems_of, spots_of
 from numdev.yamlfile import bundled
 
 # --- the runner ----------------------------------------------------------------------------------

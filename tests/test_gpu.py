@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from numdev import deviation
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
-from numdev.execute import Task
-from numdev.expectation import emulation
-from numdev.inputs import Shapes, draw
 from numdev.kernels import find
+from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
-from numdev.measuring import run_task
+from numdev.metrics import deviation
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 pytestmark = [

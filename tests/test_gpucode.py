@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from numdev import gpucode
 from numdev.errors import Refused
-from numdev.gpucode import if_possible, launch
+from numdev.metrics import gpucode
+from numdev.metrics.gpucode import if_possible, launch
 
 CUDA = torch.device("cuda")
 

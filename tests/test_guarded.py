@@ -19,17 +19,19 @@ from oracles import FEATURES, U64, assert_within, attention, error_bounds, make_
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.diagnosis.cures import CURES
+from numdev.diagnose.cures import CURES
 from numdev.errors import Refused, UsageError
-from numdev.expectation import emulation
 from numdev.formats import FORMATS, round_to, ulp
-from numdev.inputs import Shapes, draw
-from numdev.kernels import emulated_backward, find, guarded
-from numdev.kernels.emulated_forward import attend
+from numdev.kernels import find
+from numdev.kernels.emulation import backward as emulated_backward
+from numdev.kernels.emulation import guarded
+from numdev.kernels.emulation.forward import attend
+from numdev.kernels.emulation.predict import emulation
+from numdev.kernels.emulation.recipe import changed, recipe
+from numdev.kernels.emulation.rounding import Rounder
 from numdev.kernels.reference import attend as reference
 from numdev.kernels.reference import gradients as exact_gradients
-from numdev.kernels.rounder import Rounder
-from numdev.kernels.sites import changed, recipe
+from numdev.sources.synthetic import Shapes, draw
 
 KERNEL = find("emulated")
 GUARDED: dict[str, Any] = {"softmax": "guarded"}

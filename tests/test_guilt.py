@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from diagnosed_rows import cured, guilty, innocent
 
-from numdev.diagnosis import guilt
-from numdev.diagnosis.guilt import at_fault, evidence, percent, ranked, remaining, signed_percent
-from numdev.diagnosis.report import Bias, DeltaError, HeadRow
+from numdev.diagnose import guilt
+from numdev.diagnose.guilt import at_fault, evidence, percent, ranked, remaining, signed_percent
+from numdev.diagnose.report import Bias, DeltaError, HeadRow
 
 
 def delta(**changes: Any) -> tuple[DeltaError, ...]:

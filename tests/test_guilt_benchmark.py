@@ -11,10 +11,10 @@ import torch
 from scipy.stats import binomtest
 
 from numdev.kernels import find
-from numdev.kernels.sites import recipe
+from numdev.kernels.emulation.recipe import recipe
 
-pytest.importorskip("numdev.chain.call")
-pytest.importorskip("numdev.diagnosis.guilt")
+pytest.importorskip("numdev.diagnose.call")
+pytest.importorskip("numdev.diagnose.guilt")
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -17,9 +17,9 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.config import CaseConfig, Layout, MaskKind, SweepConfig
 from numdev.errors import UsageError
 from numdev.formats import format_named
-from numdev.inputs import REGIMES, Inputs, Shapes, check, draw
 from numdev.kernels.reference import attend
-from numdev.sources import ConfigSource
+from numdev.sources.opening import ConfigSource
+from numdev.sources.synthetic import REGIMES, Inputs, Shapes, check, draw
 from numdev.system import System
 from numdev.yamlfile import bundled, read_yaml
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from numdev.wasserstein import counts, histogram, w1
-from numdev.wasserstein.histogram import PATTERNS, _parts, counted
+from numdev.metrics.wasserstein import counts, histogram, w1
+from numdev.metrics.wasserstein.histogram import PATTERNS, _parts, counted
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from numdev.render import chart, html
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -30,6 +29,7 @@ from numdev.report import (
     SweepSummary,
     Tick,
 )
+from numdev.report.renderers import chart, html
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -319,7 +319,7 @@ def test_findings_stand_under_the_answer() -> None:
 
 def test_an_accusation_is_the_first_thing_on_the_page(tmp_path: Path) -> None:
     """A kernel that computes a different function is named before any number, in the page too."""
-    from numdev.cli import main
+    from numdev.cli.main import main
 
     (tmp_path / "halved.py").write_text(
         "import torch.nn.functional as F\n"

@@ -16,8 +16,9 @@ import pytest
 from test_html import audit, finding, line, sweep
 
 from numdev import report as reports
-from numdev.render import html, positions
 from numdev.report import AuditReport, Curve, Figure, HeadMap, Report, WorstRow
+from numdev.report.renderers import html
+from numdev.report.views import positions
 
 SAMPLES = sorted((Path(__file__).parent / "data" / "reports").glob("*.json"))
 CSS = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
@@ -280,7 +281,7 @@ def test_a_figure_of_nothing_or_everything(drawn: Figure) -> None:
 
     from rich.console import Console
 
-    from numdev.render import terminal
+    from numdev.report.renderers import terminal
 
     assert "<svg" in html.page(sweep(drawn))
     terminal.show(sweep(drawn), Console(file=StringIO()))
@@ -290,7 +291,7 @@ def test_an_endless_interval_does_not_flatten_the_lines() -> None:
     """Two seeds can make an interval of twenty decades; the axis stays with the means."""
     from test_html import axis, figure
 
-    from numdev.render import chart
+    from numdev.report.renderers import chart
 
     curve = line("a", 1.0)
     wild = tuple(p.model_copy(update={"high": 1e18}) for p in curve.points)

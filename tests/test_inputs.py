@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from numdev.errors import UsageError
-from numdev.inputs import REGIMES, Shapes, draw
+from numdev.sources.synthetic import REGIMES, Shapes, draw
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64, v_dim=32)

@@ -17,11 +17,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from numdev.diagnosis.report import Bias, DeltaError, DiagnoseReport, DiagnoseSummary, HeadRow
+from numdev.diagnose.report import Bias, DeltaError, DiagnoseReport, DiagnoseSummary, HeadRow
 from numdev.report import Provenance, write
-from numdev.studies.train import _record
 from numdev.training.config import TrainConfig, resolve
 from numdev.training.report import TrainReport, TrainRow, TrainSummary, VariantRecord
+from numdev.training.study import _record
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).parent.parent

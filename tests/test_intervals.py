@@ -14,15 +14,15 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.comparison import GROUPS, dealt
-from numdev.deviation import Metrics, Yardstick, measure, measure_plain
-from numdev.expectation import emulation
 from numdev.formats import FORMATS
-from numdev.inputs import Shapes, draw
-from numdev.intervals import FORMULAS, jackknife
 from numdev.kernels import find
+from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import attend
-from numdev.sampling import draw as draw_rows
+from numdev.metrics.comparison import GROUPS, dealt
+from numdev.metrics.deviation import Metrics, Yardstick, measure, measure_plain
+from numdev.metrics.intervals import FORMULAS, jackknife
+from numdev.metrics.sampling import draw as draw_rows
+from numdev.sources.synthetic import Shapes, draw
 
 BF16, FP8 = FORMATS["bfloat16"], FORMATS["float8_e4m3fn"]
 LENGTH = 1024

@@ -22,13 +22,13 @@ import torch
 from oracles import FEATURES, make_case
 from safetensors import SafetensorError
 
-from numdev.attempt import Failure, attempt
+from numdev.audit.attempt import Failure, attempt
+from numdev.audit.isolation import Supervised
+from numdev.audit.worker import packed_case, packed_output, unpacked_case, unpacked_output
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.formats import format_named
-from numdev.isolation import Supervised
 from numdev.kernels import Output, find
-from numdev.worker import packed_case, packed_output, unpacked_case, unpacked_output
 
 TESTS = Path(__file__).parent
 
@@ -220,7 +220,7 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
         import sys
         sys.path[:0] = [{str(TESTS)!r}]
         from oracles import make_case
-        from numdev.isolation import Supervised
+        from numdev.audit.isolation import Supervised
         supervised = Supervised()
         print(*(folder.name for folder in supervised._folders), flush=True)
         supervised.run("broken_kernels:hangs", {{"note": {str(note)!r}}}, make_case())
@@ -276,7 +276,7 @@ def test_a_worker_that_cannot_start_is_said(
     case: AttentionCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is no kernel's failure, and the reason is quoted."""
-    monkeypatch.setattr("numdev.isolation.BOOT", "import no_such_module")
+    monkeypatch.setattr("numdev.audit.isolation.BOOT", "import no_such_module")
     with (
         Supervised() as supervised,
         pytest.raises(MeasurementError, match=r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"),

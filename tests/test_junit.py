@@ -10,10 +10,10 @@ from gate_rows import lse, row
 from hostile import NAMES, judged, rows
 from hypothesis import given, settings
 
-from numdev.foreign import plain
-from numdev.render.junit import junit
-from numdev.render.problems import Spot
 from numdev.report import DeviationRow
+from numdev.report.foreign import plain
+from numdev.report.renderers.junit import junit
+from numdev.report.views.problems import Spot
 
 CHILDREN = {
     "testsuites": {"testsuite"},

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from numdev.audit.study import audit
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
-from numdev.layers import Layers
-from numdev.studies.audit import audit
+from numdev.sources.layers import Layers
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.execute import Task
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output
 from numdev.layouts import laid_out, strided_as, transposed
-from numdev.measuring import run_task
 from numdev.system import System
 
 B, H, N, D = 2, 4, 5, 8

@@ -11,8 +11,8 @@ import torch
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import MaskKind
-from numdev.masks import MASKS, draw_mask
-from numdev.regimes.registry import Shapes
+from numdev.sources.masks import MASKS, draw_mask
+from numdev.sources.regime_registry import Shapes
 
 SHAPES = Shapes(batch=3, heads=4, kv_heads=2, q_len=64, kv_len=100, head_dim=8, v_dim=8)
 LOWEST = torch.finfo(torch.float32).min

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from numdev import attempt, meanwhile
+from numdev.audit import attempt, meanwhile
+from numdev.audit.meanwhile import LONGEST_S, MOST, catch_up, forget, put_off, wait
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import Kernel, Output
-from numdev.lazy import Lazy
-from numdev.meanwhile import LONGEST_S, MOST, catch_up, forget, put_off, wait
+from numdev.metrics.lazy import Lazy
 
 
 class Stream:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from test_profile import drawn
 
-from numdev import deviation
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase
-from numdev.execute import Task
 from numdev.kernels import Kernel, Output, find
-from numdev.measuring import run_task
+from numdev.metrics import deviation
 from numdev.report import DeviationRow
 from numdev.system import System
 

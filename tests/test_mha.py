@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from capturing import TOLERANCE, attend, worst
 from torch import Tensor, nn
 
-from numdev.capturing.run import capture
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import find
+from numdev.sources.capture import capture
 
 B, N, S, E, HEADS = 2, 5, 7, 16, 4
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from numdev import noise as noises
 from numdev.errors import MeasurementError
 from numdev.kernels import Output
-from numdev.noise import Noise, compared, in_runs, noise
+from numdev.metrics import noise as noises
+from numdev.metrics.noise import Noise, compared, in_runs, noise
 
 nan, inf = math.nan, math.inf
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev.wasserstein import ordering, sorted_rows
-from numdev.wasserstein.ordering import LEAST, ordered
+from numdev.metrics.wasserstein import ordering, sorted_rows
+from numdev.metrics.wasserstein.ordering import LEAST, ordered
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

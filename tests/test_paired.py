@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy.stats import wasserstein_distance
 
-from numdev import blockwise
 from numdev.errors import UsageError
-from numdev.paired import Paired, _sums, paired
+from numdev.metrics import blockwise
+from numdev.metrics.paired import Paired, _sums, paired
 
 # Sums of 10^4 float64 terms in another order.
 RELATIVE = 1e-12

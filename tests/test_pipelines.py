@@ -15,15 +15,15 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from numdev import report
-from numdev.capturing import denoising
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
-from numdev.loading.pipelines import is_pipeline, not_audited, open_pipeline
-from numdev.render import html, parts
-from numdev.sources import Located, open_source
+from numdev.report.renderers import html, parts
+from numdev.sources import denoising
+from numdev.sources.opening import Located, open_source
+from numdev.sources.pipeline import is_pipeline, not_audited, open_pipeline
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.inputs import Shapes, draw
 from numdev.kernels import find
 from numdev.kernels.reference import attend
+from numdev.sources.synthetic import Shapes, draw
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "planted.py"
 

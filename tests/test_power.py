@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.report import DeviationRow
@@ -50,7 +50,7 @@ def place(power: ModuleType) -> Any:
 
 
 def faulty(power: ModuleType, name: str, on: Any) -> list[DeviationRow]:
-    with patch("numdev.beside.suspect", return_value={}):
+    with patch("numdev.audit.beside.suspect", return_value={}):
         rows: list[DeviationRow] = power.measured(find(f"planted:{name}"), on)
     return rows
 

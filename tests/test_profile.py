@@ -21,24 +21,24 @@ from test_comparison import Counted, outputs, waits, yardstick
 from torch import Tensor
 
 from numdev import report
-from numdev.bench import KV_TENSORS, Bench
+from numdev.audit.bench import KV_TENSORS, Bench
+from numdev.audit.journal import JOURNAL, Task
+from numdev.audit.profile_rows import profile
+from numdev.audit.study import audit
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.deviation import measure, measured
-from numdev.execute import JOURNAL, Task
 from numdev.formats import FORMATS
-from numdev.inputs import Shapes, draw
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend, gradients
-from numdev.measuring import run_task
-from numdev.profiles.binning import BINS, FEWEST, membership, starts
-from numdev.profiles.rows import profile
-from numdev.profiles.summary import LENGTHS, NOTABLE, ROWS, pooled, remark
-from numdev.render import html, markdown, terminal
-from numdev.render.along import figures
+from numdev.metrics.binning import BINS, FEWEST, membership, starts
+from numdev.metrics.deviation import measure, measured
+from numdev.metrics.sampling import Sample
 from numdev.report import AuditReport, ProfileRow, ProfileSummary
-from numdev.sampling import Sample
-from numdev.studies.audit import audit
+from numdev.report.profile_summary import LENGTHS, NOTABLE, ROWS, pooled, remark
+from numdev.report.renderers import html, markdown, terminal
+from numdev.report.views.along import figures
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 HERE = System.here("cpu")

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from numdev.capturing.projection import Projection, Projections
-from numdev.capturing.run import attention_implementation, capture
-from numdev.capturing.upstream import find_upstream
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
+from numdev.sources.capture import attention_implementation, capture
+from numdev.sources.loss import find_upstream
+from numdev.sources.projection import Projection, Projections
 
 TOLERANCE = 1e-6
 IDS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(5))

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from numdev.checkpoint import open_checkpoint
 from numdev.errors import UsageError
-from numdev.loading.prompts import drawn, from_text
+from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.prompts import drawn, from_text
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 

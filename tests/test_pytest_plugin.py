@@ -11,7 +11,7 @@ import pytest
 
 from numdev import report
 from numdev.kernels.baseline import baseline
-from numdev.render import html
+from numdev.report.renderers import html
 from numdev.testing import CheckFailed, check_attention
 
 pytest_plugins = ["pytester"]
@@ -49,7 +49,7 @@ def suite(
     warm: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.Pytester:
     """A test-suite beside a module of kernels, run under strict markers."""
-    monkeypatch.setattr("numdev.studies.check.SECONDS", 0.2)
+    monkeypatch.setattr("numdev.audit.check.SECONDS", 0.2)
     pytester.makepyfile(kernels_of_mine=KERNELS)
     pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")
     return pytester

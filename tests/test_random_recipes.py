@@ -14,11 +14,11 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, ulp
-from numdev.kernels import emulated_backward as bwd
-from numdev.kernels import emulated_forward as fwd
 from numdev.kernels import find
-from numdev.kernels.rounder import Rounder
-from numdev.kernels.sites import recipe
+from numdev.kernels.emulation import backward as bwd
+from numdev.kernels.emulation import forward as fwd
+from numdev.kernels.emulation.recipe import recipe
+from numdev.kernels.emulation.rounding import Rounder
 from numdev.kernels.training import attended
 
 KERNEL = find("emulated")

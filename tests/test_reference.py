@@ -24,10 +24,10 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
-from numdev.kernels import blocked, find
-from numdev.kernels.blocked import BLOCK_BYTES
-from numdev.kernels.reference import attend, floor_of
-from numdev.kernels.results import Reference
+from numdev.kernels import find
+from numdev.kernels.reference import attend, blocked, floor_of
+from numdev.kernels.reference.blocked import BLOCK_BYTES
+from numdev.kernels.reference.results import Reference
 from numdev.system import System
 
 GFLOAT = {

@@ -22,10 +22,10 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, round_to
-from numdev.kernels import blocked, find
-from numdev.kernels.blocked import BACKWARD_BLOCKS, BLOCK_BYTES
-from numdev.kernels.reference import attend, gradients
-from numdev.kernels.results import Gradients
+from numdev.kernels import find
+from numdev.kernels.reference import attend, blocked, gradients
+from numdev.kernels.reference.blocked import BACKWARD_BLOCKS, BLOCK_BYTES
+from numdev.kernels.reference.results import Gradients
 
 nan, inf = math.nan, math.inf
 SATURATED = {"soft cap, saturated": {"softcap": 0.25, "logits": 16.0}}

@@ -289,9 +289,9 @@ def test_rows_are_immutable() -> None:
 def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) -> None:
     """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured
     is no result to `examine`, and a field that is missing would look like that."""
+    from numdev.audit.journal import Task
+    from numdev.audit.task import identity
     from numdev.cases import CaseRef
-    from numdev.execute import Task
-    from numdev.measuring import identity
 
     ref = CaseRef(case="a", source="b", module="c", layer=0, call=0, seed=None)
     task = Task(case=ref, role="kernel", kernel="k", options={}, format="bfloat16", heads=None)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_html import audit, finding
 
-from numdev import foreign
 from numdev import report as reports
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.render import markdown
+from numdev.report import foreign
+from numdev.report.renderers import markdown
 
 SAMPLES = sorted((Path(__file__).parent / "data" / "reports").glob("*.json"))
 FORMATS = ("terminal", "html", "markdown", "csv", "json")

@@ -1,7 +1,7 @@
 """Reproducers: a script of its own shows the same figure with torch alone, from a call made small.
 
 Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their figures
-are held to those of `numdev.deviation`, computed here from the reference; gradients to fp64
+are held to those of `numdev.metrics.deviation`, computed here from the reference; gradients to fp64
 autograd of the plain definition. Faults are planted where they can be found again: in one head, at
 one row, at one key.
 """
@@ -23,15 +23,14 @@ import torch
 from oracles import make_case
 from torch import Tensor
 
-from numdev import reproducer
+from numdev.audit.reproduce import reproducer, showing
+from numdev.audit.reproduce.reduction import at_positions, part, reduce, with_explicit_mask
 from numdev.cases import AttentionCase, visible
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.reference import attend
-from numdev.loading.tensorfile import open_cases
-from numdev.reproducers import showing
-from numdev.reproducers.reduction import at_positions, part, reduce, with_explicit_mask
+from numdev.sources.tensorfile import open_cases
 from numdev.system import System
 
 BARE = """

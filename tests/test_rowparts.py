@@ -12,12 +12,12 @@ import pytest
 from gate_rows import control, lse, report, row
 from pydantic import TypeAdapter, ValidationError
 
-from numdev import rowparts
-from numdev.ahead import Ahead
 from numdev.errors import MeasurementError, UsageError
-from numdev.gate import judge
+from numdev.gate import rowparts
+from numdev.gate.ahead import Ahead
+from numdev.gate.judging import judge
+from numdev.gate.rowparts import lean_row, read_judged
 from numdev.report import AuditReport, CaseRecord, DeviationRow, Role, SweepReport, read, write
-from numdev.rowparts import lean_row, read_judged
 
 TRICKY = '},{"case":"x"}],"weights":[{"rows":[\\'
 

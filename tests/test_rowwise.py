@@ -27,15 +27,16 @@ from rowwise_cases import (
 )
 from torch import Tensor
 
-from numdev import comparison, formats, gpucode, rowwise, yardstick
-from numdev.bits import Bits
-from numdev.comparison import compare, compare_precision
+from numdev import formats
 from numdev.errors import Refused
 from numdev.formats import FORMATS, Format, round_to, ulp
-from numdev.profiles.binning import membership
-from numdev.rowwise import GROUPS, SUMS, OutputHeads, yardstick_sums
-from numdev.wasserstein import sorting
-from numdev.yardstick import Yardstick
+from numdev.metrics import comparison, gpucode, rowwise, yardstick
+from numdev.metrics.binning import membership
+from numdev.metrics.bits import Bits
+from numdev.metrics.comparison import compare, compare_precision
+from numdev.metrics.rowwise import GROUPS, SUMS, OutputHeads, yardstick_sums
+from numdev.metrics.wasserstein import sorting
+from numdev.metrics.yardstick import Yardstick
 
 SHAPE = (2, 3, 37, 9)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

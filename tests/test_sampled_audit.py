@@ -13,20 +13,20 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.examine import examine
+from numdev.audit.explain_rows import explain
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli import cli
-from numdev.execute import Task
-from numdev.explaining.rows import explain
-from numdev.gate import judge
-from numdev.inputs import Shapes, draw
+from numdev.cli.main import cli
+from numdev.gate.judging import judge
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend, gradients
-from numdev.measuring import run_task
+from numdev.metrics.sampling import Sample
 from numdev.report import AuditReport, DeviationRow, SweepReport, read
-from numdev.sampling import Sample
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
-from numdev.worst.examine import examine
 
 HERE = System.here("cpu")
 SAMPLE = Sample(count=40, seed=1)
@@ -150,7 +150,7 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
 def test_every_role_is_measured_in_the_same_rows(role: str) -> None:
     """Also the baseline and planted faults, which are computed for these query rows alone, and so
     have no dk and dv."""
-    from numdev.controls import CONTROLS
+    from numdev.kernels.emulation.faults import CONTROLS
 
     kernel = {
         "precision": lambda: find("reference"),

@@ -15,13 +15,14 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask, key_range, visible
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS
-from numdev.inputs import Shapes
-from numdev.inputs import draw as draw_inputs
-from numdev.kernels import Kernel, emulated, find
-from numdev.kernels.key_gradients import key_gradients
+from numdev.kernels import Kernel, find
+from numdev.kernels.emulation import kernel as emulated
+from numdev.kernels.emulation.recipe import PRESETS
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.sites import PRESETS
-from numdev.sampling import Sample, draw
+from numdev.kernels.reference.key_gradients import key_gradients
+from numdev.metrics.sampling import Sample, draw
+from numdev.sources.synthetic import Shapes
+from numdev.sources.synthetic import draw as draw_inputs
 
 BF16 = FORMATS["bfloat16"]
 
@@ -282,7 +283,7 @@ def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
 
 def test_key_gradients_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory allows a few rows at a time, and the sums are the same."""
-    module = importlib.import_module("numdev.kernels.key_gradients")
+    module = importlib.import_module("numdev.kernels.reference.key_gradients")
     case, keys = long(is_causal=True), torch.tensor([0, 17, 150, 299])
     whole = key_gradients(case, keys)
     monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 8 * 4 * 4 * 4 * 37})

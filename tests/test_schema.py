@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from numdev import schema
-from numdev.commands.schema import NAMES
-from numdev.gating.rules import METRICS, Rules
+from numdev.cli import schemas as schema
+from numdev.cli.schema import NAMES
+from numdev.gate.rules import METRICS, Rules
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))

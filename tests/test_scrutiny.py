@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev import cases
 from numdev.cases import AttentionCase
-from numdev.deviation import Yardstick
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.worst import rows as worst
-from numdev.worst import scrutiny
-from numdev.worst.rows import worst_rows
-from numdev.worst.scrutiny import of_keys, of_queries
+from numdev.metrics import scrutiny
+from numdev.metrics import worst_rows as worst
+from numdev.metrics.deviation import Yardstick
+from numdev.metrics.scrutiny import of_keys, of_queries
+from numdev.metrics.worst_rows import worst_rows
 
 VIEWS = {
     "alias", "detach", "expand", "select", "slice", "squeeze", "t", "transpose", "unbind",

@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
-from numdev.inputs import Shapes, draw
 from numdev.kernels import Refused, find, sdpa
 from numdev.kernels.reference import attend
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from numdev.diagnosis.series import series, step_of
+from numdev.diagnose.series import series, step_of
 from numdev.errors import MeasurementError, UsageError
 
 

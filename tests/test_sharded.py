@@ -22,9 +22,9 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused, UsageError
-from numdev.expectation import emulated_step
 from numdev.formats import FORMATS
 from numdev.kernels import Output, find
+from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.merging import Merge, merged
 from numdev.kernels.reference import gradients as exact_gradients
 from numdev.kernels.shards import schedule

@@ -17,17 +17,19 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import UsageError
-from numdev.expectation import emulated_step, emulation, recipe_of
-from numdev.explaining.attribution import attribute
+from numdev.explain.attribution import attribute
 from numdev.formats import FORMATS, round_to, ulp
-from numdev.inputs import Shapes, draw
-from numdev.kernels import emulated_backward, emulated_fast, find
-from numdev.kernels.emulated_forward import attend
+from numdev.kernels import find
+from numdev.kernels.emulation import backward as emulated_backward
+from numdev.kernels.emulation import fast_forward as emulated_fast
+from numdev.kernels.emulation.forward import attend
+from numdev.kernels.emulation.predict import emulated_step, emulation, recipe_of
+from numdev.kernels.emulation.recipe import PRESETS, recipe
+from numdev.kernels.emulation.rounding import Rounder
+from numdev.kernels.emulation.stabilised import shift
 from numdev.kernels.reference import attend as reference
 from numdev.kernels.reference import gradients as exact_gradients
-from numdev.kernels.rounder import Rounder
-from numdev.kernels.sites import PRESETS, recipe
-from numdev.kernels.stabilised import shift
+from numdev.sources.synthetic import Shapes, draw
 
 KERNEL = find("emulated")
 STABILISED: dict[str, Any] = {"softmax": "stabilised"}

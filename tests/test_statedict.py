@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.loading.statedict import open_state_dict
+from numdev.sources.statedict import open_state_dict
 
 NANO = {"vocab_size": 96, "block_size": 24, "n_layer": 2, "n_head": 2, "n_embd": 16}
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from numdev import report
+from numdev.audit.devicetime import OnDevice
+from numdev.audit.run import stopwatch
+from numdev.audit.study import audit
+from numdev.audit.timing import SECTIONS, OnHost, Stopwatch, words
 from numdev.config import AuditRequest, CaseConfig, Choice
-from numdev.devicetime import OnDevice
-from numdev.loop import stopwatch
-from numdev.render import html
-from numdev.stopwatch import SECTIONS, OnHost, Stopwatch, words
-from numdev.studies.audit import audit
+from numdev.report.renderers import html
 from numdev.system import System
 
 

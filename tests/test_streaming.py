@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import numdev.loading.models
+import numdev.sources.models
 from numdev import report, system
-from numdev.capturing.run import Enough
-from numdev.checkpoint import open_checkpoint
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.loading import storage
-from numdev.loading.deferred import Deferred, Stored
-from numdev.loading.streaming import Streamed
+from numdev.sources import files as storage
+from numdev.sources.capture import Enough
+from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.deferred import Deferred, Stored
+from numdev.sources.streaming import Streamed
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "12", "--device", "cpu")
 IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
@@ -316,7 +316,7 @@ def test_the_loss_of_a_streamed_model_is_not_used(tmp_path: Path) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        numdev.loading.models, "free_memory", lambda device: {"host memory": 100_000}
+        numdev.sources.models, "free_memory", lambda device: {"host memory": 100_000}
     )
 
 
@@ -356,7 +356,7 @@ def test_an_audit_continues_whether_or_not_it_is_streamed(
     target = saved("llama", tmp_path)
     first = audit(target, "a")
     monkeypatch.setattr(
-        numdev.loading.models, "free_memory", lambda device: {"host memory": 100_000}
+        numdev.sources.models, "free_memory", lambda device: {"host memory": 100_000}
     )
     capsys.readouterr()
     main(["audit", str(target), *SMALL, "--output", str(tmp_path / "a")])
@@ -447,7 +447,7 @@ def test_without_accelerate_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a UsageError with the command that installs it."""
-    monkeypatch.setattr("numdev.checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("numdev.sources.checkpoint.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         streamed(saved("llama", tmp_path))
     assert "numdev[large]" in (caught.value.hint or "")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from numdev.gating.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
+from numdev.gate.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, KernelSummary, WeightRow
-from numdev.summary import summarise
+from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {
     "elements": 100,

@@ -16,16 +16,16 @@ import pytest
 import torch
 from oracles import make_case
 
-from numdev.bench import Bench
-from numdev.execute import Task
-from numdev.findings import findings_of
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
+from numdev.explain.probe import MAX_ROWS, _blocks
+from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import format_named, round_to
+from numdev.gate.findings import findings_of
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
-from numdev.measuring import run_task
 from numdev.report import DeviationRow
-from numdev.suspicion.probe import MAX_ROWS, _blocks
-from numdev.suspicion.search import CUT, far_off, suspect
 from numdev.system import System
 
 

@@ -16,19 +16,19 @@ import yaml
 from click.testing import CliRunner
 
 from numdev import kernels, report
+from numdev.audit.study import audit
+from numdev.audit.sweep import plan, sweep
+from numdev.audit.sweep_cost import operations
 from numdev.cases import AttentionCase, CaseRef, visible
-from numdev.cli import cli
+from numdev.cli.main import cli
 from numdev.config import AuditConfig, AuditRequest, CaseConfig, Choice, SweepConfig, SweepRequest
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.report import DeviationRow, SweepReport
-from numdev.studies.audit import audit
-from numdev.studies.sweep import plan, sweep
-from numdev.sweeps.cost import operations
-from numdev.sweeps.curves import estimates
-from numdev.sweeps.seedmeans import factor, interval
+from numdev.report.curves import estimates
+from numdev.report.seedmeans import factor, interval
 from numdev.yamlfile import bundled, expand_options, read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -304,7 +304,7 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
 
 def test_nothing_is_said_to_change_that_does_not() -> None:
     """An interval around 1 is no trend."""
-    from numdev.sweeps.words import _change
+    from numdev.report.sweep_words import _change
 
     rows = [row(0, s, elements=1, rms=v) for s, v in enumerate((1.0, 2.0, 3.0))]
     other = [row(0, s, elements=1, rms=v) for s, v in enumerate((2.0, 1.0, 3.0))]

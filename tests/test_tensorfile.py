@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
-from numdev.loading.tensorfile import holds_cases, open_cases
-from numdev.loading.tensorwriter import Writer, write
+from numdev.sources.tensorfile import holds_cases, open_cases
+from numdev.sources.tensorwriter import Writer, write
 
 TENSORS = ("q", "k", "v", "mask", "sinks", "grad_out")
 
@@ -184,7 +184,7 @@ def test_opening_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             return self.file.get_tensor(name)
 
     write(tmp_path / "two.safetensors", [case("a"), case("b")])
-    monkeypatch.setattr("numdev.loading.storage.safe_open", Watched)
+    monkeypatch.setattr("numdev.sources.files.safe_open", Watched)
     opened = open_cases(tmp_path / "two.safetensors")
     assert read == []
     opened.cases[1].load()

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from numdev.render import numbers, terminal
-from numdev.render.sentences import headed
 from numdev.report import (
     AuditReport,
     AuditSummary,
@@ -20,6 +18,8 @@ from numdev.report import (
     Provenance,
     WeightSummary,
 )
+from numdev.report.renderers import numbers, terminal
+from numdev.report.renderers.sentences import headed
 from numdev.system import System
 
 WIDTHS = (80, 120)
@@ -454,10 +454,10 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
     """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit does."""
     from gate_rows import row
 
-    from numdev.findings import findings_in, named_in
-    from numdev.gate import decide
-    from numdev.gating.rules import Rules
-    from numdev.render import verdicts
+    from numdev.gate.findings import findings_in, named_in
+    from numdev.gate.judging import decide
+    from numdev.gate.rules import Rules
+    from numdev.report.views import verdicts
 
     nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows"}
     nothing["where"] = {"kernel": "nobody"}

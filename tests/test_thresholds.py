@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from gate_rows import SOUND, control, lse, report, row
 
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import UsageError
-from numdev.gate import decide, judge, judge_report
-from numdev.gating import holding
-from numdev.gating.cells import Around
-from numdev.gating.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
-from numdev.gating.verdict import Judgement, Verdict
+from numdev.gate import holding
+from numdev.gate.cells import Around
+from numdev.gate.judging import decide, judge, judge_report
+from numdev.gate.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
+from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
 from numdev.yamlfile import bundled
 

@@ -23,13 +23,12 @@ import training_runs
 import yaml
 from scipy.stats import wasserstein_distance
 
-from numdev import cli
+from numdev.audit.interrupt import deferred
+from numdev.audit.journal import JOURNAL
+from numdev.cli import main as cli
 from numdev.errors import MeasurementError, UsageError
-from numdev.execute import JOURNAL
-from numdev.interrupt import deferred
 from numdev.kernels import all_kernels
 from numdev.report import read
-from numdev.studies.train import train
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
 from numdev.training.deterministic import WORKSPACE, deterministic
@@ -41,6 +40,7 @@ from numdev.training.optimiser import rate
 from numdev.training.replay import RECORDABLE, Replay
 from numdev.training.report import TrainReport
 from numdev.training.spikes import is_spike
+from numdev.training.study import train
 from numdev.training.words import sentences
 from numdev.yamlfile import read_yaml
 

@@ -13,19 +13,19 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.reproduce import making as reproducing
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef, empty_rows, visible
-from numdev.cli import cli
-from numdev.execute import Task
-from numdev.gate import calls_of
-from numdev.gating.rules import default_rules
-from numdev.inputs import Shapes, draw
+from numdev.cli.main import cli
+from numdev.gate.judging import calls_of
+from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
-from numdev.loading.tensorfile import open_cases
-from numdev.measuring import run_task
 from numdev.report import AuditReport, DeviationRow, read
-from numdev.reproducers import making as reproducing
+from numdev.sources.synthetic import Shapes, draw
+from numdev.sources.tensorfile import open_cases
 from numdev.system import System
 
 HERE = System.here("cpu")

@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from numdev.errors import MeasurementError
-from numdev.studies.train import train
 from numdev.training.config import TrainConfig, TrainRequest, resolve
 from numdev.training.data import load
 from numdev.training.deterministic import deterministic
 from numdev.training.lane import Lane
 from numdev.training.replay import FIRST
+from numdev.training.study import train
 from numdev.yamlfile import read_yaml
 
 pytestmark = [

@@ -130,7 +130,7 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
 
 def test_nothing_of_forward_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """`emulated`: one forward pass for both."""
-    from numdev.kernels import emulated_fast
+    from numdev.kernels.emulation import fast_forward as emulated_fast
 
     calls, forward = [], emulated_fast.forward
     monkeypatch.setattr(emulated_fast, "forward", lambda *given: calls.append(1) or forward(*given))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from numdev import cli
+from numdev.cli import main as cli
 from numdev.errors import UsageError
 from numdev.training import checkpoints
 from numdev.training.config import DataConfig, ModelConfig, TrainConfig

@@ -17,11 +17,11 @@ from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, round_to
 from numdev.kernels import find
-from numdev.kernels.emulated import emulated
+from numdev.kernels.emulation.kernel import emulated
+from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.output import Output
-from numdev.kernels.sites import recipe
-from numdev.kernels.triton_flash_options import CHOICES, EMULATED, in_force
-from numdev.kernels.triton_flash_plan import backward_tiles, forward_tiles, plan_of, size_of
+from numdev.kernels.triton_flash.options import CHOICES, EMULATED, in_force
+from numdev.kernels.triton_flash.plan import backward_tiles, forward_tiles, plan_of, size_of
 from numdev.system import System
 
 KERNEL = find("triton-flash")
@@ -308,7 +308,7 @@ def test_stabilised_has_the_authors_values() -> None:
 @pytest.mark.parametrize("name", EMULATED)
 def test_shared_options_are_those_of_the_emulation(name: str) -> None:
     """An option that `emulated` has too takes none but values that `emulated` takes."""
-    from numdev.kernels.sites import SITES
+    from numdev.kernels.emulation.recipe import SITES
 
     for value in CHOICES.get(name, (64,)):
         given = {name: value}
@@ -318,7 +318,7 @@ def test_shared_options_are_those_of_the_emulation(name: str) -> None:
 
 def claim(**options: Any) -> Any:
     """What it claims of a run with these options, from what such a run says of itself."""
-    from numdev.kernels.triton_flash import _call
+    from numdev.kernels.triton_flash.kernel import _call
 
     ran = _call(case(), options).ran
     return KERNEL.claims(case(), Output(out=torch.zeros(1, 2, 6, 4), ran=ran), SYSTEM)

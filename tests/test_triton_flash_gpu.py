@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from numdev import deviation
-from numdev.bench import Bench
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.execute import Task
-from numdev.expectation import emulated_step
-from numdev.inputs import Shapes, draw
 from numdev.kernels import find
+from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.reference import floor_of, gradients
-from numdev.measuring import run_task
+from numdev.metrics import deviation
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 pytestmark = [

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from numdev.capturing.upstream import with_drawn
 from numdev.cases import AttentionCase, CaseRef
-from numdev.inputs import REGIMES, Shapes, draw
-from numdev.regimes import registry, twister
-from numdev.regimes.twister import Twister, seeded
+from numdev.sources import regime_registry as registry
+from numdev.sources import twister
+from numdev.sources.loss import with_drawn
+from numdev.sources.synthetic import REGIMES, Shapes, draw
+from numdev.sources.twister import Twister, seeded
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 CPU = torch.device("cpu")

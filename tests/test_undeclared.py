@@ -17,22 +17,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from numdev.bench import Bench
-from numdev.checkcases import CheckSource
-from numdev.execute import Task
-from numdev.expectation import emulated_step
-from numdev.explaining import undeclared
-from numdev.gating.rules import default_rules
+from numdev.audit.bench import Bench
+from numdev.audit.check_cases import CheckSource
+from numdev.audit.examine import examine
+from numdev.audit.journal import Task
+from numdev.audit.task import run_task
+from numdev.explain import undeclared
+from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output
-from numdev.kernels.emulated_training import attend
+from numdev.kernels.autograd_styles import WAYS
+from numdev.kernels.emulation.predict import emulated_step
+from numdev.kernels.emulation.recipe import recipe
+from numdev.kernels.emulation.training import attend
 from numdev.kernels.reference import gradients
-from numdev.kernels.sites import recipe
-from numdev.kernels.written import WAYS
-from numdev.measuring import run_task
 from numdev.report import DeviationRow
 from numdev.system import System
 from numdev.testing import CheckFailed, check_attention
-from numdev.worst.examine import examine
 
 HERE = System.here("cpu")
 FEW = ("causal", "grouped", "large-logits", "tied-maxima")
@@ -109,7 +109,7 @@ def returns_nan(
 
 @pytest.fixture(autouse=True)
 def _no_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("numdev.studies.check.TRIED", 0)
+    monkeypatch.setattr("numdev.audit.check.TRIED", 0)
 
 
 def claims(rows: Any) -> set[str]:
@@ -142,7 +142,7 @@ def test_a_kernel_that_passes_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     def forbidden(*args: Any) -> None:
         raise AssertionError("a way was tried")
 
-    monkeypatch.setattr("numdev.measuring.likeness", forbidden)
+    monkeypatch.setattr("numdev.audit.task.likeness", forbidden)
     check_attention(planted.sound, cases="causal")
     with pytest.raises(CheckFailed):
         check_attention(through_casts, cases="causal", claims={"preset": "exact"})

@@ -23,25 +23,26 @@ from test_rowwise import in_torch
 from test_sweep import request as swept
 from torch import Tensor
 
-from numdev import comparison, jobs, yardstick
-from numdev.arrival import Arrival
-from numdev.attempt import Failure, attempt
-from numdev.bench import Bench
+from numdev.audit import jobs
+from numdev.audit import profile_rows as profiles
+from numdev.audit.attempt import Failure, attempt
+from numdev.audit.bench import Bench
+from numdev.audit.jobs import Held, Job, Planned, Setting, entries, steps
+from numdev.audit.journal import Task
+from numdev.audit.run import Run
+from numdev.audit.study import audit
+from numdev.audit.sweep import plan, sweep
+from numdev.audit.task import run_task
+from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
-from numdev.deviation import measured, measured_plain, measured_precision
-from numdev.execute import Task
 from numdev.formats import FORMATS, Format
-from numdev.jobs import Held, Job, Planned, Setting, entries, steps
 from numdev.kernels import Kernel, Output, find
-from numdev.lazy import Lazy
-from numdev.loop import Run
-from numdev.measuring import run_task
-from numdev.profiles import rows as profiles
+from numdev.metrics import comparison, yardstick
+from numdev.metrics.arrival import Arrival
+from numdev.metrics.deviation import measured, measured_plain, measured_precision
+from numdev.metrics.lazy import Lazy
+from numdev.metrics.rowwise import BY_ROW, LARGEST, SUMS, OutputHeads, Scales
 from numdev.report import AuditReport, DeviationRow
-from numdev.rowwise import BY_ROW, LARGEST, SUMS, OutputHeads, Scales
-from numdev.stopwatch import Stopwatch
-from numdev.studies.audit import audit
-from numdev.studies.sweep import plan, sweep
 from numdev.system import System
 
 HERE = System.here("cpu")

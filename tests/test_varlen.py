@@ -12,10 +12,10 @@ import torch
 
 import numdev
 from numdev import report
-from numdev.cli import main
+from numdev.cli.main import main
 from numdev.errors import UsageError
 from numdev.kernels import find
-from numdev.loading.tensorfile import open_cases
+from numdev.sources.tensorfile import open_cases
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
 QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import numdev
-from numdev.cli import main
+from numdev.cli.main import main
+from numdev.cli.schemas import schema_of
 from numdev.errors import MeasurementError
+from numdev.gate.rowparts import read_judged
 from numdev.report import AuditReport, read
-from numdev.rowparts import read_judged
-from numdev.schema import schema_of
 
 OLDER = Path(__file__).parent / "data" / "older" / "audit-schema1.json"
 

@@ -10,8 +10,13 @@ import torch
 from scipy.stats import wasserstein_distance
 
 from numdev.errors import UsageError
-from numdev.wasserstein import w1, w1_rows
-from numdev.wasserstein.sorting import _gaps_numpy, _gaps_torch, _sorted_numpy, _sorted_torch
+from numdev.metrics.wasserstein import w1, w1_rows
+from numdev.metrics.wasserstein.sorting import (
+    _gaps_numpy,
+    _gaps_torch,
+    _sorted_numpy,
+    _sorted_torch,
+)
 
 # Differences of sorted float64 values are correctly rounded, and so is each step of both sums:
 # pairwise summation of 10^6 terms and scipy's integral agree far better than this.

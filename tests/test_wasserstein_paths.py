@@ -16,11 +16,11 @@ import pytest
 import torch
 from scipy.stats import wasserstein_distance
 
-from numdev import blockwise
 from numdev.errors import UsageError
-from numdev.wasserstein import ranges as wasserstein_ranges
-from numdev.wasserstein import w1, w1_of_sorted, w1_rows
-from numdev.wasserstein.counts import (
+from numdev.metrics import blockwise
+from numdev.metrics.wasserstein import ranges as wasserstein_ranges
+from numdev.metrics.wasserstein import w1, w1_of_sorted, w1_rows
+from numdev.metrics.wasserstein.counts import (
     Tally,
     _counted_by_torch,
     pattern_counts,
@@ -28,7 +28,7 @@ from numdev.wasserstein.counts import (
     tally_of_runs,
     w1_of_tallies,
 )
-from numdev.wasserstein.sorting import both_sorted, weights
+from numdev.metrics.wasserstein.sorting import both_sorted, weights
 
 # Every term is positive and correctly rounded; a hundred of them are added in float64.
 RELATIVE = 1e-14

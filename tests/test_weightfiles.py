@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from numdev.errors import MeasurementError, UsageError
-from numdev.loading import storage
-from numdev.weights.dcp_metadata import read_metadata
-from numdev.weights.files import open_weights
+from numdev.sources import files as storage
+from numdev.sources.dcp_metadata import read_metadata
+from numdev.training.weights.files import open_weights
 
 STATE = {
     "layers.0.w": torch.arange(12, dtype=torch.float32).view(4, 3),

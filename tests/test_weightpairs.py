@@ -12,10 +12,10 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
+from numdev.audit.records import weight_row
 from numdev.formats import FORMATS
-from numdev.records import weight_row
-from numdev.weights.kinds import KINDS, kind_of, layer_of
-from numdev.weights.pairs import CASTS, cast_costs, compare, numbers, pooled, unfit
+from numdev.training.weights.kinds import KINDS, kind_of, layer_of
+from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled, unfit
 
 RELATIVE = 1e-12
 """Sums of 10^4 fp64 terms, in whichever order: n u = 10^4 * 1.1e-16."""

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from numdev import report
-from numdev.cli import main
-from numdev.render import html, terminal
-from numdev.studies import weights as study
-from numdev.studies.weights import weights
-from numdev.weights import files as weightfiles
-from numdev.weights.report import Remark, WeightsReport
+from numdev.cli.main import main
+from numdev.report.renderers import html, terminal
+from numdev.training.weights import files as weightfiles
+from numdev.training.weights import study
+from numdev.training.weights.report import Remark, WeightsReport
+from numdev.training.weights.study import weights
 
 State = dict[str, Tensor]
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")

@@ -9,8 +9,8 @@ from compared_reports import case
 from gate_rows import control, lse, report, row
 
 from numdev.errors import MeasurementError
-from numdev.gate import judge_report
-from numdev.gating.rules import Rules, Threshold
+from numdev.gate.judging import judge_report
+from numdev.gate.rules import Rules, Threshold
 from numdev.report import AuditReport, DeviationRow
 
 FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", equals=0),))

@@ -13,17 +13,17 @@ from oracles import FEATURES, make_case
 from rich.console import Console
 from torch import Tensor
 
+from numdev.audit.examine import NOTABLE, SHOWN, most, remarkable
 from numdev.cases import AttentionCase, CaseRef
-from numdev.deviation import Yardstick, measure
 from numdev.errors import UsageError
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.render import html, terminal
+from numdev.metrics import worst_rows as worst
+from numdev.metrics.deviation import Yardstick, measure
+from numdev.metrics.special import LEAST, NOTHING, Usual
+from numdev.metrics.worst_rows import worst_rows
 from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, WorstRow
-from numdev.worst import rows as worst
-from numdev.worst.examine import NOTABLE, SHOWN, most, remarkable
-from numdev.worst.rows import worst_rows
-from numdev.worst.special import LEAST, NOTHING, Usual
+from numdev.report.renderers import html, terminal
 
 BFLOAT16 = FORMATS["bfloat16"]
 

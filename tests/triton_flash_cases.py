@@ -32,13 +32,13 @@ import triton.language as tl
 from interpreted import prepare
 
 from numdev.cases import AttentionCase, CaseRef, additive, visible
-from numdev.expectation import emulated_step
-from numdev.inputs import Shapes, draw
 from numdev.kernels import find
+from numdev.kernels.emulation.predict import emulated_step
+from numdev.kernels.emulation.stabilised import DEFAULTS
 from numdev.kernels.reference import attend as reference
 from numdev.kernels.reference import gradients
-from numdev.kernels.stabilised import DEFAULTS
-from numdev.kernels.triton_flash_tiles import within
+from numdev.kernels.triton_flash.tiles import within
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 KERNEL = find("triton-flash")

@@ -50,9 +50,9 @@ Claims = Callable[[AttentionCase, "Output", System], Mapping[str, Any] | None]
 BUILT_IN = (
     "reference",
     "baseline",
-    "emulated",
+    "emulation.kernel",
     "sdpa",
-    "triton_flash",
+    "triton_flash.kernel",
     "flex",
     "flash_attn",
     "xformers_attention",

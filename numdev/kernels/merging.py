@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from numdev.formats import Format, dtype_of, format_named, format_of
-from numdev.kernels.rounder import rounding
+from numdev.kernels.emulation.rounding import rounding
 
 MergeFormat = Literal["float32", "float64", "bfloat16", "float16", "working", "promoted"]
 PAIRWISE = ("ring", "zigzag", "sequential")

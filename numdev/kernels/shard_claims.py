@@ -20,9 +20,9 @@ from typing import Any
 
 from numdev.cases import AttentionCase
 from numdev.kernels import Output
+from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.sdpa_claims import claims as inner_claims
 from numdev.kernels.shards import chunks, part, schedule
-from numdev.kernels.sites import recipe
 from numdev.system import System
 
 Claim = Mapping[str, Any]

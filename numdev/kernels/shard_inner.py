@@ -18,13 +18,13 @@ from torch.nn.functional import pad
 
 from numdev.cases import AttentionCase, empty_rows
 from numdev.errors import MeasurementError, Refused
-from numdev.kernels import emulated_backward as emulation
 from numdev.kernels import find
-from numdev.kernels.emulated_forward import dtype_of, scaled_q
+from numdev.kernels.emulation import backward as emulation
+from numdev.kernels.emulation.forward import dtype_of, scaled_q
+from numdev.kernels.emulation.recipe import Recipe, recipe
+from numdev.kernels.emulation.rounding import plain_arithmetic, stored
 from numdev.kernels.merging import State
-from numdev.kernels.rounder import plain_arithmetic, stored
 from numdev.kernels.sdpa import mask_arguments
-from numdev.kernels.sites import Recipe, recipe
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 CASTS = ("out", "dq_out", "dk_out", "dv_out")

@@ -20,9 +20,9 @@ from typing import IO, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from numdev.collector import uncollected
 from numdev.errors import MeasurementError, UsageError
-from numdev.foreign import cell
+from numdev.report.collector import uncollected
+from numdev.report.foreign import cell
 from numdev.report.kinds import (
     AuditReport,
     CheckRecord,
@@ -31,16 +31,7 @@ from numdev.report.kinds import (
     Provenance,
     Report,
 )
-from numdev.report.record import (
-    NOT_PREDICTED,
-    Attends,
-    Count,
-    Phase,
-    Record,
-    Role,
-    Status,
-    Tensor,
-)
+from numdev.report.record import NOT_PREDICTED, Attends, Count, Phase, Record, Role, Status, Tensor
 from numdev.report.rows import (
     AttributionRow,
     CaseRecord,
@@ -63,16 +54,7 @@ from numdev.report.summaries import (
     ProfileSummary,
     WeightSummary,
 )
-from numdev.report.sweep import (
-    Axis,
-    CellRow,
-    Curve,
-    Figure,
-    Point,
-    SweepReport,
-    SweepSummary,
-    Tick,
-)
+from numdev.report.sweep import Axis, CellRow, Curve, Figure, Point, SweepReport, SweepSummary, Tick
 
 __all__ = [
     "KINDS",
@@ -128,11 +110,11 @@ NUMBERS = (float, int, bool, type(None))
 KINDS = {
     "audit": "numdev.report:AuditReport",
     "sweep": "numdev.report:SweepReport",
-    "weights": "numdev.weights.report:WeightsReport",
+    "weights": "numdev.training.weights.report:WeightsReport",
     "train": "numdev.training.report:TrainReport",
-    "bounds": "numdev.bounds.report:BoundsReport",
-    "diagnose": "numdev.diagnosis.report:DiagnoseReport",
-    "compare": "numdev.comparing.report:CompareReport",
+    "bounds": "numdev.training.bounds.report:BoundsReport",
+    "diagnose": "numdev.diagnose.report:DiagnoseReport",
+    "compare": "numdev.gate.compare_report:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""
 

@@ -8,13 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from numdev.report.record import Record
-from numdev.report.rows import (
-    AttributionRow,
-    CaseRecord,
-    DeviationRow,
-    ProfileRow,
-    WeightRow,
-)
+from numdev.report.rows import AttributionRow, CaseRecord, DeviationRow, ProfileRow, WeightRow
 from numdev.report.summaries import AuditSummary, Finding
 
 
@@ -45,7 +39,7 @@ class Report(Record):
     provenance: Provenance
     request: dict[str, Any]
     timings: dict[str, float] = Field(default_factory=dict)
-    """Seconds by section (`numdev.stopwatch`), and `total`: of the run that made the report,
+    """Seconds by section (`numdev.audit.timing`), and `total`: of the run that made the report,
     without what an earlier one had finished."""
     findings: tuple[Finding, ...] = ()
 

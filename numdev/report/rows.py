@@ -123,7 +123,7 @@ class DeviationRow(Record):
     noise: float | None = None
     """rms difference of repeated runs; 0 is bitwise the same."""
     bits: str | None = None
-    """Checksum of the bits of the head as it came back (`numdev.bits`), rows that were not
+    """Checksum of the bits of the head as it came back (`numdev.metrics.bits`), rows that were not
     measured included: as long as it is the same, so is the output."""
     amplification: float | None = None
     """Of a gradient: row_rel of its exact response to one ulp on every input."""

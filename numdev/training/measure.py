@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from numdev.paired import paired
+from numdev.metrics.paired import paired
 from numdev.training.lane import Lane, groups_of
 from numdev.training.report import DistanceRow, TrainRow
 

@@ -1,0 +1,1 @@
+"""The main line: every case through every kernel, measured, and journalled."""

@@ -1,0 +1,186 @@
+"""A check: one kernel on small cases, held to the gate's rules. What `numdev.testing` offers.
+
+The line of an audit with a judgement at its end: a source, the loop, the report, the rules. Nothing
+is kept on disk but the script of what is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from numdev.audit.attempt import attempt, one_line
+from numdev.audit.check_cases import CheckSource
+from numdev.audit.jobs import Planned, Setting
+from numdev.audit.journal import Journal
+from numdev.audit.records import recorded
+from numdev.audit.reproduce.making import Workshop, reproduce
+from numdev.audit.run import Here, Run, plan_formats, plan_kernels, provenance, stopwatch
+from numdev.errors import Refused
+from numdev.gate.findings import findings_of
+from numdev.gate.judging import GRADIENTS, judge_report
+from numdev.gate.rules import Rules
+from numdev.gate.verdict import Judgement
+from numdev.kernels import Kernel
+from numdev.kernels.backward import differentiate
+from numdev.report import AuditReport, Finding
+from numdev.report.summary import summarise
+from numdev.system import System
+
+SECONDS = 3.0
+"""How long a finding is made smaller: somebody waits for the test."""
+TRIED = 3
+"""So many findings are tried before there is no script."""
+Backward = bool | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What came of a check."""
+
+    report: AuditReport
+    judgement: Judgement
+    passed: bool
+    scripts: tuple[Path, ...] = ()
+    said: tuple[str, ...] = ()
+    """Why there is no script, where there is none."""
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch on one thread. The calls are tiny, and threads would wait for each other: where a
+    test-suite keeps all cores busy they make a check ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check(
+    kernel: Kernel,
+    source: CheckSource,
+    *,
+    formats: Sequence[str],
+    rules: Rules,
+    backward: Backward,
+    system: System,
+    folder: Path | None,
+    reproducers: Callable[[], Path],
+    asked: Mapping[str, Any],
+) -> Checked:
+    """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding.
+
+    `reproducers` makes the directory for that, when there is something to write; `folder` is where
+    a script finds the kernel's module; `asked` is recorded. With `backward` True a kernel whose
+    gradients could not be measured does not pass. Raises UsageError for a format no kernel can run
+    in, MeasurementError for rules that hold for another system.
+    """
+    kernel = _declining(kernel)
+    planned = Planned(role="kernel", kernel=kernel, options=recorded(kernel.with_options({})))
+    plan = [*plan_kernels(()), planned]
+    watch = stopwatch(system)
+    with tempfile.TemporaryDirectory(prefix="numdev-") as scratch:
+        header = {"request": asked}
+        with Journal.open(Path(scratch), header, overwrite=False) as journal:
+            setting = Setting(
+                system=system,
+                formats=plan_formats(formats, plan),
+                plan=plan,
+                gradients=backward is not False,
+                repeats=2,
+            )
+            run = Run(
+                journal=journal,
+                setting=setting,
+                executor=Here(setting=setting, watch=watch),
+                progress=lambda what, done, total: None,
+                total=0,
+                watch=watch,
+            )
+            run.over(source, lambda text: None)
+            rows, cases = run.rows, run.cases
+    findings, tested = findings_of(rows, rules)
+    report = AuditReport(
+        provenance=provenance(system, source.describe(), "numdev.check_attention"),
+        request=dict(asked),
+        summary=summarise(rows),
+        findings=findings,
+        tested=tested,
+        cases=cases,
+        rows=rows,
+        timings=watch.seconds(),
+    )
+    judgement = judge_report(report, rules)
+    trained = any(r.tensor in GRADIENTS and r.status == "ok" and r.role == "kernel" for r in rows)
+    passed = judgement.outcome == "passed" and (backward is not True or trained)
+    workshop = Workshop(
+        plan=plan,
+        system=system,
+        gradients=backward is not False,
+        run=attempt,
+        most=1,
+        seconds=SECONDS,
+        folder=folder,
+    )
+    scripts, said = _scripts(findings, source, workshop, reproducers)
+    if backward is True and not trained:
+        said.append("backward=True asks for gradients, and none could be measured.")
+    return Checked(
+        report=report, judgement=judgement, passed=passed, scripts=scripts, said=tuple(said)
+    )
+
+
+def _scripts(
+    findings: Sequence[Finding],
+    source: CheckSource,
+    workshop: Workshop,
+    reproducers: Callable[[], Path],
+) -> tuple[tuple[Path, ...], list[str]]:
+    """A script of the first finding that can be had as one; else why there is none."""
+    said: list[str] = []
+    # Of a row that sees no key there is no truth that a script could show an error against.
+    found = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
+    wanted = [f for f in found if f.place is not None][:TRIED]
+    directory = reproducers() if wanted else Path()
+    for finding in wanted:
+        scripts = reproduce([finding], source, workshop, directory, said.append)
+        if scripts:
+            return tuple(scripts), []
+    return (), said
+
+
+def _declining(kernel: Kernel) -> Kernel:
+    """The kernel, with a NotImplementedError taken for a refusal, as `numdev kernels --check` does;
+    one in the backward pass is that of a kernel that has none."""
+    step = kernel.backward
+    if step == "autograd":
+
+        def step(case: Any, **options: Any) -> Any:
+            return differentiate(lambda c: kernel.function(c, **options), case)
+
+    return dataclasses.replace(
+        kernel,
+        function=_refusing(kernel.function),
+        backward=_refusing(step) if callable(step) else None,
+    )
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except NotImplementedError as error:
+            raise Refused(one_line(error)) from error
+
+    return run

@@ -1,0 +1,1 @@
+"""An audit on many machines, by Dask."""

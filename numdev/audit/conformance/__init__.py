@@ -1,0 +1,1 @@
+"""One function on small cases with known answers."""

@@ -1,0 +1,212 @@
+"""One measured kernel explained: the attribution of one task, a row for each of its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from numdev.audit.attempt import Failure, attempt
+from numdev.audit.bench import Bench
+from numdev.audit.journal import Task
+from numdev.audit.task import Runner, given, identity, returned
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, UsageError
+from numdev.explain.attribution import FORWARD_VARIED, Attribution, Claim, attribute
+from numdev.explain.words import sentence
+from numdev.kernels import Kernel, Output
+from numdev.kernels.emulation.predict import (
+    CASTS,
+    emulated_step,
+    emulation,
+    returning,
+    unpredictable,
+)
+from numdev.kernels.emulation.recipe import SITES
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.reference.results import Gradients, Reference
+from numdev.report import AttributionRow, SiteShare
+from numdev.system import System
+
+MOST_HEADS = 4
+"""How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
+Where gradients are, heads come in whole groups, at least one of them."""
+KEPT_BYTES = 1 << 30
+"""How much of the emulations is kept. Those that come first are what tensors have in common."""
+TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
+
+
+def explain(
+    task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
+) -> list[AttributionRow]:
+    """Which roundings make the errors of the task's kernel, in its output and, where the task wants
+    gradients and the kernel has them, in each of those; none where it returned nothing.
+
+    "Unknown" where emulations predict nothing, as in fp32, and where the attempt fails.
+    """
+    if kernel.missing(system):
+        return []
+    try:
+        case = bench.at(task.format).case
+        output = _attempt(task, kernel, case, run)
+        if isinstance(output, Failure):
+            return []
+        claim = kernel.claims(case, output, system)
+        compared = _Compared(case, output, bench.heads, bench.queries)
+    except (RuntimeError, TypeError, ValueError, MeasurementError, UsageError) as error:
+        return [_row(task, "out", chosen(bench.heads), None, _failed(error))]
+    rows = []
+    for tensor in compared.formats:
+        heads, found, unknown = compared.heads(tensor), None, compared.unpredictable(tensor, claim)
+        if not unknown:
+            try:
+                found = compared.attribution(tensor, claim)
+            except (RuntimeError, TypeError, ValueError, MeasurementError, UsageError) as error:
+                unknown = _failed(error)
+        rows.append(_row(task, tensor, heads, found, unknown))
+        claim = _informed(claim, found) if tensor == "out" else claim
+    return rows
+
+
+class _Compared:
+    """Some heads of a kernel's output, in some query rows if not in all, the truth, and emulations
+    of them."""
+
+    def __init__(
+        self,
+        case: AttentionCase,
+        output: Output,
+        heads: tuple[int, ...],
+        rows: Tensor | None = None,
+    ) -> None:
+        tensors = [t for t in CASTS if getattr(output, t) is not None]
+        self.formats = {t: returned(getattr(output, t), case) for t in tensors}
+        self.backward = "dq" in self.formats
+        self.query_heads, self.kv_heads = whole_groups(heads, case.group)
+        if not self.backward:
+            self.query_heads = chosen(heads)
+        self.case = case.select_heads(list(self.query_heads))
+        if self.backward:
+            kv = list(self.kv_heads)
+            self.case = dataclasses.replace(self.case, k=case.k[:, kv], v=case.v[:, kv])
+        self.rows = rows
+        if rows is not None:
+            self.case = self.case.select_rows(rows)
+        self.output = output
+        self.exact: Reference | Gradients = (gradients if self.backward else attend)(self.case)
+        self.kept: dict[str, dict[str, Tensor]] = {}
+
+    def heads(self, tensor: str) -> tuple[int, ...]:
+        return self.kv_heads if tensor in ("dk", "dv") else self.query_heads
+
+    def unpredictable(self, tensor: str, claim: Claim | None) -> str | None:
+        if self.rows is not None and tensor in ("dk", "dv"):
+            return "query rows are sampled, and a key's gradient is a sum over all of them"
+        return unpredictable(claim or {"preset": "fa2"}, self.case.format, self.formats[tensor])
+
+    def attribution(self, tensor: str, claim: Claim | None) -> Attribution | None:
+        output = getattr(self.output, tensor)[:, list(self.heads(tensor))]
+        return attribute(
+            output if self.rows is None else output[:, :, self.rows],
+            getattr(self.exact, tensor),
+            getattr(self.exact, TERMS[tensor]).norm(dim=-1),
+            self.case.format,
+            claim,
+            lambda tried: self.emulated(tensor, tried),
+            tensor=tensor,
+            group=self.case.group,
+        )
+
+    def emulated(self, tensor: str, tried: Claim) -> Tensor:
+        """One emulation of backward serves all three gradients; the output needs none."""
+        recipe = returning(tried, self.case, self.formats)
+        forward = tensor == "out"
+        key = f"{forward} {sorted(recipe.items())!r}"
+        if key in self.kept:
+            return self.kept[key][tensor]
+        step = {"out": emulation(self.case, recipe)} if forward else self._gradients(recipe)
+        if self._held() < KEPT_BYTES:
+            self.kept[key] = step
+        return step[tensor]
+
+    def _gradients(self, recipe: Claim) -> dict[str, Tensor]:
+        step = emulated_step(self.case, recipe)
+        return {t: x for t, x in step.items() if t != "out"}
+
+    def _held(self) -> int:
+        return sum(x.nbytes for step in self.kept.values() for x in step.values())
+
+
+def _attempt(task: Task, kernel: Kernel, case: AttentionCase, run: Runner) -> Output | Failure:
+    """A training step where one is wanted and can be had, else the forward pass."""
+    options = given(task, kernel)
+    if getattr(task, "gradients", False):
+        step = run(kernel, case, options, gradients=True)
+        if isinstance(step, Output):
+            return step
+    return run(kernel, case, options)
+
+
+def _informed(claim: Claim | None, found: Attribution | None) -> Claim | None:
+    """The claim with the tiles that explain the output, where it was right but for those."""
+    if claim is None or found is None or found.why_not:
+        return claim
+    shown = found.best.claim
+    if shown.get("preset") != claim.get("preset", "fa2"):
+        return claim
+    rest = {k: v for k, v in claim.items() if k not in FORWARD_VARIED}
+    return {**rest, **{k: v for k, v in shown.items() if k in FORWARD_VARIED}}
+
+
+def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
+    """At most so many of them, evenly spread."""
+    step = max(1, len(heads) // most)
+    return heads[::step][:most]
+
+
+def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """About MOST_HEADS query heads, all that read some of the kv heads these read, and those kv
+    heads: dK and dV are sums over a group."""
+    read = tuple(dict.fromkeys(head // group for head in heads))
+    kv = chosen(read, max(1, MOST_HEADS // group))
+    return tuple(h * group + i for h in kv for i in range(group)), kv
+
+
+def _failed(error: Exception) -> str:
+    return f"it could not be tried ({error})"
+
+
+def _row(
+    task: Task,
+    tensor: str,
+    heads: tuple[int, ...],
+    found: Attribution | None,
+    unknown: str | None,
+) -> AttributionRow:
+    fields: Mapping[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
+    row = AttributionRow(**fields, explained_by=None, reason=unknown, sentence="")
+    if found is not None:
+        row = row.model_copy(
+            update={
+                "explained_by": None if found.why_not else found.best.preset,
+                "reason": found.why_not,
+                "nearest": found.best.preset,
+                "recipe": dict(found.best.claim),
+                "residual": found.best.residual,
+                "size": found.best.ratio,
+                "next_preset": found.next.preset,
+                "next_residual": found.next.residual,
+                "sites": tuple(
+                    SiteShare(
+                        site=s.site,
+                        rounds=SITES[s.site].rounds,
+                        share=s.share,
+                        residual=s.residual,
+                    )
+                    for s in found.shares
+                ),
+            }
+        )
+    return row.model_copy(update={"sentence": sentence(row)})

@@ -1,0 +1,1 @@
+"""A finding as a script that shows it with PyTorch alone."""

@@ -1,1 +1,0 @@
-"""From distances between weights to the first paper's conclusion."""

@@ -1,1 +1,0 @@
-"""A model runs, and every attention call it makes is handed over."""

@@ -1,1 +1,0 @@
-"""The chain of biased rounding in one attention call, link by link."""

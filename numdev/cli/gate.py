@@ -1,0 +1,155 @@
+"""`numdev gate`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from numdev.cli.ending import end
+from numdev.cli.places import Places, place_options, write_file
+from numdev.errors import UsageError
+from numdev.gate.ahead import Ahead
+
+if TYPE_CHECKING:
+    from numdev.gate.cells import Older
+
+INIT = Path("thresholds.yaml")
+
+
+@click.command(
+    short_help="Judge a finished report by thresholds, for CI.",
+    epilog="Example:  numdev gate numdev-reports/demo-1234abcd",
+)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--thresholds",
+    "--rules",
+    "rules",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="YAML file of thresholds.  [default: configs/gate/default.yaml]",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="OLD",
+    help="An older report of the same request, for limits on what changed.",
+)
+@click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=f"Where --init writes.  [default: {INIT}]",
+)
+@click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
+@click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
+@place_options
+@click.pass_context
+def gate(
+    context: click.Context,
+    /,
+    path: Path,
+    rules: Path | None,
+    against: Path | None,
+    init: bool,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    **places: Any,
+) -> None:
+    """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory with one.
+
+    Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
+    threshold file. 3: something could not be measured or judged, which is never a pass.
+    """
+    from numdev.report.collector import uncollected
+
+    if init:
+        if rules or against or as_json or any(places.values()):
+            raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
+        _init(path, output or INIT, overwrite=overwrite)
+        return
+    if output or overwrite:
+        raise UsageError("-o and --overwrite are for --init", hint="add --init, or leave them out")
+    # A report is data: no plugin of pydantic's is wanted, and looking for them takes 20 ms.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    with uncollected():
+        elsewhere = Places(**places)
+        code = _judge(context, path, rules, against, elsewhere, as_json=as_json)
+    context.exit(code)
+
+
+def _judge(
+    context: click.Context,
+    path: Path,
+    rules: Path | None,
+    against: Path | None,
+    elsewhere: Places,
+    *,
+    as_json: bool,
+) -> int:
+    ahead = Ahead(path)  # while what follows is imported
+
+    import json
+
+    from numdev.gate import findings as sentences
+    from numdev.gate.judging import decide_report
+    from numdev.gate.rules import default_rules, default_rules_against, read_rules
+    from numdev.report.views import verdicts
+    from numdev.yamlfile import bundled
+
+    chosen = default_rules_against() if against else default_rules()
+    if rules:
+        chosen = read_rules(rules)
+        if against and not chosen.about_changes:
+            raise UsageError(
+                f"{rules}: has no threshold on a change, so --against would be ignored",
+                hint="give one `over: before`, or leave --against out",
+            )
+    every = not chosen.about_kernels_alone
+    found = _read(path, every=every, ahead=ahead)
+    decided = decide_report(found, chosen, _read(against, every=every) if against else None)
+    judged = decided.judgement
+    findings, tested = sentences.findings_in(decided, found.rows)
+    file = rules or bundled("gate/default.yaml")
+    context.find_root().obj = judged.exit_code
+    if as_json:
+        parts: dict[str, Any] = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
+        parts["findings"] = [finding.model_dump(mode="json") for finding in findings]
+        click.echo(json.dumps(parts))
+    else:
+        with elsewhere.printing():
+            verdicts.show(decided, findings, tested, sentences.named_in(found.rows))
+    # Afterwards, so that a file that cannot be written hides no verdict.
+    for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
+        click.echo(line, err=as_json)  # GitHub reads both streams
+    end(judged.exit_code)
+    return judged.exit_code
+
+
+def _read(path: Path, *, every: bool, ahead: Ahead | None = None) -> Older:
+    from numdev.gate.rowparts import read_judged
+    from numdev.report import AuditReport, SweepReport
+
+    found = read_judged(path, every=every, ahead=ahead)
+    if not isinstance(found, AuditReport | SweepReport):
+        raise UsageError(
+            f"{path}: is a report of numdev {found.kind}, which has no rows to judge",
+            hint="gate the report of an audit or a sweep",
+        )
+    return found
+
+
+def _init(path: Path, file: Path, *, overwrite: bool) -> None:
+    from numdev.gate.fitting import fitted
+
+    if file.exists() and not overwrite:
+        raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another file")
+    text = fitted(_read(path, every=True), str(path))
+    write_file(file, text)
+    click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")

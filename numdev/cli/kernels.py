@@ -1,0 +1,67 @@
+"""`numdev kernels`, and its check of one kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import click
+
+
+@click.command(
+    short_help="List the kernels: which run here, and why the others cannot.",
+    epilog="Example:  numdev kernels --check sdpa-flash",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Judge availability on this device.",
+)
+@click.option(
+    "--check",
+    "checked",
+    metavar="NAME",
+    help="Put one kernel, a name or package.module:function, through small cases with known "
+    "answers. Exit code 1 if it is wrong somewhere, 3 if it cannot run here.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The table, or the check, as JSON.")
+def kernels(device: str, checked: str | None, as_json: bool) -> None:
+    """List the kernels: which can run here, and why the others cannot."""
+    if checked is not None:
+        _check_kernel(checked, device, as_json)
+        return
+    import json
+
+    from numdev.kernels import all_kernels
+    from numdev.report.renderers import terminal
+    from numdev.system import System
+
+    system = System.here(device)
+    table = [
+        {"name": k.name, "missing": k.missing(system), "summary": k.summary, "options": k.options}
+        for k in all_kernels().values()
+    ]
+    if as_json:
+        click.echo(json.dumps(table, default=str))
+    else:
+        terminal.show_kernels(table, system)
+
+
+def _check_kernel(name: str, device: str, as_json: bool) -> None:
+    """Check one kernel's conformance, show it, and exit with 1 if it does not conform."""
+    from numdev.audit.conformance.checking import check
+    from numdev.kernels import find
+    from numdev.report.foreign import json_text
+    from numdev.report.renderers import terminal
+    from numdev.system import System
+
+    with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
+        found = check(find(name), System.here(device))
+    if as_json:
+        click.echo(json_text(found.model_dump_json()))
+    else:
+        terminal.show_conformance(found)
+    if not found.conforms:
+        click.get_current_context().exit(1)

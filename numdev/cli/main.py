@@ -1,0 +1,148 @@
+"""The command line: the group of commands, and what becomes of their errors.
+
+The commands are in `numdev.cli`, a file each; a new one is imported and added here. stdout
+carries the result, stderr the rest. This is the only place that catches a NumdevError and the only
+one that prints an error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from numdev import __version__
+from numdev.cli.audit import audit
+from numdev.cli.bounds import bounds
+from numdev.cli.compare import compare
+from numdev.cli.diagnose import diagnose
+from numdev.cli.ending import process_is_ours
+from numdev.cli.gate import gate
+from numdev.cli.kernels import kernels
+from numdev.cli.report import report
+from numdev.cli.requests import DEFAULT_KERNELS
+from numdev.cli.schema import schema
+from numdev.cli.sweep import sweep
+from numdev.cli.train import train
+from numdev.cli.weights import weights
+from numdev.errors import NumdevError, UsageError
+
+__all__ = ["DEFAULT_KERNELS", "cli", "main", "program"]
+COMPLETION = "_NUMDEV_COMPLETE"
+"""Set by the shell that asks for completions."""
+
+
+class _ReaderLeft(Exception):
+    """The reader of a pipe we write to is gone, as in `numdev report ... | head`. With the exit
+    code that was due: what a gate decided holds whoever reads it."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code or 0
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """click and rich make a closed pipe exit code 1, which here would read as "exceeded"."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise _ReaderLeft(ctx.obj) from error
+        except SystemExit as stop:
+            if isinstance(stop.__context__, BrokenPipeError):
+                raise _ReaderLeft(ctx.obj) from stop
+            raise
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+    epilog="Example:  numdev audit demo",
+)
+@click.version_option(__version__, prog_name="numdev")
+@click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
+    """Are my numbers right? Numeric-deviation audits for attention kernels.
+
+    numdev measures flash attention, the plain baseline and your own kernels against an fp64
+    reference on the same inputs, and sets what it finds beside the cost of low precision.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+cli.add_command(audit)
+cli.add_command(sweep)
+cli.add_command(train)
+cli.add_command(weights)
+cli.add_command(bounds)
+cli.add_command(diagnose)
+cli.add_command(compare)
+cli.add_command(report)
+cli.add_command(gate)
+cli.add_command(schema)
+cli.add_command(kernels)
+
+
+def program() -> None:
+    """`main` as all there is in a process."""
+    process_is_ours()
+    main()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
+    130 interrupted."""
+    try:
+        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+        code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
+    except NumdevError as error:
+        _fail(str(error), error.exit_code)
+    except click.exceptions.Abort:
+        _fail("interrupted; finished rows are kept, run the same command to continue", 130)
+    except KeyboardInterrupt:
+        _fail("interrupted; finished rows are kept, run the same command to continue", 130)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"; see `{context.command_path} --help`" if context else ""
+        _fail(error.format_message().rstrip(".") + hint, 2)
+    except _ReaderLeft as left:
+        # Say nothing more, and keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(left.code)
+    except SystemExit as stop:
+        if os.environ.get(COMPLETION):
+            raise  # click has answered the shell, and ends the program so
+        _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}; is there room, and may you write there?", 3)
+    except Exception as error:
+        if "--debug" in (sys.argv[1:] if arguments is None else arguments):
+            raise
+        hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
+        _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
+    else:
+        if code:
+            sys.exit(code)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """An empty path would be the directory one stands in."""
+    if "" in arguments:
+        at = arguments.index("")
+        after = f" after {arguments[at - 1]}" if at else ""
+        raise UsageError(
+            f"the argument{after} is empty", hint="is a variable of the shell not set?"
+        )
+
+
+def _fail(message: str, code: int) -> None:
+    """One line on stderr, whatever is in the message: control characters become spaces."""
+    line = "".join(c if c.isprintable() else " " for c in f"numdev: error: {message}")
+    click.echo(line, err=True)
+    sys.exit(code)

@@ -1,0 +1,85 @@
+"""`numdev report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from numdev.errors import UsageError
+
+if TYPE_CHECKING:
+    from numdev.report import Report
+
+FORMATS = ("terminal", "html", "markdown", "csv", "json")
+WIDTH = 100
+"""Of a terminal's tables in a file."""
+
+
+@click.command(
+    short_help="Show a finished report again, or in another form.",
+    epilog="Example:  numdev report numdev-reports/demo-1234abcd --format markdown",
+)
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    help="How to show it. html: one page that needs nothing else. markdown: the answer, the "
+    "tables, the findings. csv: the rows.  [terminal]",
+)
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), help="A file for it.  [default: stdout]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
+def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> None:
+    """Show a finished report again. PATH is a report.json or a directory with one."""
+    from numdev import report as reports
+
+    if as_json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} exclude each other", hint="give one of them")
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise UsageError(f"{output}: cannot be written", hint="give a file in a directory there is")
+    found = reports.read(path)
+    chosen = "json" if as_json else form or "terminal"
+    if chosen == "terminal" and output is None:
+        from numdev.report.renderers import terminal
+
+        terminal.show(found)
+        return
+    text = _text(found, chosen, path if path.is_dir() else path.parent)
+    if output is None:
+        click.echo(text, nl=not text.endswith("\n"))
+        return
+    with reports.replacing(output) as file:
+        file.write(text)
+
+
+def _text(found: Report, form: str, directory: Path) -> str:
+    """The report in one of `FORMATS`; `directory` is where its reproducers are looked for."""
+    import io
+
+    from numdev.report import write_csv
+    from numdev.report.foreign import json_text
+
+    file = io.StringIO(newline="")
+    if form == "json":
+        return json_text(found.model_dump_json())
+    if form == "html":
+        from numdev.report.renderers import html
+
+        return html.page(found, directory)
+    if form == "markdown":
+        from numdev.report.renderers import markdown
+
+        return markdown.page(found)
+    if form == "csv":
+        write_csv(file, next((rows for rows in found.tables().values() if rows), ()))
+    else:
+        from rich.console import Console
+
+        from numdev.report.renderers import terminal
+
+        terminal.show(found, Console(file=file, width=WIDTH, no_color=True))
+    return file.getvalue()

@@ -1,1 +1,0 @@
-"""What `numdev compare` makes of two audits."""

@@ -1,1 +1,0 @@
-"""One kernel by itself, feature by feature."""

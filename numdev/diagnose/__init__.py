@@ -1,0 +1,1 @@
+"""Which heads' rounding errors do not cancel, and what cures them."""

@@ -1,1 +1,0 @@
-"""What `numdev diagnose` is asked, finds and says."""

@@ -1,0 +1,271 @@
+"""Named mistakes that are another case: the same call with one thing changed.
+
+Each family takes an `AttentionCase` and yields a cause in words with the fields it changes, where
+the mistake is possible in this call and would change what is computed. The same call under the
+wrong scale, mask, head mapping or length is a case like any other, so its answer is the fp64
+reference's, and nothing is computed here. Mistakes that are no case (layouts, a missing division)
+are in `numdev.explain.alternatives`; a factor that is estimated from the data, in
+`numdev.explain.factors`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+
+Changes = Iterator[tuple[str, dict[str, Any]]]
+"""Causes in words, each with the fields of the case that it changes."""
+
+
+def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
+    """Every mistake that is another case, with that case."""
+    families = (
+        *(scales, _alignment, _causality, _window, _masks, _kv_heads, _batches),
+        *(_keys, _values, _features, _softcap, _sinks),
+    )
+    for family in families:
+        for cause, changes in family(case):
+            yield cause, dataclasses.replace(case, **changes)
+
+
+def scales(case: AttentionCase) -> Changes:
+    """Wrong scales, as numbers."""
+    d, v_dim, asked = case.q.shape[-1], case.v.shape[-1], case.scale
+    known = {
+        "the scores are not scaled": 1.0,
+        "the scale is 1/sqrt(head_dim) instead of what was asked": d**-0.5,
+        "the scale is applied twice": asked * asked,
+        "the scale is 1/head_dim": 1 / d,
+        "the scale is sqrt(head_dim), not its reciprocal": d**0.5,
+        "the scale is 1/sqrt of V's head_dim": v_dim**-0.5,
+        "the scale is 1/sqrt(heads * head_dim)": (case.heads * d) ** -0.5,
+        "the exponential is to base 2 (the scale lacks log2(e))": asked * math.log(2),
+        "the scale has log2(e) in it, and the exponential is to base e": asked / math.log(2),
+        "the sign of the scores is wrong": -asked,
+        "all scores are equal (a plain mean of V)": 0.0,
+    }
+    seen = {asked}
+    for cause, scale in known.items():
+        if not any(math.isclose(scale, other, rel_tol=1e-9) for other in seen):
+            seen.add(scale)
+            yield cause, {"scale": scale}
+
+
+def _alignment(case: AttentionCase) -> Changes:
+    if not case.restricts_positions:
+        return
+    what = "causal mask" if case.is_causal else "window"
+    for offset, where in ((0, "top-left"), (_bottom_right(case), "bottom-right")):
+        if offset != case.causal_offset:
+            cause = f"the {what} is aligned {where}"
+            yield cause, {"causal_offset": offset}
+
+
+def _causality(case: AttentionCase) -> Changes:
+    right = _bottom_right(case)
+    if case.is_causal:
+        yield "the causal mask is ignored", {"is_causal": False}
+        for step, words in ((1, "one key too many"), (-1, "one key too few")):
+            offset = case.causal_offset + step
+            if case.q_len == 1 or offset not in (0, right):
+                cause = f"the causal mask is off by one: each query sees {words}"
+                yield cause, {"causal_offset": offset, "window": _shifted(case, -step)}
+        if case.window is None:
+            cause = "the causal mask is upside down: queries see what follows them"
+            yield cause, {"is_causal": False, "window": (0, None)}
+    elif case.q_len > 1:
+        cause = "it is causal, which was not asked"
+        yield cause, {"is_causal": True}
+        if right != case.causal_offset:
+            yield f"{cause} (aligned bottom-right)", {"is_causal": True, "causal_offset": right}
+
+
+def _window(case: AttentionCase) -> Changes:
+    if case.window is None:
+        return
+    yield "the window is ignored", {"window": None}
+    left, behind = case.window
+    for step, words in ((1, "one key too wide"), (-1, "one key too narrow")):
+        for side in (0, 1):
+            limit = case.window[side]
+            if limit is None or (side == 1 and case.is_causal and limit >= 0 and step > 0):
+                continue
+            moved = list(case.window)
+            moved[side] = limit + step
+            where = ("on the left", "on the right")[side]
+            yield f"the window is {words} {where}", {"window": tuple(moved)}
+        if left is not None and behind is not None and not case.is_causal:
+            both = (left + step, behind + step)
+            yield f"the window is {words} on both sides", {"window": both}
+    if left is not None and behind is not None and not case.is_causal:
+        yield "the window is one-sided: only keys before the query", {"window": (left, 0)}
+
+
+def _bottom_right(case: AttentionCase) -> int:
+    """The causal offset with which the last query sees the last key."""
+    return case.kv_len - case.q_len
+
+
+def _shifted(case: AttentionCase, step: int) -> Any:
+    """The window, kept in place when the offset it is counted from moves by -step."""
+    if case.window is None:
+        return None
+    left, right = case.window
+    if right is not None and right >= 0:  # causality is the tighter limit
+        right = None
+    return (None if left is None else left - step, None if right is None else right + step)
+
+
+def _masks(case: AttentionCase) -> Changes:
+    mask = case.mask
+    if mask is None:
+        return
+    yield "the mask is ignored", {"mask": None}
+    if mask.dtype == torch.bool:
+        yield "the mask is inverted", {"mask": ~mask}
+        added = mask.to(case.q.dtype)
+        yield "the bool mask is added to the scores as 0 and 1", {"mask": added}
+    else:
+        yield "the additive mask is subtracted", {"mask": -mask}
+        yield "the additive mask is scaled like the scores", {"mask": mask.double() * case.scale}
+    if mask.ndim >= 2 and mask.shape[-1] == mask.shape[-2] > 1:
+        yield "the mask is transposed", {"mask": mask.transpose(-1, -2)}
+    if mask.ndim >= 3 and mask.shape[-3] > 1:
+        yield "every head gets head 0's mask", {"mask": mask[..., :1, :, :]}
+    if mask.ndim == 4 and mask.shape[0] > 1:
+        yield "every batch entry gets entry 0's mask", {"mask": mask[:1]}
+    if case.is_causal and case.q_len > 1:
+        yield "the mask and the causal mask are both ignored", {"mask": None, "is_causal": False}
+
+
+def _kv_heads(case: AttentionCase) -> Changes:
+    kv, group = case.kv_heads, case.group
+    if kv == 1:
+        return
+    read = {h: h // group for h in range(case.heads)}
+    mappings = {
+        "query head h reads kv head h % kv_heads instead of h // group": [
+            h % kv for h in range(case.heads)
+        ],
+        "every query head reads kv head 0": [0] * case.heads,
+        "query heads read the next kv head": [(h // group + 1) % kv for h in range(case.heads)],
+        "query heads read the previous kv head": [(h // group - 1) % kv for h in range(case.heads)],
+        "query head h reads kv head h, the last one beyond": [
+            min(h, kv - 1) for h in range(case.heads)
+        ],
+        "kv heads are read in reverse order": [kv - 1 - h // group for h in range(case.heads)],
+    }
+    seen = [list(read.values())]
+    for cause, mapping in mappings.items():
+        if mapping not in seen:
+            seen.append(mapping)
+            yield cause, {"k": case.k[:, mapping], "v": case.v[:, mapping]}
+
+
+def _batches(case: AttentionCase) -> Changes:
+    if case.q.shape[0] == 1:
+        return
+    first = [0] * case.q.shape[0]
+    yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
+    yield (
+        "every batch entry reads entry 0's q, k and v",
+        {"q": case.q[first], "k": case.k[first], "v": case.v[first]},
+    )
+
+
+def _keys(case: AttentionCase) -> Changes:
+    """Keys lost at the end, or padding that counts as keys."""
+    n = case.kv_len
+    tails = {1, 2, 4, 8, 16, 32, 64, 128, *(n % tile for tile in (16, 32, 64, 128))}
+    for lost in sorted(tails):
+        if 0 < lost < n:
+            words = "the last key is" if lost == 1 else f"the last {lost} keys are"
+            yield f"{words} dropped", {**_cut_keys(case, slice(0, n - lost))}
+    if n > 1:
+        yield "the first key is dropped", {**_hidden(case, 0)}
+    for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)}):
+        if padded > n:
+            more = padded - n
+            yield (
+                f"the keys are padded with zeros to {padded}, and the padding takes part",
+                {**_padded(case, more)},
+            )
+
+
+def _cut_keys(case: AttentionCase, keys: slice) -> dict[str, Any]:
+    mask = case.mask
+    if mask is not None and mask.shape[-1] > 1:
+        mask = mask[..., keys]
+    return {"k": case.k[:, :, keys], "v": case.v[:, :, keys], "mask": mask}
+
+
+def _hidden(case: AttentionCase, key: int) -> dict[str, Any]:
+    """One key taken out where it stands, so that positions stay."""
+    here = torch.ones(1, 1, 1, case.kv_len, dtype=torch.bool, device=case.q.device)
+    here[..., key] = False
+    if case.mask is None:
+        return {"mask": here}
+    if case.mask.dtype == torch.bool:
+        return {"mask": case.mask & here}
+    return {"mask": case.mask.masked_fill(~here, -math.inf)}
+
+
+def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
+    def pad(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, more))
+
+    mask = case.mask
+    if mask is not None and mask.shape[-1] > 1:
+        shown = torch.ones_like(mask[..., :1]) if mask.dtype == torch.bool else mask[..., :1] * 0
+        mask = torch.cat([mask, shown.nan_to_num(0.0).expand(*mask.shape[:-1], more)], dim=-1)
+    return {"k": pad(case.k), "v": pad(case.v), "mask": mask}
+
+
+def _values(case: AttentionCase) -> Changes:
+    if case.kv_len > 1:
+        yield "V is read in reverse order", {"v": case.v.flip(2)}
+        yield "V is shifted by one row", {"v": case.v.roll(1, 2)}
+        yield "V is shifted by one row, the other way", {"v": case.v.roll(-1, 2)}
+        yield "K is shifted by one row", {"k": case.k.roll(1, 2)}
+    if case.k.shape == case.v.shape:
+        yield "K stands in V's place", {"v": case.k}
+        yield "V stands in K's place", {"k": case.v}
+        yield "K and V are swapped", {"k": case.v, "v": case.k}
+    if case.q.shape == case.k.shape and case.q_len > 1:
+        yield (
+            "Q and K are swapped (the softmax is over the wrong axis)",
+            {
+                "q": case.k,
+                "k": case.q,
+            },
+        )
+
+
+def _features(case: AttentionCase) -> Changes:
+    """Head dimensions beyond a tile that do not enter the scores."""
+    d = case.q.shape[-1]
+    for used in (16, 32, 64, 128):
+        if used < d <= 2 * used:
+            cause = f"only the first {used} of {d} features enter the scores"
+            yield cause, {"q": case.q[..., :used], "k": case.k[..., :used]}
+
+
+def _softcap(case: AttentionCase) -> Changes:
+    if case.softcap is None:
+        return
+    yield "the soft cap is ignored", {"softcap": None}
+    before = case.softcap * abs(case.scale)
+    if 0 < before != case.softcap:
+        yield "the soft cap is applied before the scale", {"softcap": before}
+
+
+def _sinks(case: AttentionCase) -> Changes:
+    if case.sinks is not None:
+        yield "the attention sinks are ignored", {"sinks": None}

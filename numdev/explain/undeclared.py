@@ -1,0 +1,227 @@
+"""Which honest way of rounding explains a kernel that declares none.
+
+Without a word a kernel is held against `fa2`. Sound functions that round elsewhere err beyond that:
+plain code by autograd's casts, a wrapper by those of the operator it calls. So where a kernel
+declared nothing and a tensor of a call is beyond its limit under `fa2`, and only there, other ways
+that sound kernels are known to round are tried on the same inputs:
+
+- the claims of PyTorch's fused operators on this device (`numdev.kernels.sdpa_claims`),
+- the presets that stand for real code: `eager`, `fa2-consistent`. Not `golden2024` and `qiu2025`,
+  which keep running sums in the working format: that is a fault here,
+- code in PyTorch and autograd's gradients of it (`numdev.kernels.autograd_styles`).
+
+A way explains a kernel where what it errs is what the kernel errs, element by element. What is left
+is the residual |x - way| / |x - r| of a tensor (`numdev.explain.attribution` has it too, and
+says why rows count alike). Its square is the share of the squared error that stays unexplained: it
+may be a quarter on the average of all tensors of the call, and a half in one that is beyond its
+limit. Errors of the same size, or a prediction that is merely larger, leave 1 and more. A fault
+beside a way that is right shows as ever, for the kernel is then held to the same limits beside that
+way's errors, in all tensors. Where no way explains it, it is held against `fa2`, as before.
+
+Nothing is tried where an element cannot be predicted (in float32), or where something is not finite
+or another function is suspected.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from numdev.audit.attempt import Failure, attempt
+from numdev.audit.bench import Bench, Prepared
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.explain.attribution import ENOUGH, EXPLAINS, row_weights, weighed
+from numdev.formats import Format, round_to
+from numdev.kernels import Kernel, Output, sdpa_claims
+from numdev.kernels.autograd_styles import WAYS, Way
+from numdev.kernels.emulation.predict import returning, unpredictable
+from numdev.kernels.output import GRADIENTS
+from numdev.metrics.deviation import Metrics, Yardstick, measure
+from numdev.report import DeviationRow
+from numdev.system import System
+
+Claim = Mapping[str, Any]
+Step = Mapping[str, Tensor]
+"""By tensor, what a way returns for the measured heads and rows."""
+FA2: Claim = {"preset": "fa2"}
+TYPICAL = 1.05
+"""The limits of configs/gate/default.yaml on `expected_ratio` of the median head; of a single one,
+and on `worst_row`, by tensor."""
+LARGEST: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("out", "dv"), (1.1, 5.0)),
+    **dict.fromkeys(("dq", "dk"), (3.0, 20.0)),
+}
+IN_ONE = math.sqrt(0.5)
+"""The largest residual in a tensor that is beyond its limit."""
+BIAS, BIAS_ALPHA = 0.05, 0.01
+"""The limit on `bias_size`, in ulps (two that are nearer each other than this are one), and on its
+p."""
+MOST_SCORES = 1 << 25
+"""Ways that are written out keep all scores of a call; larger calls are not tried by them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Likeness:
+    """A way of rounding that explains a kernel."""
+
+    words: str
+    """`as sdpa-flash rounds on this CPU`: the row's claim."""
+    expected: Step
+    residual: float
+    """The root mean square of all tensors'."""
+
+
+def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
+    """The tensors of one call that are beyond what the default rules allow them beside `fa2`; none
+    where that is no matter of rounding: something is not finite, another function is suspected."""
+    if any(row.nonfinite or row.suspicion for row in rows):
+        return ()
+    return tuple(t for t in LARGEST if _beyond(t, [r for r in rows if r.tensor == t]))
+
+
+def _biased(row: DeviationRow) -> bool:
+    certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
+    return certain and row.tensor == "out" and abs(row.bias_size or 0.0) >= BIAS
+
+
+def _beyond(tensor: str, rows: Sequence[DeviationRow]) -> bool:
+    ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
+    worst = [r.worst_row for r in rows if r.worst_row is not None]
+    most, most_in_a_row = LARGEST[tensor]
+    return any(map(_biased, rows)) or (
+        bool(ratios)
+        and (
+            max(ratios) > most
+            or median(ratios) > TYPICAL
+            or max(worst, default=0.0) > most_in_a_row
+        )
+    )
+
+
+def likeness(
+    output: Output,
+    tensors: Collection[str],
+    formats: Mapping[str, Format],
+    prepared: Prepared,
+    bench: Bench,
+    system: System,
+) -> Likeness | None:
+    """The way that fits best of those that explain the output, of which `tensors` are beyond their
+    limits under `fa2`; `formats` are those of all that came back.
+
+    A way that cannot take the call (a sink, too many scores) is not tried.
+    """
+    given = {n: bench.select(getattr(output, n), n) for n in formats if n in prepared.by_row}
+    if any(unpredictable(FA2, prepared.case.format, formats[n]) for n in given):
+        return None
+    residuals = {n: _residuals(x, prepared, n) for n, x in given.items()}
+    best: Likeness | None = None
+    for words, made in _ways(formats, prepared, system):
+        expected = _tried(made)
+        if expected is None:
+            continue
+        left = {n: residual(expected[n]) for n, residual in residuals.items()}
+        together = math.sqrt(sum(x * x for x in left.values()) / len(left))
+        explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in tensors)
+        if explains and (best is None or together < best.residual):
+            best = Likeness(words=words, expected=expected, residual=together)
+        if together <= ENOUGH:
+            break
+    return best
+
+
+def with_bias_explained(
+    metrics: Sequence[Metrics], like: Likeness, yardstick: Yardstick
+) -> list[Metrics]:
+    """The metrics of an output; where a large bias is that of the way which explains it, there is
+    none that is the kernel's own, and `nulls` says whose it is."""
+    if all(abs(head.get("bias_size") or 0.0) < BIAS for head in metrics):
+        return list(metrics)
+    way = round_to(like.expected["out"], yardstick.format)
+    found = []
+    for head, its in zip(metrics, measure(way, yardstick), strict=True):
+        size, other = head.get("bias_size"), its.get("bias_size")
+        if size and other and abs(size) >= BIAS and abs(size - other) < BIAS:
+            why = f"{size:+.3f} ulp, {like.words}"
+            head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
+        found.append(head)
+    return found
+
+
+def _tried(made: Callable[[], Step | None]) -> Step | None:
+    try:
+        return made()
+    except (Refused, MeasurementError, UsageError):
+        return None
+
+
+def _residuals(x: Tensor, prepared: Prepared, tensor: str) -> Callable[[Tensor], float]:
+    """Of what is expected: |x - way| / |x - r|, rows counting alike; where x has no error 0, or
+    infinity if the way errs."""
+    y, wide = prepared.yardsticks[tensor], x.double()
+    weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
+    size = float(weighed(wide - y.reference, weight).norm())
+
+    def residual(expected: Tensor) -> float:
+        left = float(weighed(wide - expected.double(), weight).norm())
+        return left / size if size else (math.inf if left else 0.0)
+
+    return residual
+
+
+def _ways(
+    formats: Mapping[str, Format], prepared: Prepared, system: System
+) -> Iterator[tuple[str, Callable[[], Step | None]]]:
+    """What is tried, in words, the likeliest first."""
+    for words, claim in _claims(prepared, system):
+        changed = returning(claim, prepared.case, formats)
+        yield words, functools.partial(prepared.predicted, changed)
+    if prepared.case.working is None and set(formats.values()) == {prepared.case.format}:
+        for words, way in WAYS.items():
+            yield words, functools.partial(_written, way, prepared)
+
+
+def _claims(prepared: Prepared, system: System) -> Iterator[tuple[str, Claim]]:
+    """The claims of operators on this device, and the presets that are real code."""
+    for name, operator in OPERATORS[system.device].items():
+        ran = Output(out=prepared.case.q, ran=operator)
+        place = "GPU" if system.device == "cuda" else "CPU"
+        yield f"as {name} rounds on this {place}", sdpa_claims.claims(prepared.case, ran, system)
+    for preset in ("eager", "fa2-consistent"):
+        yield f"as {preset} rounds", {"preset": preset}
+
+
+OPERATORS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu", "sdpa-math": "math"},
+    "cuda": {
+        "sdpa-flash": "_scaled_dot_product_flash_attention",
+        "sdpa-efficient": "_scaled_dot_product_efficient_attention",
+        "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
+        "sdpa-math": "math",
+    },
+}
+"""By device, PyTorch's kernels and the operator that each is."""
+
+
+def _written(way: Way, prepared: Prepared) -> Step | None:
+    """What a way that is written out returns, and autograd's gradients of it."""
+    case = prepared.measured
+    if case.sinks is not None or case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
+        return None
+    key = f"written {way!r}"
+    if key not in prepared.predictions:
+        kernel = Kernel(name="written", function=way, any_rows=True)
+        with prepared.watch("predictions"):
+            found = attempt(kernel, case, {}, gradients="dq" in prepared.by_row)
+        if isinstance(found, Failure):
+            return None
+        tensors = {n: getattr(found, n) for n in ("out", *GRADIENTS)}
+        kept = {n: x.float() for n, x in tensors.items() if x is not None}
+        prepared.predictions[key] = {n: x for n, x in kept.items() if n in prepared.by_row}
+    return prepared.predictions[key]

@@ -1,0 +1,151 @@
+"""A different function: when a kernel is far off, which named mistake explains it.
+
+A wrong scale, mask, layout or head mapping is not rounding, and it should be said in words. But a
+large error alone is no proof: an ill-conditioned call can reach any ratio with sound arithmetic. So
+an accusation needs a *named alternative*: the same call with one mistake in it, whose own fp64
+reference explains what the kernel returned. The rule, for output o, reference r and alternative a:
+
+    ||o - a|| <= ||o - r|| / 10, plainly and with every element divided by its term scale.
+
+Otherwise nothing is named. Alternatives that explain the output equally well (within a factor of
+two of the best) are all named, since the data do not tell them apart.
+
+When it searches (`far_off`). The alternative is at least a rounding floor away from any output, so
+a tenfold cut needs an error of ten floors; and an error that the plain baseline makes too, on the
+same data, is what rounding costs there, however large. Both only save time: the rule accuses.
+
+This file has the rule and the search. The alternatives are elsewhere:
+`numdev.explain.alternatives`, most of them other cases (`numdev.explain.mistakes`), and, where
+none of these is named, factors estimated from the data (`numdev.explain.factors`). They are
+evaluated on a `Probe` (`numdev.explain.probe`), a small part of the call; a search is at most
+some 100 references of that size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.explain.alternatives import alternatives
+from numdev.explain.factors import estimated
+from numdev.explain.mistakes import scales
+from numdev.explain.probe import Alternative, Probe, room_for_heads
+from numdev.kernels.reference.results import Reference
+from numdev.metrics.deviation import finite
+
+CUT = 10.0
+"""How much smaller the residual must be against the alternative's reference."""
+FLOORS = 10.0
+BASELINES = 2.0
+ALIKE = 2.0
+"""Alternatives whose residual is within this factor of the best one's are not told apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """What one head of a kernel seems to compute instead."""
+
+    cause: str
+    """A clause: `the causal mask is ignored`."""
+    cut: float
+    """How many times smaller the residual is against that."""
+
+
+def far_off(metrics: dict[str, Any]) -> bool:
+    """Whether one head's error is beyond what rounding explains, so that a search is worth it."""
+    floors, baselines = metrics.get("floor_ratio"), metrics.get("baseline_ratio")
+    return floors is not None and floors >= FLOORS and (baselines is None or baselines >= BASELINES)
+
+
+def suspect(
+    case: AttentionCase,
+    out: Tensor,
+    exact: Reference,
+    heads: Sequence[int],
+    far: Sequence[int],
+    rows: Tensor | None = None,
+) -> dict[int, Suspicion]:
+    """Query head to what it computes instead, for those heads of `far` of which that can be said.
+
+    `case` and `out` are whole, `exact` is the reference of `heads`, in the query rows `rows` if not
+    in all, `far` a selection of `heads`.
+    First one cause is sought for all heads together (a mistake is seldom in one head, and heads
+    that are right speak against wrong causes), then for the worst head alone.
+    """
+    case = dataclasses.replace(case, grad_out=None)
+    whole = exact.out if len(heads) == case.heads and rows is None else None
+    errors = _row_errors(out[:, list(heads)], exact, rows)
+    sizes = dict(zip(heads, errors.sum(dim=(0, 2)).tolist(), strict=True))
+    order = sorted(heads, key=lambda h: (h not in far, -sizes[h]))
+    room = room_for_heads(case)
+    worst = [h for h in order if h in far]
+    for chosen in dict.fromkeys((tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))):
+        at = errors[:, [heads.index(h) for h in chosen]]
+        probe = Probe.of(case, out, list(chosen), at, whole)
+        found = _search(probe)
+        if found:
+            return _by_head(found, worst, case, out, errors, heads, whole)
+    return {}
+
+
+def _search(probe: Probe) -> list[tuple[Alternative, float]]:
+    """The alternatives that explain the probe, the best first, with their cuts."""
+    cuts = [(a, probe.cut(a[1](probe))) for a in alternatives(probe)]
+    named = sorted((x for x in cuts if x[1] >= CUT), key=lambda x: -x[1])
+    if not named:
+        named = sorted((x for x in estimated(probe) if x[1] >= CUT), key=lambda x: -x[1])
+    alike = [x for x in named if x[1] >= named[0][1] / ALIKE][:3]
+    return _any_scale(alike, probe.case)
+
+
+def _any_scale(
+    alike: Sequence[tuple[Alternative, float]], case: AttentionCase
+) -> list[tuple[Alternative, float]]:
+    """Several wrong scales that explain the output alike say that it does not depend on which:
+    one key has all the weight, say. Then the factor is unknown, and that is said."""
+    known = {cause: changes["scale"] for cause, changes in scales(case)}
+    wrong = [cause for (cause, _), _ in alike if cause in known]
+    if len(wrong) < 2 or len(wrong) < len(alike):
+        return list(alike)
+    larger = all(abs(known[cause]) > abs(case.scale) for cause in wrong)
+    how = "too large" if larger else "wrong"
+    cause = f"the scale is {how} (as if {', or '.join(wrong)}; the data do not tell by how much)"
+    return [((cause, alike[0][0][1]), alike[0][1])]
+
+
+def _by_head(
+    found: Sequence[tuple[Alternative, float]],
+    far: Sequence[int],
+    case: AttentionCase,
+    out: Tensor,
+    errors: Tensor,
+    heads: Sequence[int],
+    whole: Tensor | None,
+) -> dict[int, Suspicion]:
+    """What was found, held to the rule in every head that is far off."""
+    cause = ", or ".join(name for (name, _), _ in found)
+    best = found[0][0][1]
+    held = {}
+    for head in far:
+        probe = Probe.of(case, out, [head], errors[:, [heads.index(head)]], whole)
+        cut = probe.cut(best(probe))
+        if cut >= CUT:
+            held[head] = Suspicion(cause=cause, cut=cut)
+    return held
+
+
+def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
+    """||o - r|| of every row [B, H, q_len], over what is finite; 0 in rows that are not known."""
+    if rows is not None:
+        known = _row_errors(out[:, :, rows], exact, None)
+        return known.new_zeros(out.shape[:3]).index_copy_(2, rows, known)
+    error = out.double() - exact.out
+    usable = finite(error) & ~exact.empty[..., None]
+    sizes: Tensor = torch.where(usable, error, 0.0).norm(dim=-1)
+    return sizes

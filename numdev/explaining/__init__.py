@@ -1,1 +1,0 @@
-"""Which roundings make a kernel's errors."""

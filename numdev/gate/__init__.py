@@ -1,0 +1,1 @@
+"""Reports in, verdicts out: rules, comparisons, and what they say."""

@@ -1,0 +1,305 @@
+"""When a number moved: what noise explains of the ratio of two reports' numbers, head by head.
+
+A head's error is an average over its elements, and another order of the same sums, another tile or
+another draw of the inputs gives another average though the kernel is the same. What that explains
+of ln(B / A) is
+
+    ln(LEAST) + repeats + max(z sqrt(s_a^2 + s_b^2), t spread)
+
+LEAST = 1.05: less is nobody's concern, however certain. (Of a worst row, an extreme value, 2 or 4.)
+
+repeats = ln(1 + noise / rms): two runs whose difference has this rms differ by no more in the rms
+of their errors (the triangle inequality).
+
+s, the standard error of ln rms of a head. Of sampled rows it is the interval's half width over
+1.96. Else it is at most 1/2 (max / rms) / sqrt(n), since the mean of n squares whose largest is M
+has a relative variance of at most M / (n mean); and of expected_ratio 1/2 (w^2 - 1) / sqrt(rows)
+with w = worst_row / expected_ratio, since no row's share strays from its prediction by more.
+
+z is the normal quantile at ALPHA = 1 % over all numbers that are judged, both ways (Bonferroni).
+
+spread, and only where the inputs are not the same: how far the logarithms of the call's heads
+scatter, in both reports, this head left out; t is Student's quantile at the same level. Where
+tokens look alike a head's gradients err by the luck of a few roundings, and that is another for
+other inputs; on the same inputs it stays. For the same reason an expected_ratio below one half
+counts as one half there, in 16-bit formats: that a head errs far less than predicted is luck.
+
+How often this accuses a kernel that did not change is set down in docs/compare.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from statistics import NormalDist, fmean
+
+from numdev.gate.rules import interval_of, value_of
+from numdev.report import DeviationRow
+
+LEAST = 1.05
+ALPHA = 0.01
+WORST = {"dq": 4.0, "dk": 4.0}
+"""The least factor for `worst_row`, an extreme value; of other tensors WORST_ELSE. How far one row
+of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml)."""
+WORST_ELSE = 2.0
+HEADS = 4
+"""A call with fewer is judged by the scatter of all calls' heads."""
+METRICS = {
+    "out": ("expected_ratio", "floor_ratio", "worst_row"),
+    "dq": ("expected_ratio", "floor_ratio", "worst_row"),
+    "dk": ("expected_ratio", "floor_ratio", "worst_row"),
+    "dv": ("expected_ratio", "floor_ratio", "worst_row"),
+    "lse": ("rms",),
+}
+"""What is judged, the sharpest first. Multiples of an error that both reports share where the
+inputs are the same; expected_ratio is fit for others too."""
+OTHERS = ("expected_ratio",)
+"""What is judged first where the inputs are not the same; the rest only in its place, since it
+depends on the inputs more than on the kernel."""
+LUCKY = 0.5
+PREDICTED = ("bfloat16", "float16")
+"""Formats in which expected_ratio is near 1; in float32 it is beside a bound."""
+
+
+@dataclass
+class Pair:
+    """The same head in both reports, measured in both."""
+
+    a: DeviationRow
+    b: DeviationRow
+    same: bool
+    """Whether on the same inputs, or nearly."""
+    width: int
+    """Elements in a row."""
+
+    numbers: dict[str, tuple[float | None, float | None]] = field(init=False)
+    """Of A and B, by metric."""
+
+    def __post_init__(self) -> None:
+        metrics = METRICS[self.b.tensor]
+        self.numbers = {m: (number(self.a, m), number(self.b, m)) for m in metrics}
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is judged, if it has the numbers. Nothing in float64, where the reference is no more
+        exact than a kernel."""
+        if self.b.format == "float64":
+            return ()
+        metrics = METRICS[self.b.tensor]
+        if self.same:
+            return metrics
+        if all(None not in self.numbers.get(metric, (None,)) for metric in OTHERS):
+            return OTHERS
+        return metrics[1:2] or metrics
+
+    @cached_property
+    def tensor(self) -> tuple[object, ...]:
+        """Which tensor of which kernel in which format."""
+        row = self.b
+        return (row.role, row.kernel, str(row.options), row.format, row.tensor)
+
+    @cached_property
+    def call(self) -> tuple[object, ...]:
+        """That of which call."""
+        row = self.b
+        return (*self.tensor, row.case, row.module, row.layer, row.call, row.phase, row.seed)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One metric of a pair."""
+
+    metric: str
+    a: float
+    b: float
+    noise: float
+    """ln of the factor that noise explains; not finite where it explains anything."""
+    least: float = 0.0
+    """Below this, values count as equal to it."""
+
+    @property
+    def change(self) -> float | None:
+        """B / A; None where either is 0."""
+        return self.b / self.a if self.a and self.b else None
+
+    @property
+    def excess(self) -> float:
+        """How far beyond noise: above 1 it moved. An error where there was none, or the reverse,
+        moved if noise explains no doubling of it."""
+        if self.a == self.b:
+            return 0.0
+        a, b = max(self.a, self.least), max(self.b, self.least)
+        if not a or not b:
+            return 100.0 if self.noise < math.log(2) else 0.0
+        return min(100.0, abs(math.log(b / a)) / self.noise)
+
+
+class Noise:
+    """What noise explains in these pairs, all judged together. Makes no claim on pairs it was not
+    given."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.tests = max(1, sum(len(pair.metrics) for pair in pairs))
+        self.z = NormalDist().inv_cdf(1 - ALPHA / 2 / self.tests)
+        self._scatter = _scatter([pair for pair in pairs if not pair.same])
+
+    def judged(self, pair: Pair) -> list[Judged]:
+        """Every metric of the pair that both have, and what noise explains of its change."""
+        found = []
+        for metric in pair.metrics:
+            a, b = pair.numbers[metric]
+            if a is not None and b is not None:
+                noise = self._noise(pair, metric) if a != b else 0.0
+                found.append(Judged(metric, a, b, noise, least(pair, metric)))
+        return found
+
+    def _noise(self, pair: Pair, metric: str) -> float:
+        rows = zip((pair.a, pair.b), pair.numbers[metric], strict=True)
+        own = math.hypot(*(standard_error(row, metric, x, pair.width) for row, x in rows))
+        luck = 0.0 if pair.same else self._luck(pair, metric)
+        factor = WORST.get(pair.b.tensor, WORST_ELSE) if metric == "worst_row" else LEAST
+        return math.log(factor) + repeats(pair) + max(self.z * own, luck)
+
+    def _luck(self, pair: Pair, metric: str) -> float:
+        scatter, freedom = self._scatter[pair.call, metric].without(pair, metric)
+        if freedom < HEADS:
+            scatter, freedom = self._scatter[pair.tensor, metric].without(pair, metric)
+        if freedom < 2:
+            return math.inf
+        return student(1 - ALPHA / 2 / self.tests, freedom) * math.sqrt(2 * scatter)
+
+
+def least(pair: Pair, metric: str) -> float:
+    """Below which values of a metric are all the same."""
+    lucky = metric == "expected_ratio" and not pair.same and pair.b.format in PREDICTED
+    return LUCKY if lucky else 0.0
+
+
+def number(row: DeviationRow, metric: str) -> float | None:
+    """A metric of a row as a number; 0 where there is no error to take a multiple of."""
+    value = value_of(row, metric)[0]
+    return value if isinstance(value, float) else None
+
+
+def repeats(pair: Pair) -> float:
+    """What runs on the same inputs may differ by; not finite where one has no error to compare."""
+    noise = max((row.noise or 0.0 for row in (pair.a, pair.b)), default=0.0)
+    if not noise:
+        return 0.0
+    least = min(row.rms or 0.0 for row in (pair.a, pair.b))
+    return math.log1p(noise / least) if least else math.inf
+
+
+def standard_error(row: DeviationRow, metric: str, value: float | None, width: int) -> float:
+    """Of the logarithm of a metric's value; not finite where it is not known."""
+    if not value:
+        return 0.0
+    ends = interval_of(row, metric)
+    if ends is not None:
+        return math.log(ends[1] / ends[0]) / 2 / 1.96 if ends[0] > 0 else math.inf
+    if not row.elements:
+        return math.inf
+    if metric == "worst_row":
+        return 0.0
+    if metric == "expected_ratio":
+        if row.worst_row is None:
+            return math.inf
+        strays = abs((row.worst_row / value) ** 2 - 1)
+        return strays / 2 / math.sqrt(max(1.0, row.elements / width))
+    if not row.rms or row.max_abs is None:
+        return math.inf
+    return row.max_abs / row.rms / 2 / math.sqrt(row.elements)
+
+
+class _Scattered:
+    """How logarithms scatter about the mean of their call, in one report at a time."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[object, ...], list[float]] = {}
+
+    def add(self, side: str, pair: Pair, logarithm: float) -> None:
+        self.calls.setdefault((side, *pair.call), []).append(logarithm)
+
+    @cached_property
+    def whole(self) -> Squares:
+        parts = [_squares(values) for values in self.calls.values()]
+        return tuple(map(math.fsum, zip(*parts, strict=True)))
+
+    def without(self, pair: Pair, metric: str) -> tuple[float, int]:
+        """The variance without one pair, and its degrees of freedom: as many as its calls leave
+        (Satterthwaite), so that few if few of them have nearly all the scatter."""
+        sums = self.whole
+        for side, value in zip("ab", pair.numbers[metric], strict=True):
+            own, values = _logarithm(pair, value, metric), self.calls.get((side, *pair.call), [])
+            if own is not None:
+                others = list(values)
+                others.remove(own)
+                parts = zip(sums, _squares(values), _squares(others), strict=True)
+                sums = tuple(max(0.0, x - all_of_it + rest) for x, all_of_it, rest in parts)
+        squares, freedom, fourth = sums
+        if freedom < 0.5:
+            return 0.0, 0
+        effective = squares**2 / fourth if fourth > 0 else freedom
+        return squares / freedom, int(min(freedom, max(1.0, effective)))
+
+
+Squares = tuple[float, ...]
+
+
+def _squares(values: Sequence[float]) -> Squares:
+    """Of a call's logarithms: the sum of squares about the mean, its degrees of freedom, and its
+    share in the denominator of the effective ones."""
+    if len(values) < 2:
+        return 0.0, 0.0, 0.0
+    mean = fmean(values)
+    squares, freedom = sum((x - mean) ** 2 for x in values), len(values) - 1
+    return squares, freedom, squares**2 / freedom
+
+
+def _scatter(pairs: Sequence[Pair]) -> Mapping[tuple[tuple[object, ...], str], _Scattered]:
+    found: dict[tuple[tuple[object, ...], str], _Scattered] = {}
+    for pair in pairs:
+        for metric in pair.metrics:
+            for whole in (pair.call, pair.tensor):
+                here = found.setdefault((whole, metric), _Scattered())
+                for side, value in zip("ab", pair.numbers[metric], strict=True):
+                    logarithm = _logarithm(pair, value, metric)
+                    if logarithm is not None:
+                        here.add(side, pair, logarithm)
+    return found
+
+
+def _logarithm(pair: Pair, value: float | None, metric: str) -> float | None:
+    value = max(value or 0.0, least(pair, metric))
+    return math.log(value) if value else None
+
+
+@lru_cache(maxsize=4096)
+def student(level: float, freedom: int) -> float:
+    """The quantile of Student's t, by bisection of its distribution function for whole degrees of
+    freedom (Abramowitz & Stegun, 26.7.3 and 26.7.4); beyond 200 of them the normal one."""
+    if freedom > 200:
+        return NormalDist().inv_cdf(level)
+    low, high = 0.0, 1.0
+    while _student_cdf(high, freedom) < level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_cdf(middle, freedom) < level else (low, middle)
+    return high
+
+
+def _student_cdf(t: float, freedom: int) -> float:
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine, sine = math.cos(angle) ** 2, math.sin(angle)
+    odd = freedom % 2
+    term = total = 0.0
+    if freedom > 1:
+        term = total = math.cos(angle) if odd else 1.0
+        for k in range(2 + odd, freedom - 1, 2):
+            term *= cosine * (k - 1) / k
+            total += term
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 + inside / 2

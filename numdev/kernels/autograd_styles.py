@@ -1,0 +1,149 @@
+"""Attention as people write it in PyTorch, with autograd's gradients: how such code rounds.
+
+A function of q, k and v that is made of tensor operations rounds wherever it casts, in forward and
+again where autograd comes back through the cast. Some of it no recipe of `emulated` describes: P
+that is cast before it is normalised has a gradient that is rounded before it is, and a maximum
+that is not detached gets what rounding left of the sum of a row of dS. So such ways are written out
+here, each as its author would, to be run on the same inputs and laid beside a kernel's errors
+(`numdev.explain.undeclared`).
+
+All are sound: sums are in fp32, and nothing is rounded on its way but what a cast or a product of
+16-bit tensors rounds once. Memory is O(q_len * kv_len). A row that sees no key is 0.
+
+Legend: S scores, P probabilities before or after their division by l, m row maximum, l row sum, O
+output.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, empty_rows, explicit_mask
+
+Way = Callable[[AttentionCase], Tensor]
+"""The output [B, H, q_len, v_dim] in the case's dtype, connected to q, k and v."""
+Maximum = Literal["constant", "amax", "max"]
+HIDDEN = -1e30
+"""The score of a hidden key: exp of it is 0 beside any other, and no row is without a number."""
+
+
+def _scores_in_fp32(case: AttentionCase) -> Tensor:
+    """All in fp32 but P, cast for its product with V."""
+    k, v = _repeated(case)
+    P = _shown(case, _capped(case, case.q.float() @ k.float().mT * case.scale)).softmax(dim=-1)
+    return P.to(case.q.dtype) @ v
+
+
+def _fp32(case: AttentionCase) -> Tensor:
+    """All in fp32 but the result."""
+    k, v = _repeated(case)
+    S = _capped(case, case.q.float() @ k.float().mT * case.scale)
+    return (_shown(case, S).softmax(dim=-1) @ v.float()).to(case.q.dtype)
+
+
+def _softmax_in_working(case: AttentionCase) -> Tensor:
+    """Nothing is cast: autograd keeps P as it was returned, in the working format."""
+    k, v = _repeated(case)
+    S = _capped(case, (case.q @ k.mT) * case.scale)
+    return _shown(case, S).softmax(dim=-1) @ v
+
+
+def _scores_in_working(case: AttentionCase) -> Tensor:
+    """S in the working format, and all after it in fp32 but the result."""
+    k, v = _repeated(case)
+    S = _capped(case, (case.q @ k.mT) * case.scale)
+    return (_shown(case, S).float().softmax(dim=-1) @ v.float()).to(case.q.dtype)
+
+
+def _online(case: AttentionCase, *, tile: int | None, maximum: Maximum) -> Tensor:
+    """The online softmax, in tiles of keys (None: one): P cast for its product, O / l at the end.
+    `maximum`: whether it is detached, or differentiated as torch.amax or torch.max is."""
+    k, v = _repeated(case)
+    S = _shown(case, _capped(case, case.q.float() @ k.float().mT * case.scale))
+    m = S.new_full((*S.shape[:3], 1), HIDDEN)
+    l, O = torch.zeros_like(m), S.new_zeros(*S.shape[:3], v.shape[-1])
+    width = tile or case.kv_len
+    for part, values in zip(S.split(width, dim=-1), v.split(width, dim=2), strict=True):
+        m_old, m = m, torch.maximum(m, _largest(part, maximum))
+        a, P = (m_old - m).exp(), (part - m).exp()
+        l = a * l + P.sum(dim=-1, keepdim=True)
+        O = a * O + P.to(case.q.dtype).float() @ values.float()
+    return (O / l).to(case.q.dtype)
+
+
+def _largest(S: Tensor, maximum: Maximum) -> Tensor:
+    if maximum == "max":
+        return S.max(dim=-1, keepdim=True).values
+    return (S if maximum == "amax" else S.detach()).amax(dim=-1, keepdim=True)
+
+
+def _repeated(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as q."""
+    if case.group == 1:
+        return case.k, case.v
+    return (
+        case.k.repeat_interleave(case.group, dim=1),
+        case.v.repeat_interleave(case.group, dim=1),
+    )
+
+
+def _capped(case: AttentionCase, S: Tensor) -> Tensor:
+    return S if case.softcap is None else case.softcap * (S / case.softcap).tanh()
+
+
+def _shown(case: AttentionCase, S: Tensor) -> Tensor:
+    """S with the mask: an additive one added, what it hides far below everything else."""
+    mask = explicit_mask(case)
+    if mask is None:
+        return S
+    if mask.dtype != torch.bool:
+        S, mask = S + mask, mask > -math.inf
+    return S.masked_fill(~mask, max(HIDDEN, torch.finfo(S.dtype).min))
+
+
+def _with_nothing_for_nothing(way: Way) -> Way:
+    """The way, whose rows that see no key are 0 and have no gradient."""
+
+    @functools.wraps(way)
+    def run(case: AttentionCase) -> Tensor:
+        return way(case).masked_fill(empty_rows(case)[..., None], 0.0)
+
+    return run
+
+
+def _ways() -> Mapping[str, Way]:
+    plain: Mapping[str, Way] = {
+        "as autograd rounds all in fp32": _fp32,
+        "as autograd rounds a softmax in fp32, cast before P V": _scores_in_fp32,
+        "as autograd rounds a softmax in the working format": _softmax_in_working,
+        "as autograd rounds S in the working format and the rest in fp32": _scores_in_working,
+    }
+    through: Mapping[Maximum, str] = {
+        "amax": "the maximum's gradient included",
+        "max": "the gradient of the first maximum included",
+        "constant": "the maximum detached",
+    }
+    online: Mapping[str, Way] = {
+        f"as autograd rounds exp(S - m), cast before P V{_tiled(tile)}, {said}": functools.partial(
+            _online, tile=tile, maximum=maximum
+        )
+        for tile in (None, 64, 128, 32)
+        for maximum, said in through.items()
+    }
+    return {
+        words: _with_nothing_for_nothing(way) for words, way in (*plain.items(), *online.items())
+    }
+
+
+def _tiled(tile: int | None) -> str:
+    return "" if tile is None else f" in tiles of {tile} keys"
+
+
+WAYS: Mapping[str, Way] = _ways()
+"""By what is said of a kernel that rounds so."""

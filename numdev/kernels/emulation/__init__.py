@@ -1,0 +1,1 @@
+"""Attention with a format at every rounding site."""

@@ -1,0 +1,111 @@
+"""Rounding at a site, and the arithmetic around it: what both passes of `emulated` share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.formats import Format, RoundingMode, format_of, round_to
+from numdev.kernels import Refused
+from numdev.kernels.emulation.recipe import SITES, Recipe
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Rounder:
+    """`r(site, x)`: x rounded to the format the recipe gives the site. May return x itself.
+
+    What is random is drawn from `generator`, or from one of the recipe's seed.
+    """
+
+    def __init__(
+        self,
+        made: Recipe,
+        case: AttentionCase,
+        dtype: torch.dtype,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        here, device = format_of(dtype), case.q.device
+        if not here.contains(case.format):
+            raise Refused(f"computing in {here.name} would round inputs in {case.format.name}")
+        # None can be seeded while a CUDA graph is recorded: only what needs one has it.
+        draws = made.rounding == "stochastic" or made.delta_sign == "random"
+        if generator is None and draws:
+            generator = torch.Generator(device).manual_seed(made.seed)
+        self.generator = generator
+        self.steps: dict[str, Step | None] = {}
+        steps: dict[Format | None, Step | None] = {}  # sites are many, their formats few
+        for site in SITES.values():
+            fmt = made.format_at(site.name, case.format)
+            if fmt not in steps:
+                if fmt is not None and not here.contains(fmt):
+                    raise Refused(
+                        f"computing in {here.name} cannot round {site.name} to {fmt.name}"
+                    )
+                steps[fmt] = rounding(fmt, dtype, made.rounding, generator)
+            if fmt is not None and site.may_hide and not fmt.has_infinity:
+                raise Refused(f"{site.name} must hold -inf, which {fmt.name} does not have")
+            self.steps[site.name] = steps[fmt]
+
+    def __call__(self, site: str, x: Tensor) -> Tensor:
+        step = self.steps[site]
+        return x if step is None else step(x)
+
+    def signs(self, like: Tensor) -> Tensor:
+        """1 or -1 for every element, drawn with equal odds."""
+        drawn = torch.randint(2, like.shape, generator=self.generator, device=like.device)
+        return (2 * drawn - 1).to(like.dtype)
+
+    def rounds(self, *sites: str) -> bool:
+        """Whether any of the sites rounds anything."""
+        return any(self.steps[site] is not None for site in sites)
+
+
+def rounding(
+    fmt: Format | None, dtype: torch.dtype, mode: RoundingMode, generator: torch.Generator | None
+) -> Step | None:
+    """How to round tensors of `dtype` to `fmt`; None where there is nothing to do.
+
+    Where torch's own cast rounds once, to nearest, it is `round_to` at a tenth of the cost: from
+    float64 to float32, and from float32 to its halves. From float64 to a half it rounds twice.
+    """
+    if fmt is None or fmt.contains(format_of(dtype)):
+        return None
+    direct = (torch.float32,) if dtype == torch.float64 else (torch.bfloat16, torch.float16)
+    if mode == "nearest":
+        for narrow in direct:
+            if format_of(narrow).contains(fmt) and fmt.contains(format_of(narrow)):
+                return functools.partial(_there_and_back, narrow=narrow)
+    return functools.partial(round_to, format=fmt, mode=mode, generator=generator)
+
+
+def _there_and_back(x: Tensor, narrow: torch.dtype) -> Tensor:
+    return x.to(narrow).to(x.dtype)
+
+
+def stored(x: Tensor, fmt: Format | None, preferred: torch.dtype) -> Tensor:
+    """x in a dtype that holds the values of `fmt`: the preferred one if it does. Exact."""
+    for dtype in (preferred, torch.float32):
+        if fmt is not None and format_of(dtype).contains(fmt):
+            return x.to(dtype)
+    return x
+
+
+@contextlib.contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """fp32 products in fp32: without TF32, bf16 passes, or autocast."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

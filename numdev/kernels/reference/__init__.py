@@ -1,0 +1,106 @@
+"""The reference: attention in fp64 from the inputs as they are, and the rounding floor.
+
+Everything numdev says is a distance to this function. Beside the output it returns what the metrics
+need and only this pass can give: the log-sum-exp, the *term scale* sum_j P_ij |V_jd| (the size of
+what is added up before anything cancels), and which rows see no key at all. Such empty rows get
+out = 0 and lse = -inf (or the sink's logit); they are a convention, not a number, and are left out
+of every metric.
+
+`gradients` are those of flash attention's backward pass (Dao et al., arXiv 2205.14135, appendix
+B.2):
+
+    dP = dO V^T,  delta = rowsum(dO O),  dX = P (dP - delta) / cosh^2(X / cap),
+    dQ = scale dX K,  dK = scale dX^T Q,  dV = P^T dO,
+
+without the cosh where there is no soft cap. Query heads that share a kv head are summed. A sink
+takes its part of P and gets no gradient. A gradient's term scale is the same sum with all terms
+positive, and |dP| + |delta| for their difference: there a backward pass loses its digits.
+
+There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain PyTorch for any device,
+and `numdev.kernels.reference.fused`, Triton on CUDA. The result says which one it came by, and why where it
+is not the fast one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numdev.cases import AttentionCase
+from numdev.errors import Refused
+from numdev.formats import Format, round_to
+from numdev.kernels import Output, kernel, no_claim
+from numdev.kernels.output import GRADIENTS
+from numdev.kernels.reference import blocked, fused
+from numdev.kernels.reference.results import Gradients, Reference
+
+R = TypeVar("R", bound=Reference)
+
+
+def attend(case: AttentionCase) -> Reference:
+    """O = softmax(S) V with S = bias + softcap(scale * Q K^T), all in fp64.
+
+    NaN and infinity in the inputs propagate as the arithmetic has it, but a key of probability 0
+    has no part in the sum, whatever its V holds: what is hidden cannot be seen. Inputs of any
+    format are widened exactly; nothing is rounded on the way in or out.
+    """
+    if not case.q.is_cuda:
+        return blocked.attend(case)
+    return _fast_or_plain(case, fused.attend, blocked.attend)
+
+
+def gradients(case: AttentionCase) -> Gradients:
+    """The gradients of sum(dO O) with respect to q, k and v, and what `attend` returns, in fp64.
+
+    Memory is that of inputs, results and a few blocks of rows. Where P is 0, query and key have no
+    part in each other's gradients, whatever Q, K, V and dO hold there; elsewhere NaN and infinity
+    propagate as the arithmetic has it. An empty row adds nothing to any gradient. Raises UsageError
+    for a case without grad_out.
+    """
+    if not case.q.is_cuda:
+        return blocked.gradients(case)
+    return _fast_or_plain(case, fused.gradients, blocked.gradients)
+
+
+def _fast_or_plain(
+    case: AttentionCase, fast: Callable[[AttentionCase], R], plain: Callable[[AttentionCase], R]
+) -> R:
+    """The fast path's result, or the plain one's with the reason."""
+    try:
+        return fast(case)
+    except Refused as refusal:
+        return dataclasses.replace(plain(case), by=f"blocked: {refusal.message}")
+
+
+def floor_of(reference: Reference, fmt: Format) -> Output:
+    """The reference rounded once to `fmt`: no kernel that returns `fmt` can be better everywhere.
+
+    So are the gradients, where the reference has them. The log-sum-exp is left out: kernels return
+    it in a wider format than the output.
+    """
+    exact = {n: getattr(reference, n) for n in GRADIENTS if isinstance(reference, Gradients)}
+    rounded: dict[str, Any] = {n: round_to(x, fmt) for n, x in exact.items()}
+    return Output(out=round_to(reference.out, fmt), ran=reference.by, **rounded)
+
+
+def _reference_step(case: AttentionCase) -> Output:
+    g = gradients(case)
+    return Output(out=g.out, lse=g.lse, dq=g.dq, dk=g.dk, dv=g.dv, ran=g.by, ran_backward=g.by)
+
+
+@kernel("reference", any_format=True, any_rows=True, claims=no_claim, backward=_reference_step)
+def reference(case: AttentionCase) -> Output:
+    """fp64 from the same rounded inputs: the truth every deviation is measured against."""
+    answer = attend(case)
+    return Output(out=answer.out, lse=answer.lse, ran=answer.by)
+
+
+def _floor_step(case: AttentionCase) -> Output:
+    return floor_of(gradients(case), case.format)
+
+
+@kernel("floor", any_format=True, any_rows=True, claims=no_claim, backward=_floor_step)
+def floor(case: AttentionCase) -> Output:
+    """The reference rounded once to the output format: the smallest error a kernel can have."""
+    return floor_of(attend(case), case.format)

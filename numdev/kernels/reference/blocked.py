@@ -1,0 +1,204 @@
+"""The reference, block by block in PyTorch: for any device, and the check on the fused path.
+
+It is written for plainness. Query rows are processed in blocks, each against all the keys it can
+see, with an ordinary two-pass softmax; there is no online rescaling and no approximation. Memory is
+O(rows * kv_len), never q_len * kv_len. `gradients` takes every block on through the backward pass,
+P being the softmax of the block itself. The formulas stand in `numdev.kernels.reference`.
+
+Legend: X scaled products, S scores (X capped, biased, masked), P probabilities, m row maximum,
+l row sum, O output, L log-sum-exp; dX, dP the gradients of X and P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, additive, key_range, visible
+from numdev.kernels.backward import upstream
+from numdev.kernels.reference.results import Gradients, Reference
+
+BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""How large one block of scores may be; speed only, the result does not depend on it beyond fp64
+rounding in the matrix products."""
+BACKWARD_BLOCKS = 4
+"""As many blocks as the backward pass holds at once, each so much smaller."""
+Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attend(case: AttentionCase) -> Reference:
+    """See `reference.attend`."""
+    q, k, v = (x.detach().double() for x in (case.q, case.k, case.v))
+    found = _room(q, v)
+    # V and |V| side by side: output and term scale come from one product.
+    values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(v)
+    for rows in _row_blocks(case):
+        keys = key_range(case, rows)
+        S = _scores(case, _products(case, q, k, rows, keys), rows, keys)
+        found.empty[:, :, rows] = S.eq(-math.inf).all(dim=-1)
+        P, l, found.lse[:, :, rows] = _exponentials(case, S)
+        O = _output(case, P, l, values[:, :, keys], weigh)
+        found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
+    return found
+
+
+def gradients(case: AttentionCase) -> Gradients:
+    """See `reference.gradients`."""
+    q, k, v, dO = (x.detach().double() for x in (case.q, case.k, case.v, upstream(case)))
+    found = _room_for_gradients(q, k, v)
+    values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(q, k, v, dO)
+    for rows in _row_blocks(case, BACKWARD_BLOCKS):
+        keys = key_range(case, rows)
+        X = _products(case, q, k, rows, keys)
+        slope = _slope(case, X)
+        S = _scores(case, X, rows, keys)
+        hidden = S.eq(-math.inf)
+        found.empty[:, :, rows] = empty = hidden.all(dim=-1)
+        found.unseen[:, :, keys] &= _per_kv_head(case, hidden).all(dim=2)
+        P, l, found.lse[:, :, rows] = _exponentials(case, S)
+        O = _output(case, P, l, values[:, :, keys], weigh)
+        found.out[:, :, rows], found.term_scale[:, :, rows] = O.chunk(2, dim=-1)
+
+        # In a row of NaN exp(-inf - NaN) is NaN too, and yet what is hidden is hidden.
+        P = P.div_(_nonzero(l)[..., None]).masked_fill_(hidden, 0.0)
+        dO_O = dO[:, :, rows] * found.out[:, :, rows]
+        found.delta[:, :, rows] = delta = dO_O.sum(dim=-1).masked_fill_(empty, 0.0)
+        Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
+        K_j, V_j = k[:, :, keys], v[:, :, keys]
+        dP = (dO_i @ V_j.mT).view_as(P)
+        dX, terms = (_per_kv_head(case, x) for x in _score_gradient(P, dP, delta, slope))
+
+        found.dq[:, :, rows] = weigh(dX, K_j, P_i).view_as(q[:, :, rows])
+        found.dq_terms[:, :, rows] = weigh(terms, K_j.abs(), P_i).view_as(q[:, :, rows])
+        found.dk[:, :, keys] += weigh(dX.mT, Q_i, P_i.mT)
+        found.dk_terms[:, :, keys] += weigh(terms.mT, Q_i.abs(), P_i.mT)
+        found.dv[:, :, keys] += weigh(P_i.mT, dO_i, P_i.mT)
+        found.dv_terms[:, :, keys] += weigh(P_i.mT, dO_i.abs(), P_i.mT)
+    for x in (found.dq, found.dk):
+        x.mul_(case.scale)
+    for x in (found.dq_terms, found.dk_terms):
+        x.mul_(abs(case.scale))
+    return found
+
+
+def _room(q: Tensor, v: Tensor) -> Reference:
+    shape = q.shape[:3]
+    return Reference(
+        out=q.new_empty(*shape, v.shape[-1]),
+        lse=q.new_empty(shape),
+        term_scale=q.new_empty(*shape, v.shape[-1]),
+        empty=torch.zeros(shape, dtype=torch.bool, device=q.device),
+    )
+
+
+def _room_for_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    return Gradients(
+        **vars(_room(q, v)),
+        dq=torch.zeros_like(q),
+        dk=torch.zeros_like(k),
+        dv=torch.zeros_like(v),
+        dq_terms=torch.zeros_like(q),
+        dk_terms=torch.zeros_like(k),
+        dv_terms=torch.zeros_like(v),
+        delta=q.new_empty(q.shape[:3]),
+        unseen=torch.ones(k.shape[:3], dtype=torch.bool, device=q.device),
+    )
+
+
+def _row_blocks(case: AttentionCase, share: int = 1) -> list[slice]:
+    budget = BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"] // share
+    per_row = 8 * case.q.shape[0] * case.heads * case.kv_len
+    step = max(1, min(case.q_len, budget // per_row))
+    return [slice(i, min(i + step, case.q_len)) for i in range(0, case.q_len, step)]
+
+
+def _products(case: AttentionCase, q: Tensor, k: Tensor, rows: slice, keys: slice) -> Tensor:
+    """X [B, H, rows, keys]."""
+    X = _per_kv_head(case, q[:, :, rows]) @ k[:, :, keys].mT
+    return X.view(*q.shape[:2], rows.stop - rows.start, keys.stop - keys.start).mul_(case.scale)
+
+
+def _slope(case: AttentionCase, X: Tensor) -> Tensor | None:
+    """The soft cap's derivative. 1 - tanh^2 would be nothing but cancellation near the cap."""
+    return None if case.softcap is None else (X / case.softcap).cosh_().square_().reciprocal_()
+
+
+def _scores(case: AttentionCase, X: Tensor, rows: slice, keys: slice | Tensor) -> Tensor:
+    """S from X, which it overwrites."""
+    S = X if case.softcap is None else X.div_(case.softcap).tanh_().mul_(case.softcap)
+    bias = additive(case, rows, keys)
+    if bias is not None:
+        S.add_(bias.double())
+    shown = visible(case, rows, keys)
+    return S if shown is None else S.masked_fill_(~shown, -math.inf)
+
+
+def _exponentials(case: AttentionCase, S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(S - m), which overwrites S, its row sum, and the log-sum-exp [B, H, rows]."""
+    m = S.amax(dim=-1) if S.shape[-1] else S.new_full(S.shape[:3], -math.inf)
+    sink = None if case.sinks is None else case.sinks.double()[None, :, None].expand_as(m)
+    if sink is not None:
+        m = torch.maximum(m, sink)
+    # An empty row has m = -inf; any finite shift then gives P = 0 instead of NaN.
+    shift = torch.where(m == -math.inf, torch.zeros_like(m), m)
+    P = S.sub_(shift[..., None]).exp_()
+    l = P.sum(dim=-1)
+    if sink is not None:
+        l = l + (sink - shift).exp()
+    return P, l, shift + l.log()
+
+
+def _output(case: AttentionCase, P: Tensor, l: Tensor, values: Tensor, weigh: Weigh) -> Tensor:
+    """P @ values / l, [B, H, rows, 2 * v_dim]."""
+    P_i = _per_kv_head(case, P)
+    O = weigh(P_i, values, P_i).view(*P.shape[:3], values.shape[-1])
+    return O / _nonzero(l)[..., None]
+
+
+def _score_gradient(
+    P: Tensor, dP: Tensor, delta: Tensor, slope: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """dX, and the sum of its absolute terms; 0 where P is. Overwrites dP."""
+    apart = P == 0
+    weight = P if slope is None else P * slope
+    terms = dP.abs().add_(delta.abs()[..., None]).mul_(weight)
+    dX = dP.sub_(delta[..., None]).mul_(weight)
+    return dX.masked_fill_(apart, 0.0), terms.masked_fill_(apart, 0.0)
+
+
+def _weigher(*inputs: Tensor) -> Weigh:
+    """weights @ values; the third argument, P, matters only where an input is not finite."""
+    if all(bool(x.isfinite().all()) for x in inputs):
+        return lambda weights, values, P: weights @ values
+    return _weigh_what_is_seen
+
+
+def _weigh_what_is_seen(weights: Tensor, values: Tensor, P: Tensor) -> Tensor:
+    """weights @ values, where values of probability 0 count for nothing even if NaN or infinite.
+
+    0 * NaN would let a hidden key through, or not, depending on which block it falls into.
+    """
+    O = weights @ torch.where(values.isfinite(), values, 0.0)
+    infinite = values.isinf().double()
+    positive, negative = (values == math.inf).double(), (values == -math.inf).double()
+    rising, falling = (weights > 0).double(), (weights < 0).double()
+    O = torch.where(rising @ positive + falling @ negative > 0, O + math.inf, O)
+    O = torch.where(rising @ negative + falling @ positive > 0, O - math.inf, O)
+    seen = P != 0
+    undefined = seen.double() @ values.isnan().double()
+    undefined += (seen & (weights == 0)).double() @ infinite
+    return torch.where(undefined > 0, math.nan, O)
+
+
+def _nonzero(l: Tensor) -> Tensor:
+    """l, with 1 where nothing was summed: what it divides is 0 there and stays so."""
+    return torch.where(l == 0, 1.0, l)
+
+
+def _per_kv_head(case: AttentionCase, x: Tensor) -> Tensor:
+    """[B, H, R, X] as [B, kv_heads, group * R, X]: each kv head meets its query heads at once."""
+    b, h, rows, width = x.shape
+    return x.reshape(b, case.kv_heads, (h // case.kv_heads) * rows, width)

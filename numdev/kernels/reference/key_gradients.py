@@ -1,0 +1,95 @@
+"""The exact gradients of some keys: rows of dk and dv, in fp64.
+
+A row of dk or dv is a sum over all queries, so that sampling queries does not give it. But a key's
+probabilities need no other key once the log-sum-exp is known: P_ij = exp(S_ij - L_i), and its
+gradients need delta = rowsum(dO O) besides. Both come from one forward reference of all queries,
+which is the cost of this: O(q_len kv_len), where the rows of the output cost O(rows kv_len). The
+rest is O(q_len keys). Formulas and legend are those of `numdev.kernels.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase
+from numdev.kernels.backward import upstream
+from numdev.kernels.reference import attend
+from numdev.kernels.reference.blocked import (
+    BACKWARD_BLOCKS,
+    BLOCK_BYTES,
+    _per_kv_head,
+    _products,
+    _score_gradient,
+    _scores,
+    _slope,
+    _weigher,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeyGradients:
+    """Of n keys of a call, float64 [batch, kv_heads, n, ...]; names as in `reference.Gradients`."""
+
+    dk: Tensor
+    dv: Tensor
+    dk_terms: Tensor
+    dv_terms: Tensor
+    unseen: Tensor
+    """bool [batch, kv_heads, n]."""
+    lse: Tensor
+    """[batch, heads, q_len]: of all queries."""
+
+
+def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
+    """The gradients of sum(dO O) with respect to the rows `keys` of k and v, int64 indices.
+
+    `case` has all its queries, and grad_out (else UsageError). NaN and infinity propagate as in
+    `reference.gradients`, whose rows these are but for fp64 rounding.
+    """
+    keys = keys.to(case.q.device)
+    whole = attend(case)
+    q, dO = (x.detach().double() for x in (case.q, upstream(case)))
+    k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
+    delta = (dO * whole.out).sum(dim=-1).masked_fill_(whole.empty, 0.0)
+    found = _room(k, v, whole.lse)
+    weigh, every = _weigher(q, k, v, dO), slice(0, len(keys))
+    for rows in _row_blocks(case, len(keys)):
+        X = _products(case, q, k, rows, every)
+        slope = _slope(case, X)
+        S = _scores(case, X, rows, keys)
+        hidden = S.eq(-math.inf)
+        found.unseen.logical_and_(_per_kv_head(case, hidden).all(dim=2))
+        P = S.sub_(whole.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
+        Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
+        dP = (dO_i @ v.mT).view_as(P)
+        dX, terms = (
+            _per_kv_head(case, x) for x in _score_gradient(P, dP, delta[:, :, rows], slope)
+        )
+        found.dk.add_(weigh(dX.mT, Q_i, P_i.mT), alpha=case.scale)
+        found.dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
+        found.dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
+        found.dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
+    return found
+
+
+def _room(k: Tensor, v: Tensor, lse: Tensor) -> KeyGradients:
+    return KeyGradients(
+        dk=torch.zeros_like(k),
+        dv=torch.zeros_like(v),
+        dk_terms=torch.zeros_like(k),
+        dv_terms=torch.zeros_like(v),
+        unseen=torch.ones(k.shape[:3], dtype=torch.bool, device=k.device),
+        lse=lse,
+    )
+
+
+def _row_blocks(case: AttentionCase, keys: int) -> Iterator[slice]:
+    budget = BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"] // BACKWARD_BLOCKS
+    step = max(1, budget // (8 * case.q.shape[0] * case.heads * keys))
+    for first in range(0, case.q_len, step):
+        yield slice(first, min(first + step, case.q_len))

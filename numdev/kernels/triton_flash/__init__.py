@@ -1,0 +1,1 @@
+"""Flash attention in Triton with its choices as options."""

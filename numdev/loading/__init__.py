@@ -1,1 +1,0 @@
-"""Opening what users have: weights, tensors, text, pipelines."""

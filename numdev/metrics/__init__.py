@@ -1,0 +1,1 @@
+"""Tensors in, numbers out: how far an output is from the truth."""

@@ -1,0 +1,113 @@
+"""Bias: whether an output errs to one side, with an honest statistic.
+
+What is judged is the signed error relative to the floor's, in ulps at the term scale. The unit of
+observation is a sequence (a batch entry), since the rows of one sequence share their keys and
+values; rows that repeat an earlier sequence's are no observation. Within a head the family is: the
+plain mean, the mean along sign(r) (shrinkage), and the mean of every feature.
+
+The sums come from `numdev.metrics.comparison`; how they were calibrated is set down in docs/method.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MIN_BIAS_ULP = 0.05
+"""A bias below this size, in ulps at the term scale, is not worth an accusation."""
+
+UNJUDGED = {"bias_t": None, "bias_p": None, "bias_size": None, "bias_of": None}
+"""Of a head that fewer than two sequences tell of."""
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
+    """The bias of each head, arguments as in `comparison.Signed`."""
+    overall = np.stack([features.sum(axis=-1), along], axis=-1)
+    sums = np.concatenate([overall, features], axis=-1)  # [B, H, 2 + features]
+    whole = counts.sum(axis=-1, keepdims=True)
+    sizes = np.concatenate([whole, whole, counts], axis=-1)
+    return _of_heads(sums, sizes)
+
+
+def _of_heads(sums: Numbers, counts: Numbers) -> list[dict[str, Any]]:
+    """Bias of each head from its sequences' sums and element counts, [sequences, H, 2 + features].
+
+    A sequence without a usable element says nothing and is no observation. `bias_p` is corrected
+    for the family (Bonferroni with weights, so that the 64 or 128 features do not drown the two
+    overall means: these get a quarter of the error rate each, the features share the other half).
+    The correction over heads is made where heads are seen together. Members of at least
+    MIN_BIAS_ULP are preferred, so that a tiny but certain bias does not hide a large one.
+    """
+    seen = counts > 0
+    n = seen.sum(axis=0)
+    means = np.divide(sums, counts, out=np.zeros_like(sums), where=seen)
+    mean = means.sum(axis=0) / np.maximum(n, 1)
+    largest = 2 + np.abs(mean[:, 2:]).argmax(axis=-1)
+    found = {
+        "sequences": n[:, 0],
+        "bias": mean[:, 0],
+        "bias_sign": mean[:, 1],
+        "bias_feature": np.take_along_axis(mean, largest[:, None], axis=-1)[:, 0],
+    }
+    judged = (
+        _judged(means, mean, counts, seen) if n[:, 0].max(initial=0) > 1 else [UNJUDGED] * len(n)
+    )
+    rows = zip(*(x.tolist() for x in found.values()), strict=True)
+    heads = (dict(zip(found, row, strict=True)) for row in rows)
+    return [
+        head | (own if head["sequences"] > 1 else UNJUDGED)
+        for head, own in zip(heads, judged, strict=True)
+    ]
+
+
+def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list[dict[str, Any]]:
+    """The most certain bias of each head, among those that are worth it."""
+    t = mean / _standard_error(means, counts, seen)
+    p = np.minimum(1.0, _two_sided_p(t, seen.sum(axis=0) - 1) * _corrections(mean.shape[-1]))
+    large = np.abs(mean) >= MIN_BIAS_ULP
+    # The smallest p; among equal ones, as many that are 1, the largest t.
+    picks = np.lexsort((-np.abs(t), p, ~large))[:, 0]
+    return [
+        {
+            "bias_t": float(t[head, pick]),
+            "bias_p": float(p[head, pick]),
+            "bias_size": float(mean[head, pick]),
+            "bias_of": ("mean", "sign")[pick] if pick < 2 else f"feature {pick - 2}",
+        }
+        for head, pick in enumerate(picks.tolist())
+    ]
+
+
+def _standard_error(means: Numbers, counts: Numbers, seen: Flags) -> Numbers:
+    """Of the mean over sequences, from their spread; 1 where fewer than two were seen.
+
+    Outputs lie on a grid of about one ulp, so the mean of k elements moves in steps of 1/k ulp. A
+    spread below half a step is not measured but missed, and does not count as smaller: eight
+    sequences of one row that all round a feature up are no certainty.
+    """
+    n = seen.sum(axis=0)
+    mean = means.sum(axis=0) / np.maximum(n, 1)
+    spread = np.sqrt(np.where(seen, (means - mean) ** 2, 0.0).sum(axis=0) / np.maximum(n - 1, 1))
+    half_step = 0.5 * n / np.maximum(counts.sum(axis=0), 1)
+    return np.where(n < 2, 1.0, np.maximum(spread, half_step) / np.sqrt(np.maximum(n, 1)))
+
+
+def _corrections(family: int) -> Numbers:
+    """By how much each member's p is multiplied: the mean, the mean along the sign, the features.
+
+    The reciprocals sum to 1, which keeps the error rate of the whole family.
+    """
+    features = family - 2
+    return np.array([4.0, 4.0, *[2.0 * features] * features])
+
+
+def _two_sided_p(t: Numbers, degrees: Numbers) -> Numbers:
+    """Of Student's t; 1 where there are no degrees of freedom."""
+    from scipy.special import stdtr
+
+    p: Numbers = np.where(degrees < 1, 1.0, 2 * stdtr(np.maximum(degrees, 1), -np.abs(t)))
+    return p

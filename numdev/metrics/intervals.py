@@ -1,0 +1,130 @@
+"""How well a sample of rows tells what all rows would: 95 % intervals of a head's metrics.
+
+A metric that is a function of sums over rows (a root mean square, a ratio of two) is estimated by
+the same function of the sampled rows' sums. Its interval is a delete-a-group jackknife's (Kott,
+"The delete-a-group jackknife", J. Off. Stat. 17, 2001): the rows are dealt out to G = 16 groups in
+turn, so that each is spread over the positions as the sample is; the metric is computed G times
+without one of them; and with t_g its logarithm
+
+    variance = (1 - n / N) (G - 1) / G sum_g (t_g - mean t)^2,  interval = value exp(+- q sd),
+
+q being the 97.5 % quantile of Student's t with G - 1 degrees of freedom, n of N rows sampled. On
+the logarithmic scale, since a ratio and its inverse then say the same and no interval holds a
+negative error; how often such intervals hold the value of all rows is measured by
+benchmarks/sampling_coverage.py.
+
+A sum that few rows make is estimated poorly, and with few rows so is its interval (outliers, from
+32 rows: it holds in 83 %). `rel` gets none: under a causal mask the first rows, which see few keys,
+rule |r|, and from one or none of them its spread cannot be told (70 %). Nor does a maximum, which a
+sample bounds from below and nothing else; nor what has fewer than two rows, or is 0 without one of
+the groups.
+
+The sums come from `numdev.metrics.comparison`, already dealt to their groups; what is here is computed on
+the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+CONFIDENCE = 0.95
+Interval = tuple[float, float]
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+Sums = Mapping[str, Numbers]
+"""What a metric is made of, by name: sums over all rows [H], or over groups of them [H, groups]."""
+
+
+def _rms(squares: Numbers, count: Numbers) -> Numbers:
+    root: Numbers = np.sqrt(squares / count)
+    return root
+
+
+FORMULAS: Mapping[str, Callable[..., Numbers]] = {
+    "mean_abs": lambda absolute, count: absolute / count,
+    "rms": lambda square, count: _rms(square, count),
+    "row_rel": lambda relative, counted: _rms(relative, counted),
+    "floor_ratio": lambda square, count, floor, least, floor_count: (
+        _rms(square, count) / _rms(np.maximum(floor, least), floor_count)
+    ),
+    "baseline_ratio": lambda square, count, plain, plain_count: (
+        _rms(square, count) / _rms(plain, plain_count)
+    ),
+    "expected_ratio": lambda against, predicted, least_row: np.sqrt(
+        against / np.maximum(predicted, least_row)
+    ),
+    "precision_rms": lambda moved, moved_count: _rms(moved, moved_count),
+    "from_baseline_rms": lambda apart, apart_count: _rms(apart, apart_count),
+    "flash_vs_precision": lambda apart, apart_count, moved, moved_count: (
+        _rms(apart, apart_count) / _rms(moved, moved_count)
+    ),
+    "low_precision_rms": lambda cast_apart, cast_count: _rms(cast_apart, cast_count),
+    "flash_vs_low_precision": lambda apart, apart_count, cast_apart, cast_count: (
+        _rms(apart, apart_count) / _rms(cast_apart, cast_count)
+    ),
+    "lower_rms": lambda lower_apart, lower_count: _rms(lower_apart, lower_count),
+    "flash_vs_lower": lambda apart, apart_count, lower_apart, lower_count: (
+        _rms(apart, apart_count) / _rms(lower_apart, lower_count)
+    ),
+}
+"""A metric as a function of its sums, which are its parameters' names."""
+
+NEEDS = {name: tuple(inspect.signature(formula).parameters) for name, formula in FORMULAS.items()}
+
+
+def of_sums(sums: Sums) -> dict[str, Numbers]:
+    """Every metric that these sums give."""
+    given = {
+        name: [sums[n] for n in needs] for name, needs in NEEDS.items() if sums.keys() >= {*needs}
+    }
+    return {name: FORMULAS[name](*parts) for name, parts in given.items()}
+
+
+def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
+    """For each head the intervals of the metrics that these sums give: of `rows` sampled rows in
+    order of position, dealt to groups [H, GROUPS], `of` so many."""
+    heads, most = groups["count"].shape
+    if rows < 2:
+        return [{} for _ in range(heads)]
+    ends = jackknife({name: x[:, : min(rows, most)] for name, x in groups.items()}, rows, of)
+    both = np.array(list(ends.values())).reshape(-1, 2, heads)  # [metrics, 2, H]
+    pairs = [zip(low, high, strict=True) for low, high in both.tolist()]
+    found = [dict(zip(ends, own, strict=True)) for own in zip(*pairs, strict=True)]
+    unknown = ~np.isfinite(both).all(axis=1).T  # [H, metrics]
+    for head in np.flatnonzero(unknown.any(axis=1)).tolist():
+        own = zip(found[head].items(), unknown[head].tolist(), strict=True)
+        found[head] = dict(pair for pair, lacks in own if not lacks)
+    return found
+
+
+def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numbers]]:
+    """The ends [H] of each metric's interval, from the sums of groups of rows [H, groups], none of
+    them empty; NaN or infinite where there is none."""
+    count = groups["count"].shape[-1]
+    chosen, quantile = _chosen(count)
+    parts = np.array(list(groups.values()))  # [sums, H, groups]
+    with np.errstate(all="ignore"):  # a metric that means nothing has no interval
+        together = (parts.reshape(-1, count) @ chosen).reshape(*parts.shape[:2], -1)
+        values = of_sums(dict(zip(groups, together, strict=True)))
+        every = np.array(list(values.values()))  # [metrics, H, 1 + groups]
+        value, logarithm = every[..., 0], np.log(every[..., 1:])
+        squares = (logarithm - logarithm.mean(axis=-1, keepdims=True)) ** 2
+        variance = (1 - rows / of) * (count - 1) / count * squares.sum(axis=-1)
+        width = np.exp(quantile * np.sqrt(variance))
+        exact = value == 0  # no row errs at all: then none does without a group either
+        low, high = (np.where(exact, value, x) for x in (value / width, value * width))
+    return dict(zip(values, zip(low, high, strict=True), strict=True))
+
+
+@functools.cache
+def _chosen(count: int) -> tuple[Numbers, float]:
+    """What sums over all of so many groups, and without each: of the others, not by subtraction,
+    since where one row has all little is left. And Student's quantile."""
+    from scipy.special import stdtrit
+
+    chosen = np.concatenate([np.ones((count, 1)), 1 - np.eye(count)], axis=1)
+    return chosen, float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))

@@ -1,0 +1,141 @@
+"""Noise: how far a kernel's results on the same inputs differ from run to run.
+
+Of k runs x_1 ... x_k the noise of a head is
+
+    sqrt( mean over pairs i < j and over elements of (x_i - x_j)^2 ).
+
+It is the distance between two runs, the number a person would compute from two of them, and not
+the standard deviation of one, which is smaller by sqrt(2): a limit on noise is about what repeating
+a run may change, and for two runs no model of the noise is needed. The mean over pairs is free of
+the number of runs, so that figures from 2 and from 5 are comparable.
+
+It is exactly 0 when all runs agree bit for bit, and only then: pairs are compared for equality
+first, so that nothing is lost in rounding or in an underflowing square. NaN equals NaN at the same
+place, and infinity itself; zeros of different sign are not told apart. Where only one of two runs
+is finite there is no distance: such elements are counted (`flickering`) and left out of the mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.errors import MeasurementError
+from numdev.kernels import Output
+from numdev.metrics.bits import Bits, Runs
+from numdev.metrics.comparison import widened
+from numdev.metrics.lazy import Lazy
+from numdev.metrics.yardstick import finite
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+ELEMENTS = 1 << 24
+"""Of one run that are compared at a time: 128 MiB in fp64, and some six times that in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Of one head of one tensor."""
+
+    noise: float | None
+    """Root mean square difference of two runs; None where no element is finite in any two."""
+    flickering: int
+    """Elements that are NaN or infinite in one run and not, or not so, in another."""
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether all runs agreed in every element."""
+        return self.noise in (0.0, None) and self.flickering == 0
+
+
+def in_runs(runs: Sequence[Output]) -> dict[str, Runs]:
+    """Those tensors that the runs have, each of all runs. Raises MeasurementError for runs that
+    differ in which they have, or in a tensor's shape or dtype."""
+    found: dict[str, Runs] = {}
+    for name in TENSORS:
+        tensors = [getattr(run, name, None) for run in runs]
+        kinds = {None if x is None else (tuple(x.shape), x.dtype) for x in tensors}
+        if len(kinds) > 1:
+            raise MeasurementError(f"runs on the same inputs differ in the kind of {name}")
+        if kinds != {None}:
+            found[name] = [x for x in tensors if x is not None]
+    return found
+
+
+def noise(tensors: Sequence[Runs], bits: Bits | None = None) -> list[Sequence[Noise]]:
+    """For each of several tensors [B, H, rows, ...] of several runs the noise of each head (of each
+    kv head for dk and dv). The device is waited for when one is looked at. `bits`: of these.
+
+    Runs of the same bits, as nearly all are, are compared as they are, all tensors with one wait
+    for the device where each head begins with a number. Others are brought to fp64 two at a time,
+    and some heads of them.
+
+    Raises MeasurementError for fewer than two runs.
+    """
+    for runs in tensors:
+        if len(runs) < 2:
+            raise MeasurementError(
+                f"noise needs at least two runs, not {len(runs)}", hint="repeat the kernel"
+            )
+    bits = bits or Bits(tensors)
+    return [Lazy(functools.partial(_known, x, bits, i)) for i, x in enumerate(tensors)]
+
+
+def _known(runs: Runs, bits: Bits, i: int) -> list[Noise]:
+    if not bits.same(i):
+        return _in_parts([x.detach() for x in runs])
+    # Nearly always the first number of a head tells that one is finite.
+    firsts = bits.begin_finite(i)
+    return _without_noise(firsts if all(firsts) else _some_finite(runs[0]).tolist())
+
+
+def _some_finite(x: Tensor) -> Tensor:
+    some: Tensor = finite(widened(x)).transpose(0, 1).flatten(1).any(dim=1)
+    return some
+
+
+def _without_noise(some_finite: Sequence[bool]) -> list[Noise]:
+    return [Noise(noise=0.0 if some else None, flickering=0) for some in some_finite]
+
+
+def _in_parts(runs: Sequence[Tensor]) -> list[Noise]:
+    heads = runs[0].shape[1]
+    step = max(1, ELEMENTS * heads // max(1, runs[0].numel()))
+    parts = ([x[:, at : at + step] for x in runs] for at in range(0, heads, step))
+    return [head for part in parts for head in compared(part)]
+
+
+def compared(runs: Sequence[Tensor]) -> list[Noise]:
+    """The noise per head of any runs, by the definition."""
+    heads = runs[0].shape[1]
+    squares = torch.zeros(heads, dtype=torch.float64, device=runs[0].device)
+    counts = torch.zeros_like(squares)
+    differ = torch.zeros(heads, dtype=torch.bool, device=runs[0].device)
+    flickers = torch.zeros_like(runs[0], dtype=torch.bool)
+    for one, other in itertools.combinations(runs, 2):
+        a, b = one.double(), other.double()
+        same = (a == b) | (a.isnan() & b.isnan())
+        both = finite(a) & finite(b)
+        flickers |= ~same & ~both
+        moved = ~same & both
+        differ |= _per_head(moved) > 0
+        squares += _per_head(torch.where(moved, a - b, 0.0) ** 2)
+        counts += _per_head(both)
+    flickering = _per_head(flickers)
+    rms = (squares / counts).sqrt()
+    # A square may underflow, but what differs is never called equal.
+    rms = torch.where(differ & (rms == 0), math.ulp(0.0), rms)
+    return [
+        Noise(noise=r if c else None, flickering=int(f))
+        for r, c, f in torch.stack([rms, counts, flickering], dim=-1).tolist()
+    ]
+
+
+def _per_head(x: Tensor) -> Tensor:
+    """Summed over all axes but that of the heads, in fp64."""
+    return x.transpose(0, 1).flatten(1).sum(dim=1, dtype=torch.float64)

@@ -1,0 +1,130 @@
+"""How far two tensors of one shape are apart, element by element and as bags of values.
+
+W1 does not know which value stood where: it is zero under any permutation, and two seeds look to it
+like one cast. So it never stands alone: whatever compares weights shows all of these.
+
+The elements are read in blocks, so that two tensors are compared in little more memory than W1
+takes, and the device is waited for once, and once more for W1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.errors import UsageError
+from numdev.metrics.blockwise import block_size, slices, total
+from numdev.metrics.wasserstein import w1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """Distances of a from b, in the units of their values.
+
+    Over the elements that are finite in both. A number is None where there is no such element,
+    where what it is relative to is zero, and where the squares it takes leave float64's range.
+    """
+
+    elements: int
+    nonfinite: int
+    """How many elements are NaN or infinite in a, in b or in both, alike or not: left out of all
+    that follows."""
+    max_abs: float | None
+    mean_abs: float | None
+    rel: float | None
+    """||a - b|| / ||b||."""
+    cosine: float | None
+    """<a, b> / (||a|| ||b||)."""
+    w1: float | None
+    spread: float | None
+    """The mean absolute deviation of b from its mean: W1 from its own mean, the scale of W1."""
+    equal: float | None
+    """The share of elements that are equal, between 0 and 1."""
+
+
+def paired(a: Tensor, b: Tensor) -> Paired:
+    """All distances, in fp64, of tensors of any real floating-point dtypes, also two.
+
+    NaN and infinity are counted and left out. Raises UsageError for two shapes, for two devices,
+    and for other dtypes.
+    """
+    if a.shape != b.shape or a.device != b.device:
+        raise UsageError(
+            f"{list(a.shape)} on {a.device} and {list(b.shape)} on {b.device} cannot be paired"
+        )
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise UsageError(f"only floating-point tensors are paired, not {a.dtype} and {b.dtype}")
+    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
+    sums = _sums(a, b) if a.numel() else None
+    if sums is None or not sums.kept:
+        fields = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
+        return Paired(elements=a.numel(), nonfinite=a.numel(), **dict.fromkeys(fields))
+    of_a, of_b = math.sqrt(sums.aa), math.sqrt(sums.bb)
+    kept = (a, b) if sums.kept == a.numel() else _finite(a, b)
+    return Paired(
+        elements=a.numel(),
+        nonfinite=a.numel() - int(sums.kept),
+        max_abs=_ratio(sums.largest, 1.0),
+        mean_abs=_ratio(sums.apart, sums.kept),
+        rel=_ratio(math.sqrt(sums.apart_squared), of_b),
+        cosine=_ratio(sums.ab, of_a * of_b),
+        w1=_ratio(w1(*kept), 1.0),
+        spread=_ratio(sums.spread, sums.kept),
+        equal=_ratio(sums.equal, sums.kept),
+    )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Over the elements that are finite in both."""
+
+    kept: float
+    apart: float
+    apart_squared: float
+    aa: float
+    bb: float
+    ab: float
+    equal: float
+    largest: float
+    spread: float
+
+
+def _sums(a: Tensor, b: Tensor) -> _Sums:
+    """In two passes, as the spread needs the mean; waits for the device once, at the end."""
+    found, of_b, largest, spread = [], [], [], []
+    for x, y, kept in _blocks(a, b):
+        gap = (x - y).abs_()
+        equal = (x == y) & kept
+        terms = (kept.double(), gap, gap * gap, x * x, y * y, x * y, equal.double())
+        found.append(torch.stack([total(term) for term in terms]))  # [7]
+        of_b.append(total(y))
+        largest.append(gap.max())
+    sums = torch.stack(found).sum(dim=0)
+    mean = torch.stack(of_b).sum() / sums[0]
+    for _, y, kept in _blocks(a, b):
+        spread.append(total(torch.where(kept, y - mean, 0.0).abs_()))
+    rest = torch.stack([torch.stack(largest).max(), torch.stack(spread).sum()])
+    return _Sums(*torch.cat([sums, rest]).tolist())
+
+
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Both in float64, block by block, with 0 where either is not finite, and where both are."""
+    for part in slices(a.numel(), block_size(a.device)):
+        x, y = a[part].double(), b[part].double()
+        kept = x.isfinite() & y.isfinite()
+        yield torch.where(kept, x, 0.0), torch.where(kept, y, 0.0), kept
+
+
+def _finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements that are finite in both."""
+    kept = torch.cat([kept for _, _, kept in _blocks(a, b)])
+    return a[kept], b[kept]
+
+
+def _ratio(x: float, y: float) -> float | None:
+    """x / y, where both are known and y is not zero."""
+    return x / y if y and math.isfinite(x) and math.isfinite(y) else None

@@ -1,0 +1,127 @@
+"""What single rows of a call look like, recomputed in fp64: all rows of one head at once.
+
+Of a query's row: its scores, and what the literature makes responsible for errors of attention
+(ties of the maximum with V of one sign, arXiv 2510.04212; sinks). Of a key: what it receives from
+all queries that read it. Which rows are worth it is decided in `numdev.metrics.worst_rows`.
+
+Everything stays on the case's device, and nothing waits for it: the rows are int64 tensors, and
+what is found are columns, a value for each row. Scores of n rows are made with the keys of every
+batch entry, of which each row keeps its own: one product of matrices. No more of a call is ever in
+fp64 than one kv head, and scores of n rows with it.
+
+Legend: S scores, P probabilities, m row maximum, L log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, Places, additive, visible
+
+CARRIED = 0.9
+EQUAL, NEAR = 1e-12, 1e-3
+"""Scores are equal within fp64's own rounding (times 1 or |m|), nearly so within 1e-3."""
+
+
+def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
+    """Of rows i [n] of batch entries b [n] in a query head, the fields of `report.WorstRow` that
+    follow from their scores, [n] each. Of a row that sees no key only `sees`, `position` and
+    `max_probability` mean something."""
+    part = _part(case, slice(head, head + 1))
+    own = (b, 0, _counted(len(b), b))
+    S = _scores(part, i, slice(0, case.kv_len))[own]  # [n, kv_len]
+    shown, m = S.ne(-math.inf), S.amax(dim=-1, keepdim=True)
+    sinks = None if part.sinks is None else part.sinks.detach().double().expand(len(b), 1)
+    logits = S if sinks is None else torch.cat([S, sinks], dim=-1)
+    L = logits.logsumexp(dim=-1, keepdim=True)
+    outcomes = (logits - L).exp()
+    P = torch.where(shown, outcomes[:, : case.kv_len], 0.0)
+    carriers, below = _carriers(P), m - S
+    counts = {
+        "sees": shown,
+        "position": shown & (_counted(case.kv_len, b) < (i + case.causal_offset)[:, None]),
+        "tied": below <= EQUAL * m.abs().clamp_min(1.0),
+        "nearly_tied": below <= NEAR,
+        "carriers": carriers,
+    }
+    weights = torch.where(carriers, P, 0.0)
+    signs = (weights @ part.v.detach().double().sign())[own]  # [n, v_dim]
+    found = {
+        **_summed(counts),
+        "max_probability": P.amax(dim=-1),
+        "lse": L[:, 0],
+        "first_key": P[:, 0],
+        "entropy": -torch.xlogy(outcomes, outcomes).sum(dim=-1),
+        "one_sign": signs.abs().mean(dim=-1) / weights.sum(dim=-1),
+    }
+    return found if sinks is None else {**found, "sink": outcomes[:, -1]}
+
+
+def of_keys(case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """The same of keys j [n] of batch entries b [n] in a kv head, over all queries that read it.
+    `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
+    heads = slice(head * case.group, (head + 1) * case.group)
+    S = _scores(_part(case, heads), slice(0, case.q_len), j)
+    S = S[b, :, :, _counted(len(b), b)]  # [n, group, q_len]
+    shown = S.ne(-math.inf)
+    P = torch.where(shown, (S - lse[:, heads][b].double()).exp(), 0.0).flatten(1)
+    earlier = _counted(case.q_len, b) < (j - case.causal_offset)[:, None, None]
+    counts = {
+        "sees": shown.flatten(1),
+        "position": (shown & earlier).flatten(1),
+        "carriers": _carriers(P),
+    }
+    return {**_summed(counts), "max_probability": P.amax(dim=-1), "mass": P.sum(dim=-1)}
+
+
+def _part(case: AttentionCase, heads: slice) -> AttentionCase:
+    """The call of some query heads in a row that read one kv head, as views of its tensors."""
+    kv = slice(heads.start // case.group, heads.start // case.group + 1)
+    mask = case.mask
+    if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
+        mask = mask[..., heads, :, :]
+    return dataclasses.replace(
+        case,
+        q=case.q[:, heads],
+        k=case.k[:, kv],
+        v=case.v[:, kv],
+        mask=mask,
+        sinks=None if case.sinks is None else case.sinks[heads],
+        grad_out=None,
+    )
+
+
+def _scores(case: AttentionCase, rows: Places, keys: Places) -> Tensor:
+    """S [B, heads, rows, keys] of heads that read one kv head, -inf where hidden."""
+    q, k = case.q[:, :, rows].detach().double(), case.k[:, :, keys].detach().double()
+    S = q @ k.mT * case.scale
+    if case.softcap is not None:
+        S = case.softcap * (S / case.softcap).tanh()
+    bias, shown = additive(case, rows, keys), visible(case, rows, keys)
+    if bias is not None:
+        S = S + bias.double()
+    return S if shown is None else S.masked_fill(~shown, -math.inf)
+
+
+def _carriers(P: Tensor) -> Tensor:
+    """bool [n, m]: the fewest probabilities that make up CARRIED of their row's sum, but for the
+    rounding of sums: of ten equal ones nine, in whatever order they are added up."""
+    largest, order = P.sort(dim=-1, descending=True, stable=True)
+    before = largest.cumsum(dim=-1) - largest
+    carry = before < CARRIED * (1 - EQUAL) * P.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(carry).scatter(-1, order, carry)
+
+
+def _summed(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How many are true in each row: [n, m] to [n] in fp64, of all in one sum."""
+    sums = torch.stack(list(flags.values())).sum(dim=-1, dtype=torch.float64)
+    return dict(zip(flags, sums.unbind(), strict=True))
+
+
+def _counted(length: int, like: Tensor) -> Tensor:
+    return torch.arange(length, device=like.device)

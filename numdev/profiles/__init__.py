@@ -1,1 +1,0 @@
-"""Errors against the position of the row."""

@@ -1,1 +1,0 @@
-"""The regimes synthetic inputs are drawn by."""

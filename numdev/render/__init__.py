@@ -1,1 +1,0 @@
-"""What a person sees. Renderers read a report and compute no measurement."""

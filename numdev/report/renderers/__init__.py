@@ -1,0 +1,1 @@
+"""Terminal, HTML, Markdown, JUnit and GitHub."""

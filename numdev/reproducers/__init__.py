@@ -1,1 +1,0 @@
-"""From a finding to a script that shows it."""

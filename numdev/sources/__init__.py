@@ -1,0 +1,1 @@
+"""Where attention cases come from: shapes, models, pipelines, and tensors on disk."""

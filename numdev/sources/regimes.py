@@ -1,0 +1,216 @@
+"""Inputs that have hurt somebody: the regimes under which attention kernels were found wrong.
+
+Each says what it stresses and which public report or paper has it; docs/hazards.md is written from
+that. What a hazard needs of the call and not of the numbers (lengths, masks, layouts, a window) is
+in configs/sweep/hazards.yaml; probes with a known answer are in `numdev.sources.probes`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Generator, Tensor
+
+from numdev.sources.regime_registry import QKV, Inputs, Shapes, gaussian, plain, regime
+
+QIU = "Qiu & Yao, arXiv 2510.04212"
+
+
+@regime(
+    stresses="a few scores tower over the rest, and a few terms of V over the sum",
+    origin="activations of trained models; NVIDIA/TransformerEngine#3216 (Gaussian inputs do not "
+    "trigger it)",
+)
+def outliers(
+    shapes: Shapes, generator: Generator, *, rate: float = 0.001, variance: float = 100.0
+) -> QKV:
+    """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations have."""
+
+    def one(shape: tuple[int, ...]) -> Tensor:
+        rare = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") < rate
+        extra = gaussian(shape, generator) * math.sqrt(variance)
+        return gaussian(shape, generator) + rare * extra
+
+    return one(shapes.q), one(shapes.k), one(shapes.v)
+
+
+@regime(
+    stresses="P near 1 at a key that adds little: O is what the small probabilities carry, and "
+    "rounding is one-sided where outputs are alike",
+    origin=f"the first token of trained models; {QIU}",
+)
+def sink(shapes: Shapes, generator: Generator, *, strength: float = 8.0, value: float = 0.1) -> QKV:
+    """An attention sink: every query meets key 0 with a score higher by about `strength`, and that
+    key's V is small (`value` times N(0, 1)), as models keep their first token. The other keys are
+    orthogonal to the direction that makes the difference, so that none of them gains by it."""
+    q, k, v = plain(shapes, generator)
+    direction = torch.full(
+        (shapes.head_dim,), shapes.head_dim**-0.5, dtype=torch.float32, device="cpu"
+    )
+    q = q + direction * strength
+    k = _without(k, direction)
+    k[:, :, 0] = direction * shapes.head_dim**0.5
+    v[:, :, 0] *= value
+    return q, k, v
+
+
+def _without(x: Tensor, direction: Tensor) -> Tensor:
+    """x without its part along a direction of length 1. In fp64, rounded once: the last bits of a
+    product in fp32 are not the same on every processor."""
+    wide, along = x.double(), direction.double()
+    return (wide - (wide @ along)[..., None] * along).float()
+
+
+@regime(
+    stresses="P = 1 exactly at several keys: sums of same-signed V carry, and one bit is always "
+    "dropped the same way",
+    origin=QIU,
+)
+def ties(shapes: Shapes, generator: Generator, *, count: int = 2, strength: float = 8.0) -> QKV:
+    """The row maximum is attained by `count` identical keys (the first ones), above all others by
+    about `strength`, and V is of one sign there: P = 1 exactly, and same-signed sums carry."""
+    if count < 1:
+        raise ValueError("count must be at least 1")
+    q, k, v = _tied(shapes, generator, count, strength)
+    tied = min(count, shapes.kv_len)
+    v[:, :, :tied] = -(v[:, :, :tied].abs() + 1.0)
+    return q, k, v
+
+
+@regime(
+    stresses="delta = rowsum(dO * O) against dP: errors of one sign add up over features, and dS, "
+    "a small difference of the two, is left with them",
+    origin=QIU,
+)
+def one_signed_gradient(
+    shapes: Shapes, generator: Generator, *, count: int = 2, strength: float = 8.0
+) -> Inputs:
+    """All of V and of dO is negative, -1 - |N(0, 1)|, and the row maximum is attained by `count`
+    identical keys, above all others by about `strength`. With `count` 0 scores are N(0, 1)."""
+    if count < 0:
+        raise ValueError("count must be at least 0")
+    tied = count > 0
+    q, k, v = _tied(shapes, generator, count, strength) if tied else plain(shapes, generator)
+    return Inputs(
+        q=q, k=k, v=-(v.abs() + 1.0), grad_out=-(gaussian(shapes.out, generator).abs() + 1.0)
+    )
+
+
+@regime(
+    stresses="nothing cancels in PV, so a bias of P, of the row sum or of the accumulator is seen "
+    "whole",
+    origin=QIU,
+)
+def one_sign(shapes: Shapes, generator: Generator, *, least: float = 1.0) -> QKV:
+    """N(0, 1) but for V, which is `least` + |N(0, 1)|."""
+    q, k, v = plain(shapes, generator)
+    return q, k, v.abs() + least
+
+
+@regime(
+    stresses="a sentinel that stands for -inf, a padded key that scores 0 and overflows "
+    "exp(0 - lse), an accumulator that starts at 0 instead of the row maximum",
+    origin="pytorch#196678 (NaN in dQ, with a mask), flashinfer#4267 (zeros below -5e4)",
+)
+def far_below(shapes: Shapes, generator: Generator, *, lse: float = -120.0, q: float = 1.0) -> QKV:
+    """All scores so far below 0 that the log-sum-exp of every row is about `lse` (at the default
+    scale, without a mask): one feature of q is the constant `q`, that of k makes up the rest. The
+    other features are N(0, 1). A larger `q` keeps k within the range of float16."""
+    if q == 0:
+        raise ValueError("q must not be 0")
+    queries, keys, values = plain(shapes, generator)
+    # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
+    score = lse - math.log(shapes.kv_len) - 0.5
+    queries[..., 0] = q
+    keys[..., 0] = score * math.sqrt(shapes.head_dim) / q
+    return queries, keys, values
+
+
+@regime(
+    stresses="every score is one large number plus what matters: S rounded to 16 bits keeps "
+    "nothing of it, unscaled S overflows float16, and fp32 keeps few bits",
+    origin="massive activations, as in huggingface/trl#7181",
+)
+def massive_channel(
+    shapes: Shapes, generator: Generator, *, q: float = 448.0, k: float = 1880.0
+) -> QKV:
+    """One feature is the constant `q` in every query and `k` in every key; the rest is N(0, 1).
+    In exact arithmetic it moves all scores alike, and changes no output."""
+    queries, keys, values = plain(shapes, generator)
+    channel = shapes.head_dim // 2
+    queries[..., channel], keys[..., channel] = q, k
+    return queries, keys, values
+
+
+@regime(
+    stresses="dQ is a sum of nearly equal keys with weights that add up to 0: rounding dS is all "
+    "that is left of it",
+    origin=f"{QIU} (the PK of tokens look alike)",
+)
+def near_constant_keys(shapes: Shapes, generator: Generator, *, spread: float = 0.01) -> QKV:
+    """All keys of a head are one N(0, 1) vector plus `spread` times N(0, 1) of their own."""
+    q, k, v = plain(shapes, generator)
+    common = gaussian((*shapes.k[:2], 1, shapes.head_dim), generator)
+    return q, common + spread * k, v
+
+
+@regime(
+    stresses="the rank-1 terms of the gradients' errors point one way and add up instead of "
+    "cancelling",
+    origin=f"{QIU} (low-rank representations)",
+)
+def low_rank(shapes: Shapes, generator: Generator, *, rank: int = 2) -> QKV:
+    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1."""
+    if rank < 1:
+        raise ValueError("rank must be at least 1")
+    q = gaussian(shapes.q, generator)
+    return q, _of_rank(shapes.k, rank, generator), _of_rank(shapes.v, rank, generator)
+
+
+@regime(
+    stresses="all queries, keys and values share a direction, as hidden states do: scores share an "
+    "offset, and outputs and their rounding errors are alike from row to row",
+    origin=f"{QIU} (tokens look alike across positions)",
+)
+def correlated(shapes: Shapes, generator: Generator, *, rho: float = 0.9) -> QKV:
+    """N(0, 1) entries; the tokens of a head are correlated, `rho` between any two."""
+    if not 0 <= rho <= 1:
+        raise ValueError("rho must be between 0 and 1")
+
+    def one(shape: tuple[int, ...]) -> Tensor:
+        common = gaussian((*shape[:2], 1, shape[3]), generator)
+        return common * math.sqrt(rho) + gaussian(shape, generator) * math.sqrt(1 - rho)
+
+    return one(shapes.q), one(shapes.k), one(shapes.v)
+
+
+@regime(
+    stresses="in float16 O fits and the sum it is normalised from does not; dP overflows where it "
+    "is rounded",
+    origin="float16's largest number is 65504",
+)
+def near_overflow(shapes: Shapes, generator: Generator, *, peak: float = 6e4) -> QKV:
+    """N(0, 1) but for V, which is N(0, 1) cut off at 3 and scaled so that 3 becomes `peak`."""
+    q, k, v = plain(shapes, generator)
+    return q, k, v.clamp(-3.0, 3.0) * (peak / 3.0)
+
+
+def _tied(shapes: Shapes, generator: Generator, count: int, strength: float) -> QKV:
+    """N(0, 1) but for the first `count` keys, which are one and the same sink."""
+    drawn = sink(shapes, generator, strength=strength, value=1.0)
+    q, k, v = drawn
+    tied = min(count, shapes.kv_len)
+    k[:, :, :tied] = k[:, :, :1]
+    return q, k, v
+
+
+def _of_rank(shape: tuple[int, ...], rank: int, generator: Generator) -> Tensor:
+    """[..., n, d] as a sum of `rank` outer products; term by term, since a matrix product sums in
+    an order that depends on the machine."""
+    left = gaussian((*shape[:3], rank), generator).double()
+    right = gaussian((*shape[:2], rank, shape[3]), generator).double()
+    total = torch.zeros(shape, dtype=torch.float64, device="cpu")
+    for r in range(rank):
+        total = total + left[..., r : r + 1] * right[..., r : r + 1, :]
+    return (total / math.sqrt(rank)).float()

@@ -1,1 +1,0 @@
-"""What else a kernel may have computed."""

@@ -1,1 +1,0 @@
-"""From a sweep's rows to its curves, its words and its cost."""

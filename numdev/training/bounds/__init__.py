@@ -1,0 +1,1 @@
+"""Distances between weights over training, beside nulls."""

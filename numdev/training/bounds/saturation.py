@@ -1,0 +1,206 @@
+"""Curves of distances over training: their ratios, where they merge, how many steps they are apart.
+
+Training is chaotic: two runs that differ by anything part from each other, and however small the
+difference was, their distance grows to the same size. While it is small, distances keep the
+proportion of what caused them; a larger one is the first to stop growing as the smaller ones do,
+the others catch up, and past that the distance says how chaotic training is. So a ratio means
+something only before the largest curve bends, and to see that takes a null: a run that differs by
+much less than what is asked about.
+
+Let s be the largest perturbation over the smallest null, at a step. In proportion, s stays; as
+curves merge, it falls to 1. Two marks follow from it, with no model of growth:
+
+- curves **bend** at the first recorded step after the peak of s from which on s is at most half of
+  that peak;
+- they are **saturated** from the first recorded step from which on s is at most 2.
+
+s is of geometric means over seeds. Another seed's runs are no perturbation: they start apart.
+
+Proportion is lost earlier in single seeds: a run meets an instability some steps before another of
+the same seed whose cause was as large, and is then far ahead of it. Means over seeds do not show
+that; null runs of one kind do, since their causes are equal. **Chance decides** from the first
+recorded step at which in some seed the largest of them over the smallest is more than twice what it
+was at first. It is the nulls alone that say so: a window that ended where the ratio asked about
+begins to scatter would be chosen for its answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from numdev.training.bounds.report import Saturation
+from numdev.training.report import VariantRole
+
+PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
+"""Runs that start where the golden one does and compute otherwise."""
+NULLS: tuple[VariantRole, ...] = ("null_repeat", "null_ulp", "null_rounding")
+MERGED = 2.0
+"""What the largest perturbation is over the smallest null where curves have merged."""
+PARTED = 2.0
+"""How much farther apart than at first null runs of one kind and seed are where chance decides."""
+
+Series = Mapping[int, float]
+"""Step to value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """One metric of one kind of run over training, by seed."""
+
+    label: str
+    role: VariantRole
+    of: str
+    group: str
+    metric: str
+    members: Mapping[int, Mapping[int, tuple[float, ...]]]
+    """Seed to step to the values of all runs of this kind: finite, and not negative."""
+
+    @cached_property
+    def by_seed(self) -> Mapping[int, Series]:
+        """The mean over runs."""
+        return {
+            seed: {step: statistics.fmean(values) for step, values in sorted(steps.items())}
+            for seed, steps in self.members.items()
+        }
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted({step for series in self.by_seed.values() for step in series}))
+
+    def middle(self, step: int) -> float | None:
+        """The geometric mean over the seeds where there is a distance; None where there is none."""
+        values = [v for s in self.by_seed.values() if (v := s.get(step, 0.0)) > 0]
+        return statistics.geometric_mean(values) if values else None
+
+
+def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
+    """The marks of the curves of one metric of one group's weights."""
+    steps = tuple(sorted({step for t in tracks for step in t.steps if step > 0}))
+    above = _above_the_null(tracks, steps)
+    if not above:
+        return Saturation(
+            group=group, steps=steps, bends=None, saturated=None, peak=None, null=None,
+            early=steps[:1], late=(), reason=_why_unknown(tracks),
+        )  # fmt: skip
+    ratios = {step: ratio for step, (ratio, _) in above.items()}
+    chance = _chance_decides(tracks)
+    top = max(ratios, key=lambda step: ratios[step])
+    merged = _from_then_on(ratios, lambda s: s <= MERGED)
+    after = {step: s for step, s in ratios.items() if step > top}
+    bends = _from_then_on(after, lambda s: s <= ratios[top] / 2)
+    if merged is not None:
+        bends = merged if bends is None else min(bends, merged)
+    return Saturation(
+        group=group,
+        steps=steps,
+        bends=bends,
+        saturated=merged,
+        peak=ratios[top],
+        null=above[top][1],
+        chance=chance,
+        early=tuple(s for s in steps if all(m is None or s < m for m in (bends, chance))),
+        late=tuple(s for s in steps if merged is not None and s >= merged),
+    )
+
+
+def ratios(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
+    """a over b in each seed that has both: the geometric mean over these steps, of those where
+    neither is zero; 0 where a is zero at all of them and b is not."""
+    found = {}
+    for seed in sorted(a.by_seed.keys() & b.by_seed.keys()):
+        pairs = [(a.by_seed[seed].get(s), b.by_seed[seed].get(s)) for s in steps]
+        usable = [(x, y) for x, y in pairs if x is not None and y is not None and y > 0]
+        positive = [x / y for x, y in usable if x > 0]
+        if positive:
+            found[seed] = statistics.geometric_mean(positive)
+        elif usable:
+            found[seed] = 0.0
+    return found
+
+
+def delays(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
+    """By how many steps a is later than b in reaching the same values, in each seed.
+
+    The values are those that the curve which starts higher has at `steps`, of which the first is
+    where that is decided. When the other first reaches one is found on straight lines between
+    recorded points in log-log axes; the median over values is taken. A seed in which the other
+    reaches none of them is left out.
+    """
+    found = {}
+    for seed in sorted(a.by_seed.keys() & b.by_seed.keys()):
+        x, y = a.by_seed[seed], b.by_seed[seed]
+        shared = [s for s in steps if x.get(s, 0.0) > 0 and y.get(s, 0.0) > 0]
+        if not shared:
+            continue
+        sign, upper, lower = (1, y, x) if y[shared[0]] >= x[shared[0]] else (-1, x, y)
+        apart = [_apart(upper, lower, upper[step]) for step in shared]
+        known = [gap for gap in apart if gap is not None]
+        if known:
+            found[seed] = sign * statistics.median(known)
+    return found
+
+
+def first_passage(series: Series, value: float) -> float | None:
+    """The step at which a curve first reaches a value; None if it never does, or had passed it
+    when it was first recorded. Both axes are logarithmic, and step 0 is not on them."""
+    points = [(step, v) for step, v in sorted(series.items()) if step > 0 and v > 0]
+    if not points or points[0][1] > value:
+        return None
+    if points[0][1] == value:
+        return float(points[0][0])
+    for (s, v), (t, w) in itertools.pairwise(points):
+        if w >= value:
+            share = math.log(value / v) / math.log(w / v)
+            return float(s * (t / s) ** share)
+    return None
+
+
+def _apart(upper: Series, lower: Series, value: float) -> float | None:
+    here, there = first_passage(upper, value), first_passage(lower, value)
+    return None if here is None or there is None else there - here
+
+
+def _above_the_null(tracks: Sequence[Track], steps: Sequence[int]) -> dict[int, tuple[float, str]]:
+    """At each step the largest perturbation over the smallest null, and which null that is."""
+    found = {}
+    for step in steps:
+        large = [v for t in tracks if t.role in PERTURBED and (v := t.middle(step))]
+        small = [(v, t.label) for t in tracks if t.role in NULLS and (v := t.middle(step))]
+        if large and small:
+            found[step] = (max(large) / min(small)[0], min(small)[1])
+    return found
+
+
+def _chance_decides(tracks: Sequence[Track]) -> int | None:
+    """The first step at which null runs of one kind have parted in some seed; None where they do
+    not, or no seed has two of one kind."""
+    found = []
+    for seed in (s for t in tracks if t.role in NULLS for s in t.members.values()):
+        steps = [(step, v) for step, v in sorted(seed.items()) if len(v) > 1 and min(v) > 0]
+        apart = [(step, max(v) / min(v)) for step, v in steps]
+        found += [step for step, a in apart if a > PARTED * apart[0][1]][:1]
+    return min(found, default=None)
+
+
+def _from_then_on(values: Mapping[int, float], holds: Callable[[float], bool]) -> int | None:
+    """The first step from which on it holds at every step; None if it does not at the last."""
+    first = None
+    for step in sorted(values, reverse=True):
+        if not holds(values[step]):
+            break
+        first = step
+    return first
+
+
+def _why_unknown(tracks: Sequence[Track]) -> str:
+    roles = {t.role for t in tracks}
+    if not roles & set(PERTURBED):
+        return "no run with another kernel or format has a distance"
+    if not roles & set(NULLS):
+        return "there is no null run"
+    return "every null run is bitwise the golden one"

@@ -1,0 +1,295 @@
+"""`numdev train`: variants of a small network, trained in lockstep from the same start.
+
+Seeds come one after the other, their variants side by side (`numdev.training.lockstep`). Rows are
+journalled by seed and step; beside the journal stands the state to continue from. What of it was
+measured after the state was saved is computed again, and not recorded twice.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from numdev.audit.interrupt import deferred
+from numdev.audit.jobs import Planned
+from numdev.audit.journal import Journal, digest
+from numdev.audit.records import recorded
+from numdev.audit.run import Progress, header, provenance, stopwatch
+from numdev.audit.timing import OF_TRAINING, Stopwatch
+from numdev.errors import UsageError
+from numdev.kernels import find
+from numdev.system import System
+from numdev.training import checkpoints
+from numdev.training.config import TrainRequest, Variant
+from numdev.training.curves import axis_of, figures
+from numdev.training.data import Data, load
+from numdev.training.deterministic import deterministic
+from numdev.training.lockstep import STATE, Lockstep, Saving, partly, read_state
+from numdev.training.measure import number
+from numdev.training.models import build
+from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
+from numdev.training.spikes import marked
+from numdev.training.words import sentences
+
+
+@dataclass(kw_only=True, eq=False)
+class _Run:
+    """One call of the study."""
+
+    request: TrainRequest
+    data: Data
+    device: torch.device
+    journal: Journal
+    progress: Progress
+    watch: Stopwatch
+    until: float | None
+    """When to stop, by the monotonic clock."""
+    loss: float | None = None
+    """The last that was recorded of the golden run."""
+
+    @property
+    def name(self) -> str:
+        """What a saved state must be of."""
+        return digest(self.journal.header)
+
+    @property
+    def state(self) -> Path:
+        return self.journal.directory / STATE
+
+    def over(self) -> bool:
+        """Train all seeds; False if time ran out before, with the state saved."""
+        for variant in self.request.variants:
+            self.journal.visit(_of_variant(variant), "variant")
+        for seed in self.request.seeds:
+            for step in self.request.recorded:
+                for kind in ("row", "distance"):
+                    self.journal.visit(_key(seed, step, kind), kind)
+        done = all(self.finished(seed) or self.seed(seed) for seed in self.request.seeds)
+        if done:
+            for path in (self.state, partly(self.state)):  # the latter where a save was killed
+                path.unlink(missing_ok=True)
+        return done
+
+    def finished(self, seed: int) -> bool:
+        return self.recorded_until(seed, self.request.steps)
+
+    def recorded_until(self, seed: int, step: int) -> bool:
+        """Whether all that is measured up to a step is in the journal."""
+        return all(
+            self.journal.visit(_key(seed, at, kind), kind)
+            for at in self.request.recorded
+            for kind in ("row", "distance")
+            if at <= step
+        )
+
+    def seed(self, seed: int) -> bool:
+        """Train one seed to its end; False if time ran out before."""
+        lanes = Lockstep(self.request, self.data, seed, self.device)
+        self.resume(lanes)
+        try:
+            with self.watch("training"):
+                finished = self.steps(lanes)
+        except KeyboardInterrupt:
+            # A second Ctrl-C breaks a step off: then the state before it stands.
+            if lanes.whole and self.recorded_until(seed, lanes.step):
+                self.save(lanes)
+            raise
+        if not finished:
+            self.save(lanes)
+        return finished
+
+    def steps(self, lanes: Lockstep) -> bool:
+        """All steps that are left; where time runs out one at least, and False. A step with its
+        rows is whole or was not made: an interrupt waits for its end."""
+        saving = Saving(self.request.save_every)
+        self.tell(lanes)
+        while lanes.step < self.request.steps:
+            with deferred():
+                lanes.advance()
+                self.record(lanes)
+            self.tell(lanes)
+            over = self.until is not None and time.monotonic() >= self.until
+            if over and lanes.step < self.request.steps:
+                return False
+            if saving.due():
+                self.save(lanes)
+                saving.done()
+        return True
+
+    def resume(self, lanes: Lockstep) -> None:
+        state = read_state(self.state, self.name)
+        if state and state["seed"] == lanes.seed and self.recorded_until(lanes.seed, state["step"]):
+            lanes.load(state)
+        else:
+            self.record(lanes)
+
+    def record(self, lanes: Lockstep) -> None:
+        """Measure and write what this step asks for, unless that is done."""
+        self.checkpoint(lanes)
+        seed, step = lanes.seed, lanes.step
+        if step not in self.request.recorded or self.journal.visit(_key(seed, step, "distance")):
+            return
+        with self.watch("metrics"):
+            found = lanes.measured()
+            for lane in lanes.lanes:
+                self.note(lane.variant, lane.attention.ran)
+            self.loss = next(r.loss for r in found.rows if r.variant == self.request.golden.name)
+            for kind, rows in (("row", found.rows), ("distance", found.distances)):
+                plain = [row.model_dump(mode="json") for row in rows]
+                self.journal.add(_key(seed, step, kind), plain, kind)
+
+    def checkpoint(self, lanes: Lockstep) -> None:
+        asked = self.request.checkpoints
+        if asked is None or lanes.step not in asked.at(self.request.steps):
+            return
+        for lane in lanes.lanes:
+            name = lane.variant.name
+            if asked.variants is None or name in asked.variants:
+                about = {
+                    "variant": lane.variant.model_dump(mode="json"),
+                    "seed": lanes.seed,
+                    "step": lanes.step,
+                    "loss": number(lane.loss),
+                    "request": self.request.measured(),
+                    "data": self.data.describe(),
+                }
+                where = checkpoints.place(self.journal.directory, name, lanes.seed, lanes.step)
+                checkpoints.write(lane.network, self.request.model, self.data, where, about)
+
+    def note(self, variant: Variant, ran: str | None) -> None:
+        """What a variant's kernel said it ran, once."""
+        key = _of_variant(variant)
+        if not self.journal.visit(key, "variant"):
+            self.journal.add(key, [{"variant": variant.name, "ran": ran or None}], "variant")
+
+    def tell(self, lanes: Lockstep) -> None:
+        """Progress; an interrupt arrives here."""
+        steps, seeds = self.request.steps, self.request.seeds
+        done = seeds.index(lanes.seed) * steps + lanes.step
+        loss = "" if self.loss is None else f", loss {self.loss:.3f}"
+        self.progress(f"seed {lanes.seed}{loss}", done, steps * len(seeds))
+
+    def save(self, lanes: Lockstep) -> None:
+        with self.watch("saving"):
+            lanes.save(self.state, self.name)
+
+    def report(self, system: System, command: str) -> TrainReport:
+        """What the journal's rows come to."""
+        request, journal = self.request, self.journal
+        rows = marked(TrainRow(**row) for row in journal.rows("row"))
+        found = tuple(DistanceRow(**row) for row in journal.rows("distance"))
+        ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
+        described = _described(request, self.data)
+        variants = tuple(_record(v, request.golden, ran.get(v.name)) for v in request.variants)
+        return TrainReport(
+            provenance=provenance(system, described, command),
+            request=request.model_dump(mode="json"),
+            summary=TrainSummary(
+                answer=sentences(variants, rows, found),
+                steps=request.steps,
+                seeds=request.seeds,
+                parameters=_parameters(request, self.data),
+                model=request.model.kind,
+                data=described["prompt"],
+                axis=axis_of(request.recorded),
+            ),
+            variants=variants,
+            rows=rows,
+            distances=found,
+            figures=figures(variants, rows, found),
+            timings=self.watch.seconds(),
+        )
+
+
+def train(
+    request: TrainRequest,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    stop_after: float | None = None,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> TrainReport | None:
+    """Train all variants with all seeds, journalling into `directory`; returns the report, which
+    the caller writes. None when `stop_after` seconds were over before the end: what was reached is
+    saved, and the same call continues.
+
+    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
+    for one that refuses or fails.
+    """
+    began = time.monotonic()
+    with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
+        system = System.here(request.device)
+        watch = stopwatch(system, OF_TRAINING)
+        plan = _planned(request, system)
+        device = torch.device(system.device)
+        data = load(request.data, request.model, request.batch, device)
+        head = header(request.measured(), system, plan, _described(request, data))
+        with Journal.open(directory, head, overwrite=overwrite) as journal:
+            if overwrite:
+                shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
+            run = _Run(
+                request=request, data=data, device=device, journal=journal, progress=progress,
+                watch=watch, until=None if stop_after is None else began + stop_after,
+            )  # fmt: skip
+            return run.report(system, command) if run.over() else None
+
+
+def _planned(request: TrainRequest, system: System) -> list[Planned]:
+    """The variants' kernels, each with options that it has and on a machine that can run it."""
+    plan = []
+    for variant, choice in ((v, choice) for v in request.variants for choice in v.kernels):
+        kernel = find(choice.name)
+        options = recorded(kernel.with_options(choice.options))
+        missing = kernel.missing(system)
+        if missing:
+            raise UsageError(
+                f"variant {variant.name}: {kernel.name} cannot run here: {missing}",
+                hint="leave it out, or choose another kernel",
+            )
+        plan.append(Planned(role="kernel", kernel=kernel, options=options))
+    return plan
+
+
+def _described(request: TrainRequest, data: Data) -> dict[str, Any]:
+    return {"config": request.target, **data.describe()}
+
+
+def _parameters(request: TrainRequest, data: Data) -> int:
+    with torch.device("meta"):
+        network = build(request.model, data.vocabulary, None)
+    return sum(p.numel() for p in network.parameters())
+
+
+def _key(seed: int, step: int, kind: str) -> str:
+    return digest({"seed": seed, "step": step, "kind": kind})
+
+
+def _of_variant(variant: Variant) -> str:
+    return digest({"variant": variant.name})
+
+
+def _record(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord:
+    """A variant as the report holds it, with what else differs from the golden run."""
+    differs: dict[str, Any] = {
+        name: getattr(variant, name) for name in ("seed", "data_order") if getattr(variant, name)
+    }
+    theirs = golden.optimiser.model_dump()
+    if variant.backward_kernel:
+        differs["backward_kernel"] = variant.backward_kernel.model_dump(mode="json")
+    changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
+    return VariantRecord(
+        name=variant.name,
+        role=variant.role,
+        kernel=variant.kernel.name,
+        options=dict(variant.kernel.options),
+        format=variant.format,
+        attention_format=variant.attention_format or variant.format.removeprefix("pure "),
+        ran=ran,
+        differs={**differs, **({"optimiser": changed} if changed else {})},
+    )

@@ -1,0 +1,1 @@
+"""How far apart two sets of weights are."""

@@ -1,0 +1,255 @@
+"""Weights by name, one tensor at a time, wherever they are stored.
+
+A set of weights is a safetensors file, a sharded one (its index), what torch.save wrote (a state
+dict, itself or where training scripts put it), a directory of either, a directory of
+`torch.distributed.checkpoint`, or `demo`. No configuration and no model class is needed. Opening
+reads headers; a tensor's values are read when they are asked for.
+
+What is damaged does not stop the rest: it is kept in words, with the names of the tensors that
+were in it as far as anybody says, and whoever compares weights must report it.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor, strided
+
+from numdev.config import demo_checkpoint
+from numdev.errors import MeasurementError, UsageError
+from numdev.sources import files as storage
+from numdev.sources.checkpoint import WHOLE
+from numdev.sources.dcp import NESTED, files_of, open_distributed
+from numdev.sources.dcp_metadata import METADATA
+from numdev.sources.statedict import INDEX, SUFFIXES, common_prefix, state_in
+
+ACCEPTED = (
+    "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
+    "weights, a torch.distributed.checkpoint directory, or `demo`"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One tensor that is there: its shape, and how to read it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    """In its stored format, on the CPU. Raises MeasurementError, naming the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A file of which nothing can be read, in words, and which tensors were in it."""
+
+    words: str
+    tensors: tuple[str, ...] = ()
+    """Empty where nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """An opened set of weights."""
+
+    name: str
+    """As the user named it."""
+    files: tuple[Path, ...] = ()
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    """In the order of the files; what shares its storage in a pickle once."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """The other names of such tensors, each with the name that is in `tensors`."""
+    damage: tuple[Damage, ...] = ()
+    prefix: str = ""
+    """What was taken off all names."""
+
+    def find(self, name: str) -> Stored | None:
+        """The tensor of this name, by whichever of its names it is kept."""
+        return self.tensors.get(self.tied.get(name, name))
+
+    def identity(self) -> str:
+        """SHA-256 over the names and contents of the files that are there."""
+        return storage.identity(self.files)
+
+
+def open_weights(target: str) -> Weights:
+    """Open the weights at a path, or the demo's.
+
+    Raises UsageError where there are none, or where it is not clear which are meant. Damaged files
+    are no error here: they are in `damage`, and there may be no tensor left.
+    """
+    path = demo_checkpoint() if target == "demo" else Path(target)
+    if not path.exists():
+        raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
+    try:
+        if (path / METADATA).is_file():
+            return _distributed(target, path)
+        return _gathered(target, _files(path))
+    except MeasurementError as error:
+        return Weights(name=target, damage=(Damage(words=error.message),))
+
+
+def _distributed(target: str, path: Path) -> Weights:
+    found = open_distributed(path, NESTED)
+    return _unprefixed(
+        Weights(
+            name=target,
+            files=files_of(path, found),
+            tensors={name: Stored(shape=x.shape, read=x.read) for name, x in found.items()},
+        )
+    )
+
+
+def _files(path: Path) -> dict[Path, tuple[str, ...]]:
+    """The weight files meant by a path, and the names of the tensors in each where an index says.
+
+    Of a directory: what transformers reads; else its only index, all its safetensors files, or
+    its only pickle.
+    """
+    if path.name.endswith(INDEX):
+        named: dict[Path, list[str]] = {}
+        for tensor, file in storage.weight_map(path).items():
+            named.setdefault(file, []).append(tensor)
+        return {file: tuple(named[file]) for file in sorted(named)}
+    if not path.is_dir():
+        if path.suffix not in SUFFIXES:
+            raise UsageError(f"{path}: is no file of weights", hint=f"give {ACCEPTED}")
+        return {path: ()}
+    usual = [path / name for whole in WHOLE for name in (whole, f"{whole}.index.json")]
+    indexes = sorted(path.glob(f"*{INDEX}"))
+    safe = sorted(path.glob("*.safetensors"))
+    pickles = sorted(p for p in path.iterdir() if p.suffix in storage.PICKLES)
+    meant = next((file for file in usual if file.is_file()), None)
+    if meant or len(indexes) == 1:
+        return _files(meant or indexes[0])
+    if not indexes and safe:
+        return dict.fromkeys(safe, ())
+    if not indexes and len(pickles) == 1:
+        return {pickles[0]: ()}
+    several = indexes or pickles
+    raise UsageError(
+        f"{path}: has several sets of weights ({storage.some([p.name for p in several])})"
+        if several
+        else f"{path}: has no weights that numdev reads",
+        hint="give one of these files" if several else f"give {ACCEPTED}",
+    )
+
+
+def _gathered(target: str, files: Mapping[Path, tuple[str, ...]]) -> Weights:
+    """The tensors of all files that can be read, and what is to be said of the others."""
+    reader = _Reader()
+    tensors: dict[str, Stored] = {}
+    holder: dict[str, Path] = {}
+    tied: dict[str, str] = {}
+    damage = []
+    for file, expected in files.items():
+        try:
+            shapes, same = _listed(file)
+        except MeasurementError as error:
+            damage.append(Damage(words=error.message, tensors=expected))
+            continue
+        for name, shape in shapes.items():
+            if name in holder:
+                raise UsageError(
+                    f"{holder[name]} and {file.name} both hold {name}", hint="give one of them"
+                )
+            holder[name] = file
+            tensors[name] = Stored(shape=shape, read=reader.of(file, name))
+        tied |= same
+    return _unprefixed(
+        Weights(
+            name=target,
+            files=tuple(file for file in files if file.is_file()),
+            tensors=tensors,
+            tied=tied,
+            damage=tuple(damage),
+        )
+    )
+
+
+def _listed(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes of a file's tensors by name; and the other names of those that share storage."""
+    if not file.is_file():
+        raise MeasurementError(f"{file}: is missing", hint=storage.FETCH)
+    if file.suffix not in storage.PICKLES:
+        with storage.open_safetensors(file) as handle:
+            names = handle.offset_keys()
+            return {name: tuple(handle.get_slice(name).get_shape()) for name in names}, {}
+    state = _state(file)
+    first = {name: name for name, _ in storage.distinct(file, state.items())}
+    # distinct keeps the first of those that share: find which one for each it left out.
+    places = {storage.held_at(state[name]): name for name in reversed(list(first))}
+    tied = {name: places[storage.held_at(x)] for name, x in state.items() if name not in first}
+    return {name: _shape(state[name]) for name in first}, tied
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """A nested tensor has none, and is refused when it is read."""
+    return () if x.is_nested else tuple(x.shape)
+
+
+def _state(file: Path) -> dict[str, Tensor]:
+    content = state_in(file, storage.read_pickle(file))
+    return {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
+
+
+def _unprefixed(weights: Weights) -> Weights:
+    """The same under names without the prefixes that all have."""
+    lost = [name for damage in weights.damage for name in damage.tensors]
+    names = [*weights.tensors, *weights.tied, *lost]
+    if not names:
+        return weights
+    prefix = common_prefix(names)
+
+    def bare(these: Iterable[str]) -> list[str]:
+        return [name.removeprefix(prefix) for name in these]
+
+    return Weights(
+        name=weights.name,
+        files=weights.files,
+        tensors=dict(zip(bare(weights.tensors), weights.tensors.values(), strict=True)),
+        tied=dict(zip(bare(weights.tied), bare(weights.tied.values()), strict=True)),
+        damage=tuple(Damage(words=d.words, tensors=tuple(bare(d.tensors))) for d in weights.damage),
+        prefix=prefix,
+    )
+
+
+class _Reader:
+    """Reads tensors from files of which one is open at a time."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._open: Any = None
+        self._mapped = True
+        self._read = 0
+
+    def of(self, file: Path, name: str) -> Callable[[], Tensor]:
+        """The reading of one tensor, for later."""
+        return lambda: self._tensor(file, name)
+
+    def _tensor(self, file: Path, name: str) -> Tensor:
+        if file != self._path or (self._mapped and self._read > storage.MAPPED_AT_ONCE):
+            self._path = self._open = None  # the old map goes before the new one comes
+            self._open, self._mapped = _opened(file)
+            self._path, self._read = file, 0
+        try:
+            held = self._open
+            found: Tensor = held[name] if isinstance(held, dict) else held.get_tensor(name)
+        except (SafetensorError, KeyError, AttributeError, RuntimeError) as error:
+            raise MeasurementError(
+                f"{file}: {name} cannot be read: {storage.one_line(error)}", hint=storage.FETCH
+            ) from error
+        self._read += found.nbytes if found.layout is strided and not found.is_nested else 0
+        return found
+
+
+def _opened(file: Path) -> tuple[Any, bool]:
+    """A file's tensors by name, and whether they are mapped (pickles from before torch 1.6 are read
+    whole)."""
+    if file.suffix in storage.PICKLES:
+        return _state(file), zipfile.is_zipfile(file)
+    return storage.open_safetensors(file), True

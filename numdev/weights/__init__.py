@@ -1,1 +1,0 @@
-"""Weights by name, wherever they are stored, and how far two sets of them are apart."""

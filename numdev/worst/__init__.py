@@ -1,1 +1,0 @@
-"""The rows that err most, and what is special about them."""
