@@ -1,14 +1,16 @@
-# make audit   set up, then audit the bundled demo checkpoint and show the report
-# make test    set up, then run `make gate` and every test that needs no GPU
-# make gate    set up, then hold the demo checkpoint and a planted fault to the gate's default rules
-# make check   set up, then lint, format check and types
-# make oldest  the model tests against the oldest supported transformers
+# make audit      set up, then audit the bundled demo checkpoint and show the report
+# make test       set up, then hold the demo and a planted fault to the gate, and run all CPU tests
+# make test-fast  set up, then the quick tests alone, for the inner loop
+# make check      set up, then lint, format, types, layers and line budgets
+# make oldest     the model tests against the oldest supported transformers
 
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
+# Tests are small: a process for each processor, and one thread in each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: audit gate test check oldest clean
+.PHONY: audit gate test test-fast check oldest clean
 .DELETE_ON_ERROR:
 
 $(SETUP): pyproject.toml constraints.txt
@@ -23,12 +25,17 @@ gate: $(SETUP)
 	$(BIN)/python scripts/own_gate.py
 
 test: $(SETUP) gate
-	$(BIN)/python scripts/run_tests.py
+	$(PYTEST) -m "not gpu"
+
+test-fast: $(SETUP)
+	$(PYTEST) -m "not gpu and not slow"
 
 check: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/budget.py
 
 # An overlay in front of the environment: the oldest transformers, and what it needs another version of.
 OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
@@ -39,7 +46,7 @@ OLDEST := transformers==5.17.0 'huggingface_hub<2' httpx httpcore certifi
 
 MODEL_TESTS := $(addprefix tests/test_,capture.py capture_more.py mha.py arguments.py audit_models.py checkpoint.py prompts.py)
 oldest: .oldest/.installed
-	PYTHONPATH=.oldest $(BIN)/python scripts/run_tests.py $(MODEL_TESTS)
+	PYTHONPATH=.oldest $(PYTEST) -m "not gpu" $(MODEL_TESTS)
 
 clean:
 	rm -rf .venv .oldest

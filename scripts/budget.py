@@ -1,0 +1,55 @@
+"""Print the lines of Python by package beside their budget; exit 1 where one is over by a tenth.
+
+    python scripts/budget.py
+
+Docstrings and blank lines count: a reader meets them too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BUDGET = {
+    "numdev (top)": 1800,
+    "numdev/cli": 900,
+    "numdev/sources": 3400,
+    "numdev/kernels": 5600,
+    "numdev/metrics": 2200,
+    "numdev/explain": 1100,
+    "numdev/audit": 3100,
+    "numdev/gate": 1900,
+    "numdev/training": 3000,
+    "numdev/diagnose": 1500,
+    "numdev/report": 2900,
+    "numdev": 28000,
+    "tests": 20000,
+}
+WHOLE = {"numdev": 1.0, "tests": 1.0}  # the totals have no tenth to spare
+
+
+def lines(name: str) -> int:
+    """The number of lines of all Python files in a folder; of the top of numdev/, of its own files."""
+    if name.endswith("(top)"):
+        files = (ROOT / "numdev").glob("*.py")
+    else:
+        files = (ROOT / name).rglob("*.py")
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+def main() -> int:
+    folders = {f"numdev/{path.parent.name}" for path in (ROOT / "numdev").glob("*/__init__.py")}
+    over = sorted(folders - BUDGET.keys())
+    for name in over:
+        print(f"{name}: a package without a budget")
+    for name, budget in BUDGET.items():
+        count = lines(name)
+        too_long = count > budget * WHOLE.get(name, 1.1)
+        print(f"{name:16}{count:8}{budget:8}{count / budget:8.0%}{'  over' if too_long else ''}")
+        over += [name] * too_long
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
