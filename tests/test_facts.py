@@ -1,0 +1,196 @@
+"""Facts of docs/facts.md that no other test holds: of PyTorch and its kernels, and limits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compared_reports import audit, head
+from oracles import make_case
+
+import numdev
+from numdev.comparing.audits import compared
+from numdev.formats import format_named, round_to
+from numdev.kernels import Output, find
+from numdev.kernels.reference import attend
+from numdev.kernels.triton_flash_plan import Launch
+from numdev.system import System
+from numdev.training.denoiser import kept_of_image
+from numdev.training.spikes import is_spike
+
+H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
+
+
+def claim(operator: str, system: System, **fields: Any) -> dict[str, Any]:
+    """What PyTorch's kernel claims to compute like where this operator ran."""
+    case = make_case(**{"heads": 64, "batch": 4, "dtype": torch.bfloat16, **fields})
+    ran = Output(out=torch.zeros(1), ran=operator)
+    options = find("sdpa-default").claims(case, ran, system)
+    assert options is not None
+    return dict(options)
+
+
+# --- PyTorch -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float8_e4m3fn, 4)]
+)
+def test_torch_rounds_twice_from_float64(dtype: torch.dtype, precision: int) -> None:
+    """By way of float32, which makes a tie of what lies just above one: the reason for `round_to`.
+
+    Where this fails PyTorch has mended its casts.
+    """
+    tie = 1.0 + 2.0**-precision
+    above = torch.tensor([tie + 2.0**-40], dtype=torch.float64)
+    assert above.to(dtype).double().item() == 1.0
+    fmt = format_named(str(dtype).removeprefix("torch."))
+    assert round_to(above, fmt).item() == 1.0 + 2.0 ** (1 - precision)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "rows"), [(1, 32), (191, 32), (192, 64), (767, 64), (768, 256), (2000, 256)]
+)
+@pytest.mark.parametrize(
+    ("capability", "kv_len", "exponential"),
+    [
+        ("DEFAULT", 100, "exact"),
+        ("AVX2", 7, "exact"),  # fewer keys than it takes at once
+        ("AVX2", 8, "fexp_u20"),
+        ("AVX512", 15, "exact"),
+        ("AVX512", 16, "fexp_u20"),
+    ],
+)
+def test_cpu_flash_claims_the_tiles_of_its_source(
+    q_len: int, rows: int, capability: str, kv_len: int, exponential: str
+) -> None:
+    """Its tiles, the exp of its instruction set, and gradients summed in the working format."""
+    system = System(device="cpu", cpu_capability=capability)
+    operator = "_scaled_dot_product_flash_attention_for_cpu"
+    shape = {"q_len": q_len, "kv_len": kv_len, "heads": 4, "batch": 1}
+    expected: dict[str, Any] = {
+        "preset": "fa2", "dq": "working", "dk": "working", "dv": "working",
+        "block_q": rows, "block_kv": 512, "exponential": exponential,
+    }  # fmt: skip
+    assert claim(operator, system, **shape) == expected
+    grouped = claim(operator, system, kv_heads=2, **shape)
+    assert grouped == {**expected, "group_sum": "running"}
+
+
+@pytest.mark.parametrize(
+    ("operator", "head_dim", "expected"),
+    [
+        ("flash", 64, {"block_kv": 128, "kv_order": "descending", "splits": 1}),
+        ("flash", 65, {"block_kv": 64, "kv_order": "descending", "splits": 1}),
+        ("flash", 128, {"block_kv": 64, "kv_order": "descending", "splits": 1}),
+        ("efficient", 64, {"block_kv": 64, "p_for_ds": "working", "ds_scale": "before"}),
+        ("efficient", 65, {"block_kv": 128, "p_for_ds": "working", "ds_scale": "before"}),
+        ("cudnn", 64, {"block_kv": 128, "ds_scale": "before"}),
+        ("cudnn", 128, {"block_kv": 128, "ds_scale": "before"}),
+    ],
+)
+def test_cuda_operators_claim_the_tiles_of_their_sources(
+    operator: str, head_dim: int, expected: dict[str, Any]
+) -> None:
+    """On a GPU their errors hold these claims element by element; here the table does."""
+    name = f"_scaled_dot_product_{operator}_attention"
+    shape = {"q_len": 64, "kv_len": 64, "head_dim": head_dim}
+    assert claim(name, H200, **shape) == {"preset": "fa2", **expected}
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, 256), (128, 128), (256, 64)])
+def test_split_keys_have_larger_tiles(head_dim: int, tile: int) -> None:
+    """FlashAttention-2's, where a call is too small to fill the GPU."""
+    shape = {"batch": 1, "heads": 1, "q_len": 64, "kv_len": 2048, "head_dim": head_dim}
+    options = claim("_scaled_dot_product_flash_attention", H200, **shape)
+    assert options["splits"] > 1
+    assert options["block_kv"] == tile
+
+
+def test_triton_flash_is_compiled_without_fused_multiply_adds() -> None:
+    """With them P at a maximum is off by 5e-4 at scores of 10,000, and no longer what backward
+    has. Whether it is so on a device is for the GPU tests."""
+    assert Launch(16, 16, 4, 1).as_arguments()["enable_fp_fusion"] is False
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("exponent", "judged"), [(-99, True), (-101, False)])
+def test_rows_of_the_smallest_terms_have_no_relative_error(exponent: int, judged: bool) -> None:
+    """Terms below 2^-100 are products that fp32 may keep, flush or lose."""
+    q, k = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 2, 4)
+    v = torch.full((1, 1, 2, 1), 2.0**exponent)
+    (row,) = numdev.measure(torch.full((1, 1, 3, 1), 1.5 * 2.0**exponent), q, k, v)
+    assert row.row_rel == (pytest.approx(0.5) if judged else None)
+    assert ("row_rel" in row.nulls) is not judged
+
+
+def test_in_float32_scores_are_allowed_the_rounding_of_their_sums() -> None:
+    """u sqrt(d) / 3 of |scale| |q_i| max |k_j|, relative to the terms. With V = 1 and scores of
+    3600 the emulation's own error is small beside that."""
+    q, k = torch.full((1, 1, 1, 16), 30.0), torch.full((1, 1, 4, 16), 30.0)
+    k[:, :, 1:] /= 2
+    (row,) = numdev.measure(torch.full((1, 1, 1, 4), 1.0 + 2.0**-10), q, k, torch.ones(1, 1, 4, 4))
+    allowed = 2.0**-24 * math.sqrt(16) / 3 * 0.25 * 120 * 120
+    assert row.expected_ratio == pytest.approx(2.0**-10 / allowed, rel=1e-3)
+
+
+def test_rel_and_maxima_of_a_sample_have_no_interval(tmp_path: Path) -> None:
+    """The first rows of a causal call rule |r|, and a sample bounds a maximum from below alone."""
+    case = tmp_path / "case.yaml"
+    case.write_text("cases: [{name: c, heads: 1, seq_len: 64, head_dim: 8, causal: true}]\n")
+    report = numdev.audit(case, kernels=["sdpa-math"], formats=["bfloat16"], rows=32, device="cpu")
+    (row,) = [r for r in report.rows if r.kernel == "sdpa-math" and r.tensor == "out"]
+    estimates = {"rms", "row_rel", "floor_ratio", "expected_ratio", "mean_abs"}
+    assert estimates <= row.interval.keys()
+    assert row.interval.keys().isdisjoint({"rel", "max_abs", "max_ulp", "worst_row", "w1"})
+
+
+@pytest.mark.parametrize(("rows", "named"), [(7, False), (8, True)])
+def test_fewer_than_32_numbers_name_no_function(rows: int, named: bool) -> None:
+    """They agree with something by chance. And no cut is infinite, however well a mistake fits."""
+    case = make_case(heads=1, q_len=rows, kv_len=16, head_dim=16, v_dim=4, dtype=torch.float32)
+    scaled = make_case(
+        heads=1, q_len=rows, kv_len=16, head_dim=16, v_dim=4, dtype=torch.float32, scale=1.0
+    )
+    (row,) = numdev.measure(attend(scaled).out.float(), case.q, case.k, case.v, scale=0.25)
+    assert (row.suspicion is not None) is named
+    if named:
+        assert row.suspicion is not None
+        assert "scale" in row.suspicion
+        assert row.suspicion_cut is not None
+        assert 10 <= row.suspicion_cut < math.inf
+
+
+@pytest.mark.parametrize(("tensor", "least"), [("out", 2.0), ("dv", 2.0), ("dq", 4.0), ("dk", 4.0)])
+def test_a_worst_row_moves_from_twice_or_four_times_on(tensor: str, least: float) -> None:
+    """It is an extreme value, and that of dq and dk a matter of luck."""
+    before = head(tensor=tensor, worst_row=2.0)
+    for factor, moved in ((0.99 * least, False), (1.01 * least, True)):
+        after = head(tensor=tensor, worst_row=2.0 * factor)
+        assert bool(compared(audit(before), audit(after)).moves) is moved
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def test_the_denoisers_schedule_is_the_cosine_one() -> None:
+    """Nichol and Dhariwal's, of 1000 times with s = 0.008, counted from 1; never quite 0."""
+    times = torch.tensor([0, 1, 250, 500, 998, 999])
+    share = ((times.double() + 1) / 1000 + 0.008) / 1.008
+    expected = (torch.cos(share * math.pi / 2) ** 2).clamp(min=1e-5)
+    torch.testing.assert_close(kept_of_image(times).double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("past", "limit"),
+    [([2.0, 2.1, 1.9], 2.6), ([2.0, 2.01, 1.99], 2.4), ([2.0, 2.0, 2.0], 2.4)],
+)
+def test_a_spike_stands_out_by_share_and_by_deviations(past: list[float], limit: float) -> None:
+    """Above 1.2 medians, and above the median by 6 median absolute deviations."""
+    assert not is_spike(limit - 1e-6, past)
+    assert is_spike(limit + 1e-6, past)
