@@ -12,11 +12,11 @@ from compared_reports import audit, head
 from oracles import make_case
 
 import numdev
-from numdev.comparing.audits import compared
+from numdev.gate.compare_audits import compared
 from numdev.formats import format_named, round_to
 from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
-from numdev.kernels.triton_flash_plan import Launch
+from numdev.kernels.triton_flash.plan import Launch
 from numdev.system import System
 from numdev.training.denoiser import kept_of_image
 from numdev.training.spikes import is_spike
