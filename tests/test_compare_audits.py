@@ -347,7 +347,7 @@ def test_the_longest_tables_are_cut(tmp_path: Path) -> None:
     console = Console(width=120)
     with console.capture() as seen:
         terminal.show(found, console)
-    assert "and 28 more, in moves.csv" in seen.get()
+    assert "the first 12 of 40, all in moves.csv" in seen.get()
 
 
 # --- sweeps ---------------------------------------------------------------------------------------

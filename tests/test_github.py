@@ -23,8 +23,9 @@ from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules, read_rules
 from numdev.report import DeviationRow, write
 from numdev.report.foreign import plain
-from numdev.report.renderers.github import commands, markdown, summary
-from numdev.report.views.problems import Spot, problems_of, spots_of
+from numdev.report.renderers.github import commands, summary
+from numdev.report.renderers.markdown import escaped as markdown
+from numdev.report.views.gate import Spot, problems_of, spots_of
 from numdev.yamlfile import bundled
 
 # --- the runner ----------------------------------------------------------------------------------

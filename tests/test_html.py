@@ -29,6 +29,7 @@ from numdev.report import (
     SweepSummary,
     Tick,
 )
+from numdev.report.document import charts
 from numdev.report.renderers import chart, html
 
 HOSTILE = [
@@ -117,6 +118,11 @@ def audit(name: str = "flash") -> AuditReport:
     )
 
 
+def drawn(figures: list[Figure], along: Axis, baseline: str) -> list[chart.Chart]:
+    """The geometry of figures of one report."""
+    return [chart.drawn(each) for each in charts(figures, along, baseline)]
+
+
 class Seen(HTMLParser):
     """Every element, attribute and text of a page, as a browser reads them."""
 
@@ -195,7 +201,7 @@ def test_a_drawing_names_every_curve_beside_its_end() -> None:
 def test_labels_cover_each_other_nowhere(count: int) -> None:
     """However close the lines end, and however long the names."""
     curves = [line(f"kernel number {i} with block_kv=128", 1.0 + i / 1000) for i in range(count)]
-    made = chart.charts([figure(*curves)], axis(), "baseline")[0]
+    made = drawn([figure(*curves)], axis(), "baseline")[0]
     spans = sorted(
         (d.label_y - chart.LINE * len(d.label) / 2, d.label_y + chart.LINE * len(d.label) / 2)
         for d in made.drawn
@@ -212,12 +218,10 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     """Points, intervals that reach below zero, ticks."""
     low = Point(x=XS[0] if across != "category" else 0.0, label="", mean=1.0, low=-3.0, high=5.0,
                 seeds=2)  # fmt: skip
-    made = chart.charts(
-        [figure(line("flash", 1.0, points=(low,)), y_scale=scale)], axis(across), "b"
-    )[0]
+    made = drawn([figure(line("flash", 1.0, points=(low,)), y_scale=scale)], axis(across), "b")[0]
     left, top, wide, high = made.frame
-    for drawn in made.drawn:
-        for dot in drawn.dots:
+    for curve in made.drawn:
+        for dot in curve.dots:
             assert left <= dot.x <= left + wide
             assert all(top <= y <= top + high for y in (dot.y, dot.low, dot.high) if y is not None)
     assert all(left <= x <= left + wide for x, _ in made.x_ticks)
@@ -226,7 +230,7 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
 
 def test_a_power_law_is_straight_on_log_axes() -> None:
     """Halving with each doubling: equal steps down for equal steps to the right."""
-    made = chart.charts([figure(line("flash", 1.0))], axis(), "baseline")[0]
+    made = drawn([figure(line("flash", 1.0))], axis(), "baseline")[0]
     (x0, y0), (x1, y1), (x2, y2), _ = ((d.x, d.y) for d in made.drawn[0].dots)
     assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
@@ -234,7 +238,7 @@ def test_a_power_law_is_straight_on_log_axes() -> None:
 
 def test_figures_of_one_metric_share_their_range() -> None:
     """Else a small effect looks as large as a large one."""
-    made = chart.charts(
+    made = drawn(
         [figure(line("a", 1.0)), figure(line("a", 100.0)), figure(line("a", 5.0), metric="rms")],
         axis(), "baseline",
     )  # fmt: skip
@@ -243,7 +247,7 @@ def test_figures_of_one_metric_share_their_range() -> None:
 
 def test_a_kernel_looks_alike_everywhere() -> None:
     """Colour and marker go with the name, not with the place in a figure; two kernels differ."""
-    made = chart.charts(
+    made = drawn(
         [figure(line("a", 1.0), line("b", 2.0)), figure(line("b", 1.0))], axis(), "baseline"
     )
     first = {d.label: (d.style, d.marker) for d in made[0].drawn}
@@ -254,7 +258,7 @@ def test_a_kernel_looks_alike_everywhere() -> None:
 def test_a_constant_runs_all_along() -> None:
     """What the axis does not move is a level, without points that were never measured."""
     point = Point(x=None, label="", mean=1.0, low=None, high=None, seeds=1)
-    made = chart.charts(
+    made = drawn(
         [figure(line("a", 1.0), line("floor", 1.0, "floor", constant=True, points=(point,)))],
         axis(), "baseline",
     )[0].drawn[1]  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from numdev.report import DeviationRow
 from numdev.report.foreign import plain
 from numdev.report.renderers.junit import junit
-from numdev.report.views.problems import Spot
+from numdev.report.views.gate import Spot
 
 CHILDREN = {
     "testsuites": {"testsuite"},

@@ -20,7 +20,9 @@ from numdev.cli.main import main
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
-from numdev.report.renderers import html, parts
+from numdev.report.document import Figures, Table
+from numdev.report.renderers import html
+from numdev.report.views import parts
 from numdev.sources import denoising
 from numdev.sources.opening import Located, open_source
 from numdev.sources.pipeline import is_pipeline, not_audited, open_pipeline
@@ -448,10 +450,11 @@ def test_the_page_and_the_terminal_show_it(
     page = html.page(found)
     assert "bfloat16, self attention: error by denoising step" in page
     assert "Not audited".lower() in page
-    drawn = parts.charts(found.summary.parts)
-    assert [len(c.drawn[0].dots) for c in drawn] == [2, 2]
-    grid = parts.grids(found.summary.parts)[0]
-    assert grid.columns == ("0", "2")
+    nodes = list(parts.blocks(found.summary.parts))
+    drawn = next(node.charts for node in nodes if isinstance(node, Figures))
+    assert [len(c.figure.curves[0].points) for c in drawn] == [2, 2]
+    table = next(node for node in nodes if isinstance(node, Table))
+    assert [column.title for column in table.columns] == ["kernel", "0", "2"]
     main(["report", str(audited)])
     shown = capsys.readouterr().out
     assert "bfloat16, cross attention: ×floor by denoising step" in shown

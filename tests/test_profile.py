@@ -37,7 +37,7 @@ from numdev.metrics.sampling import Sample
 from numdev.report import AuditReport, ProfileRow, ProfileSummary
 from numdev.report.profile_summary import LENGTHS, NOTABLE, ROWS, pooled, remark
 from numdev.report.renderers import html, markdown, terminal
-from numdev.report.views.along import figures
+from numdev.report.views.positions import figures
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -196,7 +196,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
 
 def shown(found: AuditReport) -> str:
     out = io.StringIO()
-    terminal.show_audit(found, Console(file=out, width=200))
+    terminal.show(found, Console(file=out, width=200))
     return out.getvalue()
 
 

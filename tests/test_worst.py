@@ -496,7 +496,7 @@ def test_the_report_shows_them() -> None:
     )
     assert AuditReport.model_validate_json(found.model_dump_json()) == found
     file = io.StringIO()
-    terminal.show_audit(found, Console(file=file, width=400))
+    terminal.show(found, Console(file=file, width=400))
     place = " (bfloat16), layer 8, head 0, out: "
     assert f"[red]<b>k[tile=64]{place}{rows[0].sentence}" in file.getvalue()
     lines = file.getvalue().splitlines()
@@ -504,4 +504,4 @@ def test_the_report_shows_them() -> None:
     assert lines[title - 1] == ""  # a section of its own
     page = html.page(found)
     assert "<h2>The rows that err most</h2>" in page
-    assert f"<strong>[red]&lt;b&gt;k</strong> tile=64{place}row 17" in page
+    assert f"<strong>[red]&lt;b&gt;k[tile=64]</strong> <span>{place.lstrip()}row 17" in page

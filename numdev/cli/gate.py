@@ -100,7 +100,8 @@ def _judge(
     from numdev.gate import findings as sentences
     from numdev.gate.judging import decide_report
     from numdev.gate.rules import default_rules, default_rules_against, read_rules
-    from numdev.report.views import verdicts
+    from numdev.report.renderers.terminal import print_document
+    from numdev.report.views.gate import document
     from numdev.yamlfile import bundled
 
     chosen = default_rules_against() if against else default_rules()
@@ -124,7 +125,8 @@ def _judge(
         click.echo(json.dumps(parts))
     else:
         with elsewhere.printing():
-            verdicts.show(decided, findings, tested, sentences.named_in(found.rows))
+            named = sentences.named_in(found.rows)
+            print_document(document(decided, findings, tested, named))
     # Afterwards, so that a file that cannot be written hides no verdict.
     for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
         click.echo(line, err=as_json)  # GitHub reads both streams

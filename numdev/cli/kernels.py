@@ -36,6 +36,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
 
     from numdev.kernels import all_kernels
     from numdev.report.renderers import terminal
+    from numdev.report.views import kernels as views
     from numdev.system import System
 
     system = System.here(device)
@@ -46,7 +47,8 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(table, default=str))
     else:
-        terminal.show_kernels(table, system)
+        machine = system.gpu or system.cpu
+        terminal.print_document(views.table(table, machine))
 
 
 def _check_kernel(name: str, device: str, as_json: bool) -> None:
@@ -55,6 +57,7 @@ def _check_kernel(name: str, device: str, as_json: bool) -> None:
     from numdev.kernels import find
     from numdev.report.foreign import json_text
     from numdev.report.renderers import terminal
+    from numdev.report.views import kernels as views
     from numdev.system import System
 
     with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
@@ -62,6 +65,6 @@ def _check_kernel(name: str, device: str, as_json: bool) -> None:
     if as_json:
         click.echo(json_text(found.model_dump_json()))
     else:
-        terminal.show_conformance(found)
+        terminal.print_document(views.conformance(found))
     if not found.conforms:
         click.get_current_context().exit(1)

@@ -54,7 +54,7 @@ class Places:
         What is left is to be printed: annotations. `file` is where the rules were read from."""
         from numdev.report.renderers.github import commands, summary
         from numdev.report.renderers.junit import junit
-        from numdev.report.views.problems import spots_of
+        from numdev.report.views.gate import spots_of
 
         spots = spots_of(rules, file) if self.junit or self.github else {}
         if self.junit:

@@ -1,20 +1,16 @@
 """Foreign text, such as the names of layers and kernels, made harmless for where it is shown.
 
 Whoever writes a checkpoint or a report chooses these names. In a terminal they could be escape
-sequences, in Markdown headings and links, in a spreadsheet formulas. HTML is escaped by the
-templates themselves.
+sequences, in a spreadsheet formulas. HTML is escaped by its template, Markdown by its renderer.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """What a spreadsheet takes for the start of a formula."""
-_MARKS = re.compile(r"([\\`*_\[\]<>|~&$@])")
-_BLOCK = re.compile(r"^(?:([#=]|[+-](?=[\s+=-]|$))|(\d+)(?=[.)](?:\s|$)))")
 
 
 def plain(text: str, keep: str = "") -> str:
@@ -25,13 +21,6 @@ def plain(text: str, keep: str = "") -> str:
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
-
-
-def markdown(text: str) -> str:
-    """As text of one line in Markdown: no heading, list, table, link, image, HTML or mention."""
-    escaped = _MARKS.sub(r"\\\1", plain(text).strip())
-    escaped = escaped.replace("://", "\\://").replace("www.", "www\\.")
-    return _BLOCK.sub(lambda m: f"\\{m[1]}" if m[1] else f"{m[2]}\\", escaped)
 
 
 def cell(value: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from numdev.report import Axis, Curve, Figure, Point
+from numdev.report.document import Chart as Described
 
 WIDTH, HEIGHT = 660, 400
 LEFT, RIGHT, TOP, BOTTOM = 78, 168, 14, 82
@@ -77,20 +78,21 @@ class Chart:
     )
 
 
-def charts(figures: Sequence[Figure], axis: Axis, baseline: str) -> list[Chart]:
-    """Every figure of a report; a kernel looks the same in all of them."""
-    styles = _styles(figures, baseline)
-    made = []
-    for figure in figures:
-        alike = [f for f in figures if (f.metric, f.relative) == (figure.metric, figure.relative)]
-        made.append(_chart(figure, alike, axis, styles))
-    return made
-
-
-def marked(chart: Chart, axis: Axis, places: Sequence[tuple[float, str]]) -> Chart:
-    """A chart with an upright line at each of these values of its axis, and words beside it."""
-    x = _x_scale(axis)
-    return dataclasses.replace(chart, marks=tuple((x(value), words) for value, words in places))
+def drawn(of: Described) -> Chart:
+    """A chart's geometry. Figures beside it share its range, and a kernel looks the same in all."""
+    figures = of.beside or (of.figure,)
+    like = (of.figure.metric, of.figure.relative)
+    alike = [f for f in figures if (f.metric, f.relative) == like]
+    made = _chart(of.figure, alike, of.axis, _styles(figures, of.baseline))
+    x = _x_scale(of.axis)
+    lines = made.drawn
+    if of.styles:
+        lines = tuple(
+            dataclasses.replace(line, style=style, dots=())
+            for line, style in zip(lines, of.styles, strict=True)
+        )
+    marks = tuple((x(place), words) for place, words in of.marks)
+    return dataclasses.replace(made, drawn=lines, marks=marks)
 
 
 def _styles(figures: Sequence[Figure], baseline: str) -> dict[str, tuple[str, int]]:

@@ -19,7 +19,7 @@ from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
 from numdev.gate.wording import label
 from numdev.report import Finding, Place
 from numdev.report.foreign import plain
-from numdev.report.views.problems import Spot, number
+from numdev.report.views.gate import Spot, number
 
 GATE = "numdev gate"
 TAGS: Mapping[Outcome, str] = {

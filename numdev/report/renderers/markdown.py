@@ -1,56 +1,94 @@
-"""A report as Markdown, for a pull request, an issue or a step summary: the answer, the tables, the
-findings, where the numbers come from. All names and messages are escaped."""
+"""A document as Markdown, for a pull request, an issue or a step's summary."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from numdev.report import Report
-from numdev.report.foreign import markdown as text
-from numdev.report.renderers.html import facts
-from numdev.report.renderers.sentences import headed
-from numdev.report.renderers.sheets import Sheet, sheets
+from numdev.report.document import (
+    Bullets,
+    Document,
+    Figures,
+    Heading,
+    Node,
+    Paragraph,
+    Table,
+    legend,
+    table_of,
+)
+from numdev.report.foreign import plain
+from numdev.report.renderers.terminal import some
+from numdev.report.views import document_of
 
-SEVERITY = {"exceeded": "exceeded", "unmeasured": "not measured", "note": "note"}
 LONGEST = 100
 """Rows of a table; the report has all."""
+PLACES = 9
+"""Columns of a series."""
+_MARKUP = re.compile(r"[\\`*_\[\]<>|~&$]|(?<=[A-Za-z]):(?=//)|(?<=[Ww]{3})\.")
+_FIRST = re.compile(r"^ *(\d*)(?=[-+=#.)](?:[-=# ]|$))")
+"""What begins a list or a heading where it stands first."""
+_LATER = re.compile(r"@|:(?=[\w+-]+:)")
+"""What begins a mention or an emoji. GitHub looks for these in the finished page, where backslashes
+are gone, but not across the place of a comment."""
 
 
 def page(report: Report) -> str:
-    """The whole text, ending in a newline."""
-    return "\n".join(_lines(report)) + "\n"
+    """A report as Markdown."""
+    return text_of(document_of(report))
 
 
-def _lines(report: Report) -> Iterator[str]:
-    target = report.request.get("target")
-    yield f"# numdev {text(report.kind)}{': ' + text(str(target)) if target else ''}"
-    yield ""
-    for finding in report.findings:
-        if finding.metric == "suspicion":
-            yield f"- **{text(finding.sentence)}**"
-    for sentence in getattr(report, "summary").answer:  # noqa: B009 - every kind has one
-        head, rest = headed(sentence)
-        yield f"- **{text(head)}**{' ' + text(rest) if rest else ''}"
-    for sheet in sheets(report):
-        yield from ("", f"## {text(sheet.title)}", "", *_table(sheet))
-    if report.findings:
-        yield from ("", "## Findings", "")
-    for finding in report.findings:
-        yield f"- {SEVERITY[finding.severity]} ({text(finding.rule)}): {text(finding.sentence)}"
-    for line in getattr(report, "tested", ()):
-        yield from ("", text(line))
-    yield from ("", "## Where this comes from", "")
-    yield from (f"- {name}: {text(value)}" for name, value in facts(report))
+def text_of(document: Document, level: int = 1) -> str:
+    """A document, its title a heading of this level; ends with a newline."""
+    lines = [f"{'#' * level} {escaped(document.title)}"]
+    for node in document.shown_in("markdown"):
+        lines += ["", *_lines(node, level)]
+    return "\n".join(lines) + "\n"
 
 
-def _table(sheet: Sheet) -> Iterator[str]:
-    yield _row(sheet.columns)
-    yield "|" + "|".join("---" if i == 0 else "---:" for i in range(len(sheet.columns))) + "|"
-    for row in sheet.rows[:LONGEST]:
-        yield _row(row)
-    if len(sheet.rows) > LONGEST:
-        yield from ("", f"{len(sheet.rows) - LONGEST} more rows are in the report.")
+def escaped(text: str) -> str:
+    """Foreign text as itself within a line of Markdown, GitHub's own: no block, emphasis, code,
+    link, HTML, formula, emoji or cell border begins in it, and nobody is mentioned."""
+    safe = _MARKUP.sub(r"\\\g<0>", plain(text))
+    first = _FIRST.sub(r"\1\\", safe).strip(" ")
+    return _LATER.sub(r"\g<0><!-- -->", first)
+
+
+def _lines(node: Node, level: int) -> Iterator[str]:
+    if isinstance(node, Heading):
+        yield f"{'#' * (level + 1)} {escaped(node.text)}"
+    elif isinstance(node, Paragraph):
+        yield escaped(node.text)
+    elif isinstance(node, Bullets):
+        for item in node.items:
+            lead = f"**{escaped(item.lead)}**" if item.lead else ""
+            yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
+    elif isinstance(node, Table):
+        yield from _table(node, level)
+    elif isinstance(node, Figures):
+        for chart in node.charts:
+            yield from (*_table(table_of(chart), level), "")
+
+
+def _table(node: Table, level: int) -> Iterator[str]:
+    shown = list(range(len(node.columns)))
+    if node.kind == "series":
+        shown = [0, *some(shown[1:], PLACES - 1)]
+    if node.title:
+        yield from (f"{'#' * (level + 1)} {escaped(node.title)}", "")
+    columns = [node.columns[i] for i in shown]
+    yield _row([column.title for column in columns])
+    yield "|" + "|".join("---:" if i and c.align == "right" else "---"
+                         for i, c in enumerate(columns)) + "|"  # fmt: skip
+    for row in node.rows[:LONGEST]:
+        yield _row([" ".join(filter(None, (row.cells[i].text, row.cells[i].after)))
+                    for i in shown])  # fmt: skip
+    if len(node.rows) > LONGEST:
+        yield from ("", f"{len(node.rows) - LONGEST} more rows are in the report.")
+    below = legend(columns)
+    if below:
+        yield from ("", escaped(below))
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(text(cell) if cell else " " for cell in cells) + " |"
+    return "| " + " | ".join(escaped(cell) if cell else " " for cell in cells) + " |"

@@ -1,21 +1,31 @@
-"""How a bounds report is shown: the sentences, then every ratio before curves merge beside the one
-after and beside the null's, then the curves."""
+"""A bounds report, shown: every ratio before curves merge beside the one after and beside the
+null's, then the curves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from numdev.report.renderers import chart
-from numdev.report.renderers.sheets import Sheet
-from numdev.report.renderers.terminal import _answer, _figure, _last_lines, _ratio, _text
-from numdev.training.bounds.report import BoundsReport, Comparison, Delay, Window
+from numdev.report.document import (
+    PAGE,
+    TERMINAL,
+    Cell,
+    Chart,
+    Column,
+    Figures,
+    Fold,
+    Heading,
+    Medium,
+    Node,
+    Paragraph,
+    Row,
+    Table,
+    charts,
+    notes,
+    words,
+)
+from numdev.report.numbers import NONE, ratio
+from numdev.training.bounds.report import BoundsReport, Comparison, Delay, Saturation, Window
 
 WINDOWS: tuple[tuple[Window, str], ...] = (
     ("given", "checkpoints"),
@@ -54,7 +64,7 @@ class Line:
         """A ratio, and unless it is to be brief its interval."""
         c = self.ratios.get((window, metric))
         if c is None or c.ratio is None:
-            return "-"
+            return NONE
         known = whole and c.low is not None and c.high is not None
         ends = f" [{_short(c.low or 0.0)}, {_short(c.high or 0.0)}]" if known else ""
         return _short(c.ratio) + ends
@@ -62,61 +72,142 @@ class Line:
     @property
     def delayed(self) -> str:
         d = self.delay
-        return "-" if d is None or d.steps is None else f"{d.steps:.2g}"
+        return NONE if d is None or d.steps is None else f"{d.steps:.2g}"
 
 
-def show(report: BoundsReport, console: Console) -> None:
-    """Print a bounds report."""
-    _answer(report.summary.answer, console)
-    console.print(_table(report, console.width))
-    console.print("", _text(_legend(report), "dim"), "", sep="\n")
-    axis = report.summary.axis
-    for figure in report.figures if axis else ():
-        if figure.place.get("group") == "all" and figure.metric == "mean_abs" and axis:
-            console.print(_figure(figure, axis, console.width))
-    for line in _last_lines(report):
-        console.print(_text(line, "dim"))
+def title(report: BoundsReport) -> str:
+    return f"Bounds: {report.request.get('target')}"
 
 
-def seen(report: BoundsReport) -> dict[str, Any]:
-    """What the page's template gets."""
+def line(report: BoundsReport) -> str:
+    seeds = len(report.summary.seeds)
+    bands = "; bands are 95 % intervals over seeds" if seeds > 1 else ""
+    return (
+        "How far weights end up from those of the golden run of the same seed: flash beside low "
+        f"precision, another seed and null runs. Seeds: {seeds}{bands}. These distances are "
+        "proxies."
+    )
+
+
+def blocks(report: BoundsReport) -> Iterator[Node]:
     groups = list(dict.fromkeys(c.group for c in report.comparisons))
     drawn = _charts(report)
-    return {
-        "summary": report.summary,
-        "groups": [(group, lines(report, group)) for group in groups],
-        "windows": [(w, f"{words} {_steps(report, w)}".strip()) for w, words in _windows(report)],
-        "metrics": METRICS,
-        "legend": _legend(report),
-        "charts": [c for group, c in drawn if group in ("all", None)],
-        "more_charts": [c for group, c in drawn if group not in ("all", None)],
-    }
+    whole = tuple(c for c in drawn if c.figure.place.get("group") in ("all", None))
+    yield Figures(whole, PAGE)
+    for mark in report.saturations:
+        if mark.group == "all":
+            yield Paragraph(_merging(mark), "soft", PAGE)
+    yield _terminal(report)
+    if "all" in groups:
+        yield _table(report, "all", METRICS, "Ratios, all weights", PAGE)
+    brief = "Distance of one run over that of another, all weights: mean |difference|"
+    yield _table(report, "all", METRICS[:1], brief, ("markdown",))
+    yield from notes((_legend(report),), (*TERMINAL, *PAGE))
+    others = [group for group in groups if group != "all"]
+    if others:
+        yield Heading("By kind of parameter", PAGE)
+    for group in others:
+        yield Fold(group, (_table(report, group, METRICS, "", PAGE),))
+    rest = tuple(c for c in drawn if c not in whole)
+    if rest:
+        yield Fold("Curves by kind", (Figures(rest),))
+    mean = tuple(c for c in whole if c.figure.metric == "mean_abs")
+    yield Figures(tuple(c for c in mean if c.figure.place.get("group") == "all"), TERMINAL)
+    yield words(
+        ("run", "role", "kernel", "format", "attention", "runs"),
+        (
+            (v.label, v.role.replace("_", " "), v.kernel or NONE, v.format or NONE,
+             v.attention_format or NONE, str(v.runs))
+            for v in report.summary.variants
+        ),
+        title="What was set beside what",
+        only=PAGE,
+    )  # fmt: skip
+
+
+def _merging(mark: Saturation) -> str:
+    """Where the curves of all weights merge, and how large a perturbation was before."""
+    merged = f"are merged from step {mark.saturated}" if mark.saturated else "do not merge"
+    begin = f"begin to merge at step {mark.bends}" if mark.bends else "do not begin to merge"
+    peak = (
+        f"; the largest perturbation was at most {ratio(mark.peak)} times the smallest null "
+        f"({mark.null})"
+        if mark.peak is not None
+        else ""
+    )
+    return f"Curves {begin} and {merged}{peak}{f': {mark.reason}' if mark.reason else ''}."
 
 
 def _legend(report: BoundsReport) -> str:
     """What the columns that are there mean."""
     said = [MEANT[window] for window, _ in _windows(report) if window in MEANT]
-    return LEGEND.format(windows="".join(f"{words}; " for words in said))
+    return LEGEND.format(windows="".join(f"{each}; " for each in said))
 
 
-def sheets(report: BoundsReport) -> Iterator[Sheet]:
-    """As a table of text: the ratios of all weights, by mean |difference|."""
+def _table(
+    report: BoundsReport,
+    group: str,
+    metrics: Sequence[tuple[str, str]],
+    title: str,
+    only: tuple[Medium, ...],
+) -> Table:
+    """Every ratio of one group of parameters, with its interval."""
     windows = _windows(report)
-    yield Sheet(
-        title="Distance of one run over that of another, all weights: mean |difference|",
+    names = [f"{each} {_steps(report, window)}".strip() for window, each in windows]
+    columns = (
+        [f"{name}, {metric}" for name in names for _, metric in metrics]
+        if len(metrics) > 1
+        else names
+    )
+    return Table(
+        title=title,
         columns=(
-            *("distance of", "over that of"),
-            *(f"{words} {_steps(report, window)}".strip() for window, words in windows),
-            "steps later",
+            Column("distance of", align="left"),
+            Column("over that of", align="left"),
+            *map(Column, columns),
+            Column("steps later"),
         ),
         rows=tuple(
-            (
-                *(line.variant, line.against),
-                *(line.at(window, "mean_abs") for window, _ in windows),
-                line.delayed,
+            Row(
+                (
+                    Cell(each.variant),
+                    Cell(each.against),
+                    *(Cell(each.at(w, m), style="strong" if m == "mean_abs" else "")
+                      for w, _ in windows for m, _ in metrics),
+                    Cell(each.delayed),
+                )
             )
-            for line in lines(report, "all")
+            for each in lines(report, group)
         ),
+        only=only,
+    )  # fmt: skip
+
+
+def _terminal(report: BoundsReport) -> Table:
+    """The ratios of all weights, every window beside the others. Intervals of the paired mean
+    alone; the page has all."""
+    windows = _windows(report)
+    columns = [Column("", align="left")]
+    for window, name in windows:
+        columns.append(Column(f"{name} {_steps(report, window)}".strip()))
+        columns += [Column("W1")] * (window in WITH_W1)
+    rows, last = [], None
+    for each in lines(report, "all"):
+        if each.variant != last:
+            empty = (Cell(""),) * (len(columns) if report.delays else len(columns) - 1)
+            rows.append(Row((Cell(each.variant, style="strong"), *empty)))
+        last = each.variant
+        cells = [Cell(f"  over {each.against}", style="soft")]
+        for window, _ in windows:
+            cells.append(Cell(each.at(window, "mean_abs", whole=window in WHOLE)))
+            cells += [Cell(each.at(window, "w1", whole=False), style="soft")] * (window in WITH_W1)
+        rows.append(Row((*cells, *([Cell(each.delayed)] if report.delays else []))))
+    return Table(
+        title="Distance of one run over that of another, all weights",
+        columns=(*columns, *([Column("steps later")] if report.delays else [])),
+        rows=tuple(rows),
+        kind="words",
+        only=TERMINAL,
     )
 
 
@@ -141,47 +232,7 @@ def _of_mean(delay: Delay, group: str) -> bool:
 
 def _windows(report: BoundsReport) -> list[tuple[Window, str]]:
     there = {c.window for c in report.comparisons if c.ratio is not None}
-    return [(window, words) for window, words in WINDOWS if window in there]
-
-
-def _table(report: BoundsReport, width: int) -> Table:
-    """The ratios of all weights, every window beside the others. Intervals of the paired mean
-    alone; the page has all."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=_text("Distance of one run over that of another, all weights", "bold"),
-        title_justify="left",
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    pairs, windows = lines(report, "all"), _windows(report)
-    longest = max((len(name) for line in pairs for name in (line.variant, line.against)), default=0)
-    table.add_column("", overflow="fold", min_width=min(longest + 7, max(14, width // 4 - 6)))
-    for window, words in windows:
-        table.add_column(_text(f"{words} {_steps(report, window)}".strip()), justify="right")
-        if window in WITH_W1:
-            table.add_column("W1", justify="right", no_wrap=True)
-    if report.delays:
-        table.add_column("steps later", justify="right")
-    last = None
-    for line in pairs:
-        if line.variant != last:
-            table.add_row(_text(line.variant, "bold"))
-        last = line.variant
-        table.add_row(_text(f"  over {line.against}"), *_cells(line, windows, report))
-    return table
-
-
-def _cells(
-    line: Line, windows: Sequence[tuple[Window, str]], report: BoundsReport
-) -> Iterator[Text]:
-    for window, _ in windows:
-        yield Text(line.at(window, "mean_abs", whole=window in WHOLE))
-        if window in WITH_W1:
-            yield Text(line.at(window, "w1", whole=False), "dim")
-    if report.delays:
-        yield Text(line.delayed)
+    return [(window, name) for window, name in WINDOWS if window in there]
 
 
 def _steps(report: BoundsReport, window: Window) -> str:
@@ -194,33 +245,28 @@ def _steps(report: BoundsReport, window: Window) -> str:
     return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
 
 
-def _charts(report: BoundsReport) -> list[tuple[str | None, chart.Chart]]:
-    """Every figure with its group; in those of distances it is marked where curves merge."""
-    axis = report.summary.axis
-    if axis is None:
-        return []
+def _charts(report: BoundsReport) -> tuple[Chart, ...]:
+    """Every figure; in those of distances it is marked where curves merge."""
     marks = {s.group: s for s in report.saturations}
-    drawn = []
-    for figure, made in zip(
-        report.figures, chart.charts(report.figures, axis, "golden"), strict=True
-    ):
-        group = figure.place.get("group")
-        mark = marks.get(group) if group else None
-        places = [
-            (float(step), words)
-            for step, words in (
-                (mark and mark.chance, "chance begins to decide"),
-                (mark and mark.bends, "curves begin to merge"),
-                (mark and mark.saturated, "merged"),
+    made = []
+    for chart in charts(report.figures, report.summary.axis, "golden"):
+        mark = marks.get(chart.figure.place.get("group", ""))
+        steps = (
+            (
+                (mark.chance, "chance begins to decide"),
+                (mark.bends, "curves begin to merge"),
+                (mark.saturated, "merged"),
             )
-            if step
-        ]
-        drawn.append((group, chart.marked(made, axis, places)))
-    return drawn
+            if mark
+            else ()
+        )
+        places = tuple((float(step), name) for step, name in steps if step)
+        made.append(replace(chart, marks=places))
+    return tuple(made)
 
 
 def _short(value: float) -> str:
     """A ratio in few characters."""
     if value == 0 or 0.1 <= value < 1000:
-        return _ratio(value)
+        return ratio(value)
     return f"{value:.0f}" if 1000 <= value < 1e5 else f"{value:.1e}".replace("e-0", "e-")

@@ -1,33 +1,32 @@
-"""How a comparison of two audits is shown: in the terminal, and what the page's template gets.
-
-The sentences first; then what moved, head by head; every tensor of every kernel; what is gone and
-new; what else differs between the two. Nothing is computed here.
-"""
+"""A comparison of two audits, shown: what moved, head by head; every tensor of every kernel; what is
+gone and new; what else differs between the two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from numdev.gate.comparable import Difference
-from numdev.gate.compare_report import CompareReport, Group, Move, Presence
+from numdev.gate.compare_report import CompareReport, Group
 from numdev.report import Place
-from numdev.report.renderers.numbers import ratio, si
-from numdev.report.renderers.sheets import Sheet
-from numdev.report.renderers.terminal import (
-    FINDINGS,
-    _answer,
-    _options,
-    _ratio,
-    _si,
-    _source_line,
-    _text,
+from numdev.report.document import (
+    TERMINAL,
+    TEXT,
+    Bullets,
+    Cell,
+    Column,
+    Heading,
+    Item,
+    Medium,
+    Node,
+    Row,
+    Style,
+    Table,
+    bullets,
+    labelled,
+    notes,
+    words,
 )
+from numdev.report.numbers import NONE, ratio, si
+from numdev.report.views import SEVERITIES
 
 SHOWN = 12
 """Moves listed in the terminal; the page has ON_PAGE and moves.csv all."""
@@ -40,142 +39,125 @@ LEGEND = (
 )
 
 
-def show(report: CompareReport, console: Console) -> None:
-    """Print a comparison."""
-    _answer(report.summary.answer, console)
-    if report.moves:
-        console.print(_moves(report.moves[:SHOWN]))
-        if len(report.moves) > SHOWN:
-            console.print(_text(f"and {len(report.moves) - SHOWN} more, in moves.csv", "dim"))
-        console.print()
-    console.print(_groups(report.groups))
-    if report.presences:
-        console.print("", _presences(report.presences), sep="\n")
-    for news in report.news:
-        near = "" if news.moved else " (its number did not move beyond noise)"
-        style = FINDINGS[news.finding.severity] if news.what == "new" else "dim"
-        console.print(_text(f"{news.what} finding{near}: {news.finding.sentence}", style))
-    if report.changes:
-        console.print("", _changes(report.changes), sep="\n")
-    console.print()
-    for line in (*report.summary.notes, report.summary.threshold, LEGEND):
-        console.print(_text(line, "dim"))
-    console.print(_text(f"B: {_source_line(report)}", "dim"))
+def title(report: CompareReport) -> str:
+    return f"{report.a.path} against {report.b.path}"
 
 
-def seen(report: CompareReport) -> dict[str, Any]:
-    """What the template gets."""
-    return {
-        "summary": report.summary,
-        "legend": LEGEND,
-        "limit": ON_PAGE,
-        "groups": [(g, label(g), place(g.where) if g.where else "") for g in report.groups],
-        "moves": [(m, label(m), place(m.place)) for m in report.moves[:ON_PAGE]],
-        "presences": [(p, label(p), place(p.place)) for p in report.presences],
-    }
+def line(report: CompareReport) -> str:
+    return f"Two audits of the same request. {LEGEND} {report.summary.threshold}"
 
 
-def sheets(report: CompareReport) -> Iterator[Sheet]:
-    """As tables of text: what moved, every tensor, what is gone and new, what else differs."""
-    yield Sheet(
-        title="What moved",
-        columns=("kernel", "", "where", "what", "noise explains"),
-        rows=tuple(
-            (label(m), f"{m.tensor} {m.format}", place(m.place), m.words, ratio(m.noise))
-            for m in report.moves[:ON_PAGE]
-        ),
-    )
-    yield Sheet(
+def blocks(report: CompareReport) -> Iterator[Node]:
+    yield _moves(report, SHOWN, TERMINAL)
+    yield _moves(report, ON_PAGE, TEXT)
+    yield Table(
         title="Every tensor",
-        columns=("kernel", "", "heads", "moved", "same bits", "equal", "A", "B", "largest"),
-        rows=tuple(_group(g) for g in report.groups),
+        columns=(
+            Column("kernel", align="left"),
+            Column("", align="left"),
+            *map(Column, ("heads", "moved", "same bits", "equal")),
+            Column("metric", align="left", width=120),
+            *map(Column, ("A", "B", "largest")),
+            Column("where", align="left", width=140),
+        ),
+        rows=tuple(Row(_group(g), standard=g.role != "kernel") for g in report.groups),
     )
-    yield Sheet(
-        title="Gone and new",
-        columns=("", "kernel", "", "rows", "why"),
-        rows=tuple(
-            (p.what, label(p), f"{', '.join(p.tensors)} {p.format}", str(p.rows), p.why)
+    yield words(
+        ("", "kernel", "", "rows", "first at", "why"),
+        (
+            (
+                Cell(p.what, style="bad" if p.what == "gone" else "strong"),
+                labelled(p.kernel, p.options),
+                f"{', '.join(p.tensors)} {p.format}",
+                str(p.rows),
+                place(p.place),
+                p.why,
+            )
             for p in report.presences
         ),
+        title="Gone and new",
     )
-    yield Sheet(
+    yield from _news(report)
+    if report.summary.notes:
+        yield Heading("Notes", TEXT)
+        yield bullets(report.summary.notes)
+    yield words(
+        ("", "A", "B"),
+        (
+            *((Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b) for d in report.allowed),
+            *((d.key, d.a, d.b) for d in report.changes),
+        ),
         title="What else is different",
-        columns=("", "A", "B"),
-        rows=tuple((d.key, d.a, d.b) for d in (*report.allowed, *report.changes)),
+    )
+    yield from notes((report.summary.threshold, LEGEND), TERMINAL)
+    yield words(
+        ("", "report", "made", "numdev", "rows", "command"),
+        (
+            (name, side.path, side.created, side.numdev, str(side.rows), side.command)
+            for name, side in (("A", report.a), ("B", report.b))
+        ),
+        title="The two",
+        only=TEXT,
     )
 
 
-def _group(g: Group) -> tuple[str, ...]:
+def _moves(report: CompareReport, limit: int, only: tuple[Medium, ...]) -> Table:
+    count = len(report.moves)
+    limited = f": the first {limit} of {count}, all in moves.csv" if count > limit else ""
+    return words(
+        ("kernel", "", "where", "what", "noise explains"),
+        (
+            (
+                Cell(labelled(m.kernel, m.options), style="strong"),
+                f"{m.tensor} {m.format}",
+                place(m.place),
+                m.words,
+                NONE if m.noise is None else f"×{m.noise:.2f}",
+            )
+            for m in report.moves[:limit]
+        ),
+        title=f"What moved{limited}",
+        only=only,
+    )
+
+
+def _group(g: Group) -> tuple[Cell, ...]:
     write = si if g.metric == "rms" else ratio
-    counts = (g.pairs, g.moved, g.same_bits, g.same_numbers)
-    numbers = (write(g.a), write(g.b), ratio(g.change))
-    return (label(g), f"{g.tensor} {g.format}", *map(str, counts), *numbers)
+    moved: Style = "bad" if g.moved else ""
+    return (
+        Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
+        Cell(f"{g.tensor} {g.format}"),
+        Cell(str(g.pairs)),
+        Cell(str(g.moved), style=moved),
+        *map(Cell, (str(g.same_bits), str(g.same_numbers), g.metric or NONE)),
+        *map(Cell, (write(g.a), write(g.b), ratio(g.change))),
+        Cell(place(g.where) if g.where else ""),
+    )
 
 
-def label(of: Group | Move | Presence) -> str:
-    """A kernel with its options."""
-    options: Mapping[str, Any] = of.options
-    return of.kernel + _options(options)
+def _news(report: CompareReport) -> Iterator[Node]:
+    """Findings that only one of the two has."""
+    if not report.news:
+        return
+    yield Heading("Findings that only one of them has")
+    yield Bullets(
+        tuple(
+            Item(
+                news.finding.sentence,
+                lead=f"{news.what}"
+                f"{'' if news.moved else ' (its number did not move beyond noise)'}:",
+                style=SEVERITIES[news.finding.severity][1] if news.what == "new" else "soft",
+            )
+            for news in report.news
+        ),
+        "findings",
+    )
 
 
 def place(where: Place) -> str:
     """Where something is, in a table: the module, and the case where it was drawn."""
-    words = where.case if where.layer is None else where.module
-    words += f" {where.phase}" if where.phase else ""
-    words += f" step {where.step}" if where.step is not None else ""
-    words += f" call {where.call}" if where.call and where.call != where.step else ""
-    return words + (f" head {where.head}" if where.head is not None else "")
-
-
-def _grid(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(
-            column, overflow="fold", justify="right" if column in right else "left",
-            no_wrap=column in right,
-        )  # fmt: skip
-    return table
-
-
-def _moves(moves: Sequence[Move]) -> Table:
-    table = _grid("moved", "", "where", "what", "noise", right=("noise",))
-    for move in moves:
-        noise = f"x{move.noise:.2f}" if move.noise is not None else "-"
-        table.add_row(
-            _text(label(move), "bold"), _text(f"{move.tensor} {move.format}"),
-            _text(place(move.place)), _text(move.words), Text(noise, "dim"),
-        )  # fmt: skip
-    return table
-
-
-def _groups(groups: Sequence[Group]) -> Table:
-    numbers = ("heads", "moved", "same bits", "equal", "A", "B", "largest")
-    table = _grid("kernel", "", *numbers, right=numbers)
-    several = len({group.format for group in groups}) > 1  # else the answer has it
-    for group in groups:
-        value = _si if group.metric == "rms" else _ratio
-        style = "bold" if group.role == "kernel" else "dim"
-        table.add_row(
-            _text(label(group), style),
-            _text(group.tensor + f" {group.format}" * several), str(group.pairs),
-            Text(str(group.moved), "bold red" if group.moved else "dim"), str(group.same_bits),
-            str(group.same_numbers), value(group.a), value(group.b), _ratio(group.change),
-        )  # fmt: skip
-    return table
-
-
-def _presences(presences: Sequence[Presence]) -> Table:
-    table = _grid("", "kernel", "", "rows", "why", right=("rows",))
-    for p in presences:
-        style = "bold red" if p.what == "gone" else "bold"
-        tensors = f"{', '.join(p.tensors)} {p.format}"
-        cells = (label(p), tensors, str(p.rows), p.why)
-        table.add_row(Text(p.what, style), *(_text(cell) for cell in cells))
-    return table
-
-
-def _changes(changes: Sequence[Difference]) -> Table:
-    table = _grid("different", "A", "B")
-    for change in changes:
-        table.add_row(*(_text(cell) for cell in (change.key, change.a, change.b)))
-    return table
+    name = where.case if where.layer is None else where.module
+    name += f" {where.phase}" if where.phase else ""
+    name += f" step {where.step}" if where.step is not None else ""
+    name += f" call {where.call}" if where.call and where.call != where.step else ""
+    return name + (f" head {where.head}" if where.head is not None else "")

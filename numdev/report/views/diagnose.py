@@ -1,249 +1,266 @@
-"""A diagnosis, shown: the answer, the heads ranked, one picture, then cures and real kernels side
-by side on the head that the answer is about, and the curves over training.
-
-The picture is the running sum of delta's error over tokens for the first heads, by the
-formula in use and by the other, beside the map of what the error does to every head's dW_Q.
-"""
+"""A diagnosis, shown: the heads ranked, the running sums of delta's error, the map of what the error
+does to every head, then cures and real kernels on the head that the answer is about, and the curves
+over training. What is null is a dash."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from numdev.diagnose.guilt import leading, same_head
-from numdev.diagnose.report import DiagnoseReport, RunningError
+from numdev.diagnose.guilt import (
+    CONDITIONS,
+    MOVED,
+    WRONG,
+    judged,
+    leading,
+    moved,
+    same_head,
+    used_delta,
+)
+from numdev.diagnose.report import (
+    Bias,
+    CureRow,
+    DiagnoseReport,
+    HeadRow,
+    KernelRow,
+    Place,
+    Ranked,
+    RunningError,
+)
 from numdev.report import Axis, Curve, Figure, Point, Tick
-from numdev.report.renderers import chart
-from numdev.report.renderers.sheets import Sheet
-from numdev.report.renderers.terminal import _answer, _last_lines, _text
-from numdev.report.views import diagnosecells as cells
-from numdev.report.views.diagnosecells import Column, brief
-from numdev.report.views.train import _some
+from numdev.report.document import (
+    PAGE,
+    TERMINAL,
+    TEXT,
+    Bullets,
+    Cell,
+    Chart,
+    Column,
+    Figures,
+    Fold,
+    Heading,
+    Item,
+    Medium,
+    Node,
+    Row,
+    Table,
+    bullets,
+    charts,
+    notes,
+)
+from numdev.report.numbers import NONE
 
 SHOWN = 10
-"""Heads in the ranked table; all are in the page."""
-TITLE = 42
-"""Characters that the name of a number over training may take."""
+"""Heads in the ranked table; all are behind a fold of the page."""
 BARS = " ▁▂▃▄▅▆▇█"
-MET = "meets"
-"""The column that says how many links of the chain a head meets."""
-STYLES = ("dim", "green", "yellow", "dark_orange", "bold red")
+ROOM = 50
+"""Bars of a running sum in the terminal."""
+COLOURS = 6
+SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)
+"""From where on a score is darker: MOVED is what counts."""
+MEETS = Column("meets", says="how many of the chain, of those that could be judged")
 
 
-def show(report: DiagnoseReport, console: Console) -> None:
-    """Print a diagnosis."""
-    _answer(report.summary.answer, console)
-    if report.summary.ranking:
-        console.print(_ranking(report, console.width), "")
-        for part in (_sums(report, console.width), _map(report, console.width)):
-            console.print(*part, sep="\n")
-        console.print(*_side_by_side(report, console.width), sep="\n")
-        for line in _over_training(report, console.width):
-            console.print(line)
-        columns = _shown((cells.SCORE, *cells.head_columns()), console.width)
-        console.print(_text(cells.legend(columns, MET), "dim"), "", sep="\n")
-    what = f"Emulated: attention with {_attention(report)}, against fp64 on the same inputs."
-    for said in (what, *report.summary.notes, *_last_lines(report)):
-        console.print(_text(said, "dim"))
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """One number of a row, and how it is written."""
+
+    title: str
+    cell: Callable[[Any], str]
+    width: int = 0
+    """Columns that a terminal needs to have for it to be shown."""
+    says: str = ""
+    """What the number is, where the title does not say it."""
 
 
-def seen(report: DiagnoseReport) -> dict[str, Any]:
-    """What the page's template gets."""
-    heads, scores = cells.score_map(report)
-    ranked = cells.rows_of(report, report.summary.ranking)
-    axis = report.summary.axis
-    return {
-        "summary": report.summary,
-        "cells": cells,
-        "ranked": ranked,
-        "shown": SHOWN,
-        "first": leading(report.summary.ranking) if ranked else None,
-        "picture": _picture(report),
-        "map_heads": heads,
-        "map": scores,
-        "cures": cells.of_first(report.cures, report),
-        "kernels": cells.of_first(report.kernels, report),
-        "charts": chart.charts(report.figures, axis, "") if axis and report.figures else [],
-        "attention": _attention(report),
-        "met": MET,
-        "legend": cells.legend((cells.SCORE, *cells.head_columns()), MET),
-    }
+def title(report: DiagnoseReport) -> str:
+    return f"Diagnosis: {report.request.get('target')}"
+
+
+def line(report: DiagnoseReport) -> str:
+    count = len(report.checkpoints)
+    last = f" of the last of {count} checkpoints" if count > 1 else ""
+    return (
+        f"{_attention(report)}: {len(report.summary.ranking)} heads{last}. What a head's errors may "
+        "do to training is not among these numbers."
+    )
+
+
+def blocks(report: DiagnoseReport) -> Iterator[Node]:
+    ranking = report.summary.ranking
+    if ranking:
+        head = brief(leading(ranking))
+        first = f", the first {SHOWN} of {len(ranking)}" if len(ranking) > SHOWN else ""
+        name = f"Heads{first}, by {order(ranking)}"
+        yield _ranked(report, SHOWN, name, ("terminal", "html"))
+        yield _ranked(report, len(ranking), f"Heads, by {order(ranking)}", ("markdown",))
+        yield from notes((f"The chain: {', '.join(CONDITIONS)}.",), PAGE)
+        yield from _sums(report)
+        yield _map(report)
+        yield from notes((_darker(ranking),), PAGE)
+        cures, kernels = of_first(report.cures, report), of_first(report.kernels, report)
+        yield _cures(cures, report, f"{head}: the same inputs with one thing changed")
+        yield _side_by_side(kernels, f"{head}: real kernels on the same inputs")
+        if report.figures:
+            yield Heading("Over training")
+            yield Figures(charts(report.figures, report.summary.axis, "", seeds=""))
+        if len(ranking) > SHOWN:
+            table = _ranked(report, len(ranking), "", PAGE)
+            yield Fold(f"All {len(ranking)} heads", (table,))
+    yield from notes((f"{_attention(report)}, on the same inputs.",), TERMINAL)
+    if report.summary.notes:
+        yield Heading("Notes", TEXT)
+        yield bullets(report.summary.notes)
 
 
 def _attention(report: DiagnoseReport) -> str:
     """What was diagnosed: `preset fa2, pv bfloat16 in bfloat16`."""
     options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
-    return f"{options} in {report.request['format']}"
+    return f"Emulated: attention with {options} in {report.request['format']}, against fp64"
 
 
-def sheets(report: DiagnoseReport) -> Iterator[Sheet]:
-    """As tables of text: the heads ranked, then cures and real kernels on the answer's head."""
-    columns = cells.head_columns()
-    ranked = cells.rows_of(report, report.summary.ranking)
-    yield Sheet(
-        title=f"Heads, by {cells.order(report.summary.ranking)}",
-        columns=("head", cells.SCORE.title, *(c.title for c in columns), MET),
+def _columns(name: str, numbers: Sequence[Number]) -> tuple[Column, ...]:
+    return (
+        Column(name, align="left"),
+        *(Column(n.title, width=n.width, says=n.says) for n in numbers),
+    )
+
+
+def _ranked(report: DiagnoseReport, count: int, title: str, only: tuple[Medium, ...]) -> Table:
+    """The first heads, each with its numbers and how much of the chain it meets."""
+    return Table(
+        title=title,
+        columns=(*_columns("head", (SCORE, *head_columns())), MEETS),
         rows=tuple(
-            (brief(r), cells.SCORE.cell(r), *(c.cell(row) for c in columns), cells.met(r))
-            for r, row in ranked
+            Row(
+                (
+                    Cell(brief(ranked), style="strong"),
+                    Cell(SCORE.cell(ranked), shade=shade(ranked.score)),
+                    *(Cell(number.cell(row)) for number in head_columns()),
+                    Cell(
+                        met(ranked),
+                        title="; ".join(f"{name}: {is_met}" for name, is_met in chain(ranked)),
+                    ),
+                )
+            )
+            for ranked, row in rows_of(report, report.summary.ranking[:count])
         ),
+        dense=True,
+        only=only,
     )
-    for what, rows, columns in (
-        ("cure", cells.of_first(report.cures, report), cells.cure_columns()),
-        ("kernel", cells.of_first(report.kernels, report), cells.kernel_columns()),
-    ):
-        yield Sheet(
-            title=f"The first head: every {what} on the same inputs",
-            columns=(what, *(c.title for c in columns)),
-            rows=tuple((getattr(row, what), *(c.cell(row) for c in columns)) for row in rows),
-        )
 
 
-# --- the terminal --------------------------------------------------------------------------------
-
-
-def _table(title: str, columns: Sequence[Column], width: int, name: str) -> tuple[Table, Any]:
-    """An empty table with as many of the columns as the width is meant for."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=_text(title, "bold"),
-        title_justify="left",
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+def _map(report: DiagnoseReport) -> Table:
+    """What every head scores, layer (down) by head (across)."""
+    heads, scores = score_map(report)
+    return Table(
+        title=f"{mapped(report.summary.ranking)}: layer by head",
+        columns=(Column("layer", align="left"), *(Column(str(head)) for head in heads)),
+        rows=tuple(
+            Row(
+                (
+                    Cell(name, style="soft"),
+                    *(
+                        Cell(
+                            compact(value),
+                            shade=None if value is None else shade(value),
+                            title=f"layer {name} head {head}: {share(value)}",
+                        )
+                        for head, value in zip(heads, values, strict=True)
+                    ),
+                )
+            )
+            for name, values in scores.items()
+        ),
+        kind="map",
+        only=("terminal", "html"),
     )
-    shown = _shown(columns, width)
-    table.add_column(name, overflow="fold")
-    for column in shown:
-        table.add_column(column.title, justify="right")
-    return table, shown
 
 
-def _shown(columns: Sequence[Column], width: int) -> list[Column]:
-    return [column for column in columns if column.width <= width]
+def _darker(ranking: Sequence[Ranked]) -> str:
+    limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
+    rounding = "; rounding dW_Q itself to bfloat16 moves it by up to 0.39 %"
+    return f"Darker from {limits} on{rounding if weights_known(ranking) else ''}."
 
 
-def _ranking(report: DiagnoseReport, width: int) -> Table:
-    count = len(report.summary.ranking)
-    first = f", the first {SHOWN}" if count > SHOWN else ""
-    heads = "1 head" if count == 1 else f"{count} heads"
-    title = f"{heads}{first}, by {cells.order(report.summary.ranking)}"
-    table, columns = _table(title, (cells.SCORE, *cells.head_columns()), width, "head")
-    table.add_column(MET, justify="right")
-    for ranked, row in cells.rows_of(report, report.summary.ranking[:SHOWN]):
-        style = STYLES[cells.shade(ranked.score)]
-        values = [Text(column.cell(row)) for column in columns[1:]]
-        values.insert(0, Text(cells.SCORE.cell(ranked), style))
-        meets = Text(cells.met(ranked), "dim" if not ranked.conditions else "")
-        table.add_row(_text(brief(ranked), "bold"), *values, meets)
-    return table
+def _cures(rows: Sequence[CureRow], report: DiagnoseReport, title: str) -> Table:
+    """What each cure changes on one head; where it fails, or what it takes."""
+    numbers = cure_columns()
+    made = []
+    for row in rows:
+        cost = row.nulls["out"] if refused(row) else report.costs.get(row.cure, "")
+        broken = f"; here: {row.broken}" if row.broken else ""
+        name = Cell(row.cure, after="not with this" if refused(row) else "")
+        cells = (name, *(Cell(n.cell(row)) for n in numbers), Cell(cost + broken))
+        made.append(Row(cells, standard=row.cure == "none"))
+    last = Column("where it fails, or what it takes", align="left", width=200)
+    return Table((*_columns("cure", numbers), last), tuple(made), title)
 
 
-def _sums(report: DiagnoseReport, width: int) -> Iterator[Text | str]:
-    """The running sums as bars of one scale, each with its end."""
+def _side_by_side(rows: Sequence[KernelRow], title: str) -> Table:
+    numbers = kernel_columns()
+    return Table(
+        _columns("kernel", numbers),
+        tuple(
+            Row(
+                (
+                    Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
+                    *(Cell(n.cell(row)) for n in numbers),
+                )
+            )
+            for row in rows
+        ),
+        title,
+    )
+
+
+# --- running sums --------------------------------------------------------------------------------
+
+
+def _sums(report: DiagnoseReport) -> Iterator[Node]:
+    """The running sums of delta's error: lines on the page, bars of one scale in the terminal."""
     rows = [row for row in report.running if row.sums]
     if not rows:
         return
-    room = max(16, min(80, width - 28))
     largest = max(abs(s) for row in rows for s in row.sums) or 1.0
-    yield _text("|Running sum of delta's error| over tokens, worst sequence, and its end", "bold")
-    for row in rows:
-        ends = f"{row.sums[-1]:+.2g}".replace("-", "−")
-        name = _text(f"{brief(row):<10} {_formula(row):<5} ", "bold" if _used(row, report) else "")
-        yield name.append(_bars(row.sums, room, largest)).append(f" {ends}")
-    yield ""
+    yield Heading(
+        "|Running sum of delta's error| over tokens, worst sequence, and its end", TERMINAL
+    )
+    yield Bullets(
+        tuple(
+            Item(
+                f"{_bars(row.sums, largest)} {_signed_end(row)}",
+                lead=f"{brief(row):<10} {_formula(row):<5}",
+                style="" if _used(row, report) else "soft",
+            )
+            for row in rows
+        ),
+        only=TERMINAL,
+    )
+    drawn = [row for row in rows if len(row.sums) > 1]
+    if drawn:
+        yield Figures((_picture(drawn, report),), PAGE)
 
 
-def _bars(sums: Sequence[float], room: int, largest: float) -> str:
+def _bars(sums: Sequence[float], largest: float) -> str:
     """One character for each stretch of tokens: the size of the sum at its end."""
-    places = [round((i + 1) * len(sums) / room) - 1 for i in range(min(room, len(sums)))]
-    if len(sums) < room:
-        places = list(range(len(sums)))
-    return "".join(BARS[round(8 * (abs(sums[max(place, 0)]) / largest))] for place in places)
+    ends = range(len(sums))
+    if len(sums) > ROOM:
+        ends = [max(0, round((i + 1) * len(sums) / ROOM) - 1) for i in range(ROOM)]  # type: ignore
+    return "".join(BARS[round(8 * abs(sums[i]) / largest)] for i in ends)
 
 
-def _map(report: DiagnoseReport, width: int) -> Iterator[Text | Table | str]:
-    """What every head scores, in per cent, in as many blocks of heads as there have to be."""
-    heads, scores = cells.score_map(report)
-    margin = max(5, *(min(len(name), width // 3) for name in scores))
-    fitting = max(1, (width - margin) // 6)
-    shown = cells.mapped(report.summary.ranking)
-    yield _text(f"{shown}: layer (down) by head (across)", "bold")
-    for start in range(0, len(heads), fitting):
-        chosen = range(start, min(start + fitting, len(heads)))
-        table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
-        table.add_column("layer", header_style="dim", style="dim", width=margin, overflow="fold")
-        for i in chosen:
-            table.add_column(str(heads[i]), justify="right", header_style="dim", width=5)
-        for name, values in scores.items():
-            table.add_row(_text(name), *(_scored(values[i]) for i in chosen))
-        yield table
-    yield ""
+def _signed_end(row: RunningError) -> str:
+    return f"{row.sums[-1]:+.2g}".replace("-", "−")
 
 
-def _scored(score: float | None) -> Text:
-    return Text(cells.compact(score), "dim" if score is None else STYLES[cells.shade(score)])
-
-
-def _side_by_side(report: DiagnoseReport, width: int) -> Iterator[Table | str]:
-    """Cures, then real kernels, on the head that the answer is about."""
-    head = brief(leading(report.summary.ranking))
-    cures = cells.of_first(report.cures, report)
-    if cures:
-        title = f"{head}: the same inputs with one thing changed"
-        table, columns = _table(title, cells.cure_columns(), width, "cure")
-        for row in cures:
-            style = "dim" if row.cure == "none" else "bold"
-            name = _text(row.cure, style).append(" not with this" * cells.refused(row), "dim")
-            table.add_row(name, *(column.cell(row) for column in columns))
-        yield table
-        yield ""
-    kernels = cells.of_first(report.kernels, report)
-    if kernels:
-        title = f"{head}: real kernels on the same inputs"
-        table, columns = _table(title, cells.kernel_columns(), width, "kernel")
-        for row in kernels:
-            name = _text(row.kernel, "bold").append(f" {row.reason or ''}", "dim")
-            table.add_row(name, *(column.cell(row) for column in columns))
-        yield table
-        yield ""
-
-
-def _over_training(report: DiagnoseReport, width: int) -> Iterator[Table | str]:
-    """Each number by step, of the answer's head, and under it the median head's."""
-    if not report.summary.axis or not report.figures:
-        return
-    steps = _some([t.x for t in report.summary.axis.ticks], max(2, (width - TITLE) // 8))
-    table, _ = _table(f"Over training: {brief(leading(report.summary.ranking))}", (), width, "step")
-    for step in steps:
-        table.add_column(f"{step:g}", justify="right")
-    for figure in report.figures:
-        for curve in (*figure.curves[:1], *figure.curves[-1:]):
-            first = curve is figure.curves[0]
-            at = {point.x: f"{point.mean:.3g}" for point in curve.points}
-            values = [Text(at.get(step, cells.NONE), "" if first else "dim") for step in steps]
-            name = _text(figure.title, "bold") if first else _text("  median head", "dim")
-            table.add_row(name, *values)
-    yield table
-    yield ""
-
-
-# --- the page ------------------------------------------------------------------------------------
-
-
-def _picture(report: DiagnoseReport) -> chart.Chart | None:
-    """The running sums as lines: a colour for each head, dashed by the formula it does not use."""
-    rows = [row for row in report.running if len(row.sums) > 1]
-    if not rows:
-        return None
+def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> Chart:
+    """A colour for each head, dashed by the formula it does not use."""
     end = max(token for row in rows for token in row.tokens)
-    axis = Axis(name="token", title="token", scale="linear", ticks=_ticks(end))
+    step = max(1, round(end / 4))
+    places = sorted({*range(0, end, step), end} if end % step else {*range(0, end + 1, step)})
+    heads = list(dict.fromkeys((row.case, row.head) for row in rows))
     figure = Figure(
         title="Running sum of delta's error, worst sequence",
         metric="running",
@@ -252,14 +269,22 @@ def _picture(report: DiagnoseReport) -> chart.Chart | None:
         y_scale="linear",
         curves=tuple(_curve(row) for row in rows),
     )
-    (made,) = chart.charts([figure], axis, "")
-    styles = [_style(row, report) for row in rows]
-    return dataclasses.replace(
-        made,
-        drawn=tuple(
-            dataclasses.replace(drawn, style=style, dots=())
-            for drawn, style in zip(made.drawn, styles, strict=True)
+    return Chart(
+        figure,
+        Axis(
+            name="token",
+            title="token",
+            scale="linear",
+            ticks=tuple(Tick(x=float(place), label=str(place)) for place in places),
         ),
+        seeds="",
+        styles=tuple(
+            f"c{heads.index((row.case, row.head)) % COLOURS}"
+            + ("" if _used(row, report) else " dashed")
+            for row in rows
+        ),
+        note="Solid: delta by the formula in use. Dashed: by the other one, all else the same. "
+        "Errors of random sign wander about zero; errors of one sign leave it on a line.",
     )
 
 
@@ -271,18 +296,6 @@ def _curve(row: RunningError) -> Curve:
     return Curve(label=f"{brief(row)}, {_formula(row)}", role="kernel", kernel="", points=points)
 
 
-def _ticks(end: int) -> tuple[Tick, ...]:
-    step = max(1, round(end / 4))
-    places = sorted({*range(0, end, step), end} if end % step else {*range(0, end + 1, step)})
-    return tuple(Tick(x=float(place), label=str(place)) for place in places)
-
-
-def _style(row: RunningError, report: DiagnoseReport) -> str:
-    heads = list(dict.fromkeys((r.case, r.head) for r in report.running))
-    at = heads.index((row.case, row.head))
-    return f"c{at % chart.COLOURS}" + ("" if _used(row, report) else " dashed")
-
-
 def _used(row: RunningError, report: DiagnoseReport) -> bool:
     """Whether this is the formula that the attention uses."""
     head = next((h for h in report.heads if same_head(h, row)), None)
@@ -291,3 +304,239 @@ def _used(row: RunningError, report: DiagnoseReport) -> bool:
 
 def _formula(row: RunningError) -> str:
     return row.formula.replace("*", "∘")
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def head_columns() -> tuple[Number, ...]:
+    """Of a head's row."""
+    return (
+        Number(
+            title="dW_Q by δ",
+            cell=lambda h: share(moved(h)),
+            says="what delta makes of its dW_Q by not fitting the dP and P it is subtracted from",
+        ),
+        Number(
+            title="dW_Q, all",
+            cell=lambda h: share(h.dw_q_error),
+            width=90,
+            says="its whole error, over that of the head",
+        ),
+        Number(
+            title="δ error",
+            cell=lambda h: signed(_of_delta(h, "mean")),
+            says="its mean, over the rms of what delta is summed from",
+        ),
+        Number(title="t", cell=lambda h: t(_of_delta(h, "t")), says="of that mean"),
+        Number(
+            title="run",
+            cell=lambda h: plain(_of_delta(h, "run")),
+            says="the largest running sum over rms √rows, near 1 where signs are random",
+        ),
+        Number(title="tied rows", cell=lambda h: share(h.tied)),
+        Number(title="P̄ = 1", cell=lambda h: share(h.ones), width=120),
+        Number(title="P at 2ⁿ", cell=lambda h: share(h.powers), width=130),
+        Number(title="V one sign", cell=lambda h: share(h.one_signed), width=90),
+        Number(
+            title="O bias, ulp",
+            cell=lambda h: ulps(h.out),
+            says="along the sign of O, + is away from zero",
+        ),
+        Number(title="t ", cell=lambda h: t(h.out.t), width=110),
+        Number(title="rows of dS", cell=lambda h: share(h.ds_row_sum), width=150),
+        Number(
+            title="alike",
+            cell=lambda h: share(h.similarity),
+            width=115,
+            says="the share of dW_Q's terms in one direction",
+        ),
+        Number(title="‖W_Q‖₂", cell=lambda h: plain(h.spectral_norm), width=140),
+        Number(
+            title="× layer",
+            cell=lambda h: plain(h.spectral_ratio),
+            width=90,
+            says="spectral norm of W_Q over its layer's median",
+        ),
+    )
+
+
+SCORE = Number(
+    title="of layer",
+    cell=lambda r: share(r.score),
+    says="the order, |error of the head's dW_Q| over |dW_Q| of its layer",
+)
+"""Of a `Ranked`: the number that heads are ordered by."""
+
+
+def cure_columns() -> tuple[Number, ...]:
+    """Of a cure's row."""
+    return (
+        Number(title="δ error", cell=lambda c: signed(c.delta_mean)),
+        Number(title="t", cell=lambda c: t(c.delta_t)),
+        Number(title="δ rms", cell=lambda c: share(c.delta_rms)),
+        Number(title="dW_Q", cell=lambda c: share(c.dw_q_error)),
+        Number(title="dQ", cell=lambda c: share(c.dq_rel)),
+        Number(title="dK", cell=lambda c: share(c.dk_rel), width=120),
+        Number(title="dV", cell=lambda c: share(c.dv_rel), width=120),
+        Number(title="rows of dS", cell=lambda c: share(c.ds_row_sum), width=110),
+        Number(title="P̄V bias", cell=lambda c: ulps(c.pv), width=120),
+        Number(title="O bias, ulp", cell=lambda c: ulps(c.out)),
+        Number(title="NaN/inf", cell=lambda c: str(c.nonfinite or NONE)),
+    )
+
+
+def kernel_columns() -> tuple[Number, ...]:
+    """Of a real kernel's row."""
+    return (
+        Number(title="δ error", cell=lambda k: signed(k.delta and k.delta.mean)),
+        Number(title="t", cell=lambda k: t(k.delta and k.delta.t)),
+        Number(title="run", cell=lambda k: plain(k.delta and k.delta.run)),
+        Number(title="dW_Q", cell=lambda k: share(k.dw_q_error)),
+        Number(title="dQ", cell=lambda k: share(k.dq_rel)),
+        Number(title="O bias, ulp", cell=lambda k: ulps(k.out)),
+        Number(title="t ", cell=lambda k: t(k.out.t)),
+    )
+
+
+def rows_of(
+    report: DiagnoseReport, ranking: Sequence[Ranked]
+) -> tuple[tuple[Ranked, HeadRow], ...]:
+    """Ranked heads with their rows."""
+    return tuple((r, next(h for h in report.heads if same_head(h, r))) for r in ranking)
+
+
+def of_first(rows: Sequence[Any], report: DiagnoseReport) -> tuple[Any, ...]:
+    """The rows of the head that the answer is about."""
+    ranking = report.summary.ranking
+    return tuple(row for row in rows if ranking and same_head(row, leading(ranking)))
+
+
+def met(ranked: Ranked) -> str:
+    """`7 of 8`: of the conditions that could be judged."""
+    judged = len(ranked.conditions) + len(ranked.missing)
+    return f"{len(ranked.conditions)} of {judged}"
+
+
+def chain(ranked: Ranked) -> tuple[tuple[str, str], ...]:
+    """Every condition with `met`, `missing` or `unknown`."""
+    known = dict.fromkeys(ranked.conditions, "met") | dict.fromkeys(ranked.missing, "missing")
+    return tuple((name, known.get(name, "unknown")) for name in CONDITIONS)
+
+
+def brief(place: Place) -> str:
+    """`L3 H5`, or the call's name with the head."""
+    where = f"L{place.layer}" if place.layer is not None else place.module or place.case
+    call = f"#{place.call}" if place.call else ""
+    return f"{where}{call} H{place.head}"
+
+
+def weights_known(ranking: Sequence[Ranked]) -> bool:
+    """Whether scores are those of dW_Q, for any head; else all are the mean error of delta."""
+    return any(map(_of_weights, ranking))
+
+
+def order(ranking: Sequence[Ranked]) -> str:
+    """By what heads are sorted."""
+    if weights_known(ranking):
+        return "how far they move their layer's dW_Q"
+    return "the mean error of their delta"
+
+
+def mapped(ranking: Sequence[Ranked]) -> str:
+    """What the map of all heads shows."""
+    if weights_known(ranking):
+        return "dW_Q of the layer moved by each head, %"
+    return "|Mean error of delta|, % of what it is summed from"
+
+
+def score_map(report: DiagnoseReport) -> tuple[tuple[int, ...], Mapping[str, list[float | None]]]:
+    """Heads, and by call what each scores, in the order of the calls: all by the same number."""
+    of_weights = weights_known(report.summary.ranking)
+    ranking = sorted(report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer)
+    layers = {(r.case, r.layer) for r in ranking}
+    alone = len({layer for _, layer in layers}) == len(layers)
+    heads = tuple(sorted({r.head for r in ranking}))
+    found: dict[str, list[float | None]] = {}
+    for r in ranking:
+        name = str(r.layer) if alone and r.layer is not None else r.case
+        line = found.setdefault(name, [None] * len(heads))
+        known = _of_weights(r) if of_weights else judged(r) or r.score > 0
+        line[heads.index(r.head)] = r.score if known else None
+    return heads, found
+
+
+def _of_weights(ranked: Ranked) -> bool:
+    """Whether the score of a head is that of its dW_Q."""
+    return WRONG in ranked.conditions or WRONG in ranked.missing
+
+
+def shade(score: float | None) -> int:
+    """0 to 4: how dark a score is shown."""
+    return 0 if score is None else sum(score >= limit for limit in SHADES)
+
+
+def compact(score: float | None) -> str:
+    """A share in per cent, in four characters without the sign for it."""
+    if score is None:
+        return NONE
+    if score >= 99.995:
+        return f"{100 * score:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{100 * score:.2f}" if score < 0.0995 else f"{100 * score:.0f}"
+
+
+def _of_delta(head: HeadRow, name: str) -> float | None:
+    used = used_delta(head)
+    value: float | None = getattr(used, name, None)
+    return value
+
+
+def share(value: float | None) -> str:
+    """In per cent, with two digits, of small ones with one."""
+    if value is None:
+        return NONE
+    percent = abs(100 * value)
+    sign = "−" if value < 0 else ""
+    if percent == 0:
+        return "0 %"
+    if percent < 5e-4:
+        return f"{sign}{percent:.0e} %".replace("e-0", "e−").replace("e-", "e−")
+    if percent >= 1e5:
+        return f"{sign}{percent:.0e} %".replace("e+0", "e").replace("e+", "e")
+    digits = next(d for d, limit in enumerate((9.95, 0.995, 0.0995, 0)) if percent >= limit)
+    return f"{sign}{percent:.{digits}f} %"
+
+
+def signed(value: float | None) -> str:
+    """A share with its sign."""
+    if value is None:
+        return NONE
+    return f"{'−' if value < 0 else '+'}{share(abs(value))}"
+
+
+def t(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.{0 if abs(value) >= 9.95 else 1}f}".replace("-", "−")
+
+
+def plain(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
+
+
+def ulps(bias: Bias) -> str:
+    """Signed along the exact value's sign: + is away from zero."""
+    if bias.outward is None:
+        return NONE
+    return f"{bias.outward:+.3f}".replace("-", "−")
+
+
+def refused(row: CureRow) -> bool:
+    """Whether there is nothing of a cure: it contradicts the attention."""
+    return "out" in row.nulls and not row.nonfinite
+
+
+def options(row: KernelRow | CureRow) -> str:
+    return ", ".join(f"{name} {value}" for name, value in row.options.items())

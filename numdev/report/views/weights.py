@@ -1,132 +1,144 @@
-"""How sets of weights compared are shown: in the terminal, and what the page's template gets.
-
-The sentences first; then for each set all weights together, by kind of parameter, and the tensors
-that moved most beside a cast. Nothing is computed here.
-"""
+"""Sets of weights compared, shown: all weights together, by kind of parameter, by layer, and the
+tensors that moved most beside a cast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from numdev.report.renderers.sheets import Sheet
-from numdev.report.renderers.terminal import _answer, _last_lines, _ratio, _si, _text
+from numdev.report.document import (
+    PAGE,
+    TERMINAL,
+    TEXT,
+    Cell,
+    Column,
+    Fold,
+    Heading,
+    Medium,
+    Node,
+    Row,
+    Style,
+    Table,
+    bullets,
+    notes,
+    words,
+)
+from numdev.report.numbers import NONE, si, times
 from numdev.training.weights.report import GroupRow, PairSummary, TensorRow, WeightsReport
 
 SHOWN = 8
-"""Tensors listed for each set in the terminal; the page and rows.csv have all."""
+"""Tensors of a pair in the terminal, 3 where there are several pairs; rows.csv has all."""
 ON_PAGE = 500
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
-
-
-def show(report: WeightsReport, console: Console) -> None:
-    """Print a comparison of weights."""
-    _answer(report.summary.answer, console)
-    for pair in report.summary.pairs:
-        console.print(_text(f"{pair.of} against {pair.against}", "bold"))
-        console.print(_table("kind", _kinds(report, pair), tuple(FORMATS)))
-        moved = [row for row in leading(report, pair) if row.equal != 1]
-        if moved:
-            formats = (pair.yardstick,) if pair.yardstick else ()
-            shown = SHOWN if len(report.summary.pairs) == 1 else 3
-            console.print("", _table(_most(pair), moved[:shown], formats), sep="\n")
-        console.print()
-    for line in (*LEGEND, *report.summary.notes, *_last_lines(report)):
-        console.print(_text(line, "dim"))
-
-
 LEGEND = (
     "mean and max: of |difference|, element by element; rel: of the L2 norms. W1: between the bags "
     "of values, blind to which stands where; of several tensors the mean of theirs. ×bf16, ×fp16, "
     "×fp8: mean |difference| over what casting the same tensor of the first to bfloat16, float16, "
-    "float8_e4m3fn would have changed; - where that is nothing.",
+    f"float8_e4m3fn would have changed; {NONE} where that is nothing."
 )
 
 
-def seen(report: WeightsReport) -> dict[str, Any]:
-    """What the template gets."""
-    return {
-        "summary": report.summary,
-        "formats": FORMATS,
-        "legend": LEGEND[0],
-        "limit": ON_PAGE,
-        "parts": [
-            {
-                "pair": pair,
-                "kinds": _kinds(report, pair),
-                "layers": [g for g in report.groups if g.of == pair.of and g.group == "layer"],
-                "tensors": leading(report, pair)[:ON_PAGE],
-                "most": _most(pair),
-            }
-            for pair in report.summary.pairs
-        ],
-    }
+def title(report: WeightsReport) -> str:
+    return f"Weights against {report.sources[0].name}"
 
 
-def sheets(report: WeightsReport) -> Iterator[Sheet]:
-    """As tables of text: each set by kind of parameter."""
-    columns = (
-        "kind of parameter",
-        "mean",
-        "max",
-        "rel",
-        "W1",
-        *(f"×{s}" for s in FORMATS.values()),
+def line(report: WeightsReport) -> str:
+    return (
+        f"Tensor by tensor, in fp64 arithmetic on the stored values. {LEGEND} “cast”: that change, "
+        "as mean |x − cast x|, which is also its W1."
     )
+
+
+def blocks(report: WeightsReport) -> Iterator[Node]:
+    several = len(report.summary.pairs) > 1
     for pair in report.summary.pairs:
-        yield Sheet(
-            title=f"{pair.of} against {pair.against}",
-            columns=columns,
-            rows=tuple(
-                (
-                    f"{row.name} ({row.tensors})",
-                    *(_si(x) for x in (row.mean_abs, row.max_abs, row.rel, row.mean_w1)),
-                    *(_times(row.times(name)) for name in FORMATS),
-                )
-                for row in _kinds(report, pair)
-            ),
-        )
+        kinds = [g for g in report.groups if g.of == pair.of and g.group in ("all", "kind")]
+        layers = [g for g in report.groups if g.of == pair.of and g.group == "layer"]
+        tensors = leading(report, pair)
+        most = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
+        heading = f"{pair.of} against {pair.against}"
+        yield _table("kind", kinds, title=heading, only=("terminal", "markdown"))
+        yield Heading(heading, PAGE)
+        yield _table("kind of parameter", kinds, whole=True, only=PAGE)
+        if layers:
+            yield Fold("By layer", (_table("layer", layers, whole=True),), open=True)
+        limited = f": the first {ON_PAGE} of {pair.tensors}, all in rows.csv"
+        more = limited if pair.tensors > ON_PAGE else ""
+        table = _table("tensor", tensors[:ON_PAGE], whole=True)
+        yield Fold(f"By {most}{more}", (table,), open=True)
+        moved = [row for row in tensors if row.equal != 1]
+        yield _table(most, moved[: 3 if several else SHOWN], only=TERMINAL)
+    yield words(
+        ("weights", "tensor", "", ""),
+        ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks[:ON_PAGE]),
+        title="What could not be compared, or needs a word",
+        only=TEXT,
+    )
+    yield from notes((LEGEND, *report.summary.notes), TERMINAL)
+    if report.summary.notes:
+        yield Heading("Notes", TEXT)
+        yield bullets(report.summary.notes, TEXT)
+    yield words(
+        ("weights", "tensors", "elements", "files", "SHA-256"),
+        (
+            (s.name, str(s.tensors), str(s.elements), str(len(s.files)), s.sha256)
+            for s in report.sources
+        ),
+        title="The sets",
+        only=TEXT,
+    )
 
 
 def leading(report: WeightsReport, pair: PairSummary) -> list[TensorRow]:
-    """A set's tensors, first those that moved most: beside a cast to its yardstick, and where that
+    """A pair's tensors, first those that moved most: beside a cast to its yardstick, and where that
     says nothing by their mean difference."""
 
     def moved(row: TensorRow) -> tuple[float, float]:
-        times = row.times(pair.yardstick) if pair.yardstick else None
-        return (-1.0 if times is None else times, row.mean_abs or 0.0)
+        beside = row.times(pair.yardstick) if pair.yardstick else None
+        return (-1.0 if beside is None else beside, row.mean_abs or 0.0)
 
     return sorted((r for r in report.rows if r.of == pair.of), key=moved, reverse=True)
 
 
-def _kinds(report: WeightsReport, pair: PairSummary) -> list[GroupRow]:
-    return [g for g in report.groups if g.of == pair.of and g.group in ("all", "kind")]
+def _table(
+    first: str,
+    rows: Sequence[GroupRow | TensorRow],
+    *,
+    whole: bool = False,
+    title: str = "",
+    only: tuple[Medium, ...] = ("terminal", "html", "markdown"),
+) -> Table:
+    """Rows of tensors or of groups; `whole` with the columns that only a page has room for."""
+    casts = FORMATS.values()
+    names = ["mean", "max", "rel", "W1", *(f"×{name}" for name in casts)]
+    if whole:
+        names = ["mean |Δ|", "max |Δ|", "rel L2", "cosine", "W1", "equal"]
+        names += [*(f"×{n}" for n in casts), *(f"{n} cast" for n in casts), "NaN/inf"]
+    return Table(
+        title=title,
+        columns=(Column(first, align="left"), *map(Column, names)),
+        rows=tuple(Row((_name(row), *map(Cell, _numbers(row, whole)))) for row in rows),
+        only=only,
+    )
 
 
-def _most(pair: PairSummary) -> str:
-    return f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
+def _name(row: GroupRow | TensorRow) -> Cell:
+    if isinstance(row, GroupRow):
+        style: Style = "strong" if row.group == "all" else ""
+        return Cell(row.name, style=style, after=f"({row.tensors})")
+    shape = " × ".join(map(str, row.shape))
+    stored = dict.fromkeys((row.stored_of, row.stored_against))
+    return Cell(row.tensor, after=f"{shape} {' / '.join(stored)}")
 
 
-def _times(value: float | None) -> str:
-    """A multiple of a cast; what is far below one keeps its digits."""
-    return _si(value) if value is not None and 0 < value < 0.01 else _ratio(value)
-
-
-def _table(title: str, rows: Sequence[GroupRow | TensorRow], formats: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(title, overflow="fold")
-    for column in ("mean", "max", "rel", "W1", *(f"×{FORMATS[name]}" for name in formats)):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        w1 = row.mean_w1 if isinstance(row, GroupRow) else row.w1
-        found = [_si(x) for x in (row.mean_abs, row.max_abs, row.rel, w1)]
-        times = [_times(row.times(name)) for name in formats]
-        name = row.name if isinstance(row, GroupRow) else row.tensor
-        style = "bold" if name == "all" else ""
-        table.add_row(_text(name, style), *(Text(cell) for cell in (*found, *times)))
-    return table
+def _numbers(row: GroupRow | TensorRow, whole: bool) -> Iterator[str]:
+    w1 = row.mean_w1 if isinstance(row, GroupRow) else row.w1
+    yield from map(si, (row.mean_abs, row.max_abs, row.rel))
+    if whole:
+        yield NONE if row.cosine is None else f"{row.cosine:.6g}"
+    yield si(w1)
+    if whole:
+        yield NONE if row.equal is None else f"{100 * row.equal:.1f} %"
+    yield from (times(row.times(name)) for name in FORMATS)
+    if whole:
+        yield from (si(getattr(row, f"{name}_mean_abs")) for name in FORMATS)
+        yield str(row.nonfinite_of + row.nonfinite_against or "")

@@ -1,31 +1,36 @@
-"""How a number is written where there is no more room than a table's cell. None is a dash."""
+"""The one way in which a report writes numbers. None is a dash."""
 
 from __future__ import annotations
 
 NONE = "–"
 SHADES = (1.25, 2.0, 4.0, 16.0)
-"""From these multiples of the floor on a cell is darker."""
+"""Multiples of the floor above which a cell is one step darker."""
 
 
 def si(value: float | None) -> str:
-    """An error, with two digits."""
+    """An error in two digits: 0.012, 3.4, 1.2e-5."""
     if value is None:
         return NONE
     return f"{value:.2g}" if value == 0 or 0.01 <= abs(value) < 100 else power(f"{value:.1e}")
 
 
 def power(number: str) -> str:
-    """As Python writes it, without zeros in the exponent: 1.2e-3, 1.2e3."""
+    """A number as Python writes it, without zeros in the exponent: 1.2e-3, 1.2e3."""
     return number.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def ratio(value: float | None) -> str:
-    """A multiple, with two decimals or three digits."""
+    """A multiple with two decimals, or three digits from 100 on."""
     if value is None:
         return NONE
     if value < 100:
         return f"{value:.2f}"
     return f"{float(f'{value:.3g}'):.0f}" if value < 1e5 else power(f"{value:.2e}")
+
+
+def times(value: float | None) -> str:
+    """A multiple that may be far below 1, where it keeps two digits."""
+    return si(value) if value is not None and 0 < value < 0.01 else ratio(value)
 
 
 def short(value: float | None) -> str:

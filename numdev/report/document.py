@@ -1,0 +1,252 @@
+"""A document: what a view makes of a report, and what the terminal, HTML and Markdown print.
+
+Nodes are data. All text in them may be foreign (names of kernels, layers, files): renderers make it
+harmless. A node that only some media show says so in `only`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from numdev.report import Axis, Figure
+from numdev.report.numbers import NONE, ratio, shade, short, si
+
+Medium = Literal["terminal", "html", "markdown"]
+Style = Literal["", "strong", "soft", "good", "warn", "bad"]
+MEDIA: tuple[Medium, ...] = ("terminal", "html", "markdown")
+PAGE: tuple[Medium, ...] = ("html",)
+TEXT: tuple[Medium, ...] = ("html", "markdown")
+TERMINAL: tuple[Medium, ...] = ("terminal",)
+_LEAD = re.compile(r"(?P<lead>(?:\([^()]*\)|[^()])*?:) (?P<rest>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in a table. `shade` 0 to 4 is its darkness on a heat map, `title` a tooltip."""
+
+    text: str
+    shade: int | None = None
+    style: Style = ""
+    title: str = ""
+    after: str = ""
+    """Soft text behind it."""
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    short: str = ""
+    """Its title in the terminal, where that has to be shorter."""
+    align: Literal["left", "right"] = "right"
+    width: int = 0
+    """Columns that a terminal needs to have for this one to be shown."""
+    says: str = ""
+    """What the number is, where the title does not say it: goes into the legend below."""
+
+
+@dataclass(frozen=True)
+class Row:
+    cells: tuple[Cell, ...]
+    standard: bool = False
+    """Whether it is only there for comparison (the floor, the baseline), and shown softly."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    only: tuple[Medium, ...] = MEDIA
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    text: str
+    style: Style = ""
+    only: tuple[Medium, ...] = MEDIA
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of a list; `lead` is what it is about."""
+
+    text: str
+    lead: str = ""
+    style: Style = ""
+    script: tuple[str, str] | None = None
+    """Path and text of the reproducer of a finding."""
+
+
+@dataclass(frozen=True)
+class Bullets:
+    items: tuple[Item, ...]
+    kind: Literal["answer", "findings", "plain"] = "plain"
+    only: tuple[Medium, ...] = MEDIA
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of a row is its header. A `map` is a heat map in short numbers; of a `series`
+    a terminal shows as many columns as fit, evenly, of the others all."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    title: str = ""
+    kind: Literal["numbers", "words", "map", "series"] = "numbers"
+    dense: bool = False
+    only: tuple[Medium, ...] = MEDIA
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure along an axis. Figures `beside` it share its range and its kernels' colours."""
+
+    figure: Figure
+    axis: Axis
+    baseline: str = "baseline"
+    beside: tuple[Figure, ...] = ()
+    of: str = "mean"
+    interval: str = "95 % interval"
+    seeds: str = "seeds"
+    """What was averaged over; nothing for plain values."""
+    marks: tuple[tuple[float, str], ...] = ()
+    """Upright lines: where on the axis, and the words beside each."""
+    styles: tuple[str, ...] = ()
+    """Of each curve, in place of a colour of its own: then without points."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Charts beside each other; a table each where nothing can be drawn."""
+
+    charts: tuple[Chart, ...]
+    only: tuple[Medium, ...] = MEDIA
+
+
+@dataclass(frozen=True)
+class Code:
+    text: str
+    only: tuple[Medium, ...] = PAGE
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Blocks behind a line that opens them; only a page has it."""
+
+    title: str
+    blocks: tuple[Node, ...]
+    open: bool = False
+    only: tuple[Medium, ...] = PAGE
+
+
+Node = Heading | Paragraph | Bullets | Table | Figures | Code | Fold
+
+
+@dataclass(frozen=True)
+class Document:
+    title: str
+    blocks: tuple[Node, ...] = field(default=())
+
+    def shown_in(self, medium: Medium) -> tuple[Node, ...]:
+        """The nodes of a medium; tables without a row and lists without an item are none."""
+        return tuple(
+            node
+            for node in self.blocks
+            if medium in node.only
+            and not (isinstance(node, Table) and not node.rows)
+            and not (isinstance(node, Bullets) and not node.items)
+            and not (isinstance(node, Figures) and not node.charts)
+        )
+
+
+def legend(columns: Iterable[Column]) -> str:
+    """What those of these columns are that do not say it themselves."""
+    parts = [f"{c.title.strip()}: {c.says}" for c in columns if c.says]
+    return f"{'; '.join(parts)}." if parts else ""
+
+
+def headed(sentence: str, style: Style = "") -> Item:
+    """A sentence whose lead is what stands before the first `: ` outside of brackets; all of it
+    where there is none."""
+    match = _LEAD.fullmatch(sentence)
+    lead, rest = (match["lead"], match["rest"]) if match else (sentence, "")
+    return Item(rest, lead=lead, style=style)
+
+
+def bullets(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> Bullets:
+    return Bullets(tuple(Item(sentence) for sentence in sentences), only=only)
+
+
+def notes(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> tuple[Paragraph, ...]:
+    return tuple(Paragraph(sentence, "soft", only) for sentence in sentences if sentence)
+
+
+def words(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]], **more: Any) -> Table:
+    """A table whose columns are words, and stand on the left."""
+    return Table(
+        columns=tuple(Column(name, align="left") for name in columns),
+        rows=tuple(Row(tuple(map(as_cell, row))) for row in rows),
+        kind="words",
+        **more,
+    )
+
+
+def as_cell(content: str | Cell) -> Cell:
+    return content if isinstance(content, Cell) else Cell(content)
+
+
+def floors(value: float | None, title: str = "", *, brief: bool = False) -> Cell:
+    """A multiple of the floor, shaded by its size."""
+    return Cell(short(value) if brief else ratio(value), shade=shade(value), title=title)
+
+
+def labelled(kernel: str, options: Mapping[str, Any]) -> str:
+    """A kernel with the options that were chosen: `emulated[preset=fa2,block_kv=64]`."""
+    chosen = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    return kernel + (f"[{chosen}]" if chosen else "")
+
+
+def charts(
+    figures: Sequence[Figure], axis: Axis | None, baseline: str = "baseline", **more: Any
+) -> tuple[Chart, ...]:
+    """Figures of one report, drawn alike; none without an axis."""
+    if axis is None:
+        return ()
+    return tuple(Chart(figure, axis, baseline, tuple(figures), **more) for figure in figures)
+
+
+def table_of(chart: Chart) -> Table:
+    """The figure as numbers: a row for each curve, a column for each place on the axis."""
+    figure, axis = chart.figure, chart.axis
+    places = {tick.x: tick.below or tick.label for tick in axis.ticks}
+    if not any(point.x in places for curve in figure.curves for point in curve.points):
+        every = (point for curve in figure.curves for point in curve.points)
+        named = sorted((p.x, p.label) for p in every if p.x is not None)
+        places |= dict(named)
+
+    def at(curve: Any, x: float) -> str:
+        for point in curve.points:
+            if curve.constant or point.x == x:
+                return _number(figure, point.mean)
+        return NONE
+
+    return Table(
+        title=figure.title,
+        columns=(Column(axis.title, align="left"), *(Column(name) for name in places.values())),
+        rows=tuple(
+            Row(
+                (Cell(curve.label), *(Cell(at(curve, x)) for x in places)),
+                standard=curve.role != "kernel",
+            )
+            for curve in figure.curves
+        ),
+        kind="series",
+    )
+
+
+def _number(figure: Figure, value: float) -> str:
+    if figure.metric == "loss":
+        return f"{value:.3f}"
+    return ratio(value) if figure.relative else si(value)

@@ -1,0 +1,234 @@
+"""Every number stands under its own column: reports whose every field has another number are shown,
+and each column is compared with the field it is named after.
+
+Views are checked as documents, cell by cell; then each medium is checked to print any document's
+cells in their columns.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_html import audit, provenance
+
+from numdev.report import GradientSummary, KernelSummary, PartSummary, WeightSummary
+from numdev.report.document import Cell, Column, Document, Row, Table
+from numdev.report.renderers import html, markdown, terminal
+from numdev.report.views import audit as audit_view
+from numdev.report.views import document_of, parts
+from numdev.report.views import weights as weights_view
+from numdev.training.weights.report import (
+    GroupRow,
+    PairSummary,
+    SourceRecord,
+    TensorRow,
+    WeightsReport,
+    WeightsSummary,
+)
+
+RATIOS = {
+    "floor_ratio": 1.01, "floor_ratio_worst": 1.02, "baseline_ratio": 1.03,
+    "baseline_ratio_worst": 1.04, "expected_ratio": 1.05, "expected_ratio_worst": 1.06,
+    "flash_vs_precision": 1.07, "flash_vs_precision_worst": 1.08, "flash_vs_precision_w1": 1.09,
+    "flash_vs_low_precision": 1.11, "flash_vs_low_precision_w1": 1.12, "flash_vs_lower": 1.13,
+    "flash_vs_lower_w1": 1.14, "worst_row": 1.15, "noise": 1.16, "biased_worst": 1.17,
+}  # fmt: skip
+ERRORS = {"mean_abs": 1.1e-3, "max_abs": 1.2e-3, "rms": 1.3e-3, "row_rel": 1.4e-3, "w1": 1.5e-3}
+
+
+def kernel(**changes: Any) -> KernelSummary:
+    """No two of its numbers are shown alike."""
+    fields: dict[str, Any] = {
+        "kernel": "k", "options": {}, "role": "kernel", "format": "bfloat16", "ok": 16,
+        "skipped": 2, "failed": 0, "reasons": ("needs CUDA",), "ran": (), "nonfinite": 7,
+        "biased_heads": 3, "bias_testable": True, "floor_ratio_where": "layer 1 head 2",
+        "lower_format": "float8_e4m3fn", **RATIOS, **ERRORS,
+    }  # fmt: skip
+    return KernelSummary(**{**fields, **changes})
+
+
+def gradient(tensor: Any, at: int) -> GradientSummary:
+    names = ("floor_ratio", "floor_ratio_worst", "baseline_ratio", "expected_ratio",
+             "expected_ratio_worst", "row_rel", "amplification")  # fmt: skip
+    values = {name: at + i / 100 for i, name in enumerate(names)}
+    return GradientSummary(tensor=tensor, ok=16, **values)
+
+
+def tables(nodes: Any) -> list[Table]:
+    """Every table of these nodes, those in folds among them."""
+    found: list[Table] = []
+    for node in nodes:
+        found += [node] if isinstance(node, Table) else tables(getattr(node, "blocks", ()))
+    return found
+
+
+def cells(nodes: Any, title: str, row: int = 0) -> list[tuple[str, str]]:
+    """Columns and what stands in them, of the first table with this in its title."""
+    table = next(t for t in tables(nodes) if title in t.title)
+    names = [column.title for column in table.columns]
+    return list(zip(names, [cell.text for cell in table.rows[row].cells], strict=True))
+
+
+def blocks(**summary: Any) -> list[Any]:
+    found = audit()
+    changed = found.summary.model_copy(update={"map": None, **summary})
+    return list(audit_view.blocks(found.model_copy(update={"summary": changed})))
+
+
+# --- what stands in which column -----------------------------------------------------------------
+
+
+def test_each_column_of_the_ranking_has_its_own_number() -> None:
+    """Medians are medians, the worst is the worst; what is of sampled rows says so."""
+    assert cells(blocks(kernels=(kernel(),)), "closest to the truth") == [
+        ("kernel", "k"), ("×floor", "1.01"), ("worst head", "1.02"), ("×baseline", "1.03"),
+        ("×predicted", "1.06"), ("mean error", "1.1e-3"), ("max error", "1.2e-3"),
+        ("×format", "1.07"), ("biased heads", "3/16"), ("not finite", "7"),
+    ]  # fmt: skip
+    sampled = cells(blocks(kernels=(kernel(rows_measured=64),)), "closest to the truth")
+    assert ("max error", "≥1.2e-3") in sampled
+    floor = dict(cells(blocks(kernels=(kernel(role="floor"),)), "closest to the truth"))
+    assert (floor["×format"], floor["biased heads"]) == ("–", "–")
+
+
+def test_each_gradient_has_its_own_numbers() -> None:
+    """The median over the floor, the worst over what is predicted, tensor by tensor."""
+    both = kernel(gradients=(gradient("dv", 4), gradient("dq", 2)))
+    assert cells(blocks(kernels=(both,)), "gradients") == [
+        ("kernel", "k"), ("dq ×floor", "2.00"), ("×predicted", "2.04"), ("dk ×floor", "–"),
+        ("×predicted", "–"), ("dv ×floor", "4.00"), ("×predicted", "4.04"), ("noise", "1.2"),
+    ]  # fmt: skip
+
+
+def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
+    """The cost of the format is the rounding's, the paired number comes before its W1."""
+    precision = kernel(role="precision", kernel="reference", mean_abs=2.1e-3, max_abs=2.2e-3)
+    lines = [item.lead + " " + item.text for node in blocks(kernels=(precision, kernel()))
+             for item in getattr(node, "items", ())]  # fmt: skip
+    text = "\n".join(lines)
+    assert "alone moved the answer by 2.1e-3 on average, 2.2e-3 at most" in text
+    assert "from float32 to bfloat16: k 1.11 (W1 1.12)." in text
+    assert "its way on to float8_e4m3fn: k 1.13 (W1 1.14)." in text
+    assert "reference, k skipped: needs CUDA" in text
+
+
+def test_phases_stand_in_their_own_columns() -> None:
+    """Prefill before decode, each with its median, worst head, and worst over prediction."""
+
+    def part(phase: Any, at: int) -> PartSummary:
+        return PartSummary(kernel="k", options={}, role="kernel", format="bfloat16", phase=phase,
+                           calls=1, ok=2, row_rel=at + 0.1, floor_ratio=at + 0.2,
+                           floor_ratio_worst=at + 0.3, baseline_ratio=at + 0.4,
+                           expected_ratio=at + 0.5, expected_ratio_worst=at + 0.6)  # fmt: skip
+
+    assert cells(parts.blocks((part("decode", 2), part("prefill", 1))), "prefill beside") == [
+        ("kernel", "k"), ("prefill ×floor", "1.20"), ("prefill worst", "1.30"),
+        ("prefill ×pred", "1.60"), ("decode ×floor", "2.20"), ("decode worst", "2.30"),
+        ("decode ×pred", "2.60"),
+    ]  # fmt: skip
+
+
+def test_steps_stand_in_their_own_columns() -> None:
+    """In the order of the steps, whatever order they came in; a missing one is a dash."""
+
+    def part(step: int, name: str, ratio: float) -> PartSummary:
+        return PartSummary(kernel=name, options={}, role="kernel", format="bfloat16", step=step,
+                           attends="self", calls=1, ok=2, row_rel=0.5, floor_ratio=ratio,
+                           floor_ratio_worst=9.0)  # fmt: skip
+
+    own = (part(3, "a", 1.3), part(0, "a", 1.1), part(3, "b", 1.4))
+    assert cells(parts.blocks(own), "by denoising step") == [
+        ("kernel", "a"), ("0", "1.10"), ("3", "1.30")
+    ]  # fmt: skip
+    assert cells(parts.blocks(own), "by denoising step", 1)[1:] == [("0", "–"), ("3", "1.40")]
+
+
+def test_the_weights_of_an_audit() -> None:
+    """Mean, maximum and count are not exchanged."""
+    cast = WeightSummary(format="float16", tensors=3, elements=9, nonfinite=4, max_abs=0.5,
+                         max_tensor="w", mean_abs=0.25, w1=0.125)  # fmt: skip
+    assert cells(blocks(weights=(cast,)), "Stored weights") == [
+        ("format", "float16"), ("tensors", "3"), ("mean change (= W1)", "0.25"),
+        ("max change", "0.5"), ("in", "w"), ("not finite", "4"),
+    ]  # fmt: skip
+
+
+def test_each_column_of_a_weight_table_has_its_own_number() -> None:
+    """Of a tensor W1 is its own, of a group the mean of its tensors'."""
+    numbers: dict[str, Any] = {
+        "of": "b", "against": "a", "elements": 10, "nonfinite_of": 1, "nonfinite_against": 2,
+        "max_abs": 0.11, "mean_abs": 0.12, "rel": 0.13, "cosine": 0.14, "equal": 0.15,
+    }  # fmt: skip
+    for i, name in enumerate(("bfloat16", "float16", "float8_e4m3fn")):
+        numbers |= {f"{name}_mean_abs": 0.21 + i / 10, f"{name}_w1": 0.22 + i / 10,
+                    f"{name}_nonfinite": 0, f"{name}_times": 2.1 + i}  # fmt: skip
+    tensor = TensorRow(**numbers, tensor="t", layer="0", kind="mlp", shape=(2, 5), stored_of="F32",
+                       stored_against="F32", w1=0.16, spread=0.17, w1_rel=0.18)  # fmt: skip
+    group = GroupRow(**numbers, group="all", name="all", tensors=1, mean_w1=0.19, mean_spread=0.2,
+                     mean_w1_rel=0.51)  # fmt: skip
+    pair = PairSummary(of="b", against="a", tensors=1, identical=0, elements=10, max_abs=0.11,
+                       max_tensor="t", mean_abs=0.12, rel=0.13, mean_w1=0.19, yardstick="bfloat16",
+                       times_median=1.0, times_largest=1.0, times_tensor="t")  # fmt: skip
+    source = SourceRecord(name="a", files=("f",), tensors=1, elements=10, sha256="0")
+    report = WeightsReport(
+        provenance=provenance(), request={}, sources=(source, source), rows=(tensor,),
+        groups=(group,), summary=WeightsSummary(answer=("x",), notes=(), pairs=(pair,)),
+    )  # fmt: skip
+    shared = [("mean |Δ|", "0.12"), ("max |Δ|", "0.11"), ("rel L2", "0.13"), ("cosine", "0.14")]
+    casts = [("equal", "15.0 %"), ("×bf16", "2.10"), ("×fp16", "3.10"), ("×fp8", "4.10"),
+             ("bf16 cast", "0.21"), ("fp16 cast", "0.31"), ("fp8 cast", "0.41"),
+             ("NaN/inf", "3")]  # fmt: skip
+    nodes = [t for t in tables(weights_view.blocks(report)) if "NaN/inf" in str(t.columns)]
+    assert cells(nodes[:1], "") == [("kind of parameter", "all"), *shared, ("W1", "0.19"), *casts]
+    assert cells(nodes[1:], "") == [("tensor", "t"), *shared, ("W1", "0.16"), *casts]
+
+
+# --- each medium -------------------------------------------------------------------------------
+
+
+GRID = Table(
+    columns=(Column("name", align="left"), *(Column(f"c{i}") for i in range(6))),
+    rows=tuple(Row(tuple(Cell(f"r{j}x{i}") for i in range(7))) for j in range(4)),
+    title="grid",
+)
+
+
+def grid_in_html() -> list[list[str]]:
+    page = html.text_of(Document("d", (GRID,)))
+    return [
+        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall("<tr.*?</tr>", page)
+    ]
+
+
+def grid_in_markdown() -> list[list[str]]:
+    lines = [line for line in markdown.text_of(Document("d", (GRID,))).splitlines() if "|" in line]
+    return [line.strip("| ").split(" | ") for line in (lines[0], *lines[2:])]
+
+
+def grid_in_terminal() -> list[list[str]]:
+    file = io.StringIO()
+    terminal.print_document(Document("d", (GRID,)), Console(file=file, width=80))
+    lines = [line.split() for line in file.getvalue().splitlines()]
+    return [line for line in lines if len(line) == 7]
+
+
+@pytest.mark.parametrize("shown", [grid_in_html, grid_in_markdown, grid_in_terminal])
+def test_a_medium_prints_every_cell_in_its_column(shown: Any) -> None:
+    """The header first, then row by row, none exchanged."""
+    expected = [["name", *(f"c{i}" for i in range(6))]]
+    expected += [[f"r{j}x{i}" for i in range(7)] for j in range(4)]
+    assert shown() == expected
+
+
+def test_the_page_shows_what_the_document_has() -> None:
+    """Every table's title of a real report is on the page, and none is in a medium it is not for."""
+    document = document_of(audit())
+    page = html.text_of(document)
+    assert all(t.title in page for t in tables(document.shown_in("html")))
+    only = Document("d", (Table((Column("a"),), (Row((Cell("secret"),)),), only=("html",)),))
+    assert "secret" in html.text_of(only)
+    assert "secret" not in markdown.text_of(only)
