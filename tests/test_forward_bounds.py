@@ -203,4 +203,6 @@ def test_it_is_shown(lower: float) -> None:
     assert "on to float8_e4m3fn: sdpa-flash" in text
     assert "0.00" not in text
     page = html.page(found.model_copy(update={"request": {"target": "demo"}}))
-    assert "own way from float32 to bfloat16: sdpa-flash 0.31 (W1 0.35)" in page.replace("&#39;", "'")
+    assert "own way from float32 to bfloat16: sdpa-flash 0.31 (W1 0.35)" in page.replace(
+        "&#39;", "'"
+    )
