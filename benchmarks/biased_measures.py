@@ -20,7 +20,7 @@ from numdev.kernels.emulation import backward, forward
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.kernels.reference.results import Gradients
-from numdev.report.seedmeans import interval
+from numdev.report.statistics import interval
 from numdev.sources.synthetic import Shapes, draw
 
 REGIME = "biased_rounding"

@@ -49,7 +49,7 @@ from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.reference import gradients
 from numdev.kernels.reference.results import Gradients
 from numdev.metrics.bias import MIN_BIAS_ULP
-from numdev.report.seedmeans import interval
+from numdev.report.statistics import interval
 
 BF16 = format_named("bfloat16")
 TIES = (1, 2, 3, 4, 8, 64)

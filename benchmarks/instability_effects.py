@@ -26,7 +26,7 @@ from instability_runs import Run
 from instability_sites import Sites
 from scipy.stats import binomtest
 
-from numdev.report.seedmeans import Mean, interval
+from numdev.report.statistics import Mean, interval
 
 Cells = Mapping[tuple[bool, ...], Mapping[int, float]]
 """By levels, high or low, the response of each seed."""

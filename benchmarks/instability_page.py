@@ -12,7 +12,7 @@ from instability_sites import Sites
 from instability_warnings import Count, Event, Rule, Tested
 from scipy.stats import CensoredData, ecdf
 
-from numdev.report.seedmeans import Mean, interval
+from numdev.report.statistics import Mean, interval
 
 Rules = dict[tuple[str, str], list[Rule]]
 """By setting and what is warned of."""

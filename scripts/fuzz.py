@@ -333,7 +333,7 @@ CELL = (
 def _wrongly_passed(raw: bytes) -> str:
     """Why a report must not have passed, judged from its JSON alone; empty where it may."""
     found = json.loads(raw)
-    if type(found.get("schema_version")) is not int or found["schema_version"] != 1:
+    if type(found.get("schema_version")) is not int or found["schema_version"] != 2:
         return "its schema version is not 1"
     rows = [r for r in found["rows"] if r.get("role") == "kernel"]
     if not any(r["status"] == "ok" for r in rows):

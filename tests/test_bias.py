@@ -20,11 +20,11 @@ from scipy import stats
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS
-from numdev.gate.rules import BIAS_SEQUENCES, BIAS_ULP, holm
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
 from numdev.metrics.bias import MIN_BIAS_ULP
 from numdev.metrics.deviation import Metrics, Yardstick, measure
+from numdev.report.statistics import BIAS_SEQUENCES, BIAS_ULP, holm
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "bias_calibration.py"
 BF16 = FORMATS["bfloat16"]

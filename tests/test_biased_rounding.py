@@ -21,7 +21,7 @@ from numdev.formats import format_named, round_to
 from numdev.kernels import find
 from numdev.kernels.emulation.recipe import Recipe, changed, recipe
 from numdev.kernels.reference import gradients
-from numdev.report.seedmeans import interval
+from numdev.report.statistics import interval
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SEEDS = tuple(range(20))

@@ -29,7 +29,7 @@ from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, di
 from numdev import report as reports
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.report.claim import claim
+from numdev.report.io import claim
 from numdev.report.renderers import html, terminal
 from numdev.training.bounds.report import BoundsReport, Comparison, Delay
 from numdev.training.bounds.roles import found

@@ -119,7 +119,7 @@ def test_nothing_else_is_left_in_the_directory(written: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda r: r.update(schema_version=2), "schema_version"),
+        (lambda r: r.update(schema_version=1), "schema_version"),
         (lambda r: r.update(schema_version="1.5"), "schema_version"),
         (lambda r: r.update(kind="guess"), "kind"),
         (lambda r: r.update(extra=1), "extra"),
@@ -247,7 +247,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     def fail(*_: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr("numdev.report.os.replace", fail)
+    monkeypatch.setattr("numdev.report.io.os.replace", fail)
     with pytest.raises(OSError, match="no"):
         report.write(make(rows=()), written)
     monkeypatch.undo()

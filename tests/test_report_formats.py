@@ -167,7 +167,7 @@ def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
-def test_what_schema_1_wrote_is_read(path: Path) -> None:
+def test_what_this_schema_wrote_is_read(path: Path) -> None:
     """These files stay: whoever changes a record learns here that it is another schema. What is
     read is what the file says, field by field."""
     found = reports.read(path)
@@ -196,7 +196,7 @@ def test_what_is_not_held_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("version", "hint"),
-    [(0, "measure again"), (2, "update numdev"), (10**30, ""), ("1", ""), (1.0, ""), (True, ""),
+    [(0, "measure again"), (1, "measure again"), (3, "update numdev"), (10**30, ""), ("1", ""), (1.0, ""), (True, ""),
      (None, ""), ("absent", "")],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["report", "gate", "bounds"])
@@ -224,13 +224,13 @@ def test_another_version_is_refused(
 
 def test_a_newer_version_says_who_wrote_it(tmp_path: Path) -> None:
     """And a kind that is not known is no audit."""
-    content = json.loads(sample("audit").read_text()) | {"schema_version": 2}
+    content = json.loads(sample("audit").read_text()) | {"schema_version": 3}
     content["provenance"]["numdev"] = "9.8.7"
     path = tmp_path / "report.json"
     path.write_text(json.dumps(content))
     with pytest.raises(MeasurementError, match=r"9\.8\.7"):
         reports.read(path)
-    path.write_text(json.dumps(content | {"schema_version": 1, "kind": "horoscope"}))
+    path.write_text(json.dumps(content | {"schema_version": 2, "kind": "horoscope"}))
     with pytest.raises(MeasurementError, match="no report of kind 'horoscope'"):
         reports.read(path)
 

@@ -96,7 +96,7 @@ def test_a_file_that_looks_otherwise_is_read_all_the_same(
         lambda text: text.replace('"rms":0.001', '"rms":0.001,"rsm":1'),
         lambda text: text.replace('"role":"kernel"', '"role":"king"', 1),
         lambda text: text.replace('"call":0', '"call":{}'),
-        lambda text: text.replace('"schema_version":1', '"schema_version":2'),
+        lambda text: text.replace('"schema_version":2', '"schema_version":3'),
         lambda text: text[:-1],
         lambda text: text[: len(text) // 2],
         lambda text: text + "}",

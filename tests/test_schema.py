@@ -140,7 +140,7 @@ CASE = {"name": "a", "heads": 1, "seq_len": 8, "head_dim": 8}
         ("thresholds", {"thresholds": [{"name": "a", "metric": "rmse", "at_most": 1}]}),
         ("thresholds", {"thresholds": [{"name": "a", "metric": "rms / w1", "at_most": 1}]}),
         ("thresholds", {"thresholds": [{"name": "a", "metric": "rms/rms/rms", "at_most": 1}]}),
-        ("report", {"kind": "audit", "schema_version": 1}),
+        ("report", {"kind": "audit", "schema_version": 2}),
         ("report", {"kind": "horoscope"}),
     ],
 )

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from numdev.gate.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, KernelSummary, WeightRow
+from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {

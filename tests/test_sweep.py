@@ -28,7 +28,7 @@ from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.curves import estimates
-from numdev.report.seedmeans import factor, interval
+from numdev.report.statistics import factor, interval
 from numdev.yamlfile import bundled, expand_options, read_yaml
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,6 @@
 """A report that another version of numdev wrote is read right, or refused with both versions named.
 
-tests/data/older/audit-schema1.json is as an early version wrote it (two heads of the demo, forward
+tests/data/older/audit-schema2.json is as an early version wrote it (two heads of the demo, forward
 and backward): of the same schema, before the log-sum-exp's noise, checksums and more had fields.
 """
 
@@ -19,7 +19,7 @@ from numdev.errors import MeasurementError
 from numdev.gate.rowparts import read_judged
 from numdev.report import AuditReport, read
 
-OLDER = Path(__file__).parent / "data" / "older" / "audit-schema1.json"
+OLDER = Path(__file__).parent / "data" / "older" / "audit-schema2.json"
 
 
 def run(*arguments: str) -> int:
@@ -76,8 +76,8 @@ def test_an_older_report_is_judged_by_its_numbers(tmp_path: Path, capsys: Any) -
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"schema_version": 2}, "is 2, and this version reads schema 1; update numdev"),
-        ({"schema_version": 0}, "is 0, and this version reads schema 1; measure again"),
+        ({"schema_version": 3}, "is 3, and this version reads schema 2; update numdev"),
+        ({"schema_version": 1}, "is 1, and this version reads schema 2; measure again"),
         ({"schema_version": "1"}, "schema_version"),
         ({"row": {"novel": 1.0}}, ".novel"),
         ({"novel": 1.0}, "novel"),

@@ -28,6 +28,7 @@ from numdev.audit.run import (
 )
 from numdev.config import AuditRequest
 from numdev.errors import MeasurementError
+from numdev.explain.words import explanations
 from numdev.gate.findings import findings_of
 from numdev.report import AuditReport
 from numdev.report.collector import let_be, only_new
@@ -134,7 +135,7 @@ def audit(
     return AuditReport(
         provenance=provenance(system, described, command),
         request=asked,
-        summary=summarise(rows, weights, attributions, most(run.worst), profiles),
+        summary=summarise(rows, weights, explanations(attributions), most(run.worst), profiles),
         findings=findings,
         tested=tested,
         cases=cases,

@@ -60,7 +60,7 @@ def bounds(
     import hashlib
     import json
 
-    from numdev.report.claim import claim
+    from numdev.report.io import claim
     from numdev.training.bounds.study import of_checkpoints, of_run
 
     roles = {role: paths for role, paths in others.items() if paths}

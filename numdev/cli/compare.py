@@ -47,8 +47,8 @@ def compare(
     import json
 
     from numdev.gate.compare import compare as run
-    from numdev.report.claim import claim
     from numdev.report.collector import uncollected
+    from numdev.report.io import claim
 
     with uncollected():
         found = run(a, b, allow=allow, command=command_line())

@@ -58,6 +58,7 @@ def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
         next_residual=_median(same, "next_residual") if same else None,
         explained=len(explained),
         calls=len(compared),
+        reason=None if compared else next((r.reason for r in rows if r.reason), None),
         sites=tuple(_sites(same)) if known else (),
         sentence=_sentence(rows),
     )

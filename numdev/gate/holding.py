@@ -20,8 +20,9 @@ from numdev.gate.cells import Around
 from numdev.gate.change import changes, unmoved
 from numdev.gate.columns import column, largest
 from numdev.gate.held import Held, Lacking
-from numdev.gate.rules import ESTIMATED, MAXIMA, Threshold, holm, interval_of, parts_of, value_of
+from numdev.gate.rules import ESTIMATED, MAXIMA, Threshold, interval_of, parts_of, value_of
 from numdev.report import DeviationRow
+from numdev.report.statistics import holm
 
 
 @dataclass(frozen=True, kw_only=True)

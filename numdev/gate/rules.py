@@ -7,7 +7,7 @@ the gate and the findings of every report share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,34 +17,10 @@ from pydantic import Field, PrivateAttr, WithJsonSchema, field_validator, model_
 from numdev.errors import closest
 from numdev.gate.selecting import Over, Selector, Tensors, matches, whose
 from numdev.report import Count, DeviationRow
+from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, noise_ratio
 from numdev.yamlfile import Names, Strict, bundled, lines_of, read_yaml
 
-BIAS_ALPHA = 0.01
-"""Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
-BIAS_SEQUENCES = 8
-"""Fewer independent sequences than this say nothing about a kernel in general."""
-BIAS_ULP = 0.05
-BIAS_FORMATS = ("bfloat16", "float16")
-"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
-division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
-fp32 is 3e-9 of the value, and no accusation."""
-
 Value = float | str | None
-
-
-UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-
-
-def noise_ratio(row: DeviationRow) -> float | None:
-    """rms between repeated runs over what rounding the result once changes: the rms of the floor
-    (rms / floor_ratio), or u / sqrt(12) of the terms (about rms / row_rel) where these cancel."""
-    if row.noise is None or row.noise == 0:
-        return row.noise
-    if not row.rms or not row.floor_ratio:
-        return None
-    u = UNIT_ROUNDOFF.get(row.out_format or row.format, 0.0)
-    terms = u * row.rms / row.row_rel / math.sqrt(12) if row.row_rel else 0.0
-    return row.noise / max(row.rms / row.floor_ratio, terms)
 
 
 def lse_error(row: DeviationRow) -> float | None:
@@ -380,16 +356,3 @@ def _bundled_rules(name: str) -> Rules:
     """By a name that does not depend on where the package is installed."""
     path = bundled(name)
     return read_yaml(path, Rules).standing(f"configs/{name}", lines_of(path))
-
-
-def holm(p: Sequence[float], alpha: float) -> list[bool]:
-    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
-
-    S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
-    """
-    rejected = [False] * len(p)
-    for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        if p[index] > alpha / (len(p) - step):
-            break
-        rejected[index] = True
-    return rejected

@@ -1,38 +1,25 @@
-"""What was found: the report, its rows, and how they stand on disk.
+"""Reports: their records, how they are read and written, what is shown of them.
 
-A report is plain data with a schema version. It needs neither torch nor a GPU to be read, so the
-gate and the renderers run anywhere; they compute no measurement, everything they show is here.
-JSON has no NaN: a number that means nothing is null, and the row's `nulls` says why.
-
-`report.json` is built from `rows.jsonl` (see `execute.Journal`) and written atomically.
+A report is plain data with a schema version. It needs neither torch nor a GPU to be read. All that
+other packages need of `records` and `io` is exported here.
 """
 
 from __future__ import annotations
 
-import csv
-import importlib
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Annotated, Any
-
-from pydantic import BaseModel, Field, ValidationError
-
-from numdev.errors import MeasurementError, UsageError
-from numdev.report.collector import uncollected
-from numdev.report.foreign import cell
-from numdev.report.kinds import (
-    AuditReport,
-    CheckRecord,
-    ConformanceReport,
-    FeatureRecord,
-    Provenance,
-    Report,
+from numdev.report.io import KINDS, read, replacing, write, write_csv
+from numdev.report.records.audit import AuditReport, CheckRecord, ConformanceReport, FeatureRecord
+from numdev.report.records.base import (
+    NOT_PREDICTED,
+    Attends,
+    Count,
+    Phase,
+    Record,
+    Role,
+    Status,
+    Tensor,
 )
-from numdev.report.record import NOT_PREDICTED, Attends, Count, Phase, Record, Role, Status, Tensor
-from numdev.report.rows import (
+from numdev.report.records.report import SCHEMA_VERSION, Finding, Place, Provenance, Report
+from numdev.report.records.rows import (
     AttributionRow,
     CaseRecord,
     DeviationRow,
@@ -41,20 +28,27 @@ from numdev.report.rows import (
     WeightRow,
     WorstRow,
 )
-from numdev.report.summaries import (
+from numdev.report.records.summaries import (
     AuditSummary,
     Explanation,
-    Finding,
     GradientSummary,
     HeadMap,
     KernelSummary,
     PartSummary,
-    Place,
     ProfileBin,
     ProfileSummary,
     WeightSummary,
 )
-from numdev.report.sweep import Axis, CellRow, Curve, Figure, Point, SweepReport, SweepSummary, Tick
+from numdev.report.records.sweep import (
+    Axis,
+    CellRow,
+    Curve,
+    Figure,
+    Point,
+    SweepReport,
+    SweepSummary,
+    Tick,
+)
 
 __all__ = [
     "KINDS",
@@ -104,126 +98,3 @@ __all__ = [
     "write",
     "write_csv",
 ]
-
-SCHEMA_VERSION = 1
-NUMBERS = (float, int, bool, type(None))
-KINDS = {
-    "audit": "numdev.report:AuditReport",
-    "sweep": "numdev.report:SweepReport",
-    "weights": "numdev.training.weights.report:WeightsReport",
-    "train": "numdev.training.report:TrainReport",
-    "bounds": "numdev.training.bounds.report:BoundsReport",
-    "diagnose": "numdev.diagnose.report:DiagnoseReport",
-    "compare": "numdev.gate.compare_report:CompareReport",
-}
-"""Where the class of each kind of report is; imported when one is read."""
-
-
-class _Head(BaseModel):
-    """What a file has to say before anything else of it is read."""
-
-    kind: Annotated[str, Field(strict=True)]
-    schema_version: Annotated[int, Field(strict=True)]
-    provenance: dict[str, Any] = Field(default_factory=dict)
-
-
-def read(path: Path) -> Report:
-    """Read `report.json`, or a directory that holds one.
-
-    Raises UsageError where there is none, and MeasurementError for one that cannot be understood
-    (unknown schema version included): a report is read right, or not at all.
-    """
-    try:
-        path = path / "report.json" if path.is_dir() else path
-        text = path.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot read a report there ({error.strerror})",
-            hint="give a report.json, or a directory an audit wrote",
-        ) from error
-    try:
-        head = _Head.model_validate_json(text)
-        _check(head, path)
-        module, _, name = KINDS[head.kind].partition(":")
-        with uncollected():
-            model = getattr(importlib.import_module(module), name)
-            found: Report = model.model_validate_json(text)
-        return found
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "the file"
-        raise MeasurementError(
-            f"{path}: not a report this version understands: {where}: {problem['msg']}",
-            hint=_written_by(text),
-        ) from error
-
-
-def _written_by(text: bytes) -> str:
-    """What is known of a report that was refused: rows of another version may have more fields
-    under the same schema number."""
-    from numdev import __version__
-
-    read = f"this is numdev {__version__}, which reads schema {SCHEMA_VERSION}"
-    try:
-        by = _Head.model_validate_json(text).provenance.get("numdev")
-    except ValidationError:
-        by = None
-    return read if by in (None, __version__) else f"numdev {by} wrote it, and {read}"
-
-
-def _check(head: _Head, path: Path) -> None:
-    """Raises MeasurementError for a report of a version or a kind that is not known here."""
-    by = str(head.provenance.get("numdev", "another version"))
-    what = f"{path}: not a report this version understands"
-    if head.schema_version != SCHEMA_VERSION:
-        newer = head.schema_version > SCHEMA_VERSION
-        raise MeasurementError(
-            f"{what}: schema_version: is {head.schema_version}, and this version reads "
-            f"schema {SCHEMA_VERSION}",
-            hint=f"{'update numdev' if newer else 'measure again'}, or read it with the numdev "
-            f"that wrote it ({by})",
-        )
-    if head.kind not in KINDS:
-        raise MeasurementError(
-            f"{what}: kind: no report of kind {head.kind!r} is known here",
-            hint=f"known: {', '.join(KINDS)}",
-        )
-
-
-def write(report: Report, directory: Path) -> None:
-    """Write report.json and its tables as CSV; each atomically."""
-    for name, rows in report.tables().items():
-        with replacing(directory / f"{name}.csv") as file:
-            write_csv(file, rows)
-    with replacing(directory / "report.json") as file:
-        file.write(report.model_dump_json())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[str]]:
-    """A text file that takes its name only when it is complete. A device, a pipe, or the system's
-    name for an open file (`/dev/stdout`) is written to, and stays what it is."""
-    if path.parts[:2] in (("/", "dev"), ("/", "proc")) or (path.exists() and not path.is_file()):
-        with path.open("w", newline="", encoding="utf-8") as file:
-            yield file
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-    try:
-        with os.fdopen(handle, "w", newline="", encoding="utf-8") as file:
-            yield file
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def write_csv(file: IO[str], rows: Sequence[Record]) -> None:
-    """One line a row, one column a field; nothing where there is no row. See `foreign.cell`."""
-    if not rows:
-        return
-    writer = csv.writer(file)
-    writer.writerow(type(rows[0]).model_fields)
-    for row in rows:
-        values = row.model_dump().values()
-        writer.writerow([x if x.__class__ in NUMBERS else cell(x) for x in values])

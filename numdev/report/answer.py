@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from numdev.gate.rules import BIAS_FORMATS
 from numdev.report import KernelSummary
+from numdev.report.statistics import BIAS_FORMATS
 
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
 """Whom the paragraph speaks of: a kernel that is none of these, since it was asked for by name;

@@ -25,7 +25,7 @@ from numdev.config import CaseConfig, SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Role, Tick
-from numdev.report.seedmeans import factor, interval
+from numdev.report.statistics import factor, interval
 
 SQUARED = ("rms", "precision_rms", "from_baseline_rms", "low_precision_rms", "lower_rms")
 LARGEST = ("max_abs", "max_ulp", "worst_row")

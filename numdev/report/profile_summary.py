@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from numdev.gate.rules import BIAS_FORMATS
 from numdev.report import ProfileRow, ProfileSummary
+from numdev.report.statistics import BIAS_FORMATS
 
 LENGTHS = 3
 """How many lengths of call are kept, for each format, tensor and kind of attention."""

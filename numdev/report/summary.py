@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter, itemgetter
 from statistics import median
@@ -18,13 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from numdev.explain.words import explanations
-from numdev.gate.cells import grouped, key_of
-from numdev.gate.rules import BIAS_ALPHA, BIAS_FORMATS, BIAS_SEQUENCES, BIAS_ULP, holm, noise_ratio
 from numdev.report import (
-    AttributionRow,
     AuditSummary,
     DeviationRow,
+    Explanation,
     GradientSummary,
     HeadMap,
     KernelSummary,
@@ -37,6 +34,14 @@ from numdev.report import (
 from numdev.report.answer import answer
 from numdev.report.places import Places, place_of, places_of, where
 from numdev.report.profile_summary import pooled, remark
+from numdev.report.statistics import (
+    BIAS_ALPHA,
+    BIAS_FORMATS,
+    BIAS_SEQUENCES,
+    BIAS_ULP,
+    holm,
+    noise_ratio,
+)
 
 Rows = Sequence[DeviationRow]
 Ranked = Sequence[tuple[KernelSummary, Rows]]
@@ -47,7 +52,7 @@ _PART = attrgetter("phase", "step", "attends")
 def summarise(
     rows: Sequence[DeviationRow],
     weights: Sequence[WeightRow] = (),
-    attributions: Sequence[AttributionRow] = (),
+    explanations: Sequence[Explanation] = (),
     worst: Sequence[WorstRow] = (),
     profiles: Sequence[ProfileRow] = (),
 ) -> AuditSummary:
@@ -55,7 +60,7 @@ def summarise(
     are the gate's business, and left out."""
     rows = [row for row in rows if row.role != "control"]
     places = places_of(rows)
-    groups = grouped(rows, lambda row: (row.role, *key_of(row))).values()
+    groups = _grouped(rows, _kernel_of).values()
     kernels = [(_kernel(group, places), _measured(group, "out")) for group in groups]
     formats = list(dict.fromkeys(row.format for row in rows))
     ranked = sorted(kernels, key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])))
@@ -67,12 +72,28 @@ def summarise(
         map=_map(ranked, places),
         weights=tuple(_weights(weights)),
         sequences=min(_known(rows, "sequences"), default=None),
-        explanations=explanations(attributions),
+        explanations=tuple(explanations),
         worst_rows=tuple(worst),
         parts=tuple(_parts(ranked, places)),
         profiles=along,
         along=remark(along),
     )
+
+
+def _kernel_of(row: DeviationRow) -> tuple[str, ...]:
+    """Whose row it is: role, kernel, options and format."""
+    options = str(sorted(row.options.items())) if row.options else ""
+    return row.role, row.kernel, options, row.format
+
+
+def _grouped(
+    rows: Sequence[DeviationRow], key: Callable[[DeviationRow], Any]
+) -> dict[Any, list[DeviationRow]]:
+    """Rows of equal keys, in the order they first came."""
+    groups: dict[Any, list[DeviationRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
@@ -134,7 +155,7 @@ def _parts(ranked: Ranked, places: Places) -> Iterator[PartSummary]:
     whole = [(kernel, ok) for kernel, ok in ranked if kernel.role != "precision"]
     if len({_PART(row) for _, ok in whole for row in ok}) > 1:
         for kernel, ok in whole:
-            for part in grouped(ok, _PART).values():
+            for part in _grouped(ok, _PART).values():
                 yield _part(kernel, part, places)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from numdev.report import DeviationRow
 from numdev.report.curves import Estimate, Grid, Line, placed, words
-from numdev.report.seedmeans import factor, interval
+from numdev.report.statistics import factor, interval
 
 SENTENCES = 12
 """More than these are not read; the others are in the report's figures."""

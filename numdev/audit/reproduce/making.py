@@ -27,8 +27,9 @@ from numdev.audit.task import Runner, given, run_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import NumdevError
 from numdev.formats import format_named
-from numdev.gate.rules import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP, value_of
+from numdev.gate.rules import value_of
 from numdev.report import DeviationRow, Finding
+from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.sources.opening import Located, Source
 from numdev.system import System
 

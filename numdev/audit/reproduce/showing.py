@@ -20,10 +20,10 @@ from numdev.audit.attempt import copied
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
 from numdev.formats import format_of
-from numdev.gate.rules import BIAS_ALPHA, BIAS_SEQUENCES
 from numdev.kernels import Kernel
 from numdev.kernels.reference import attend
 from numdev.metrics.deviation import Yardstick, measure
+from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 
 ENOUGH = 0.5
 """A smaller call shows a finding if its figure is at least this part of the one reported."""

@@ -334,7 +334,7 @@ def _explanations(found: Sequence[Explanation]) -> Iterator[Node]:
 def _source(e: Explanation) -> str:
     """The emulation that makes these errors, or comes nearest."""
     if e.nearest is None:
-        return "no error" if e.residual is None and not e.calls else "unknown"
+        return "unknown" if e.calls or e.reason else "no error"
     name = e.nearest.replace("`", "")
     if not e.known:
         return f"unknown; nearest {name}"

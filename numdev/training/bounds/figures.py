@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from numdev.report import Axis, Curve, Figure, Point, Tick
-from numdev.report.seedmeans import Mean, factor, interval
+from numdev.report.statistics import Mean, factor, interval
 from numdev.training.bounds.roles import PAIRED, WHOLE, Found
 from numdev.training.bounds.saturation import Track, ratios
 from numdev.training.report import TrainRow, VariantRecord

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from numdev.report.seedmeans import factor, interval
+from numdev.report.statistics import factor, interval
 from numdev.training.bounds.report import (
     BoundsVariant,
     Comparison,

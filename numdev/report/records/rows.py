@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from numdev.report.record import Attends, Count, Phase, Record, Role, Status, Tensor
+from numdev.report.records.base import Attends, Count, Phase, Record, Role, Status, Tensor
 
 
 class CaseRecord(Record):

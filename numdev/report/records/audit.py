@@ -1,61 +1,20 @@
-"""What every report has, an audit's, and a conformance check's."""
+"""The report of an audit, and of a conformance check."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
-
-from numdev.report.record import Record
-from numdev.report.rows import AttributionRow, CaseRecord, DeviationRow, ProfileRow, WeightRow
-from numdev.report.summaries import AuditSummary, Finding
-
-
-class Provenance(Record):
-    """Where the numbers come from."""
-
-    numdev: str
-    command: str
-    created: str
-    """UTC, ISO 8601."""
-    system: dict[str, Any]
-    source: dict[str, Any]
-    """The checkpoint's name and hash and the prompt, or the configuration's name."""
-
-    @field_validator("system")
-    @classmethod
-    def _packages(cls, system: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(system.get("packages", {}), dict):
-            raise ValueError("packages: a mapping of names to versions")
-        return system
-
-
-class Report(Record):
-    """What every report has, whatever its kind."""
-
-    kind: str
-    schema_version: Literal[1] = 1
-    provenance: Provenance
-    request: dict[str, Any]
-    timings: dict[str, float] = Field(default_factory=dict)
-    """Seconds by section (`numdev.audit.timing`), and `total`: of the run that made the report,
-    without what an earlier one had finished."""
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def measured(self) -> bool:
-        """Whether there is anything in it."""
-        return True
-
-    @property
-    def unmeasured(self) -> str:
-        """What to say of one that is not `measured`."""
-        return "no kernel under audit could be measured"
-
-    def tables(self) -> dict[str, Sequence[Record]]:
-        """What is written as CSV beside it, by the name of the file."""
-        return {}
+from numdev.report.records.base import Record
+from numdev.report.records.report import Report
+from numdev.report.records.rows import (
+    AttributionRow,
+    CaseRecord,
+    DeviationRow,
+    ProfileRow,
+    WeightRow,
+)
+from numdev.report.records.summaries import AuditSummary
 
 
 class AuditReport(Report):
@@ -108,7 +67,7 @@ class ConformanceReport(Record):
     """The result of `numdev kernels --check`."""
 
     kind: Literal["conformance"] = "conformance"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     kernel: str
     options: dict[str, str]
     system: dict[str, Any]

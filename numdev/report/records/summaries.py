@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from numdev.report.record import Attends, Phase, Record, Role, Tensor
-from numdev.report.rows import DeviationRow, SiteShare, WorstRow
+from numdev.report.records.base import Attends, Phase, Record, Role, Tensor
+from numdev.report.records.rows import SiteShare, WorstRow
 
 
 class Explanation(Record):
@@ -29,6 +28,8 @@ class Explanation(Record):
     explained: int
     calls: int
     """With an error to explain; `explained` of them are."""
+    reason: str | None = None
+    """Why nothing could be compared; null where there is no error at all."""
     sites: tuple[SiteShare, ...] = ()
     sentence: str
 
@@ -266,50 +267,3 @@ class AuditSummary(Record):
     """Of the lengths that most calls have."""
     along: str | None = None
     """What is remarkable of them, as a sentence."""
-
-
-class Place(Record):
-    """Where something was found: what names the row again."""
-
-    case: str
-    module: str
-    layer: int | None
-    call: int
-    head: int | None
-    phase: str | None
-    step: int | None = None
-    seed: int | None
-
-    @classmethod
-    def of(cls, row: DeviationRow) -> Place:
-        return cls(**{name: getattr(row, name) for name in cls.model_fields})
-
-
-class Finding(Record):
-    """One thing wrong with one kernel, as a sentence and as data."""
-
-    rule: str
-    """The threshold's name; `runs` for a kernel that failed, `refuses` for calls it declined."""
-    severity: Literal["exceeded", "unmeasured", "note"]
-    sentence: str
-    kernel: str
-    also: tuple[str, ...] = ()
-    """Other kernels with the same numbers, as the default dispatch has those of what it ran."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    formats: tuple[str, ...]
-    tensor: str | None = None
-    metric: str | None = None
-    observed: float | None = None
-    """The worst."""
-    limit: float | None = None
-    count: int
-    """Of `judged` heads; for `runs` and `refuses` of calls."""
-    judged: int
-    place: Place | None = None
-    """The worst one."""
-
-    @property
-    def folder(self) -> str:
-        """What its reproducer's folder is called: kernel, tensor, rule and format."""
-        parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
-        return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from numdev.report.kinds import Report
-from numdev.report.record import Record, Role
-from numdev.report.rows import CaseRecord, DeviationRow
+from numdev.report.records.base import Record, Role
+from numdev.report.records.report import Report
+from numdev.report.records.rows import CaseRecord, DeviationRow
 
 
 class CellRow(Record):

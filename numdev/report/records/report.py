@@ -1,0 +1,107 @@
+"""What every report has, whatever its kind: where its numbers come from, and what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from numdev.report.records.base import Record
+from numdev.report.records.rows import DeviationRow
+
+SCHEMA_VERSION = 2
+
+
+class Place(Record):
+    """Where something was found: what names the row again."""
+
+    case: str
+    module: str
+    layer: int | None
+    call: int
+    head: int | None
+    phase: str | None
+    step: int | None = None
+    seed: int | None
+
+    @classmethod
+    def of(cls, row: DeviationRow) -> Place:
+        return cls(**{name: getattr(row, name) for name in cls.model_fields})
+
+
+class Finding(Record):
+    """One thing wrong with one kernel, as a sentence and as data."""
+
+    rule: str
+    """The threshold's name; `runs` for a kernel that failed, `refuses` for calls it declined."""
+    severity: Literal["exceeded", "unmeasured", "note"]
+    sentence: str
+    kernel: str
+    also: tuple[str, ...] = ()
+    """Other kernels with the same numbers, as the default dispatch has those of what it ran."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    formats: tuple[str, ...]
+    tensor: str | None = None
+    metric: str | None = None
+    observed: float | None = None
+    """The worst."""
+    limit: float | None = None
+    count: int
+    """Of `judged` heads; for `runs` and `refuses` of calls."""
+    judged: int
+    place: Place | None = None
+    """The worst one."""
+
+    @property
+    def folder(self) -> str:
+        """What its reproducer's folder is called: kernel, tensor, rule and format."""
+        parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
+        return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
+
+
+class Provenance(Record):
+    """Where the numbers come from."""
+
+    numdev: str
+    command: str
+    created: str
+    """UTC, ISO 8601."""
+    system: dict[str, Any]
+    source: dict[str, Any]
+    """The checkpoint's name and hash and the prompt, or the configuration's name."""
+
+    @field_validator("system")
+    @classmethod
+    def _packages(cls, system: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(system.get("packages", {}), dict):
+            raise ValueError("packages: a mapping of names to versions")
+        return system
+
+
+class Report(Record):
+    """What every report has, whatever its kind."""
+
+    kind: str
+    schema_version: Literal[2] = 2
+    provenance: Provenance
+    request: dict[str, Any]
+    timings: dict[str, float] = Field(default_factory=dict)
+    """Seconds by section (`numdev.audit.timing`), and `total`: of the run that made the report,
+    without what an earlier one had finished."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything in it."""
+        return True
+
+    @property
+    def unmeasured(self) -> str:
+        """What to say of one that is not `measured`."""
+        return "no kernel under audit could be measured"
+
+    def tables(self) -> dict[str, Sequence[Record]]:
+        """What is written as CSV beside it, by the name of the file."""
+        return {}

@@ -1,0 +1,72 @@
+"""The statistics of rows: means over seeds with Student's t, Holm's procedure, noise in units of the
+floor, and from when on a bias is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import stdtrit
+
+from numdev.report.records.rows import DeviationRow
+
+BIAS_ALPHA = 0.01
+"""Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
+BIAS_SEQUENCES = 8
+"""Fewer independent sequences than this say nothing about a kernel in general."""
+BIAS_ULP = 0.05
+BIAS_FORMATS = ("bfloat16", "float16")
+"""Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
+division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
+fp32 is 3e-9 of the value, and no accusation."""
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+CONFIDENCE = 0.95
+
+Mean = tuple[float, float | None, float | None]
+"""A mean and the ends of its 95 % interval; None for a single observation."""
+
+
+def interval(values: Sequence[float]) -> Mean:
+    """The mean of at least one value, and its 95 % interval; without one for a single value."""
+    mean = float(np.mean(values))
+    n = len(values)
+    if n < 2:
+        return mean, None, None
+    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n))
+    return mean, mean - half, mean + half
+
+
+def factor(ratios: Sequence[float]) -> Mean:
+    """The geometric mean of ratios and its 95 % interval, from their logarithms: then a ratio and
+    its inverse say the same. The ordinary mean where a ratio is zero."""
+    if min(ratios) <= 0:
+        return interval(ratios)
+    mean, low, high = interval([math.log(ratio) for ratio in ratios])
+    ends = [None if end is None else math.exp(end) for end in (low, high)]
+    return math.exp(mean), ends[0], ends[1]
+
+
+def noise_ratio(row: DeviationRow) -> float | None:
+    """rms between repeated runs over what rounding the result once changes: the rms of the floor
+    (rms / floor_ratio), or u / sqrt(12) of the terms (about rms / row_rel) where these cancel."""
+    if row.noise is None or row.noise == 0:
+        return row.noise
+    if not row.rms or not row.floor_ratio:
+        return None
+    u = UNIT_ROUNDOFF.get(row.out_format or row.format, 0.0)
+    terms = u * row.rms / row.row_rel / math.sqrt(12) if row.row_rel else 0.0
+    return row.noise / max(row.rms / row.floor_ratio, terms)
+
+
+def holm(p: Sequence[float], alpha: float) -> list[bool]:
+    """Which hypotheses Holm's step-down procedure rejects at family-wise error rate `alpha`.
+
+    S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
+    """
+    rejected = [False] * len(p)
+    for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        if p[index] > alpha / (len(p) - step):
+            break
+        rejected[index] = True
+    return rejected
