@@ -220,12 +220,12 @@ def test_the_legend_is_of_the_columns_that_are_there(width: int) -> None:
     left out."""
     found = report([guilty(), innocent()])
     text = " ".join(shown(found, width).split())
-    for column in cells.head_columns():
+    for column in cells.HEAD:
         if column.says:
             told = f"{column.title.strip()}: {column.says}" in text
             assert told == (column.width <= width), column.title
     page = html.page(found)
-    assert all(column.says in page.replace("&#39;", "'") for column in cells.head_columns())
+    assert all(column.says in page.replace("&#39;", "'") for column in cells.HEAD)
 
 
 @pytest.mark.parametrize(

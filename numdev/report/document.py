@@ -7,12 +7,12 @@ harmless. A node that only some media show says so in `only`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from numdev.report import Axis, Figure
-from numdev.report.numbers import NONE, ratio, shade, short, si
+from numdev.report.numbers import NONE, ratio, shade, si
 
 Medium = Literal["terminal", "html", "markdown"]
 Style = Literal["", "strong", "soft", "good", "warn", "bad"]
@@ -183,23 +183,56 @@ def notes(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> tuple[P
     return tuple(Paragraph(sentence, "soft", only) for sentence in sentences if sentence)
 
 
-def words(columns: Sequence[str], rows: Iterable[Sequence[str | Cell]], **more: Any) -> Table:
+def table(
+    columns: Sequence[str | Column],
+    rows: Iterable[Iterable[str | Cell]],
+    standard: Sequence[bool] = (),
+    **more: Any,
+) -> Table:
+    """A table of text and cells; the first of columns that are only named stands on the left.
+    `standard` says of each row whether it is only there for comparison."""
+    first = [Column(c, align="left") if isinstance(c, str) else c for c in columns[:1]]
+    rest = [Column(c) if isinstance(c, str) else c for c in columns[1:]]
+    cells = [tuple(map(as_cell, row)) for row in rows]
+    soft = standard or [False] * len(cells)
+    return Table((*first, *rest), tuple(map(Row, cells, soft)), **more)
+
+
+def words(columns: Sequence[str], rows: Iterable[Iterable[str | Cell]], **more: Any) -> Table:
     """A table whose columns are words, and stand on the left."""
-    return Table(
-        columns=tuple(Column(name, align="left") for name in columns),
-        rows=tuple(Row(tuple(map(as_cell, row))) for row in rows),
-        kind="words",
-        **more,
+    return table([Column(name, align="left") for name in columns], rows, kind="words", **more)
+
+
+def heat_map(
+    title: str,
+    heads: Sequence[int],
+    layers: Mapping[str, Sequence[float | None]],
+    brief: Callable[[float | None], str],
+    full: Callable[[float | None], str],
+    dark: Callable[[float | None], int],
+    **more: Any,
+) -> Table:
+    """One number for each layer (down) and head (across): in a few characters, and in full where
+    the mouse points."""
+
+    def cell(layer: str, head: int, value: float | None) -> Cell:
+        tip = f"layer {layer} head {head}: {full(value)}"
+        return Cell(brief(value), None if value is None else dark(value), title=tip)
+
+    rows = (
+        (Cell(layer, style="soft"), *(cell(layer, h, v) for h, v in zip(heads, line, strict=True)))
+        for layer, line in layers.items()
     )
+    return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
 
 
 def as_cell(content: str | Cell) -> Cell:
     return content if isinstance(content, Cell) else Cell(content)
 
 
-def floors(value: float | None, title: str = "", *, brief: bool = False) -> Cell:
+def floors(value: float | None, title: str = "") -> Cell:
     """A multiple of the floor, shaded by its size."""
-    return Cell(short(value) if brief else ratio(value), shade=shade(value), title=title)
+    return Cell(ratio(value), shade=shade(value), title=title)
 
 
 def labelled(kernel: str, options: Mapping[str, Any]) -> str:
@@ -232,18 +265,9 @@ def table_of(chart: Chart) -> Table:
                 return _number(figure, point.mean)
         return NONE
 
-    return Table(
-        title=figure.title,
-        columns=(Column(axis.title, align="left"), *(Column(name) for name in places.values())),
-        rows=tuple(
-            Row(
-                (Cell(curve.label), *(Cell(at(curve, x)) for x in places)),
-                standard=curve.role != "kernel",
-            )
-            for curve in figure.curves
-        ),
-        kind="series",
-    )
+    rows = ((curve.label, *(at(curve, x) for x in places)) for curve in figure.curves)
+    standard = [curve.role != "kernel" for curve in figure.curves]
+    return table([axis.title, *places.values()], rows, standard, title=figure.title, kind="series")
 
 
 def _number(figure: Figure, value: float) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from numdev.report import AuditReport, Explanation, HeadMap, KernelSummary, WeightSummary, WorstRow
+from numdev.report import AuditReport, Explanation, KernelSummary, WeightSummary, WorstRow
 from numdev.report.document import (
     PAGE,
     TERMINAL,
@@ -19,14 +19,14 @@ from numdev.report.document import (
     Item,
     Node,
     Paragraph,
-    Row,
     Style,
-    Table,
     bullets,
     charts,
     floors,
+    heat_map,
     labelled,
     notes,
+    table,
     words,
 )
 from numdev.report.numbers import NONE, ratio, shade, short, si, times
@@ -84,7 +84,10 @@ def blocks(report: AuditReport) -> Iterator[Node]:
     yield from notes(_slow_references(report), TERMINAL)
     yield from parts.blocks(summary.parts)
     if summary.map is not None:
-        yield from head_map(summary.map)
+        found = summary.map
+        title = f"{found.kernel} in {found.format}: times the floor, layer by head"
+        layers = dict(zip(found.layers, found.values, strict=True))
+        yield heat_map(title, found.heads, layers, short, ratio, shade)
     yield from positions.along(summary.profiles, summary.along)
     yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
     yield from _explanations(summary.explanations)
@@ -98,20 +101,15 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Node]:
     """One format: kernels ranked, their gradients, and what the tables need said."""
     measured = [k for k in kernels if k.ok and k.role != "precision"]
     shown = [k for k in measured if not _repeats(k, measured)]
-    yield Table(
-        title=f"{name}: kernels, the closest to the truth first",
-        columns=COLUMNS,
-        rows=tuple(Row(_ranked(k), standard=k.role != "kernel") for k in shown),
-    )
+    title = f"{name}: kernels, the closest to the truth first"
+    yield table(COLUMNS, map(_ranked, shown), [k.role != "kernel" for k in shown], title=title)
     with_gradients = [k for k in shown if k.gradients]
-    yield Table(
+    names = [c for t in GRADIENTS for c in (f"{t} ×floor", Column("×predicted", "×pred"))]
+    yield table(
+        ["kernel", *names, "noise"],
+        map(_gradients, with_gradients),
+        [k.role != "kernel" for k in with_gradients],
         title=f"{name}: gradients",
-        columns=(
-            Column("kernel", align="left"),
-            *(c for t in GRADIENTS for c in (Column(f"{t} ×floor"), Column("×predicted", "×pred"))),
-            Column("noise"),
-        ),
-        rows=tuple(Row(_gradients(k), standard=k.role != "kernel") for k in with_gradients),
     )
     if with_gradients:
         yield Paragraph(_amplified(with_gradients), "soft")
@@ -251,31 +249,6 @@ def _slow_references(report: AuditReport) -> Iterator[str]:
 # --- what stands below it ------------------------------------------------------------------------
 
 
-def head_map(found: HeadMap) -> Iterator[Node]:
-    """One number for each layer (down) and head (across)."""
-    yield Table(
-        title=f"{found.kernel} in {found.format}: times the floor, layer by head",
-        columns=(Column("layer", align="left"), *(Column(str(head)) for head in found.heads)),
-        rows=tuple(
-            Row(
-                (
-                    Cell(layer, style="soft"),
-                    *(
-                        Cell(
-                            short(value),
-                            shade=None if value is None else shade(value),
-                            title=f"layer {layer} head {head}: {ratio(value)}",
-                        )
-                        for head, value in zip(found.heads, values, strict=True)
-                    ),
-                )
-            )
-            for layer, values in zip(found.layers, found.values, strict=True)
-        ),
-        kind="map",
-    )
-
-
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[Node]:
     """The rows that err most, where they stand, and what is special about them."""
     if not rows:
@@ -301,29 +274,27 @@ def _explanations(found: Sequence[Explanation]) -> Iterator[Node]:
     """Which roundings make each kernel's errors, and what the sites in the table are."""
     if not found:
         return
-    yield Table(
-        title="Which roundings make these errors",
-        columns=(
-            Column("kernel", align="left"),
+    yield table(
+        (
+            "kernel",
             Column("", align="left"),
             Column("makes the errors of", align="left"),
-            Column("residual"),
+            "residual",
             Column("next", align="left", width=120),
             Column("of its squared error", align="left"),
         ),
-        rows=tuple(
-            Row(
-                (
-                    Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong"),
-                    Cell(e.tensor),
-                    Cell(_source(e), style="" if e.known else "warn"),
-                    Cell(ratio(e.residual)),
-                    Cell(f"{e.next_preset or NONE} {ratio(e.next_residual)}"),
-                    Cell(", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites)),
-                )
+        (
+            (
+                Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong"),
+                e.tensor,
+                Cell(_source(e), style="" if e.known else "warn"),
+                ratio(e.residual),
+                f"{e.next_preset or NONE} {ratio(e.next_residual)}",
+                ", ".join(f"{100 * s.share:.0f} % {s.site}" for s in e.sites),
             )
             for e in found
         ),
+        title="Which roundings make these errors",
         kind="words",
     )
     sites = {s.site: s.rounds for e in found for s in e.sites}

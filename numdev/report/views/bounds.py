@@ -19,9 +19,11 @@ from numdev.report.document import (
     Node,
     Paragraph,
     Row,
+    Style,
     Table,
     charts,
     notes,
+    table,
     words,
 )
 from numdev.report.numbers import NONE, ratio
@@ -159,28 +161,18 @@ def _table(
         if len(metrics) > 1
         else names
     )
-    return Table(
-        title=title,
-        columns=(
-            Column("distance of", align="left"),
-            Column("over that of", align="left"),
-            *map(Column, columns),
-            Column("steps later"),
-        ),
-        rows=tuple(
-            Row(
-                (
-                    Cell(each.variant),
-                    Cell(each.against),
-                    *(Cell(each.at(w, m), style="strong" if m == "mean_abs" else "")
-                      for w, _ in windows for m, _ in metrics),
-                    Cell(each.delayed),
-                )
-            )
-            for each in lines(report, group)
-        ),
-        only=only,
-    )  # fmt: skip
+
+    def cells(each: Line) -> Iterator[str | Cell]:
+        yield from (each.variant, each.against)
+        for window, _ in windows:
+            for metric, _ in metrics:
+                style: Style = "strong" if metric == "mean_abs" else ""
+                yield Cell(each.at(window, metric), style=style)
+        yield each.delayed
+
+    against = Column("over that of", align="left")
+    titles = ("distance of", against, *columns, "steps later")
+    return table(titles, map(cells, lines(report, group)), title=title, only=only)
 
 
 def _terminal(report: BoundsReport) -> Table:

@@ -17,12 +17,12 @@ from numdev.report.document import (
     Item,
     Medium,
     Node,
-    Row,
     Style,
     Table,
     bullets,
     labelled,
     notes,
+    table,
     words,
 )
 from numdev.report.numbers import NONE, ratio, si
@@ -50,17 +50,18 @@ def line(report: CompareReport) -> str:
 def blocks(report: CompareReport) -> Iterator[Node]:
     yield _moves(report, SHOWN, TERMINAL)
     yield _moves(report, ON_PAGE, TEXT)
-    yield Table(
-        title="Every tensor",
-        columns=(
-            Column("kernel", align="left"),
+    yield table(
+        (
+            "kernel",
             Column("", align="left"),
-            *map(Column, ("heads", "moved", "same bits", "equal")),
+            *("heads", "moved", "same bits", "equal"),
             Column("metric", align="left", width=120),
-            *map(Column, ("A", "B", "largest")),
+            *("A", "B", "largest"),
             Column("where", align="left", width=140),
         ),
-        rows=tuple(Row(_group(g), standard=g.role != "kernel") for g in report.groups),
+        map(_group, report.groups),
+        [g.role != "kernel" for g in report.groups],
+        title="Every tensor",
     )
     yield words(
         ("", "kernel", "", "rows", "first at", "why"),

@@ -5,8 +5,7 @@ over training. What is null is a dash."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numdev.diagnose.guilt import (
     CONDITIONS,
@@ -43,11 +42,12 @@ from numdev.report.document import (
     Item,
     Medium,
     Node,
-    Row,
     Table,
     bullets,
     charts,
+    heat_map,
     notes,
+    table,
 )
 from numdev.report.numbers import NONE
 
@@ -62,16 +62,14 @@ SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)
 MEETS = Column("meets", says="how many of the chain, of those that could be judged")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Number:
-    """One number of a row, and how it is written."""
+class Number(NamedTuple):
+    """One number of a row: its column, how it is written, the columns a terminal needs for it, and
+    what it is where the title does not say it."""
 
     title: str
     cell: Callable[[Any], str]
     width: int = 0
-    """Columns that a terminal needs to have for it to be shown."""
     says: str = ""
-    """What the number is, where the title does not say it."""
 
 
 def title(report: DiagnoseReport) -> str:
@@ -129,53 +127,24 @@ def _columns(name: str, numbers: Sequence[Number]) -> tuple[Column, ...]:
 
 def _ranked(report: DiagnoseReport, count: int, title: str, only: tuple[Medium, ...]) -> Table:
     """The first heads, each with its numbers and how much of the chain it meets."""
-    return Table(
-        title=title,
-        columns=(*_columns("head", (SCORE, *head_columns())), MEETS),
-        rows=tuple(
-            Row(
-                (
-                    Cell(brief(ranked), style="strong"),
-                    Cell(SCORE.cell(ranked), shade=shade(ranked.score)),
-                    *(Cell(number.cell(row)) for number in head_columns()),
-                    Cell(
-                        met(ranked),
-                        title="; ".join(f"{name}: {is_met}" for name, is_met in chain(ranked)),
-                    ),
-                )
-            )
-            for ranked, row in rows_of(report, report.summary.ranking[:count])
-        ),
-        dense=True,
-        only=only,
-    )
+
+    def cells(ranked: Ranked, row: HeadRow) -> Iterator[str | Cell]:
+        yield Cell(brief(ranked), style="strong")
+        yield Cell(SCORE.cell(ranked), shade=shade(ranked.score))
+        yield from (number.cell(row) for number in HEAD)
+        states = "; ".join(f"{name}: {state}" for name, state in chain(ranked))
+        yield Cell(met(ranked), title=states)
+
+    rows = (tuple(cells(*pair)) for pair in rows_of(report, report.summary.ranking[:count]))
+    columns = (*_columns("head", (SCORE, *HEAD)), MEETS)
+    return table(columns, rows, title=title, dense=True, only=only)
 
 
 def _map(report: DiagnoseReport) -> Table:
     """What every head scores, layer (down) by head (across)."""
     heads, scores = score_map(report)
-    return Table(
-        title=f"{mapped(report.summary.ranking)}: layer by head",
-        columns=(Column("layer", align="left"), *(Column(str(head)) for head in heads)),
-        rows=tuple(
-            Row(
-                (
-                    Cell(name, style="soft"),
-                    *(
-                        Cell(
-                            compact(value),
-                            shade=None if value is None else shade(value),
-                            title=f"layer {name} head {head}: {share(value)}",
-                        )
-                        for head, value in zip(heads, values, strict=True)
-                    ),
-                )
-            )
-            for name, values in scores.items()
-        ),
-        kind="map",
-        only=("terminal", "html"),
-    )
+    title = f"{mapped(report.summary.ranking)}: layer by head"
+    return heat_map(title, heads, scores, compact, share, shade, only=("terminal", "html"))
 
 
 def _darker(ranking: Sequence[Ranked]) -> str:
@@ -186,33 +155,25 @@ def _darker(ranking: Sequence[Ranked]) -> str:
 
 def _cures(rows: Sequence[CureRow], report: DiagnoseReport, title: str) -> Table:
     """What each cure changes on one head; where it fails, or what it takes."""
-    numbers = cure_columns()
-    made = []
-    for row in rows:
+
+    def cells(row: CureRow) -> Iterator[str | Cell]:
+        yield Cell(row.cure, after="not with this" if refused(row) else "")
+        yield from (number.cell(row) for number in CURE)
         cost = row.nulls["out"] if refused(row) else report.costs.get(row.cure, "")
-        broken = f"; here: {row.broken}" if row.broken else ""
-        name = Cell(row.cure, after="not with this" if refused(row) else "")
-        cells = (name, *(Cell(n.cell(row)) for n in numbers), Cell(cost + broken))
-        made.append(Row(cells, standard=row.cure == "none"))
+        yield cost + (f"; here: {row.broken}" if row.broken else "")
+
     last = Column("where it fails, or what it takes", align="left", width=200)
-    return Table((*_columns("cure", numbers), last), tuple(made), title)
+    columns = (*_columns("cure", CURE), last)
+    standard = [row.cure == "none" for row in rows]
+    return table(columns, (tuple(cells(row)) for row in rows), standard, title=title)
 
 
 def _side_by_side(rows: Sequence[KernelRow], title: str) -> Table:
-    numbers = kernel_columns()
-    return Table(
-        _columns("kernel", numbers),
-        tuple(
-            Row(
-                (
-                    Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
-                    *(Cell(n.cell(row)) for n in numbers),
-                )
-            )
-            for row in rows
-        ),
-        title,
-    )
+    def cells(row: KernelRow) -> Iterator[str | Cell]:
+        yield Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or "")
+        yield from (number.cell(row) for number in KERNEL)
+
+    return table(_columns("kernel", KERNEL), (tuple(cells(row)) for row in rows), title=title)
 
 
 # --- running sums --------------------------------------------------------------------------------
@@ -309,94 +270,67 @@ def _formula(row: RunningError) -> str:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def head_columns() -> tuple[Number, ...]:
-    """Of a head's row."""
-    return (
-        Number(
-            title="dW_Q by δ",
-            cell=lambda h: share(moved(h)),
-            says="what delta makes of its dW_Q by not fitting the dP and P it is subtracted from",
-        ),
-        Number(
-            title="dW_Q, all",
-            cell=lambda h: share(h.dw_q_error),
-            width=90,
-            says="its whole error, over that of the head",
-        ),
-        Number(
-            title="δ error",
-            cell=lambda h: signed(_of_delta(h, "mean")),
-            says="its mean, over the rms of what delta is summed from",
-        ),
-        Number(title="t", cell=lambda h: t(_of_delta(h, "t")), says="of that mean"),
-        Number(
-            title="run",
-            cell=lambda h: plain(_of_delta(h, "run")),
-            says="the largest running sum over rms √rows, near 1 where signs are random",
-        ),
-        Number(title="tied rows", cell=lambda h: share(h.tied)),
-        Number(title="P̄ = 1", cell=lambda h: share(h.ones), width=120),
-        Number(title="P at 2ⁿ", cell=lambda h: share(h.powers), width=130),
-        Number(title="V one sign", cell=lambda h: share(h.one_signed), width=90),
-        Number(
-            title="O bias, ulp",
-            cell=lambda h: ulps(h.out),
-            says="along the sign of O, + is away from zero",
-        ),
-        Number(title="t ", cell=lambda h: t(h.out.t), width=110),
-        Number(title="rows of dS", cell=lambda h: share(h.ds_row_sum), width=150),
-        Number(
-            title="alike",
-            cell=lambda h: share(h.similarity),
-            width=115,
-            says="the share of dW_Q's terms in one direction",
-        ),
-        Number(title="‖W_Q‖₂", cell=lambda h: plain(h.spectral_norm), width=140),
-        Number(
-            title="× layer",
-            cell=lambda h: plain(h.spectral_ratio),
-            width=90,
-            says="spectral norm of W_Q over its layer's median",
-        ),
-    )
-
-
+HEAD = (
+    Number(
+        "dW_Q by δ", lambda h: share(moved(h)), 0,
+        "what delta makes of its dW_Q by not fitting the dP and P it is subtracted from",
+    ),
+    Number("dW_Q, all", lambda h: share(h.dw_q_error), 90, "its whole error, over that of the head"),
+    Number(
+        "δ error", lambda h: signed(_of_delta(h, "mean")), 0,
+        "its mean, over the rms of what delta is summed from",
+    ),
+    Number("t", lambda h: t(_of_delta(h, "t")), 0, "of that mean"),
+    Number(
+        "run", lambda h: plain(_of_delta(h, "run")), 0,
+        "the largest running sum over rms √rows, near 1 where signs are random",
+    ),
+    Number("tied rows", lambda h: share(h.tied)),
+    Number("P̄ = 1", lambda h: share(h.ones), 120),
+    Number("P at 2ⁿ", lambda h: share(h.powers), 130),
+    Number("V one sign", lambda h: share(h.one_signed), 90),
+    Number(
+        "O bias, ulp", lambda h: ulps(h.out), 0, "along the sign of O, + is away from zero"
+    ),
+    Number("t ", lambda h: t(h.out.t), 110),
+    Number("rows of dS", lambda h: share(h.ds_row_sum), 150),
+    Number(
+        "alike", lambda h: share(h.similarity), 115,
+        "the share of dW_Q's terms in one direction",
+    ),
+    Number("‖W_Q‖₂", lambda h: plain(h.spectral_norm), 140),
+    Number(
+        "× layer", lambda h: plain(h.spectral_ratio), 90,
+        "spectral norm of W_Q over its layer's median",
+    ),
+)  # fmt: skip
 SCORE = Number(
-    title="of layer",
-    cell=lambda r: share(r.score),
-    says="the order, |error of the head's dW_Q| over |dW_Q| of its layer",
-)
+    "of layer", lambda r: share(r.score), 0,
+    "the order, |error of the head's dW_Q| over |dW_Q| of its layer",
+)  # fmt: skip
 """Of a `Ranked`: the number that heads are ordered by."""
-
-
-def cure_columns() -> tuple[Number, ...]:
-    """Of a cure's row."""
-    return (
-        Number(title="δ error", cell=lambda c: signed(c.delta_mean)),
-        Number(title="t", cell=lambda c: t(c.delta_t)),
-        Number(title="δ rms", cell=lambda c: share(c.delta_rms)),
-        Number(title="dW_Q", cell=lambda c: share(c.dw_q_error)),
-        Number(title="dQ", cell=lambda c: share(c.dq_rel)),
-        Number(title="dK", cell=lambda c: share(c.dk_rel), width=120),
-        Number(title="dV", cell=lambda c: share(c.dv_rel), width=120),
-        Number(title="rows of dS", cell=lambda c: share(c.ds_row_sum), width=110),
-        Number(title="P̄V bias", cell=lambda c: ulps(c.pv), width=120),
-        Number(title="O bias, ulp", cell=lambda c: ulps(c.out)),
-        Number(title="NaN/inf", cell=lambda c: str(c.nonfinite or NONE)),
-    )
-
-
-def kernel_columns() -> tuple[Number, ...]:
-    """Of a real kernel's row."""
-    return (
-        Number(title="δ error", cell=lambda k: signed(k.delta and k.delta.mean)),
-        Number(title="t", cell=lambda k: t(k.delta and k.delta.t)),
-        Number(title="run", cell=lambda k: plain(k.delta and k.delta.run)),
-        Number(title="dW_Q", cell=lambda k: share(k.dw_q_error)),
-        Number(title="dQ", cell=lambda k: share(k.dq_rel)),
-        Number(title="O bias, ulp", cell=lambda k: ulps(k.out)),
-        Number(title="t ", cell=lambda k: t(k.out.t)),
-    )
+CURE = (
+    Number("δ error", lambda c: signed(c.delta_mean)),
+    Number("t", lambda c: t(c.delta_t)),
+    Number("δ rms", lambda c: share(c.delta_rms)),
+    Number("dW_Q", lambda c: share(c.dw_q_error)),
+    Number("dQ", lambda c: share(c.dq_rel)),
+    Number("dK", lambda c: share(c.dk_rel), 120),
+    Number("dV", lambda c: share(c.dv_rel), 120),
+    Number("rows of dS", lambda c: share(c.ds_row_sum), 110),
+    Number("P̄V bias", lambda c: ulps(c.pv), 120),
+    Number("O bias, ulp", lambda c: ulps(c.out)),
+    Number("NaN/inf", lambda c: str(c.nonfinite or NONE)),
+)
+KERNEL = (
+    Number("δ error", lambda k: signed(k.delta and k.delta.mean)),
+    Number("t", lambda k: t(k.delta and k.delta.t)),
+    Number("run", lambda k: plain(k.delta and k.delta.run)),
+    Number("dW_Q", lambda k: share(k.dw_q_error)),
+    Number("dQ", lambda k: share(k.dq_rel)),
+    Number("O bias, ulp", lambda k: ulps(k.out)),
+    Number("t ", lambda k: t(k.out.t)),
+)
 
 
 def rows_of(
@@ -536,7 +470,3 @@ def ulps(bias: Bias) -> str:
 def refused(row: CureRow) -> bool:
     """Whether there is nothing of a cure: it contradicts the attention."""
     return "out" in row.nulls and not row.nonfinite
-
-
-def options(row: KernelRow | CureRow) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.options.items())

@@ -68,16 +68,9 @@ def _phases(fmt: str, parts: Parts) -> Table:
             cells.append(floors(p.floor_ratio_worst if p else None))
             cells.append(Cell(ratio(p.expected_ratio_worst if p else None)))
         rows.append(Row(tuple(cells), standard=role != "kernel"))
-    return Table(
-        title=f"{fmt}: prefill beside decode",
-        columns=(
-            Column("kernel", align="left"),
-            *(Column(f"{phase} {name}") for phase in phases for name in
-              ("×floor", "worst", "×pred")),
-        ),
-        rows=_distinct(rows),
-        kind="words",
-    )  # fmt: skip
+    names = [f"{phase} {name}" for phase in phases for name in ("×floor", "worst", "×pred")]
+    columns = (Column("kernel", align="left"), *map(Column, names))
+    return Table(columns, _distinct(rows), f"{fmt}: prefill beside decode", kind="words")
 
 
 def _steps(name: str, parts: Parts, steps: Sequence[int]) -> Table:

@@ -8,15 +8,12 @@ from numdev.report.document import (
     PAGE,
     TERMINAL,
     TEXT,
-    Cell,
-    Column,
     Figures,
     Heading,
     Node,
     Paragraph,
-    Row,
-    Table,
     charts,
+    table,
     words,
 )
 from numdev.report.numbers import NONE
@@ -68,14 +65,10 @@ def blocks(report: TrainReport) -> Iterator[Node]:
     yield Heading("By step", PAGE)
     yield Figures(drawn, TEXT)
     yield Figures(tuple(c for c in drawn if c.figure.metric in IN_TERMINAL), TERMINAL)
-    yield Table(
+    yield table(
+        ("variant", "seed", "step", "loss"),
+        ((r.variant, str(r.seed), str(r.step), f"{r.loss:.3f}") for r in report.rows if r.spike),
         title="Spikes of the loss",
-        columns=(Column("variant", align="left"), Column("seed"), Column("step"), Column("loss")),
-        rows=tuple(
-            Row(tuple(map(Cell, (r.variant, str(r.seed), str(r.step), f"{r.loss:.3f}"))))
-            for r in report.rows
-            if r.spike
-        ),
         only=TEXT,
     )
     yield Paragraph(_run(report), "soft", TERMINAL)

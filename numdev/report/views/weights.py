@@ -10,16 +10,15 @@ from numdev.report.document import (
     TERMINAL,
     TEXT,
     Cell,
-    Column,
     Fold,
     Heading,
     Medium,
     Node,
-    Row,
     Style,
     Table,
     bullets,
     notes,
+    table,
     words,
 )
 from numdev.report.numbers import NONE, si, times
@@ -113,12 +112,8 @@ def _table(
     if whole:
         names = ["mean |Δ|", "max |Δ|", "rel L2", "cosine", "W1", "equal"]
         names += [*(f"×{n}" for n in casts), *(f"{n} cast" for n in casts), "NaN/inf"]
-    return Table(
-        title=title,
-        columns=(Column(first, align="left"), *map(Column, names)),
-        rows=tuple(Row((_name(row), *map(Cell, _numbers(row, whole)))) for row in rows),
-        only=only,
-    )
+    cells = ([_name(row), *map(Cell, _numbers(row, whole))] for row in rows)
+    return table([first, *names], cells, title=title, only=only)
 
 
 def _name(row: GroupRow | TensorRow) -> Cell:
