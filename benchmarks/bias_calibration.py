@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.case import bench_of
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import CaseConfig, Choice
 from numdev.formats import format_named, round_to, ulp
@@ -161,10 +161,10 @@ def calibrate(
             inputs=regime,
         )
         case = Drawn(config=config, seed=seed, source="calibration", device=device)
-        bench = Bench(case.ref, case.load)
+        bench = bench_of(case.load(), format_name)
         for kernel in kernels:
             task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=format_name)
-            tallies[kernel.name].add(run_task(task, kernel, bench, system))
+            tallies[kernel.name].add(measure_task(task, kernel, bench, system).rows)
     return tallies
 
 

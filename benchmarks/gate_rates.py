@@ -35,10 +35,13 @@ import torch
 from power import REGIMES, sound_kernels
 from scipy.stats import binomtest
 
+from numdev.audit import task
+from numdev.audit.attempt import attempt
 from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
+from numdev.audit.case import bench_of
+from numdev.audit.plan import Task
 from numdev.audit.run import runner
-from numdev.audit.task import Runner, run_task
+from numdev.audit.task import Runner, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
@@ -92,7 +95,7 @@ def benches(seed: int) -> list[Bench]:
     """The two calls of a report."""
     regime = list(REGIMES)[seed % len(REGIMES)]
     cases = drawn("normal", seed, causal=True), drawn(regime, seed, causal=False)
-    return [Bench(c.ref, functools.partial(_itself, c), gradients=True) for c in cases]
+    return [bench_of(c, FORMAT, gradients=True) for c in cases]
 
 
 def _itself(case: AttentionCase) -> AttentionCase:
@@ -106,7 +109,7 @@ def rows_of(
     found: list[DeviationRow] = []
     for bench in on:
         task = Task(
-            case=bench.ref,
+            case=bench.case.ref,
             role="kernel",
             kernel=kernel.name,
             options={} if dose is None else {"dose": dose},
@@ -114,7 +117,7 @@ def rows_of(
             gradients=run is None,
             repeats=2 if dose is None else 1,  # emulations repeat themselves
         )
-        found += run_task(task, kernel, bench, here(), *((run,) if run else ()))
+        found += measure_task(task, kernel, bench, here(), run or attempt).rows
     return found
 
 
@@ -128,7 +131,7 @@ def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | Non
 def _no_search() -> Iterator[None]:
     """The search for what is computed instead takes most of the time, and of a faulty kernel could
     only add to what is caught. Sound ones have to stand it."""
-    with patch("numdev.audit.task.suspect", return_value={}):
+    with patch.object(task, "suspect", return_value={}):
         yield
 
 

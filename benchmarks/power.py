@@ -18,7 +18,6 @@ Every instruction set runs in a process of its own and draws seeds of its own.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -35,9 +34,11 @@ import planted
 import torch
 from power_tables import tables
 
+from numdev.audit import task
 from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.case import bench_of
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.gate.judging import verdicts_of
@@ -154,7 +155,7 @@ class Place:
 
     def keep(self, kind: str, name: str, rows: Sequence[DeviationRow]) -> None:
         """For the rule that looks at all heads of a report; sound kernels have one a shape."""
-        shape = (self.bench.ref.case or "").split("/")[1] if kind == "sound" else ""
+        shape = (self.bench.case.ref.case or "").split("/")[1] if kind == "sound" else ""
         kept = [r for r in rows if r.tensor != "lse" and r.status == "ok"]
         if self.format != "float32":
             self.pooled.setdefault((kind, name, self.format, shape), []).extend(kept)
@@ -165,7 +166,7 @@ def measured(
 ) -> list[DeviationRow]:
     """A kernel's rows; with options it is a control, which is run once."""
     task = Task(
-        case=on.bench.ref,
+        case=on.bench.case.ref,
         role="control" if options else "kernel",
         kernel=kernel.name,
         options=options or {},
@@ -173,7 +174,7 @@ def measured(
         gradients=True,
         repeats=2,
     )
-    return run_task(task, kernel, on.bench, on.system)
+    return measure_task(task, kernel, on.bench, on.system).rows
 
 
 def judged(rows: Sequence[DeviationRow]) -> Unit | None:
@@ -225,8 +226,8 @@ def units(seeds: Sequence[int], only: str | None = None) -> Iterator[Unit]:
         for place in range(3):
             shape = list(SHAPES)[(number + seed + place) % len(SHAPES)]
             case = drawn(regime, shape, seed)
-            bench = Bench(case.ref, functools.partial(_itself, case), gradients=True)
             for fmt in FORMATS:
+                bench = bench_of(case, fmt, gradients=True)
                 where = {
                     "set": system.cpu_capability, "format": fmt,
                     "regime": regime, "shape": shape, "seed": seed,
@@ -268,7 +269,7 @@ def faulty_units(on: Place) -> Iterator[Unit]:
     sound = measured(find("planted:sound"), on)
     for fault in planted.PLANTED:
         if fault.shows(on.case):
-            with patch("numdev.audit.task.suspect", return_value={}):
+            with patch.object(task, "suspect", return_value={}):
                 rows = measured(find(f"planted:{fault.name}"), on)
             on.keep("faulty", fault.name, rows)
             unit = judged(rows) or {"not_run": rows[0].reason}

@@ -113,7 +113,7 @@ def judge(case: AttentionCase, out: Tensor, exact: Reference, *, always: bool) -
         format=format_of(out.dtype),
         baseline=baseline,
     )
-    metrics = deviation.measure(out, yardstick)
+    metrics = deviation.measure(out, yardstick).heads
     every = range(case.heads)
     far = [h for h in every if always or far_off(metrics[h])]
     if not far:

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from numdev import report as reports
-from numdev.audit import study as studies
+from numdev.audit import run
 from numdev.audit.attempt import copied
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.case import measure_one
+from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.requests import audit_request
 from numdev.errors import MeasurementError, UsageError
@@ -79,7 +78,7 @@ def audit(
     scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
     with scratch as name:
         directory = Path(name if output is None else output)
-        found = studies.audit(request, directory, command="numdev.audit", say=say)
+        found = run.audit(request, directory, command="numdev.audit", say=say)
         if output is not None:
             reports.write(found, directory)
             html.write(found, directory)
@@ -158,7 +157,7 @@ def measure(
     )
     fmt = case.format.name
     task = Task(case=case.ref, role="kernel", kernel=kernel.name, format=fmt)
-    found = run_task(task, kernel, Bench(case.ref, lambda: case), System.here("cpu"))
+    found = measure_one(task, kernel, case, System.here("cpu"))
     if found[0].status != "ok":
         raise MeasurementError(f"out cannot be measured: {found[0].reason}")
     return tuple(found)

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -216,6 +216,12 @@ class AttentionCase:
             sinks=None if self.sinks is None else self.sinks[heads],
             grad_out=None if self.grad_out is None else self.grad_out[:, heads],
         )
+
+    def detached(self) -> AttentionCase:
+        """The same tensors, cut off from autograd: a model's sinks are parameters of it."""
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        tensors: dict[str, Any] = {n: x.detach() for n, x in values if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **tensors)
 
     def select_rows(self, rows: Tensor) -> AttentionCase:
         """The same call restricted to some of this case's query rows, int64 indices in ascending

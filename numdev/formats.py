@@ -38,7 +38,6 @@ from typing import Literal, get_args
 import torch
 
 from numdev.errors import UsageError, closest
-from numdev.metrics.gpucode import if_possible, launch
 
 __all__ = [
     "FORMATS",
@@ -52,8 +51,6 @@ __all__ = [
     "ulp",
 ]
 
-AT_ONCE, BLOCK = 1 << 20, 1024
-"""So many numbers are worth a kernel of their own on a GPU; and what a program of it takes."""
 RoundingMode = Literal["nearest", "toward_zero", "stochastic"]
 
 
@@ -281,8 +278,7 @@ def round_to(
         return wide.clone()
     uniform = _uniform(wide, generator) if mode == "stochastic" else None
     if here.contains(format) and here.emin <= format.emin:
-        found = _at_once(wide, format, saturate) if mode == "nearest" else None
-        return _rounded(wide, format, mode, saturate, uniform) if found is None else found
+        return _rounded(wide, format, mode, saturate, uniform)
     # A float32 x and a format with more bits or exponents, on either side, than float32 has.
     return _narrowed(_rounded(wide.double(), format, mode, saturate, uniform), wide.dtype, format)
 
@@ -325,31 +321,6 @@ def _check_mode(
 def _uniform(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Numbers in [0, 1) with 53 random bits, whatever the dtype of x, so that it changes none."""
     return torch.rand(x.shape, generator=generator, dtype=torch.float64, device=x.device)
-
-
-def _at_once(x: torch.Tensor, format: Format, saturate: bool) -> torch.Tensor | None:
-    """x rounded to nearest by one pass over a GPU's memory; None where that is not worth it, or
-    cannot be."""
-    few = x.numel() < AT_ONCE or x.numel() >= 2**31
-    if few or not x.is_contiguous() or not FORMATS["float32"].contains(format):
-        return None
-    return if_possible(x.device, lambda: _computed(x, format, saturate))
-
-
-def _computed(x: torch.Tensor, format: Format, saturate: bool) -> torch.Tensor:
-    """The same by its kernel. Raises Refused where Triton cannot build it."""
-    from numdev.metrics.row_sums_triton import round_elements
-
-    found, count = torch.empty_like(x), x.numel()
-    beyond = math.inf if format.has_infinity else math.nan
-    unit = math.ldexp(1.0, format.precision - 1)
-    launch(
-        *(round_elements, (-(-count // BLOCK),), x, found, count),
-        *(format.largest, format.largest if saturate else beyond, beyond, unit, 1 / unit),
-        *(math.ldexp(1.0, format.emin), math.ldexp(1.0, format.emax)),
-        BLOCK=BLOCK,
-    )
-    return found
 
 
 def _rounded(

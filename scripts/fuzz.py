@@ -130,8 +130,10 @@ def unmeasured() -> Iterator[None]:
     def stop(*_: Any, **__: Any) -> None:
         raise MeasurementError("nothing is measured here", hint="it is a fuzzer")
 
+    from numdev.audit import run as numdev_run
+
     with (
-        mock.patch("numdev.audit.study.audit", stop),
+        mock.patch.object(numdev_run, "audit", stop),
         mock.patch("numdev.training.study.train", stop),
     ):
         yield

@@ -21,12 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from numdev import formats
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
+from numdev.formats import FORMATS
 from numdev.kernels import find
 from numdev.kernels.reference import fused
-from numdev.metrics import bits, rowwise
+from numdev.metrics import row_sums_triton
+from numdev.metrics.yardstick import Yardstick
 
 
 class Driver:
@@ -62,22 +63,14 @@ def made(**changes: Any) -> AttentionCase:
 def launches() -> Iterator[tuple[str, Any]]:
     """What is to be compiled, by name."""
     o, r = torch.randn(1, 2, 64, 128).bfloat16(), torch.randn(1, 2, 64, 128).double()
-    given = {"reference": r, "floor": r, "spacing": r}
-    scales = rowwise.Scales(
-        scale=r[..., 0],
-        least=r[..., 1],
-        arithmetic=r[..., 2],
-        smallest=2.0**-100,
-        unit_roundoff=2.0**-9,
+    y = Yardstick(
+        reference=r,
+        term_scale=r.abs(),
+        empty=torch.zeros(1, 2, 64, dtype=torch.bool),
+        format=FORMATS["bfloat16"],
+        baseline=o,
     )
-    flat = (o.view(2, -1), r.view(2, -1), o.view(2, -1))
-    fmt, empty = formats.FORMATS["bfloat16"], torch.zeros(1, 2, 64, dtype=torch.bool)
-    yield "output", lambda: rowwise.compute_output(o, given, scales, lambda: flat, r.float(), o)
-    yield "yardstick", lambda: rowwise.compute_yardstick(r, r, fmt, r, o, r.float(), o)
-    yield "plain", lambda: rowwise.compute_plain(o, r, empty, lambda x: x)
-    yield "gaps", lambda: rowwise.compute_gaps(r.view(2, -1), o.view(2, -1))
-    yield "bits", lambda: bits.by_kernel([[o, o]])
-    yield "rounding", lambda: formats._computed(r, fmt, saturate=False)
+    yield "row sums", lambda: row_sums_triton.element_sums(o, r.float(), y)
     flash = find("triton-flash")
     assert flash.backward is not None
     for name, case in cases():

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench
 from numdev.audit.explain_rows import explain, whole_groups
-from numdev.audit.journal import Task
+from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli
 from numdev.explain.attribution import PRESETS, Attribution, attribute
@@ -188,7 +188,7 @@ class Step(Task):
 
 def rows_of(kernel: Kernel, case: AttentionCase) -> dict[str, AttributionRow]:
     task = Step(case=case.ref, role="kernel", kernel=kernel.name, format="bfloat16")
-    rows = explain(task, kernel, Bench(case.ref, lambda: case), System.here("cpu"))
+    rows = explain(task, kernel, prepare(case, task.format), System.here("cpu"))
     return {row.tensor: row for row in rows}
 
 

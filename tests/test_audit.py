@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from numdev import report
-from numdev.audit import jobs
+from numdev.audit import case as one_case
 from numdev.audit.examine import examine
 from numdev.audit.journal import JOURNAL
-from numdev.audit.study import audit
+from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Output, Refused
@@ -169,10 +169,10 @@ def test_rows_are_looked_at_where_one_is_shown(run: Run, monkeypatch: pytest.Mon
         looked.append(task.kernel)
         return examine(task, *given)
 
-    monkeypatch.setattr(jobs, "examine", examined)
+    monkeypatch.setattr(one_case, "examine", examined)
     found = run("sdpa-math", own("plain"), own("scaled"), own("returns_nan"))
     assert set(looked) == {own("scaled"), own("returns_nan")}
-    monkeypatch.setattr(jobs, "remarkable", lambda rows: True)
+    monkeypatch.setattr(one_case, "remarkable", lambda rows: True)
     every = run("sdpa-math", own("plain"), own("scaled"), own("returns_nan"))
     assert {"sdpa-math", own("plain")} <= set(looked)
     assert found.summary.worst_rows == every.summary.worst_rows

@@ -53,7 +53,7 @@ def judged(ulps: torch.Tensor) -> Metrics:
     n, rows, features = ulps.shape
     y = around(torch.full((n, 1, rows, features), 1.5, dtype=torch.float64))
     output = y.floor + ulps.view(y.floor.shape) * 2.0**-7
-    (head,) = measure(output, y)
+    (head,) = measure(output, y).heads
     return head
 
 
@@ -117,7 +117,7 @@ def test_shrinkage_is_seen_though_the_mean_is_not_moved() -> None:
     values[..., ::2] *= -1
     y = around(values)
     off = (coins(8, 32, 8, rate=0.3) - 1).view(8, 1, 32, 8) * values.sign()
-    (head,) = measure(y.floor + off * 2.0**-7, y)
+    (head,) = measure(y.floor + off * 2.0**-7, y).heads
     assert abs(head["bias"]) < 0.1
     assert head["bias_of"] == "sign"
     assert head["bias_size"] < -0.5
@@ -133,7 +133,7 @@ def test_the_sign_is_that_of_the_truth() -> None:
         empty=y.empty,
         format=BF16,
     )
-    (head,) = measure(y.floor - 2.0**-7, y)
+    (head,) = measure(y.floor - 2.0**-7, y).heads
     assert head["bias"] == head["bias_sign"] == -1.0
 
 
@@ -179,7 +179,7 @@ def test_the_same_text_twice_is_one_observation() -> None:
     one = around(torch.full((1, 1, 16, 4), 1.5, dtype=torch.float64))
     copies = {n: getattr(one, n).repeat(8, *[1] * (getattr(one, n).ndim - 1)) for n in PARTS}
     y = Yardstick(**copies, format=BF16)
-    (head,) = measure(y.floor + 2.0**-7, y)
+    (head,) = measure(y.floor + 2.0**-7, y).heads
     assert (head["sequences"], head["bias_p"]) == (1, None)
     assert head["elements"] == 8 * 16 * 4
 
@@ -199,7 +199,7 @@ def test_v_of_ones_is_no_repetition() -> None:
         format=BF16,
         lse=exact.lse,
     )
-    (head,) = measure(y.floor + 2.0**-7, y)
+    (head,) = measure(y.floor + 2.0**-7, y).heads
     assert (head["sequences"], head["bias_of"]) == (8, "mean")
     assert head["bias_p"] < 1e-4
 
@@ -298,7 +298,7 @@ def test_against_the_truth_even_the_floor_looks_biased() -> None:
     per_sequence = ((y.floor - y.reference) / y.spacing).mean(dim=(1, 2, 3)).numpy()
     assert stats.ttest_1samp(per_sequence, 0.0).pvalue < 1e-6
     assert np.abs(per_sequence).mean() > BIAS_ULP
-    assert all(head["bias"] == 0 for head in measure(y.floor, y))
+    assert all(head["bias"] == 0 for head in measure(y.floor, y).heads)
 
 
 def sharp_ties() -> AttentionCase:

@@ -641,7 +641,7 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
         "        if name.split('.')[0] in ('torch', 'pandas', 'transformers'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Blocked())\n"
-        "from numdev.cli import main\n"
+        "from numdev.cli.main import main\n"
         f"main(['bounds', {str(tmp_path)!r}, '-o', {str(tmp_path / 'out')!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

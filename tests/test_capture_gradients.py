@@ -547,7 +547,7 @@ def source(**fields: Any) -> Source:
 
 def cases_of(opened: Source) -> list[AttentionCase]:
     found: list[AttentionCase] = []
-    opened.visit(lambda located: found.append(located.load()))
+    found += [located.load() for located in opened]
     return found
 
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from gate_rows import report_of, row
 
+from numdev.audit import task
 from numdev.cli.main import cli, main
 from numdev.gate.rules import Rules, read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
@@ -191,7 +192,7 @@ def test_ci_runs_it() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^gate:.*\n\t.*scripts/own_gate\.py$", makefile, re.MULTILINE)
     assert re.search(r"^test:.*\bgate\b", makefile, re.MULTILINE)
-    assert re.search(r"^make .*\bgate\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert re.search(r"^make .*\btest\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 
 # --- benchmarks/gate_rates.py --------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     """A sound kernel is cleared; the same code with a fault in its output, and with one that a
     single head does not show, is caught."""
     on = rates.benches(seed)
-    with patch("numdev.audit.beside.suspect", return_value={}):
+    with patch.object(task, "suspect", return_value={}):
         found = {
             name: rates.trial("planted", name, rates.rows_of(find(f"planted:{name}"), on))
             for name in ("sound", "p_truncated", "ds_truncated")
@@ -223,7 +224,7 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
 
 def test_every_regime_is_met_once(rates: ModuleType) -> None:
     """By as many seeds as there are, each beside a normal causal call."""
-    met = [[b.ref.case for b in rates.benches(seed)] for seed in range(len(rates.REGIMES))]
+    met = [[b.case.ref.case for b in rates.benches(seed)] for seed in range(len(rates.REGIMES))]
     assert {first for first, _ in met} == {"normal causal"}
     assert [second for _, second in met] == list(rates.REGIMES)
 

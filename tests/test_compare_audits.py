@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from numdev import report as reports
-from numdev.audit.study import audit as study
+from numdev.audit.run import audit as study
 from numdev.cli.main import main
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import MeasurementError, UsageError

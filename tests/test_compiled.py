@@ -22,16 +22,7 @@ SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide,
 technical specifications)."""
 KERNELS = {
-    *(
-        "compare_rows",
-        "output_heads",
-        "yardstick_rows",
-        "plain_heads",
-        "plain_rows",
-        "gaps",
-        "sum_bits",
-        "round_elements",
-    ),
+    "compare_rows",
     *("forward", "score_gradients", "of_queries", "of_keys"),
 }
 

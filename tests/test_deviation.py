@@ -25,7 +25,8 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS, dtype_of, round_to
 from numdev.kernels.reference import attend
-from numdev.metrics.deviation import Yardstick, measure, measure_plain
+from numdev.metrics.deviation import measure, measure_plain
+from numdev.metrics.yardstick import Yardstick
 
 TOLERANCE = 1e-9
 # precision, smallest and largest exponent: written down here, not asked of numdev.formats
@@ -260,7 +261,7 @@ def same(found: dict[str, Any], name: str, expected: Any) -> bool:
 
 
 def assert_as_defined(output: Tensor, y: Yardstick) -> None:
-    found = measure(output, y)
+    found = measure(output, y).heads
     assert len(found) == output.shape[1]
     for head, metrics in enumerate(found):
         assert differences(metrics, definition(output, y, head)) == []
@@ -324,7 +325,7 @@ def test_comparison_rejects_every_wrong_metric() -> None:
     """A metric that is off by a millionth, of another type, or null is noticed, each one."""
     y = yardstick()
     output = output_for(y)
-    right, expected = measure(output, y)[1], definition(output, y, 1)
+    right, expected = measure(output, y).heads[1], definition(output, y, 1)
     assert differences(right, expected) == []
     for name, value in right.items():
         if name == "nulls":
@@ -390,7 +391,7 @@ def test_definitions_hold_where_sequences_repeat_each_other(with_lse: bool) -> N
     output = output_for(y)
     assert_as_defined(output, y)
     assert int(y.repeated.sum()) == (4 if with_lse else 16)
-    assert measure(output, y)[0]["sequences"] == (4 if with_lse else 3)
+    assert measure(output, y).heads[0]["sequences"] == (4 if with_lse else 3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -414,12 +415,12 @@ def test_fully_masked_rows_do_not_count() -> None:
     """Whatever an empty row holds (NaN included), no metric changes; they are counted apart."""
     y = yardstick()
     output = output_for(y)
-    before = measure(output, y)
+    before = measure(output, y).heads
     assert [h["empty_rows"] for h in before] == [6, 0]
     assert [h["elements"] for h in before] == [3 * 3 * 4, 3 * 5 * 4]
     for garbage in (nan, inf, 1e30, 0.0):
         output[:, 0, ::3] = garbage
-        assert measure(output, y) == before
+        assert measure(output, y).heads == before
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
@@ -428,14 +429,14 @@ def test_nonfinite_elements_are_counted_and_not_averaged(bad: float) -> None:
     y = yardstick(empty=False)
     output = output_for(y)
     output[0, 0, 2, 1] = bad
-    first, second = measure(output, y)
+    first, second = measure(output, y).heads
     assert (first["nonfinite"], first["elements"]) == (1, 59)
     assert (second["nonfinite"], second["elements"]) == (0, 60)
     assert first["max_abs"] < 0.1
     # the same with that element hidden from the reference too: nothing but the count may differ
     reference = y.reference.clone()
     reference[0, 0, 2, 1] = nan
-    hidden = measure(output, changed(y, reference=reference))[0]
+    hidden = measure(output, changed(y, reference=reference)).heads[0]
     assert hidden["nonfinite"] == 0  # the floor is not finite there either
     for metric in ("rms", "mean_abs", "row_rel", "w1", "max_ulp", "bias", "bias_t"):
         assert first[metric] == hidden[metric], metric
@@ -444,7 +445,7 @@ def test_nonfinite_elements_are_counted_and_not_averaged(bad: float) -> None:
 def test_an_output_that_is_all_nan_has_no_numbers() -> None:
     """Every number is null with the reason; the counts remain."""
     y = yardstick()
-    head = measure(torch.full_like(output_for(y), nan), y)[1]
+    head = measure(torch.full_like(output_for(y), nan), y).heads[1]
     assert (head["elements"], head["nonfinite"], head["sequences"]) == (0, 60, 0)
     numbers = head.keys() - {"elements", "nonfinite", "sequences", "empty_rows", "nulls"}
     assert all(head[n] is None for n in numbers)
@@ -458,7 +459,7 @@ def test_an_output_that_is_all_nan_has_no_numbers() -> None:
 def test_a_head_without_a_row_to_show_has_no_numbers() -> None:
     """A head all of whose rows are masked is not a perfect one."""
     y = yardstick()
-    head = measure(output_for(y), changed(y, empty=torch.ones_like(y.empty)))[0]
+    head = measure(output_for(y), changed(y, empty=torch.ones_like(y.empty))).heads[0]
     assert (head["elements"], head["nonfinite"], head["empty_rows"]) == (0, 0, 15)
     assert head["rms"] is None
     assert head["floor_ratio"] is None
@@ -472,11 +473,11 @@ def test_overflow_that_is_right_is_no_fault() -> None:
     y.term_scale[0, 0, 0, 0] = 70000.0
     right = round_to(y.reference, y.format).half()
     assert right[0, 0, 0, 0] == inf
-    head = measure(right, y)[0]
+    head = measure(right, y).heads[0]
     assert (head["nonfinite"], head["elements"]) == (0, 3)
     assert head["floor_ratio"] == 1.0
     right[0, 0, 0, 0] = 65504.0
-    head = measure(right, y)[0]
+    head = measure(right, y).heads[0]
     assert (head["nonfinite"], head["elements"]) == (1, 4)
     assert head["max_abs"] == 70000 - 65504
 
@@ -486,9 +487,9 @@ def test_nan_in_the_reference_asks_for_nan() -> None:
     y = yardstick(empty=False)
     y.reference[0, 0, 0] = nan
     output = output_for(changed(y, reference=torch.nan_to_num(y.reference)))
-    assert measure(output, y)[0]["nonfinite"] == 4
+    assert measure(output, y).heads[0]["nonfinite"] == 4
     output[0, 0, 0] = nan
-    assert measure(output, y)[0]["nonfinite"] == 0
+    assert measure(output, y).heads[0]["nonfinite"] == 0
 
 
 # --- ratios that mean nothing --------------------------------------------------------------------
@@ -497,7 +498,7 @@ def test_nan_in_the_reference_asks_for_nan() -> None:
 def test_no_cost_of_precision_means_no_ratio_to_it() -> None:
     """Inputs that rounding leaves alone give precision 0 and no flash_vs_precision."""
     y = yardstick()
-    head = measure(output_for(y), changed(y, unrounded=y.reference))[1]
+    head = measure(output_for(y), changed(y, unrounded=y.reference)).heads[1]
     assert head["precision_rms"] == 0
     for metric in ("flash_vs_precision", "flash_vs_precision_w1"):
         assert head[metric] is None
@@ -509,11 +510,11 @@ def test_a_perfect_baseline_is_no_denominator() -> None:
     """baseline_ratio is null with a reason, and the absolute number stands."""
     y = yardstick()
     exact = changed(y, baseline=y.reference)
-    head = measure(output_for(y), exact)[1]
+    head = measure(output_for(y), exact).heads[1]
     assert head["baseline_ratio"] is None
     assert head["nulls"]["baseline_ratio"] == "the denominator is zero"
     assert head["rms"] > 0
-    both = measure(y.reference.clone(), exact)[1]
+    both = measure(y.reference.clone(), exact).heads[1]
     assert both["nulls"]["baseline_ratio"] == "0/0"
 
 
@@ -522,19 +523,19 @@ def test_relative_error_of_what_cancels_is_undefined() -> None:
     y = yardstick()
     tiny = y.reference * 1e-4
     lost = changed(y, reference=tiny, term_scale=torch.ones_like(tiny), baseline=None)
-    head = measure(tiny.bfloat16(), lost)[1]
+    head = measure(tiny.bfloat16(), lost).heads[1]
     assert head["rel"] is None
     assert head["nulls"]["rel"] == "the reference is lost in its term scale"
     assert head["rms"] > 0
     held = changed(lost, term_scale=tiny.abs())
-    assert measure(tiny.bfloat16(), held)[1]["rel"] == pytest.approx(2**-9, rel=0.5)
+    assert measure(tiny.bfloat16(), held).heads[1]["rel"] == pytest.approx(2**-9, rel=0.5)
 
 
 def test_a_reference_of_zeros_has_no_floor() -> None:
     """floor_ratio and rel are null; an output of zeros is right and one of ones is off by 1."""
     y = yardstick(empty=False)
     zero = changed(y, reference=torch.zeros_like(y.reference), baseline=None, unrounded=None)
-    right, wrong = (measure(torch.full_like(output_for(y), x), zero)[0] for x in (0.0, 1.0))
+    right, wrong = (measure(torch.full_like(output_for(y), x), zero).heads[0] for x in (0.0, 1.0))
     assert (right["max_abs"], right["floor_ratio"], right["rel"]) == (0.0, None, None)
     assert (wrong["max_abs"], wrong["floor_ratio"], wrong["rel"]) == (1.0, None, None)
 
@@ -542,7 +543,7 @@ def test_a_reference_of_zeros_has_no_floor() -> None:
 def test_one_sequence_says_nothing_of_bias() -> None:
     """With one sequence the size stands and the statistic is null with a reason."""
     y = yardstick(shape=(1, 1, 5, 4), empty=False)
-    head = measure(output_for(y), y)[0]
+    head = measure(output_for(y), y).heads[0]
     assert head["sequences"] == 1
     assert isinstance(head["bias"], float)
     for metric in ("bias_t", "bias_p", "bias_size", "bias_of"):
@@ -554,7 +555,10 @@ def test_without_a_baseline_nothing_is_set_beside_it() -> None:
     """No baseline, no baseline metric; the rest is the same."""
     y = yardstick()
     output = output_for(y)
-    with_it, without = measure(output, y)[1], measure(output, changed(y, baseline=None))[1]
+    with_it, without = (
+        measure(output, y).heads[1],
+        measure(output, changed(y, baseline=None)).heads[1],
+    )
     missing = with_it.keys() - without.keys()
     assert missing == {
         "baseline_ratio",
@@ -574,7 +578,7 @@ def test_without_a_baseline_nothing_is_set_beside_it() -> None:
 def test_the_floor_is_its_own_unit(name: str) -> None:
     """The reference rounded once: floor_ratio 1, at most half an ulp off, no bias, nothing lost."""
     y = yardstick(name, (8, 2, 16, 8))
-    for head in measure(y.floor, y):
+    for head in measure(y.floor, y).heads:
         assert head["floor_ratio"] == pytest.approx(1.0, rel=1e-12)
         assert head["max_ulp"] <= 0.5
         assert (head["bias"], head["bias_sign"], head["bias_feature"]) == (0.0, 0.0, 0.0)
@@ -598,7 +602,7 @@ def test_representable_values_leave_a_floor_to_divide_by() -> None:
         baseline=None,
         unrounded=None,
     )
-    perfect, off = (measure(torch.full((2, 1, 6, 1), x), y)[0] for x in (1.0, 1 + 2.0**-7))
+    perfect, off = (measure(torch.full((2, 1, 6, 1), x), y).heads[0] for x in (1.0, 1 + 2.0**-7))
     assert perfect["floor_ratio"] == 0.0
     assert off["floor_ratio"] == pytest.approx(2.0**-7 / (2.0**-8 / math.sqrt(12)), rel=1e-12)
     assert off["max_ulp"] == 1.0
@@ -608,8 +612,8 @@ def test_an_output_in_another_format_gets_that_formats_floor() -> None:
     """A kernel that returns fp32 for bf16 inputs is held to fp32's floor, not to bf16's."""
     y = yardstick("bfloat16", empty=False)
     rounded = round_to(y.reference, FORMATS["bfloat16"]).float()
-    as_bf16 = measure(rounded, y)[0]
-    as_fp32 = measure(rounded, y.for_format(FORMATS["float32"]))[0]
+    as_bf16 = measure(rounded, y).heads[0]
+    as_fp32 = measure(rounded, y.for_format(FORMATS["float32"])).heads[0]
     assert as_bf16["floor_ratio"] == pytest.approx(1.0)
     assert as_fp32["floor_ratio"] > 1e4  # 2^16 times the spacing
     assert as_fp32["max_ulp"] > 1e4
@@ -634,10 +638,10 @@ def test_a_fault_stays_in_its_head() -> None:
         format=FORMATS["float16"],
     )
     output = y.floor.clone()
-    clean = measure(output, y)
+    clean = measure(output, y).heads
     assert len(clean) == 6
     output[:, 4] *= 1.01
-    hurt = measure(output, y)
+    hurt = measure(output, y).heads
     assert [h["floor_ratio"] > 2 for h in hurt] == [False] * 4 + [True, False]
     assert [a == b for a, b in zip(clean, hurt, strict=True)] == [True] * 4 + [False, True]
 
@@ -648,10 +652,12 @@ def test_the_batch_is_pooled() -> None:
     output = output_for(y)
     parts = ("reference", "term_scale", "empty", "baseline", "unrounded")
     halves = [
-        measure(output[i : i + 1], changed(y, **{n: getattr(y, n)[i : i + 1] for n in parts}))[0]
+        measure(
+            output[i : i + 1], changed(y, **{n: getattr(y, n)[i : i + 1] for n in parts})
+        ).heads[0]
         for i in range(2)
     ]
-    whole = measure(output, y)[0]
+    whole = measure(output, y).heads[0]
     assert whole["rms"] ** 2 == pytest.approx(sum(h["rms"] ** 2 for h in halves) / 2)
     assert whole["row_rel"] ** 2 == pytest.approx(sum(h["row_rel"] ** 2 for h in halves) / 2)
     assert whole["mean_abs"] == pytest.approx(sum(h["mean_abs"] for h in halves) / 2)
@@ -667,7 +673,7 @@ def test_w1_is_blind_to_order_and_the_paired_metrics_are_not() -> None:
     y = yardstick("float32", shape=(1, 1, 6, 4), empty=False)
     exact = y.floor
     y = changed(y, reference=exact)
-    head = measure(exact.flip(2), y)[0]
+    head = measure(exact.flip(2), y).heads[0]
     assert head["w1"] == 0.0
     assert head["rms"] > 0.5
 
@@ -676,10 +682,10 @@ def test_w1_ignores_what_is_left_out() -> None:
     """Hidden rows do not dilute it: half the rows hidden, the same distance in the others."""
     y = changed(yardstick("float32", shape=(1, 1, 8, 4), empty=False), baseline=None)
     output = (y.reference + 0.25).float()
-    before = measure(output, y)[0]["w1"]
+    before = measure(output, y).heads[0]["w1"]
     hidden = y.empty.clone()
     hidden[:, :, ::2] = True
-    after = measure(output, changed(y, empty=hidden))[0]["w1"]
+    after = measure(output, changed(y, empty=hidden)).heads[0]["w1"]
     assert before == pytest.approx(0.25, rel=1e-6)
     assert after == pytest.approx(0.25, rel=1e-6)
 
@@ -689,7 +695,7 @@ def test_w1_ignores_what_is_left_out() -> None:
 def test_known_inequalities(seed: int) -> None:
     """w1 <= mean_abs <= rms <= max_abs, whatever the output."""
     y = yardstick(seed=seed)
-    for head in measure(output_for(y, errors=10.0, seed=seed), y):
+    for head in measure(output_for(y, errors=10.0, seed=seed), y).heads:
         slack = 1 + 1e-12
         assert head["w1"] <= head["mean_abs"] * slack
         assert head["mean_abs"] <= head["rms"] * slack
@@ -705,7 +711,7 @@ def test_row_rel_weighs_rows_alike() -> None:
     wrong_small[:, :, 1:] *= 1.01
     wrong_large = y.reference.clone()
     wrong_large[:, :, :1] *= 1.01
-    small, large = (measure(x, y)[0] for x in (wrong_small, wrong_large))
+    small, large = (measure(x, y).heads[0] for x in (wrong_small, wrong_large))
     assert small["rms"] < large["rms"] / 100
     assert small["row_rel"] > large["row_rel"]
 
@@ -715,7 +721,7 @@ def test_ulps_are_those_of_the_term_scale() -> None:
     y = yardstick(shape=(1, 1, 1, 1), empty=False)
     reference = torch.full_like(y.reference, 1e-20)
     y = changed(y, reference=reference, term_scale=torch.full_like(reference, 1.5), baseline=None)
-    head = measure(torch.full((1, 1, 1, 1), 2.0**-8).bfloat16(), y)[0]
+    head = measure(torch.full((1, 1, 1, 1), 2.0**-8).bfloat16(), y).heads[0]
     assert head["max_ulp"] == pytest.approx(0.5)
 
 
@@ -731,9 +737,9 @@ def test_flash_attentions_rule_at_its_edge() -> None:
     limit = 2 * 2.0**-10 + 2 * max(abs(float(s)) for s in shifts)
     output = exact.clone()
     output[..., 1] = 2.0 + limit
-    assert measure(output, y)[0]["fa_rule"] is True
+    assert measure(output, y).heads[0]["fa_rule"] is True
     output[..., 1] = 2.0 + limit * (1 + 1e-9)
-    assert measure(output, y)[0]["fa_rule"] is False
+    assert measure(output, y).heads[0]["fa_rule"] is False
 
 
 def test_measuring_changes_nothing() -> None:
@@ -743,8 +749,8 @@ def test_measuring_changes_nothing() -> None:
     output[0, 1, 0, 0] = nan
     tensors = [output, y.reference, y.term_scale, y.baseline, y.unrounded]
     before = [x.clone() for x in tensors if x is not None]
-    first = measure(output, y)
-    assert measure(output, changed(y)) == first
+    first = measure(output, y).heads
+    assert measure(output, changed(y)).heads == first
     for a, b in zip(before, tensors, strict=True):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
@@ -757,7 +763,7 @@ def test_log_sum_exp_is_measured_plainly() -> None:
     reference = torch.tensor([[[1.0, 2.0, -inf, 4.0]]], dtype=torch.float64)
     empty = torch.tensor([[[False, False, True, False]]])
     output = torch.tensor([[[1.5, 2.0, 99.0, 3.0]]])
-    (head,) = measure_plain(output, reference, empty)
+    (head,) = measure_plain(output, reference, empty).heads
     assert head == {
         "elements": 3,
         "empty_rows": 1,
@@ -775,9 +781,9 @@ def test_log_sum_exp_that_is_not_finite_is_counted() -> None:
     """-inf where the reference has a number is a fault, and is not averaged."""
     reference = torch.tensor([[[1.0, 2.0]]], dtype=torch.float64)
     empty = torch.zeros(1, 1, 2, dtype=torch.bool)
-    (head,) = measure_plain(torch.tensor([[[-inf, 2.0]]]), reference, empty)
+    (head,) = measure_plain(torch.tensor([[[-inf, 2.0]]]), reference, empty).heads
     assert (head["nonfinite"], head["elements"], head["max_abs"]) == (1, 1, 0.0)
-    (none,) = measure_plain(torch.full((1, 1, 2), nan), reference, empty)
+    (none,) = measure_plain(torch.full((1, 1, 2), nan), reference, empty).heads
     assert (none["nonfinite"], none["elements"], none["rms"]) == (2, 0, None)
     assert none["nulls"]["rms"] == "no finite element in a row that sees a key"
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from numdev.audit.journal import JOURNAL, Journal, Task, digest
+from numdev.audit.journal import JOURNAL, Journal
+from numdev.audit.plan import Task, digest
 from numdev.cases import CaseRef
 from numdev.errors import UsageError
 
@@ -36,9 +37,9 @@ def run(directory: Path, header: dict[str, Any] | None = None, *, stop_after: in
             if not journal.visit(key):
                 if computed == stop_after:
                     break
-                journal.add(key, rows_of(key))
+                journal.append(key, {"row": rows_of(key)})
                 computed += 1
-        return list(journal.rows()), computed
+        return list(journal.rows("row")), computed
 
 
 ALL = [row for key in TASKS for row in rows_of(key)]
@@ -116,8 +117,8 @@ def test_rows_come_in_the_order_of_the_first_visit(tmp_path: Path) -> None:
         for key in TASKS:
             journal.visit(key)
         for key in (TASKS[2], TASKS[0], TASKS[3], TASKS[1]):
-            journal.add(key, rows_of(key))
-        assert list(journal.rows()) == ALL
+            journal.append(key, {"row": rows_of(key)})
+        assert list(journal.rows("row")) == ALL
     assert run(tmp_path) == (ALL, 0)
 
 
@@ -127,7 +128,7 @@ def test_rows_of_tasks_that_were_not_visited_are_not_given(tmp_path: Path) -> No
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
         assert journal.finished == 4
         assert journal.visit(TASKS[1])
-        assert list(journal.rows()) == rows_of(TASKS[1])
+        assert list(journal.rows("row")) == rows_of(TASKS[1])
 
 
 def test_kinds_are_kept_apart(tmp_path: Path) -> None:
@@ -135,19 +136,19 @@ def test_kinds_are_kept_apart(tmp_path: Path) -> None:
     for _ in range(2):
         with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
             for key, kind in (("case 1", "case"), ("task 1", "row")):
-                if not journal.visit(key, kind):
-                    journal.add(key, [{"kind": kind}], kind)
-            assert list(journal.rows()) == [{"kind": "row"}]
+                if not journal.visit(key):
+                    journal.append(key, {kind: [{"kind": kind}]})
+            assert list(journal.rows("row")) == [{"kind": "row"}]
             assert list(journal.rows("case")) == [{"kind": "case"}]
 
 
 def test_a_task_without_rows_is_finished_too(tmp_path: Path) -> None:
     """No rows is a result, and is not computed again."""
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.add("empty", [])
+        journal.append("empty", {"row": []})
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
         assert journal.visit("empty")
-        assert list(journal.rows()) == []
+        assert list(journal.rows("row")) == []
 
 
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
@@ -156,15 +157,15 @@ def test_every_line_is_strict_json(tmp_path: Path) -> None:
         Journal.open(tmp_path, HEADER, overwrite=False) as journal,
         pytest.raises(ValueError, match="JSON"),
     ):
-        journal.add("bad", [{"rms": float("nan")}])
+        journal.append("bad", {"row": [{"rms": float("nan")}]})
 
 
 def test_what_is_finished_is_on_disk_at_once(tmp_path: Path) -> None:
     """A line is whole in the file as soon as its task is added, not when the run ends."""
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.add("first", rows_of("first"))
+        journal.append("first", {"row": rows_of("first")})
         lines = (tmp_path / JOURNAL).read_text().splitlines()
-        assert json.loads(lines[1]) == {"task": "first", "rows": rows_of("first")}
+        assert json.loads(lines[1]) == {"task": "first", "rows": {"row": rows_of("first")}}
 
 
 @pytest.mark.parametrize(
@@ -186,15 +187,15 @@ def test_what_is_written_is_read(value: Any, tmp_path: Path) -> None:
     """Whatever a row holds, as plain data or as a report's model, in one line of ASCII."""
     given = {"value": value}
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.add("plain", [given])
-        journal.add("model", [Holding(**given)])
-        assert list(journal.rows()) == [given, given]
+        journal.append("plain", {"row": [given]})
+        journal.append("model", {"row": [Holding(**given)]})
+        assert journal.records("row", Holding) == (Holding(**given),) * 2
     text = (tmp_path / JOURNAL).read_text(encoding="ascii")
     assert len(text.splitlines()) == 3
     with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
         for key in ("plain", "model"):
             journal.visit(key)
-        assert [repr(row) for row in journal.rows()] == [repr(given)] * 2
+        assert [repr(row) for row in journal.rows("row")] == [repr(given)] * 2
 
 
 class Holding(BaseModel):

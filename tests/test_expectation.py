@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import measured_rows, prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output, find
@@ -26,7 +26,8 @@ from numdev.kernels.emulation.predict import (
 )
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.results import Gradients
-from numdev.metrics.deviation import Yardstick, measure
+from numdev.metrics.deviation import measure
+from numdev.metrics.yardstick import Yardstick
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -46,7 +47,7 @@ def drawn(
 
 def rows_of(tried: Kernel, case: AttentionCase, **options: Any) -> list[Any]:
     task = Task(case=case.ref, role="kernel", kernel=tried.name, options=options, format="bfloat16")
-    return [r for r in run_task(task, tried, Bench(case.ref, lambda: case), HERE)]
+    return [r for r in measured_rows(task, tried, case, HERE)]
 
 
 # --- the definitions -----------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def test_the_metrics_are_their_definitions() -> None:
     predicted = exact.out + 1e-3 * torch.randn(exact.out.shape, generator=generator).double()
     output = exact.out + 2e-3 * torch.randn(exact.out.shape, generator=generator).double()
     output[1, 2, 7] += 0.1
-    for head, found in enumerate(measure(output, yardstick, predicted)):
+    for head, found in enumerate(measure(output, yardstick, predicted).heads):
         actual, expected, least = [], [], []
         for b in range(2):
             for i in range(20):
@@ -81,7 +82,7 @@ def test_the_metrics_are_their_definitions() -> None:
             for (a, scale), (e, _), (low, _) in zip(actual, expected, least, strict=True)
         )
         assert found["worst_row"] == pytest.approx(worst, rel=1e-12)
-    assert measure(output, yardstick, predicted)[2]["worst_row"] > 10
+    assert measure(output, yardstick, predicted).heads[2]["worst_row"] > 10
 
 
 def norm(values: list[float]) -> float:
@@ -109,7 +110,7 @@ def test_an_exact_prediction_still_leaves_a_rounding() -> None:
         empty=exact.empty,
         format=format_named("bfloat16"),
     )
-    found = measure(exact.out + 2.0**-9, yardstick, exact.out.float())[0]
+    found = measure(exact.out + 2.0**-9, yardstick, exact.out.float()).heads[0]
     assert found["expected_ratio"] == pytest.approx(math.sqrt(12) * 2.0**-9 / 2.0**-8)
 
 
@@ -129,13 +130,13 @@ def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
     predicted = yardstick.floor.float()
     flushed = predicted.clone()
     flushed[0, 0, 2] = 0.0
-    found = measure(flushed, yardstick, predicted)[0]
+    found = measure(flushed, yardstick, predicted).heads[0]
     assert found["expected_ratio"] == pytest.approx(1.0)
     assert found["worst_row"] == pytest.approx(1.0)
     for row in (2, 4):
         garbage = predicted.clone()
         garbage[0, 0, row] = 1e-3
-        assert measure(garbage, yardstick, predicted)[0]["worst_row"] > 1e6
+        assert measure(garbage, yardstick, predicted).heads[0]["worst_row"] > 1e6
 
 
 # --- real kernels --------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_real_kernels_err_as_their_claim_predicts(
     )
     output = find(name).attend(case)
     claim = find(name).claims(case, output, HERE)
-    for head in measure(output.out, yardstick, emulation(case, claim or {})):
+    for head in measure(output.out, yardstick, emulation(case, claim or {})).heads:
         assert head["expected_ratio"] == pytest.approx(1.0, abs=0.03)
         assert head["worst_row"] < 2.5
 
@@ -209,7 +210,7 @@ def gradient_ratios(name: str, case: AttentionCase) -> dict[str, list[float]]:
             head["expected_ratio"]
             for head in measure(
                 getattr(output, tensor), of_gradient(exact, tensor, case), predicted[tensor]
-            )
+            ).heads
         ]
         for tensor in ("dq", "dk", "dv")
     }
@@ -266,7 +267,7 @@ def test_sums_in_the_working_format_are_predicted_as_such() -> None:
     output = find("sdpa-flash").gradients(case)
     plain = emulated_step(case, {"preset": "fa2"})
     assert output.dv is not None
-    for head in measure(output.dv, of_gradient(exact, "dv", case), plain["dv"]):
+    for head in measure(output.dv, of_gradient(exact, "dv", case), plain["dv"]).heads:
         assert head["expected_ratio"] > 1.1
 
 
@@ -355,14 +356,14 @@ def test_in_float32_a_size_is_expected() -> None:
     for options in ({}, {"logits": 16.0}):
         case = drawn(fmt="float32", **options)
         exact = attend(case)
-        bench = Bench(case.ref, lambda: case)  # noqa: B023
+        bench = prepare(case)
         for tried, low, high in (
             (find("sdpa-flash"), 0.0, 1.5),
             (find("sdpa-math"), 0.0, 1.5),
             (planted("coarse", scores="bfloat16"), 30.0, math.inf),
         ):
             task = Task(case=case.ref, role="kernel", kernel=tried.name, format="float32")
-            rows = [r for r in run_task(task, tried, bench, HERE) if r.tensor == "out"]
+            rows = [r for r in measure_task(task, tried, bench, HERE).rows if r.tensor == "out"]
             assert len(rows) == exact.out.shape[1]
             assert all(low < r.expected_ratio <= high for r in rows), tried.name
 

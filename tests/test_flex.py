@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from gradient_oracle import step
+from on_bench import measured_rows
 from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, make_case
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.kernels import Output, find, flex
@@ -237,7 +236,7 @@ def ratios(case: AttentionCase, **options: Any) -> list[float]:
     name = case.format.name
     task = Task(case=case.ref, role="kernel", kernel="flex", format=name, options=options)
     system = System.here(case.q.device.type)
-    rows = run_task(task, FLEX, Bench(case.ref, lambda: case), system)
+    rows = measured_rows(task, FLEX, case, system)
     assert not [row.reason for row in rows if row.reason]
     return [row.expected_ratio for row in rows if row.tensor == "out"]
 

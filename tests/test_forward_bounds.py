@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from on_bench import prepare
 from oracles import make_case
 from test_deviation import changed, output_for, yardstick
 from test_summary import baseline, precision, row
 from test_terminal import kernel, report, shown
 from torch import Tensor
 
-from numdev.audit.bench import Bench
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, format_named, next_lower, round_to
 from numdev.gate.rules import ESTIMATED
@@ -89,7 +89,7 @@ def test_the_metrics_are_what_they_say() -> None:
     y = changed(y, baseline_fp32=wide, baseline_lower=low, lower=FORMATS["float8_e4m3fn"])
     output = output_for(y)
     assert y.baseline is not None
-    for head, found in enumerate(measure(output, y)):
+    for head, found in enumerate(measure(output, y).heads):
         o, b, w, l = (x[:, head] for x in (output, y.baseline, wide, low))
         assert found["low_precision_rms"] == pytest.approx(rms(b, w), rel=1e-9)
         assert found["lower_rms"] == pytest.approx(rms(l, b), rel=1e-9)
@@ -112,16 +112,16 @@ def test_what_overflows_below_is_left_out_there_alone() -> None:
     lower = FORMATS["float8_e4m3fn"]
     sound = changed(y, baseline_lower=low, lower=lower)
     output = output_for(y)
-    found = measure(output, changed(y, baseline_lower=broken, lower=lower))[1]
+    found = measure(output, changed(y, baseline_lower=broken, lower=lower)).heads[1]
     usable = ~broken[:, 1].isnan()
     assert y.baseline is not None
     there = [x[:, 1][usable] for x in (broken, y.baseline)]
     assert found["lower_rms"] == pytest.approx(rms(*there), rel=1e-9)
     assert found["lower_w1"] == pytest.approx(transport(*there), rel=1e-9)
-    before = measure(output, sound)[1]
+    before = measure(output, sound).heads[1]
     assert all(found[k] == before[k] for k in before if k not in NEW and k != "nulls")
     nothing = changed(y, baseline_lower=torch.full_like(low, math.nan), lower=lower)
-    lost = measure(output, nothing)[1]
+    lost = measure(output, nothing).heads[1]
     assert lost["lower_rms"] is None
     assert lost["nulls"]["lower_rms"] == "0/0"
 
@@ -131,7 +131,7 @@ def test_nothing_else_moves() -> None:
     y = yardstick()
     both = changed(y, baseline_fp32=y.reference, baseline_lower=y.reference + 1)
     output = output_for(y)
-    for plain_head, head in zip(measure(output, y), measure(output, both), strict=True):
+    for plain_head, head in zip(measure(output, y).heads, measure(output, both).heads, strict=True):
         assert not plain_head.keys() & set(NEW)
         assert all(head[k] == plain_head[k] for k in plain_head)
 
@@ -141,7 +141,7 @@ def test_the_bench_runs_the_baseline_in_both(name: str, dtype: torch.dtype) -> N
     """In float32 of the unrounded inputs; and in the format itself of inputs that were rounded,
     once and from the unrounded ones, to 8 bits."""
     case = drawn()
-    y = Bench(case.ref, lambda: case).at(name).yardstick
+    y = prepare(case, name).yardsticks["out"]
     assert y.baseline_fp32 is not None
     assert y.baseline_lower is not None
     exact = plain(case, torch.float32)
@@ -156,7 +156,7 @@ def test_the_bench_runs_the_baseline_in_both(name: str, dtype: torch.dtype) -> N
 def test_float32_goes_down_to_bfloat16_and_up_to_nothing() -> None:
     """There is no wider format to come from; below it PyTorch computes, in bfloat16 itself."""
     case = drawn()
-    y = Bench(case.ref, lambda: case).at("float32").yardstick
+    y = prepare(case, "float32").yardsticks["out"]
     assert y.baseline_fp32 is None
     assert y.lower == FORMATS["bfloat16"]
     assert y.baseline_lower is not None
@@ -167,8 +167,8 @@ def test_float32_goes_down_to_bfloat16_and_up_to_nothing() -> None:
 def test_heads_and_rows_are_the_measured_ones() -> None:
     """A selection of heads restricts the new runs as it does the baseline."""
     case = drawn()
-    whole = Bench(case.ref, lambda: case).at("bfloat16").yardstick
-    one = Bench(case.ref, lambda: case, (1,)).at("bfloat16").yardstick
+    whole = prepare(case, "bfloat16").yardsticks["out"]
+    one = prepare(case, "bfloat16", (1,)).yardsticks["out"]
     for name in ("baseline_fp32", "baseline_lower"):
         assert torch.equal(getattr(one, name), getattr(whole, name)[:, 1:2])
 

@@ -323,7 +323,8 @@ def test_without_triton_there_is_a_reason() -> None:
     """Where triton cannot be imported the reference works, and the fast path says why it cannot."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from numdev.kernels import fused_refusal, reference\n"
+        "from numdev.kernels import reference\n"
+        "from numdev.kernels.reference import fused_refusal\n"
         "print(fused_refusal._missing())"
     )
     done = python("-c", code)

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from on_bench import prepare
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
 from numdev.kernels import find
@@ -52,8 +52,8 @@ def test_backend_runs_alone_and_is_near_the_floor(name, dtype, causal):
     here = case(dtype=dtype, is_causal=causal)
     output = find(name).attend(here)
     assert output.ran == BACKENDS[name]
-    yardstick = Bench(here.ref, lambda: here).at(here.format.name).yardstick
-    for head in deviation.measure(output.out, yardstick):
+    yardstick = prepare(here, here.format.name).yardsticks["out"]
+    for head in deviation.measure(output.out, yardstick).heads:
         assert head["floor_ratio"] < 1.6
         assert head["nonfinite"] == 0
 
@@ -138,8 +138,8 @@ def test_metrics_agree_with_the_cpu():
     here = case(is_causal=True)
     out = find("sdpa-flash").attend(here).out
     there = case("cpu", is_causal=True)
-    a = deviation.measure(out, Bench(here.ref, lambda: here).at("bfloat16").yardstick)
-    b = deviation.measure(out.cpu(), Bench(there.ref, lambda: there).at("bfloat16").yardstick)
+    a = deviation.measure(out, prepare(here, "bfloat16").yardsticks["out"]).heads
+    b = deviation.measure(out.cpu(), prepare(there, "bfloat16").yardsticks["out"]).heads
     for x, y in zip(a, b, strict=True):
         for name in ("max_abs", "mean_abs", "rms", "w1"):
             assert x[name] == pytest.approx(y[name], rel=1e-9, abs=1e-15), name
@@ -174,10 +174,10 @@ def test_backends_round_where_they_claim_to(
     q, k, v = (x.cuda() for x in draw(regime, shapes, seed=0, options={}))
     ref = CaseRef(case="x")
     drawn = AttentionCase(ref=ref, q=q, k=k, v=v, scale=head_dim**-0.5, is_causal=causal)
-    bench = Bench(ref, lambda: drawn)
+    bench = prepare(drawn)
     system, kernel = System.here("cuda"), find(name)
     task = Task(case=ref, role="kernel", kernel=name, format="bfloat16")
-    rows = [row for row in run_task(task, kernel, bench, system) if row.tensor == "out"]
+    rows = [row for row in measure_task(task, kernel, bench, system).rows if row.tensor == "out"]
     assert len(rows) == 4
     for row in rows:
         assert row.expected_ratio == pytest.approx(1.0, abs=0.05)

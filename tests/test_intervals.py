@@ -18,10 +18,12 @@ from numdev.formats import FORMATS
 from numdev.kernels import find
 from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import attend
-from numdev.metrics.comparison import GROUPS, dealt
-from numdev.metrics.deviation import Metrics, Yardstick, measure, measure_plain
+from numdev.metrics.deviation import Metrics, measure, measure_plain
 from numdev.metrics.intervals import FORMULAS, jackknife
+from numdev.metrics.row_sums import GROUPS
+from numdev.metrics.row_sums import _dealt as dealt
 from numdev.metrics.sampling import draw as draw_rows
+from numdev.metrics.yardstick import Yardstick
 from numdev.sources.synthetic import Shapes, draw
 
 BF16, FP8 = FORMATS["bfloat16"], FORMATS["float8_e4m3fn"]
@@ -73,8 +75,8 @@ def test_a_formula_of_all_rows_is_the_metric() -> None:
     out, y, expected = prepared(causal=True, batch=2)
     y.empty[:, :, :5] = True
     out[0, 1, 7, 3] = math.nan
-    whole = measure(out, y, expected)
-    found = of(measure(out, y, expected, of=LENGTH))
+    whole = measure(out, y, expected).heads
+    found = of(measure(out, y, expected, of=LENGTH).heads)
     for head, ends in zip(whole, found, strict=True):
         assert ends.keys() == FORMULAS.keys()
         for metric, (low, high) in ends.items():
@@ -90,8 +92,8 @@ def test_plain_distances_are_the_metric_too() -> None:
     got[0, 0, 4] = math.inf
     empty = torch.zeros(exact.shape, dtype=torch.bool)
     empty[1, 2, 9] = True
-    whole = measure_plain(got, exact, empty)
-    for head, ends in zip(whole, of(measure_plain(got, exact, empty, of=50)), strict=True):
+    whole = measure_plain(got, exact, empty).heads
+    for head, ends in zip(whole, of(measure_plain(got, exact, empty, of=50).heads), strict=True):
         assert ends.keys() == {"mean_abs", "rms"}
         for metric, (low, high) in ends.items():
             assert math.isclose(low, head[metric], rel_tol=1e-12)
@@ -148,11 +150,11 @@ def test_no_error_has_no_interval_but_itself() -> None:
     got = exact.clone()
     got[:, 1, 3] += 1e-3
     empty = torch.zeros(1, 2, 32, dtype=torch.bool)
-    none, one = of(measure_plain(got, exact, empty, of=1000))
+    none, one = of(measure_plain(got, exact, empty, of=1000).heads)
     assert none == {"mean_abs": (0.0, 0.0), "rms": (0.0, 0.0)}
     assert one == {}
     first = (x[:, :, :1] for x in (got, exact, empty))
-    assert of(measure_plain(*first, of=1000)) == [{}, {}]
+    assert of(measure_plain(*first, of=1000).heads) == [{}, {}]
 
 
 @pytest.mark.parametrize(
@@ -164,13 +166,13 @@ def test_intervals_hold_as_often_as_they_say(regime: str, causal: bool) -> None:
     is 3 %, and with outliers a few rows rule a sum (benchmarks/sampling_coverage.py: 86 % of rms).
     Intervals a third as wide would not pass."""
     out, y, expected = prepared(regime, causal=causal)
-    whole = measure(out, y, expected)
+    whole = measure(out, y, expected).heads
     inside = dict.fromkeys(FORMULAS, 0)
     narrow = 0
     for seed in range(60):
         rows = draw_rows(LENGTH, 128, seed, "queries")
         assert rows is not None
-        found = of(measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=LENGTH))
+        found = of(measure(out[:, :, rows], part(y, rows), expected[:, :, rows], of=LENGTH).heads)
         for head, ends in zip(whole, found, strict=True):
             for metric in FORMULAS:
                 low, high = ends[metric]

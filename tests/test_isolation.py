@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,16 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from oracles import FEATURES, make_case
-from safetensors import SafetensorError
 
+from numdev.audit import isolation
 from numdev.audit.attempt import Failure, attempt
-from numdev.audit.isolation import Supervised
-from numdev.audit.worker import packed_case, packed_output, unpacked_case, unpacked_output
+from numdev.audit.isolation import Isolated, on_device
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.formats import format_named
@@ -34,10 +31,18 @@ TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Supervised]:
+def shared() -> Iterator[Isolated]:
     """One for all tests here: each finds it as the one before left it."""
-    with Supervised() as supervised:
-        yield supervised
+    with Isolated() as isolated:
+        yield isolated
+
+
+def ran(
+    isolated: Isolated, name: str, case: AttentionCase, options: Any, limit_s: float = 60.0
+) -> Any:
+    """What a kernel, by its name, gives in a process of its own."""
+    isolated.limit_s = limit_s
+    return isolated.run(find(name), case, options)
 
 
 @pytest.fixture
@@ -81,20 +86,20 @@ def bytes_of(x: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("name", ["baseline", "sdpa-flash", "reference", "emulated"])
 def test_the_result_is_that_of_this_process(
-    shared: Supervised, case: AttentionCase, name: str
+    shared: Isolated, case: AttentionCase, name: str
 ) -> None:
     """Output, log-sum-exp and what ran are bit for bit those of an attempt here."""
     here = attempt(find(name), case, {})
-    there = shared.run(name, {}, case)
+    there = ran(shared, name, case, {})
     assert isinstance(here, Output)
     assert isinstance(there, Output), there
     assert same(here, there)
 
 
-def test_options_arrive(shared: Supervised, case: AttentionCase) -> None:
+def test_options_arrive(shared: Isolated, case: AttentionCase) -> None:
     """A kernel gets its options, and they change what it computes."""
     options = {"preset": "golden2024", "block_kv": 2, "p": "e4m2"}
-    there = shared.run("emulated", options, case)
+    there = ran(shared, "emulated", case, options)
     assert isinstance(there, Output), there
     assert same(find("emulated").attend(case, **options), there)
     assert not same(find("emulated").attend(case), there)
@@ -111,56 +116,55 @@ BROKEN = [
     ("interrupts", "its process was killed by SIGINT (KeyboardInterrupt: from within)"),
     ("raises", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ("forks", "its process ended with exit code 5"),
-    ("missing", "not found in the isolated process"),
 ]
 
 
 @pytest.mark.parametrize(("name", "reason"), BROKEN)
 def test_a_broken_kernel_costs_its_own_row(
-    shared: Supervised, case: AttentionCase, name: str, reason: str
+    shared: Isolated, case: AttentionCase, name: str, reason: str
 ) -> None:
     """The reason says what became of it, and the next kernel runs as if nothing had been."""
-    failure = shared.run(f"broken_kernels:{name}", {}, case)
+    failure = ran(shared, f"broken_kernels:{name}", case, {})
     assert isinstance(failure, Failure)
     assert failure.status == "failed"
     assert failure.reason.startswith(reason)
-    after = shared.run("baseline", {}, case)
+    after = ran(shared, "baseline", case, {})
     assert isinstance(after, Output), after
     assert same(find("baseline").attend(case), after)
 
 
-def test_a_refusal_is_no_failure(shared: Supervised, case: AttentionCase) -> None:
+def test_a_refusal_is_no_failure(shared: Isolated, case: AttentionCase) -> None:
     """A kernel that declines is `skipped`, and its worker stays."""
-    shared.run("baseline", {}, case)
+    ran(shared, "baseline", case, {})
     before = shared.pid
-    assert shared.run("broken_kernels:refuses", {}, case) == Failure(
+    assert ran(shared, "broken_kernels:refuses", case, {}) == Failure(
         "skipped", "head_dim 4 is too small"
     )
     assert shared.pid == before
 
 
-def test_a_worker_is_kept_while_nothing_fails(shared: Supervised, case: AttentionCase) -> None:
+def test_a_worker_is_kept_while_nothing_fails(shared: Isolated, case: AttentionCase) -> None:
     """Tasks follow each other in one process; after a failure there is another."""
-    first, second = (shared.run("broken_kernels:sees", {"what": "pid"}, case) for _ in range(2))
+    first, second = (ran(shared, "broken_kernels:sees", case, {"what": "pid"}) for _ in range(2))
     assert isinstance(first, Output)
     assert isinstance(second, Output)
     assert first.ran == second.ran != str(os.getpid())
-    shared.run("broken_kernels:raises", {}, case)
-    third = shared.run("broken_kernels:sees", {"what": "pid"}, case)
+    ran(shared, "broken_kernels:raises", case, {})
+    third = ran(shared, "broken_kernels:sees", case, {"what": "pid"})
     assert isinstance(third, Output)
     assert third.ran != first.ran
 
 
-def test_what_a_kernel_prints_is_no_answer(shared: Supervised, case: AttentionCase) -> None:
+def test_what_a_kernel_prints_is_no_answer(shared: Isolated, case: AttentionCase) -> None:
     """Neither text that looks like an answer nor bytes that are no text disturb the pipe."""
-    there = shared.run("broken_kernels:chatters", {}, case)
+    there = ran(shared, "broken_kernels:chatters", case, {})
     assert isinstance(there, Output), there
     assert same(find("baseline").attend(case), there)
 
 
-def test_views_of_one_memory_come_back(shared: Supervised, case: AttentionCase) -> None:
+def test_views_of_one_memory_come_back(shared: Isolated, case: AttentionCase) -> None:
     """Outputs that share memory, with gaps, arrive with their values."""
-    there = shared.run("broken_kernels:overlapping", {}, case)
+    there = ran(shared, "broken_kernels:overlapping", case, {})
     assert isinstance(there, Output), there
     both = torch.arange(2 * 5 * 5 * 1.0).view(1, 2, 5, 5)
     assert torch.equal(there.out, both[..., :4])
@@ -169,21 +173,21 @@ def test_views_of_one_memory_come_back(shared: Supervised, case: AttentionCase) 
     assert there.ran == "two views"
 
 
-def test_inputs_are_not_spoiled(shared: Supervised, case: AttentionCase) -> None:
+def test_inputs_are_not_spoiled(shared: Isolated, case: AttentionCase) -> None:
     """A kernel that writes into its inputs writes into copies."""
     before = case.q.clone()
-    shared.run("broken_kernels:writes", {}, case)
+    ran(shared, "broken_kernels:writes", case, {})
     assert torch.equal(case.q, before)
 
 
 # --- time limits, and no orphans -----------------------------------------------------------------
 
 
-def test_a_hang_ends_at_its_limit(shared: Supervised, case: AttentionCase, tmp_path: Path) -> None:
+def test_a_hang_ends_at_its_limit(shared: Isolated, case: AttentionCase, tmp_path: Path) -> None:
     """A kernel that holds the interpreter's lock for ever is ended, and so is what it started."""
-    shared.run("baseline", {}, case)  # so that a worker is there, and the clock is the kernel's
+    ran(shared, "baseline", case, {})  # so that a worker is there, and the clock is the kernel's
     note, began = tmp_path / "note", time.monotonic()
-    failure = shared.run("broken_kernels:hangs", {"note": str(note)}, case, limit_s=0.5)
+    failure = ran(shared, "broken_kernels:hangs", case, {"note": str(note)}, limit_s=0.5)
     assert failure == Failure("failed", "no answer within 0.5 s")
     assert time.monotonic() - began < 5
     for pid in note.read_text().split():
@@ -201,11 +205,11 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
     # Where the tests run in the background of a shell, SIGINT is ignored from the start.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Supervised() as supervised:
+        with Isolated() as isolated:
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
-                supervised.run("broken_kernels:hangs", {"note": str(note)}, case)
-            assert supervised.pid is None
+                ran(isolated, "broken_kernels:hangs", case, {"note": str(note)})
+            assert isolated.pid is None
     finally:
         signal.signal(signal.SIGINT, before)
     for pid in note.read_text().split():
@@ -214,81 +218,54 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
 
 def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     """Where numdev itself is killed, and can do nothing, worker and its children die all the same,
-    though the kernel holds the interpreter's lock; and their files are removed."""
+    though the kernel holds the interpreter's lock."""
     note = tmp_path / "note"
     source = f"""
         import sys
         sys.path[:0] = [{str(TESTS)!r}]
         from oracles import make_case
-        from numdev.audit.isolation import Supervised
-        supervised = Supervised()
-        print(*(folder.name for folder in supervised._folders), flush=True)
-        supervised.run("broken_kernels:hangs", {{"note": {str(note)!r}}}, make_case())
+        from numdev.audit.isolation import Isolated
+        isolated = Isolated()
+        from numdev.kernels import find
+        hangs = find("broken_kernels:hangs")
+        isolated.run(hangs, make_case(), {{"note": {str(note)!r}}})
     """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)])
     wait_for(note.exists)
-    assert parent.stdout is not None
-    folders = [Path(name) for name in parent.stdout.readline().split()]
-    assert any(list(folder.iterdir()) for folder in folders)
     parent.kill()
     parent.wait()
-    parent.stdout.close()
-    wait_for(lambda: not any(folder.exists() for folder in folders))
     for pid in note.read_text().split():
         wait_for(lambda pid=pid: gone(int(pid)))
 
 
-def test_closing_leaves_nothing(case: AttentionCase) -> None:
-    """After `close` there is no process and no file; it may be called twice, and used again."""
-    with Supervised() as supervised:
-        supervised.run("baseline", {}, case)
-        pid, folders = supervised.pid, [Path(f.name) for f in supervised._folders]
-        assert all(list(folder.iterdir()) == [] for folder in folders)
-    assert pid is not None
-    assert gone(pid)
-    assert not any(folder.exists() for folder in folders)
-    supervised.close()
-
-
-def test_a_small_shared_memory_is_not_filled(
-    shared: Supervised, case: AttentionCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the first place has no room for the case, it goes to the last."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
-    assert shared._roomy_folder(case) == Path(shared._folders[-1].name)
-    assert isinstance(shared.run("baseline", {}, case), Output)
-
-
 def test_a_worker_that_died_between_tasks_is_replaced(
-    shared: Supervised, case: AttentionCase
+    shared: Isolated, case: AttentionCase
 ) -> None:
     """That is no fault of the next kernel."""
-    shared.run("baseline", {}, case)
+    ran(shared, "baseline", case, {})
     assert shared.pid is not None
     os.kill(shared.pid, signal.SIGKILL)
-    wait_for(lambda: shared._worker is not None and shared._worker.process.poll() is not None)
-    assert isinstance(shared.run("baseline", {}, case), Output)
+    wait_for(lambda: gone(shared.pid or 0))
+    assert isinstance(ran(shared, "baseline", case, {}), Output)
 
 
 def test_a_worker_that_cannot_start_is_said(
     case: AttentionCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is no kernel's failure, and the reason is quoted."""
-    monkeypatch.setattr("numdev.audit.isolation.BOOT", "import no_such_module")
+    monkeypatch.setattr(isolation, "BOOT", "import no_such_module")
     with (
-        Supervised() as supervised,
+        Isolated() as isolated,
         pytest.raises(MeasurementError, match=r"exit code 1 \(ModuleNotFoundError: .*no_such_mod"),
     ):
-        supervised.run("baseline", {}, case)
+        ran(isolated, "baseline", case, {})
 
 
 # --- the same surroundings -----------------------------------------------------------------------
 
 
 def test_the_import_path_goes_along(
-    shared: Supervised,
+    shared: Isolated,
     case: AttentionCase,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -296,33 +273,33 @@ def test_the_import_path_goes_along(
     """A kernel that this process can import from a folder added at run time is found there too."""
     (tmp_path / "only_here.py").write_text("def mine(q, k, v):\n    return q * 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with Supervised() as supervised:
-        there = supervised.run("only_here:mine", {}, case)
+    with Isolated() as isolated:
+        there = ran(isolated, "only_here:mine", case, {})
     assert isinstance(there, Output), there
     assert torch.equal(there.out, case.q * 2)
 
 
-def test_torch_settings_go_along(shared: Supervised, case: AttentionCase) -> None:
+def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
     """Threads and determinism are those of this process, at every task."""
     before = torch.are_deterministic_algorithms_enabled()
     try:
         for deterministic in (True, False):
             torch.use_deterministic_algorithms(deterministic)
-            there = shared.run("broken_kernels:sees", {"what": "torch"}, case)
+            there = ran(shared, "broken_kernels:sees", case, {"what": "torch"})
             assert isinstance(there, Output)
             assert there.ran == repr((torch.get_num_threads(), deterministic))
     finally:
         torch.use_deterministic_algorithms(before)
 
 
-def test_the_layout_goes_along(shared: Supervised, case: AttentionCase) -> None:
+def test_the_layout_goes_along(shared: Isolated, case: AttentionCase) -> None:
     """The order of axes in memory is what an attempt here would see: that of a clone."""
     turned = dataclasses.replace(
         case,
         q=case.q.transpose(1, 2).contiguous().transpose(1, 2),
         k=case.k.repeat(1, 1, 2, 1)[:, :, ::2],
     )
-    there = shared.run("broken_kernels:sees", {"what": "strides"}, turned)
+    there = ran(shared, "broken_kernels:sees", turned, {"what": "strides"})
     here = attempt(find("broken_kernels:sees"), turned, {"what": "strides"})
     assert isinstance(there, Output)
     assert isinstance(here, Output)
@@ -330,45 +307,25 @@ def test_the_layout_goes_along(shared: Supervised, case: AttentionCase) -> None:
     assert turned.q.stride() != case.q.stride()
 
 
-# --- the wire ------------------------------------------------------------------------------------
-
-FORMATS_ON_THE_WIRE = ("float64", "bfloat16", "float16", "float8_e4m3fn", "tf32", "e9m3")
-
-
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_case_crosses_unchanged(feature: str, tmp_path: Path) -> None:
-    """Each feature of a case arrives as it left, in JSON and in tensors."""
+def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
+    """Each feature of a case arrives as it left: the kernel gives what it gives here."""
     case = make_case(**FEATURES[feature])
-    plain = json.loads(json.dumps(packed_case(case, tmp_path / "case")))
-    assert same(unpacked_case(plain, tmp_path / "case"), case)
+    here = attempt(find("reference"), case, {})
+    there = ran(shared, "reference", case, {})
+    assert isinstance(here, Output)
+    assert isinstance(there, Output), there
+    assert same(here, there)
 
 
-@pytest.mark.parametrize("name", FORMATS_ON_THE_WIRE)
-def test_every_format_crosses_unchanged(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "float8_e4m3fn", "tf32", "e9m3"])
+def test_every_format_crosses_unchanged(name: str) -> None:
     """So do formats, those without a dtype among them, NaN, infinities and zeros with signs."""
-    case = make_case(head_dim=6, scale=0.1 + 0.2)
-    case.q[0, 0, 0] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-300])
-    rounded = dataclasses.replace(case, grad_out=torch.randn(1, 2, 4, 6).double()).rounded_to(
-        format_named(name)
-    )
-    plain = json.loads(json.dumps(packed_case(rounded, tmp_path / "case")))
-    back = unpacked_case(plain, tmp_path / "case")
-    assert same(back, rounded)
-    assert back.format == format_named(name)
-
-
-def test_a_forged_answer_is_not_believed(tmp_path: Path) -> None:
-    """A file that is no safetensors file is refused as such: nothing in it is executed."""
-    (tmp_path / "out").write_bytes(pickle.dumps(os.system))
-    with pytest.raises(SafetensorError):
-        unpacked_output({"ran": None}, tmp_path / "out", torch.device("cpu"))
-
-
-def test_outputs_without_parts_cross(tmp_path: Path) -> None:
-    """An output without log-sum-exp comes back without."""
-    output = Output(out=torch.randn(1, 2, 3, 4), ran="it")
-    plain = packed_output(output, tmp_path / "out")
-    assert same(unpacked_output(plain, tmp_path / "out", torch.device("cpu")), output)
+    case = make_case(head_dim=6, scale=0.1 + 0.2).rounded_to(format_named(name))
+    case.q[0, 0, 0, :4] = torch.tensor([math.nan, -0.0, 0.0, 1.0]).to(case.q.dtype)
+    copied = on_device(case, torch.device("cpu"))
+    assert same(case, copied)
+    assert copied.format == case.format
 
 
 # --- an attempt here -----------------------------------------------------------------------------
@@ -390,15 +347,15 @@ def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_cuda_fault_costs_its_own_row(shared: Supervised) -> None:
+def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     """A device-side assertion ruins its process for good; this one, and the next row, are well."""
     case = make_case(dtype=torch.bfloat16, heads=2, q_len=64, kv_len=64, head_dim=64)
     moved = {n: getattr(case, n).cuda() for n in ("q", "k", "v")}
     case = dataclasses.replace(case, **moved)
-    failure = shared.run("broken_kernels:poisons_cuda", {}, case, limit_s=120)
+    failure = ran(shared, "broken_kernels:poisons_cuda", case, {}, limit_s=120)
     assert isinstance(failure, Failure)
     assert "CUDA error" in failure.reason
-    after = shared.run("sdpa-flash", {}, case, limit_s=120)
+    after = ran(shared, "sdpa-flash", case, {}, limit_s=120)
     assert isinstance(after, Output), after
     assert after.out.is_cuda
     assert same_on_gpu(find("sdpa-flash").attend(case).out, after.out)

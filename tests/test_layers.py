@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from numdev.audit.study import audit
+from numdev.audit.run import audit
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.sources.layers import Layers

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output
@@ -84,11 +84,11 @@ def test_a_kernel_sees_the_strides(layout: str) -> None:
 
     kernel = Kernel(name="k", function=attend)
     task = Task(case=case.ref, role="kernel", kernel="k", options={}, format="bfloat16")
-    bench = Bench(case.ref, lambda: case)
-    (row, *_) = run_task(task, kernel, bench, System.here("cpu"))
+    bench = prepare(case, "bfloat16")
+    (row, *_) = measure_task(task, kernel, bench, System.here("cpu")).rows
     assert row.status == "ok", row.reason
     assert met == [STRIDES[layout]]
-    assert bool(bench.at("bfloat16").case.k.any())
+    assert bool(bench.case.k.any())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import wasserstein_distance
 
 from numdev.errors import UsageError
-from numdev.metrics import blockwise
+from numdev.metrics import wasserstein
 from numdev.metrics.paired import Paired, _sums, paired
 
 # Sums of 10^4 float64 terms in another order.
@@ -100,7 +100,7 @@ def test_blocks_change_nothing(block: int, monkeypatch) -> None:
     a, b = normal(300), normal(300, seed=1)
     b[::17] = nan
     whole = paired(a, b)
-    monkeypatch.setattr(blockwise, "_CPU_BLOCK", block)
+    monkeypatch.setattr(wasserstein, "_CPU_BLOCK", block)
     assert_same(paired(a, b), whole)
 
 
@@ -200,7 +200,7 @@ def test_the_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
 @needs_cuda
 def test_the_gpu_is_waited_for_once(monkeypatch) -> None:
     """All sums, over several blocks, come in one transfer."""
-    monkeypatch.setattr(blockwise, "_DEVICE_BLOCK", 10_000)
+    monkeypatch.setattr(wasserstein, "_DEVICE_BLOCK", 10_000)
     a, b = normal(40_000).cuda(), normal(40_000, seed=1).cuda()
     _sums(a, b)
     with warnings.catch_warnings(record=True) as seen:
@@ -218,7 +218,7 @@ def test_the_gpu_is_waited_for_once(monkeypatch) -> None:
 def test_the_gpu_holds_no_wide_copies(monkeypatch) -> None:
     """Beyond what sorting bfloat16 patterns for W1 takes (they and a copy of them, and what the
     sort wants), a few blocks: one float64 copy is 8 B a value, and three would be 24."""
-    monkeypatch.setattr(blockwise, "_DEVICE_BLOCK", 2**18)
+    monkeypatch.setattr(wasserstein, "_DEVICE_BLOCK", 2**18)
     a = torch.randn(2**23, device="cuda").bfloat16()
     b = a.flip(0)
     _sums(a[:9], b[:9])  # what the libraries keep for themselves

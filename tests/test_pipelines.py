@@ -24,7 +24,7 @@ from numdev.report.document import Figures, Table
 from numdev.report.renderers import html
 from numdev.report.views import parts
 from numdev.sources import denoising
-from numdev.sources.opening import Located, open_source
+from numdev.sources.opening import open_source
 from numdev.sources.pipeline import is_pipeline, not_audited, open_pipeline
 from numdev.system import System
 
@@ -53,7 +53,7 @@ def captured(path: Path, **given: Any) -> list[AttentionCase]:
     """Every case that the pipeline's source hands over."""
     found: list[AttentionCase] = []
     source = open_source(request(path, **given), System.here("cpu"))
-    source.visit(lambda located: found.append(located.load()))
+    found += [located.load() for located in source]
     return found
 
 
@@ -126,7 +126,7 @@ def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
     source: Any = open_source(request(unet), System.here("cpu"))
     answers: list[torch.Tensor] = []
     source.denoiser.register_forward_hook(lambda m, a, out: answers.append(out[0].clone()))
-    source.visit(lambda located: None)
+    list(source)
     watched, answers[:] = list(answers), []
     source.pipeline(
         **source.reading.arguments,
@@ -147,7 +147,7 @@ def test_a_case_is_the_denoisers_attention(unet: Path) -> None:
     answers: list[torch.Tensor] = []
     module.register_forward_hook(lambda m, a, out: answers.append(out.clone()))
     cases: list[AttentionCase] = []
-    source.visit(lambda located: cases.append(located.load()))
+    cases += [located.load() for located in source]
     case = next(
         c for c in cases if c.ref.module == "mid_block.attentions.0.transformer_blocks.0.attn2"
     )
@@ -165,7 +165,7 @@ def test_a_scheduler_that_evaluates_twice_has_more_steps(tmp_path: Path) -> None
 def test_the_run_leaves_the_pipeline_as_it_was(dit: Path) -> None:
     """The scheduler's own step is back, and no hook is left."""
     source: Any = open_source(request(dit), System.here("cpu"))
-    source.visit(lambda located: None)
+    list(source)
     assert "step" not in vars(source.pipeline.scheduler)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in source.denoiser.modules())
 
@@ -375,7 +375,7 @@ def test_attention_by_hand_is_told(unet: Path) -> None:
         AttnProcessor()
     )
     with pytest.raises(MeasurementError, match=r"not seen in mid_block\.attentions\.0"):
-        source.visit(lambda located: None)
+        list(source)
 
 
 def test_what_the_audit_raises_comes_out_unchanged(dit: Path) -> None:
@@ -384,18 +384,19 @@ def test_what_the_audit_raises_comes_out_unchanged(dit: Path) -> None:
     class Mine(Exception):
         pass
 
-    def fail(located: Located) -> None:
-        raise Mine
+    def fail() -> None:
+        for _ in open_source(request(dit), System.here("cpu")):
+            raise Mine
 
     with pytest.raises(Mine):
-        open_source(request(dit), System.here("cpu")).visit(fail)
+        fail()
 
 
 def test_what_the_pipeline_raises_names_it(unet: Path) -> None:
     source: Any = open_source(request(unet), System.here("cpu"))
     object.__setattr__(source.reading, "arguments", {"prompt": 3})
     with pytest.raises(NumdevError, match="StableDiffusionPipeline failed on its inputs"):
-        source.visit(lambda located: None)
+        list(source)
 
 
 # --- the report ----------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from on_bench import prepare
 
-from numdev.audit.bench import Bench
+from numdev.audit import task
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.report import DeviationRow
@@ -41,7 +42,7 @@ def place(power: ModuleType) -> Any:
     @functools.cache
     def at(regime: str, shape: str, fmt: str, seed: int = 0) -> Any:
         case = power.drawn(regime, shape, seed)
-        bench = Bench(case.ref, lambda: case, gradients=True)
+        bench = prepare(case, fmt, gradients=True)
         rounded = case.rounded_to(format_named(fmt))
         system = System.here("cpu")
         return power.Place(bench=bench, case=rounded, format=fmt, system=system, pooled={})
@@ -50,7 +51,7 @@ def place(power: ModuleType) -> Any:
 
 
 def faulty(power: ModuleType, name: str, on: Any) -> list[DeviationRow]:
-    with patch("numdev.audit.beside.suspect", return_value={}):
+    with patch.object(task, "suspect", return_value={}):
         rows: list[DeviationRow] = power.measured(find(f"planted:{name}"), on)
     return rows
 

@@ -16,24 +16,21 @@ import numpy as np
 import pytest
 import torch
 from hostile import NAMES
+from on_bench import prepare
 from rich.console import Console
-from test_comparison import Counted, outputs, waits, yardstick
 from torch import Tensor
 
 from numdev import report
-from numdev.audit.bench import KV_TENSORS, Bench
-from numdev.audit.journal import JOURNAL, Task
-from numdev.audit.profile_rows import profile
-from numdev.audit.study import audit
-from numdev.audit.task import run_task
+from numdev.audit.examine import profile
+from numdev.audit.journal import JOURNAL
+from numdev.audit.plan import Task
+from numdev.audit.run import audit
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import FORMATS
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.reference import attend, gradients
 from numdev.metrics.binning import BINS, FEWEST, membership, starts
-from numdev.metrics.deviation import measure, measured
-from numdev.metrics.sampling import Sample
 from numdev.report import AuditReport, ProfileRow, ProfileSummary
 from numdev.report.profile_summary import LENGTHS, NOTABLE, ROWS, pooled, remark
 from numdev.report.renderers import html, markdown, terminal
@@ -77,19 +74,6 @@ def drawn(length: int = 90, kv_length: int | None = None, **changes: Any) -> Att
     x = draw("normal", shapes, seed=0, options={}, gradients=True)
     given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25}
     return AttentionCase(ref=CaseRef(case="x"), **{**given, "is_causal": True, **changes})
-
-
-def profiled(kernel: Kernel, bench: Bench, role: str = "kernel") -> dict[str, ProfileRow]:
-    task = Task(
-        case=bench.ref,
-        role=role,
-        kernel=kernel.name,
-        format="bfloat16",
-        gradients=bench.gradients,
-        sample=bench.sample,
-    )
-    run_task(task, kernel, bench, HERE)
-    return {row.tensor: row for row in profile(task, bench)}
 
 
 def spoiling(*places: tuple[int, int, int]) -> Kernel:
@@ -241,156 +225,30 @@ def test_membership_puts_every_row_into_one_bin(at: list[int] | None) -> None:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_the_rows_in_each_bin() -> None:
-    """Out, dq, dk and dv, with grouped heads, more keys than queries, rows that see no key and
-    elements that are not finite, against a loop over rows."""
-    case = drawn(50, 90, causal_offset=-3)
-    bench, flash = Bench(case.ref, lambda: case, gradients=True), find("sdpa-math")
-    rows = profiled(flash, bench)
-    prepared = bench.at("bfloat16")
-    output = flash.gradients(prepared.case)
-    exact = gradients(prepared.case)
-    for tensor, mine in rows.items():
-        keys = tensor in KV_TENSORS
-        terms = exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms")
-        size = getattr(exact, tensor)
-        empty = torch.zeros(size.shape[:3], dtype=torch.bool) if keys else exact.empty
-        if keys:
-            empty = terms.double().norm(dim=-1) < 2.0**-100  # keys that nobody sees
-        length = 90 if keys else 50
-        check(mine, *by_hand(getattr(output, tensor), size, terms, empty, length, None))
-        assert mine.length == length
-    assert set(rows) == {"out", "dq", "dk", "dv"}
-    assert rows["out"].counts[:3] == (0, 0, 8)
-    assert rows["out"].errors[0] is None
-
-    strange = spoiling((0, 1, 20), (1, 2, 40))
-    bench = Bench(case.ref, lambda: case)
-    mine = profiled(strange, bench)["out"]
-    out = strange.attend(bench.at("bfloat16").case).out
-    check(mine, *by_hand(out, exact.out, exact.term_scale, exact.empty, 50, None))
-
-
-def test_the_oracle_rejects_a_wrong_number() -> None:
-    """A count or an error that is off by a thousandth, or missing, is noticed."""
-    right = row(errors=(0.5, 0.25, None, 0.0), counts=(1, 1, 0, 1))
-    check(right, [1, 1, 0, 1], [0.5, 0.25, None, 0.0])
-    wrong: list[tuple[list[int], list[float | None]]] = [
-        ([1, 1, 0, 2], [0.5, 0.25, None, 0.0]),
-        ([1, 1, 0, 1], [0.5006, 0.25, None, 0.0]),
-        ([1, 1, 0, 1], [0.5, None, None, 0.0]),
-        ([1, 1, 0, 1], [0.5, 0.25, None, 1e-9]),
-    ]
-    for counts, rms in wrong:
-        with pytest.raises(AssertionError):
-            check(right, counts, rms)
-
-
-def test_predictions_are_those_of_the_emulation() -> None:
-    """In each bin the rms of the emulation's own error, joined by what fp32 arithmetic may err, or
-    of u |r_i| / sqrt(12) if that is more. The yardstick's arithmetic is 1e-6 of the terms."""
-    y = yardstick((2, 3, 40, 8))
-    output, expected = outputs(y)
-    bins = membership(40, torch.arange(40))
-    along = measured(output, y, expected, bins=bins).along
-    terms = y.term_scale.norm(dim=-1)
-    own = (expected.double() - y.reference).norm(dim=-1) / terms
-    least = BF16.unit_roundoff / math.sqrt(12) * y.reference.norm(dim=-1) / terms
-    for i, (first, last) in enumerate(zip(starts(40), (*starts(40)[1:], 40), strict=True)):
-        here = slice(first, last)
-        assert math.isclose(along["expected_count"][i], 6 * (last - first))
-        mine = along["predicted"][i]
-        assert math.isclose(mine, float((own[..., here] ** 2 + 1e-12).sum()), rel_tol=1e-9)
-        assert math.isclose(
-            along["least_row"][i], float((least[..., here] ** 2).sum()), rel_tol=1e-9
-        )
-
-
-def test_a_sound_kernel_errs_as_predicted_all_along() -> None:
-    """Within a tenth in every bin but the first row's, for each tensor of a training step."""
-    case = drawn(64)
-    rows = profiled(find("sdpa-math"), Bench(case.ref, lambda: case, gradients=True))
-    for mine in rows.values():
-        assert mine.predicted is not None
-        for error, expected in list(zip(mine.errors, mine.predicted, strict=True))[1:]:
-            assert abs((error or 0) / (expected or 0) - 1) < 0.1
-
-
-def test_the_metrics_are_the_same_with_bins() -> None:
-    """Binning adds to what is measured and changes none of it."""
-    y = yardstick()
-    output, expected = outputs(y)
-    bins = membership(48, torch.arange(48))
-    found = measured(output, y, expected, of=1000, bins=bins)
-    assert found.metrics == measure(output, y, expected, of=1000)
-    assert found.along
-    assert not measured(output, y, expected).along
-
-
-def test_binning_costs_a_few_launches_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three launches (the rows side by side, their sum over batch and heads, the product), the
-    result's own place in the transfer, and no wait more."""
-    y = yardstick()
-    output, expected = outputs(y)
-    bins = membership(48, torch.arange(48))
-    measure(output, y, expected)
-    counted = []
-    for given in (None, bins):
-        with Counted() as mode, waits(monkeypatch) as waited:
-            measured(output, y, expected, bins=given)
-        counted.append((mode.names.total(), len(waited)))
-    assert counted[1][0] - counted[0][0] <= 6
-    assert counted[1][1] == counted[0][1]
-
-
 # --- sampled rows --------------------------------------------------------------------------------
 
 
-def test_sampled_rows_are_in_the_bins_of_their_positions() -> None:
-    """Their errors are those of these rows in the whole call; a bin that no sampled row falls into
-    is empty, for queries and for keys."""
-    case = drawn(200)
-    sample = Sample(count=12, seed=1)
-    bench = Bench(case.ref, lambda: case, sample=sample, gradients=True)
-    flash = find("sdpa-flash")
-    rows = profiled(flash, bench)
-    prepared = bench.at("bfloat16")
-    output = flash.gradients(prepared.case)
-    exact = gradients(prepared.case)
-    for tensor in ("out", "dq", "dk", "dv"):
-        at = bench.rows_of(tensor)
-        assert at is not None
-        assert len(at) == 12
-        terms = exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms")
-        parts = [x[:, :, at] for x in (getattr(output, tensor), getattr(exact, tensor), terms)]
-        empty = torch.zeros(parts[0].shape[:3], dtype=torch.bool)
-        check(rows[tensor], *by_hand(parts[0], parts[1], parts[2], empty, 200, at))
-        assert 0 in rows[tensor].counts
-        assert None in rows[tensor].errors
-        assert rows[tensor].length == 200
-    assert rows["out"].predicted is not None
-    assert rows["dk"].predicted is None  # nothing is predicted for single keys
-
-
-def test_who_has_a_profile() -> None:
-    """Floor, baseline and kernels; only kernels with a prediction. Nobody in a call of three rows,
-    nor who could not be measured."""
-    case = drawn(30)
-    bench = Bench(case.ref, lambda: case)
-    floor, plain = (profiled(find(name), bench, role=name) for name in ("floor", "baseline"))
-    assert floor["out"].predicted is plain["out"].predicted is None
-    exact = attend(bench.at("bfloat16").case)
-    rounded = exact.out.bfloat16()
-    check(floor["out"], *by_hand(rounded, exact.out, exact.term_scale, exact.empty, 30, None))
-    assert not profiled(find("reference"), bench, role="precision")
-    assert not profiled(find("sdpa-flash"), bench, role="control")
-    broken = Kernel(name="broken", function=lambda c: 1 / 0, backward=None)  # type: ignore[arg-type,return-value]
-    assert not profiled(broken, bench)
-    short = dataclasses.replace(drawn(3), ref=CaseRef(case="short"))
-    assert not profiled(find("sdpa-flash"), Bench(short.ref, lambda: short))
-
-
 # --- calls together ------------------------------------------------------------------------------
+
+
+def test_errors_are_those_of_the_rows_in_each_bin() -> None:
+    """Root mean squares, over heads and sequences, of row errors relative to their term scales."""
+    shapes = Shapes(batch=2, heads=2, kv_heads=2, q_len=25, kv_len=25, head_dim=16, v_dim=16)
+    q, k, v = draw("normal", shapes, seed=0, options={})
+    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.25, is_causal=True)
+    bench = prepare(case, "bfloat16")
+    y = bench.yardsticks["out"]
+    task = Task(case=case.ref, role="kernel", kernel="sdpa-flash", format="bfloat16")
+    measured = measure_task(task, find("sdpa-flash"), bench, HERE)
+    (row,) = profile(task, measured, bench)
+    error = (measured.output.out.double() - y.reference).norm(dim=-1) / y.term_scale.norm(dim=-1)
+    ends = [*row.starts[1:], row.length]
+    for start, end, mean, predicted in zip(
+        row.starts, ends, row.errors, row.predicted, strict=True
+    ):
+        assert mean == pytest.approx(float(error[..., start:end].square().mean().sqrt()), rel=1e-3)
+        assert predicted == pytest.approx(mean, rel=0.5) or mean < 1e-9
+    assert not profile(dataclasses.replace(task, role="control"), measured, bench)
 
 
 def test_a_summary_is_the_median_and_range_over_calls() -> None:
@@ -643,26 +501,3 @@ def test_a_report_stays_small() -> None:
     ]
     records = (*rows, *pooled(rows))
     assert sum(len(r.model_dump_json()) + 1 for r in records) < 200_000
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_sums_on_a_gpu_are_those_on_a_cpu() -> None:
-    """The same output beside the same yardstick: equal to rounding of fp64 sums, and the same bits
-    again."""
-    y = yardstick((2, 4, 300, 8))
-    output, expected = outputs(y)
-    tensors = {
-        f.name: getattr(y, f.name).cuda()
-        for f in dataclasses.fields(y)
-        if isinstance(getattr(y, f.name), Tensor)
-    }
-    there = dataclasses.replace(y, **tensors)
-    here = measured(output, y, expected, bins=membership(300, torch.arange(300))).along
-    bins = membership(300, torch.arange(300, device="cuda"))
-    first, again = (
-        measured(output.cuda(), there, expected.cuda(), bins=bins).along for _ in range(2)
-    )
-    for name, sums in here.items():
-        np.testing.assert_allclose(first[name], sums, rtol=1e-9)
-        assert (first[name] == again[name]).all()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from numdev import report
+from numdev.audit import check
 from numdev.kernels.baseline import baseline
 from numdev.report.renderers import html
 from numdev.testing import CheckFailed, check_attention
@@ -49,7 +50,7 @@ def suite(
     warm: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.Pytester:
     """A test-suite beside a module of kernels, run under strict markers."""
-    monkeypatch.setattr("numdev.audit.check.SECONDS", 0.2)
+    monkeypatch.setattr(check, "SECONDS", 0.2)
     pytester.makepyfile(kernels_of_mine=KERNELS)
     pytester.makeini("[pytest]\naddopts = --strict-markers -p no:cacheprovider")
     return pytester
@@ -203,4 +204,6 @@ def test_importing_it_is_quick() -> None:
         "print(sorted(m for m in set(sys.modules) - before))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert answer.stdout.strip() == "['numdev', 'numdev.pytest_plugin']", answer.stderr
+    assert answer.stdout.strip() == "['numdev', 'numdev.audit', 'numdev.pytest_plugin']", (
+        answer.stderr
+    )

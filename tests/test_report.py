@@ -289,7 +289,7 @@ def test_rows_are_immutable() -> None:
 def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) -> None:
     """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured
     is no result to `examine`, and a field that is missing would look like that."""
-    from numdev.audit.journal import Task
+    from numdev.audit.plan import Task
     from numdev.audit.task import identity
     from numdev.cases import CaseRef
 

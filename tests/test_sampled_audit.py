@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench
+from numdev.audit.bench import Bench, Selection
 from numdev.audit.examine import examine
 from numdev.audit.explain_rows import explain
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli
 from numdev.gate.judging import judge
@@ -52,22 +53,21 @@ def drawn(length: int = 200, **changes: Any) -> AttentionCase:
 
 
 def bench_of(case: AttentionCase, sample: Sample | None = SAMPLE, **options: Any) -> Bench:
-    return Bench(case.ref, lambda: case, sample=sample, **options)
+    return prepare(case, "bfloat16", sample=sample, **options)
 
 
 def rows_of(
-    kernel: Kernel, bench: Bench, role: str = "kernel", fmt: str = "bfloat16", **changes: Any
+    kernel: Kernel, bench: Bench, role: str = "kernel", **changes: Any
 ) -> list[DeviationRow]:
     task = Task(
-        case=bench.ref,
+        case=bench.case.ref,
         role=role,
         kernel=kernel.name,
-        format=fmt,
-        gradients=bench.gradients,
-        sample=bench.sample,
+        format=bench.format.name,
+        gradients=bench.selection.gradients,
         **changes,
     )
-    return run_task(task, kernel, bench, HERE)
+    return measure_task(task, kernel, bench, HERE).rows
 
 
 def spoiling(place: tuple[int, int, int], by: float) -> Kernel:
@@ -101,9 +101,9 @@ def test_numbers_are_those_of_the_sampled_rows() -> None:
     bench = bench_of(case)
     rows = [r for r in rows_of(spy, bench) if r.tensor == "out"]
     assert seen == [200]
-    assert bench.queries is not None
-    whole = case.rounded_to(bench.at("bfloat16").yardstick.format)
-    error = (kernel.attend(whole).out.double() - attend(whole).out)[:, :, bench.queries]
+    assert bench.selection.queries is not None
+    whole = case.rounded_to(bench.format)
+    error = (kernel.attend(whole).out.double() - attend(whole).out)[:, :, bench.selection.queries]
     for head, row in enumerate(rows):
         assert (row.sampled, row.rows_measured, row.elements) == (True, 40, 2 * 40 * 16)
         mine = error[:, head]
@@ -127,10 +127,10 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
         ("dk", 1),
         ("dv", 1),
     }
-    whole = bench.at("bfloat16").case
+    whole = bench.case
     output, exact = kernel.gradients(whole), gradients(whole)
     for (tensor, head), row in rows.items():
-        at = bench.rows_of(tensor)
+        at = bench.selection.rows_of(tensor)
         assert at is not None
         x, r = getattr(output, tensor), getattr(exact, tensor)
         error = (x.double() - r)[:, head, at]
@@ -142,8 +142,8 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
             assert "single keys" in row.nulls["expected_ratio"]
         elif tensor != "lse":
             assert 0.95 < (row.expected_ratio or 0) < 1.05
-    assert bench.keys is not None
-    assert not torch.equal(bench.keys, bench.queries)  # type: ignore[arg-type]
+    assert bench.selection.keys is not None
+    assert not torch.equal(bench.selection.keys, bench.selection.queries)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["precision", "floor", "baseline", "control"])
@@ -198,7 +198,7 @@ def test_one_query_against_many_keys_is_whole() -> None:
     shapes = Shapes(batch=1, heads=2, kv_heads=2, q_len=1, kv_len=300, head_dim=16, v_dim=16)
     x = draw("normal", shapes, seed=0, options={})
     case = AttentionCase(ref=CaseRef(case="x"), q=x.q, k=x.k, v=x.v, scale=0.25)
-    assert bench_of(case, gradients=True).keys is None
+    assert Selection.of(case, gradients=True, sample=SAMPLE).keys is None
 
 
 # --- what is not finite --------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def test_one_query_against_many_keys_is_whole() -> None:
 def test_one_bad_element_anywhere_is_counted() -> None:
     """NaN in a row that was not drawn is found; the other heads have none."""
     case, bench = drawn(), bench_of(drawn())
-    assert bench.queries is not None
-    drawn_rows = set(bench.queries.tolist())
+    assert bench.selection.queries is not None
+    drawn_rows = set(bench.selection.queries.tolist())
     outside = next(i for i in range(200) if i not in drawn_rows)
     inside = next(iter(drawn_rows))
     for row_index in (outside, inside):
@@ -223,17 +223,17 @@ def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
     """A sampled row that is spoiled is named by its position, of so many; one that was not drawn is
     not seen."""
     case, bench = drawn(grad_out=None), bench_of(drawn(grad_out=None))
-    assert bench.queries is not None
-    at = bench.queries.tolist()
+    assert bench.selection.queries is not None
+    at = bench.selection.queries.tolist()
     outside = next(i for i in range(100, 200) if i not in at)
     for row_index, head in ((at[25], 3), (outside, 1)):
         kernel = spoiling((1, head, row_index), 9.0)
         bench = bench_of(case)
-        rows_of(kernel, bench)
         task = Task(
             case=case.ref, role="kernel", kernel="spoiled", format="bfloat16", sample=SAMPLE
         )
-        worst = examine(task, kernel, bench, HERE)
+        measured = measure_task(task, kernel, bench, HERE)
+        worst = examine(task, kernel, measured, bench, HERE)
         assert {w.rows for w in worst} == {200}
         assert {w.row for w in worst} <= set(at)
         if row_index in at:
@@ -247,20 +247,20 @@ def test_worst_keys_are_named_by_theirs() -> None:
     """And what is said of them comes from all queries: how many see key j is 200 - j, twice."""
     bench = bench_of(drawn(), gradients=True)
     kernel = find("sdpa-flash")
-    rows_of(kernel, bench)
     task = Task(
-        case=bench.ref,
+        case=bench.case.ref,
         role="kernel",
         kernel=kernel.name,
         format="bfloat16",
         gradients=True,
         sample=SAMPLE,
     )
-    found = [w for w in examine(task, kernel, bench, HERE) if w.tensor == "dv"]
-    assert bench.keys is not None
+    measured = measure_task(task, kernel, bench, HERE)
+    found = [w for w in examine(task, kernel, measured, bench, HERE) if w.tensor == "dv"]
+    assert bench.selection.keys is not None
     assert found
     for w in found:
-        assert w.row in bench.keys.tolist()
+        assert w.row in bench.selection.keys.tolist()
         assert w.sees == 2 * (200 - w.row)
         assert not w.predicted
 
@@ -279,7 +279,7 @@ def test_roundings_are_explained_from_sampled_rows() -> None:
     """The output's and dq's are; those of dk and dv are unknown, with the reason."""
     bench, kernel = bench_of(drawn(), gradients=True), find("sdpa-math")
     task = Task(
-        case=bench.ref,
+        case=bench.case.ref,
         role="kernel",
         kernel=kernel.name,
         format="bfloat16",
@@ -311,8 +311,8 @@ def test_sound_kernels_pass_and_wrong_ones_do_not() -> None:
 
     assert of(bench_of(drawn()), Kernel(name="off", function=off, backward=None)) == 1
     bench = bench_of(drawn())
-    assert bench.queries is not None
-    place = int(bench.queries[30])
+    assert bench.selection.queries is not None
+    place = int(bench.selection.queries[30])
     assert of(bench, spoiling((0, 1, place), 9.0)) == 1
 
 
@@ -425,13 +425,10 @@ def test_on_a_gpu_sampled_rows_are_the_calls(name: str) -> None:
     tensors = {n: getattr(case, n).to("cuda") for n in ("q", "k", "v", "grad_out")}
     case = dataclasses.replace(case, **tensors)
     sample = Sample(count=100, seed=3)
-    part, whole = (
-        Bench(case.ref, lambda: case, gradients=True, sample=s).at("bfloat16")
-        for s in (sample, None)
-    )
-    bench = Bench(case.ref, lambda: case, gradients=True, sample=sample)
+    part, whole = (bench_of(case, "bfloat16", gradients=True, sample=s) for s in (sample, None))
+    bench = bench_of(case, gradients=True, sample=sample)
     for tensor in ("out", "dq", "dk", "dv"):
-        at = bench.rows_of(tensor)
+        at = bench.selection.rows_of(tensor)
         assert at is not None
 
         def close(a: Tensor, b: Tensor, tolerance: float, at: Tensor = at) -> None:
@@ -449,7 +446,7 @@ def test_on_a_gpu_sampled_rows_are_the_calls(name: str) -> None:
     task = Task(
         case=case.ref, role="kernel", kernel=name, format="bfloat16", gradients=True, sample=sample
     )
-    rows = run_task(task, kernel, bench, system)
+    rows = measure_task(task, kernel, bench, system).rows
     assert {r.status for r in rows} == {"ok"}
     assert judge(rows).outcome == "passed"
 
@@ -468,7 +465,7 @@ def test_a_long_call_fits() -> None:
     torch.cuda.reset_peak_memory_stats()
     bench = bench_of(case, Sample(count=256))
     task = Task(case=case.ref, role="kernel", kernel="sdpa-flash", format="bfloat16")
-    rows = run_task(task, find("sdpa-flash"), bench, System.here("cuda"))
+    rows = measure_task(task, find("sdpa-flash"), bench, System.here("cuda")).rows
     assert torch.cuda.max_memory_allocated() < 40e9
     assert {r.status for r in rows} == {"ok"}
     for row in rows[:4]:

@@ -208,7 +208,7 @@ def test_fields_are_described() -> None:
 def test_the_command_is_light() -> None:
     """It prints JSON, and imports neither torch nor pandas."""
     code = (
-        "import sys; from numdev.cli import main\n"
+        "import sys; from numdev.cli.main import main\n"
         "try: main(['schema', 'report'])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'pandas', 'scipy', 'transformers'} & set(sys.modules)"

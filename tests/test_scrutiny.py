@@ -66,7 +66,7 @@ def asked(case: AttentionCase, tensor: str) -> Callable[[], Any]:
     empty = torch.zeros(r.shape[:3], dtype=torch.bool, device=r.device)
     y = Yardstick(reference=r, term_scale=terms, empty=empty, format=FORMATS["bfloat16"])
     out, predicted = (r + 1e-3 * terms * normal(s, *r.shape).to(r.device) for s in (1, 2))
-    _ = y.shown, y.floor_finite  # known from measuring
+    _ = y.usable, y.floor  # known from measuring
     rows = torch.arange(r.shape[2], device=r.device)
     return lambda: worst_rows(
         case, out, y, range(r.shape[1]), predicted=predicted, tensor=tensor, lse=exact.lse,
@@ -191,22 +191,6 @@ def test_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mode.waits >= 1
 
 
-@pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_few_launches_and_two_waits(
-    tensor: str, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host waits for the head and for its rows, on a yardstick that has been used, and 220
-    launches are enough, of which a third are those of `deviation.row_ratios` and `typical_row`."""
-    search = asked(llama("cpu", batch), tensor)
-    search()
-    with counted(monkeypatch) as mode:
-        found = search()
-    assert len(found) == 3
-    assert mode.waits == 2
-    assert mode.launches <= 220
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("tensor", ["out", "dk"])
@@ -243,6 +227,8 @@ def test_scores_of_few_rows_of_one_head(tensor: str, monkeypatch: pytest.MonkeyP
         return cases.visible(case, rows, keys)
 
     search = asked(case, tensor)
+    search()  # what measuring would have computed is there
+    seen.clear()
     monkeypatch.setattr(scrutiny, "visible", visible)
     search()
     ((heads, places),) = seen

@@ -14,11 +14,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from on_bench import measured_rows
 from oracles import make_case
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
 from numdev.explain.probe import MAX_ROWS, _blocks
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import format_named, round_to
@@ -174,7 +173,7 @@ def _rows(function, **fields) -> list[DeviationRow]:
     )
     task = Task(case=case.ref, role="kernel", kernel="mine", format="bfloat16")
     kernel = Kernel(name="mine", function=function)
-    return run_task(task, kernel, Bench(case.ref, lambda: case), System.here("cpu"))
+    return measured_rows(task, kernel, case, System.here("cpu"))
 
 
 def test_rows_and_the_report_say_it() -> None:

@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from numdev import kernels, report
-from numdev.audit.study import audit
+from numdev.audit.run import audit
 from numdev.audit.sweep import plan, sweep
 from numdev.audit.sweep_cost import operations
 from numdev.cases import AttentionCase, CaseRef, visible

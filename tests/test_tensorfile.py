@@ -12,11 +12,11 @@ from typing import Any
 import models
 import pytest
 import torch
+from on_bench import prepare
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numdev.audit.bench import Bench
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
@@ -533,4 +533,4 @@ def test_a_file_that_changes_during_the_audit_is_found_out(tmp_path: Path) -> No
     (stored,) = open_cases(path).cases
     save_file({"0.q": drawn(1)}, path)
     with pytest.raises(MeasurementError, match="changed"):
-        Bench(stored.ref, stored.load).case  # noqa: B018
+        prepare(stored.load()).case  # noqa: B018

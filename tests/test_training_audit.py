@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from on_bench import measured_rows, prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
+from numdev.audit.plan import Task
 from numdev.audit.reproduce import making as reproducing
-from numdev.audit.task import run_task
 from numdev.cases import AttentionCase, CaseRef, empty_rows, visible
 from numdev.cli.main import cli
 from numdev.gate.judging import calls_of
@@ -59,7 +58,7 @@ def rows_of(
         gradients=True,
         **changes,
     )
-    return run_task(task, kernel, Bench(case.ref, lambda: case, heads, gradients=True), HERE)
+    return measured_rows(task, kernel, case)
 
 
 def invoked(*arguments: str) -> Result:
@@ -133,7 +132,7 @@ def test_a_kernel_that_fails_forward_too_is_one_row() -> None:
 def test_gradients_are_held_against_fp64_on_the_rounded_inputs() -> None:
     """rms of dk against the reference's by hand, and its floor."""
     case = drawn()
-    rounded = Bench(case.ref, lambda: case, gradients=True).at("bfloat16").case
+    rounded = prepare(case, "bfloat16", gradients=True).case
     exact, got = gradients(rounded), find("sdpa-flash").gradients(rounded)
     assert got.dk is not None
     error = got.dk.double() - exact.dk
@@ -162,8 +161,8 @@ def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
     mask = torch.ones(60, 60, dtype=torch.bool)
     mask[7:20] = False
     case = drawn(mask=mask)
-    bench = Bench(case.ref, lambda: case, gradients=True)
-    assert bench.case.grad_out is not None
+    bench = prepare(case, gradients=True)
+    assert bench.selection.case.grad_out is not None
     assert not bench.case.grad_out[:, :, 7:20].any()
     assert bench.case.grad_out[:, :, 20:].any()
     lowest = torch.zeros(60, 60).masked_fill(~mask, torch.finfo(torch.float32).min)

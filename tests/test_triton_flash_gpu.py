@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import prepare
 
-from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
 from numdev.kernels.emulation.predict import emulated_step
@@ -151,8 +151,8 @@ def test_errors_are_those_of_the_claim(shape: str, dtype: torch.dtype) -> None:
     task = Task(
         case=here.ref, role="kernel", kernel=KERNEL.name, format=here.format.name, gradients=True
     )
-    bench = Bench(here.ref, lambda: here, gradients=True)
-    rows = run_task(task, KERNEL, bench, System.here())
+    bench = prepare(here, gradients=True)
+    rows = measure_task(task, KERNEL, bench, System.here()).rows
     ratios = {(row.tensor, row.head): row.expected_ratio for row in rows if row.tensor in TENSORS}
     assert len(ratios) == 2 * 4 + 2 * 2
     assert all(ratio == pytest.approx(1.0, abs=0.03) for ratio in ratios.values()), ratios
@@ -342,7 +342,7 @@ def test_large_strides_reach_beyond_32_bits() -> None:
 def test_measured_as_every_kernel_is() -> None:
     """Its deviation is that of a flash kernel: within 1.6 floors in every head."""
     here = case(is_causal=True)
-    yardstick = Bench(here.ref, lambda: here).at("bfloat16").yardstick
-    for head in deviation.measure(KERNEL.attend(here).out, yardstick):
+    yardstick = prepare(here, "bfloat16").yardsticks["out"]
+    for head in deviation.measure(KERNEL.attend(here).out, yardstick).heads:
         assert head["floor_ratio"] < 1.6
         assert head["nonfinite"] == 0

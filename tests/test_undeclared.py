@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench
+from numdev.audit import check, task, undeclared
 from numdev.audit.check_cases import CheckSource
 from numdev.audit.examine import examine
-from numdev.audit.journal import Task
-from numdev.audit.task import run_task
-from numdev.explain import undeclared
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output
 from numdev.kernels.autograd_styles import WAYS
@@ -109,7 +109,7 @@ def returns_nan(
 
 @pytest.fixture(autouse=True)
 def _no_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("numdev.audit.check.TRIED", 0)
+    monkeypatch.setattr(check, "TRIED", 0)
 
 
 def claims(rows: Any) -> set[str]:
@@ -142,7 +142,7 @@ def test_a_kernel_that_passes_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     def forbidden(*args: Any) -> None:
         raise AssertionError("a way was tried")
 
-    monkeypatch.setattr("numdev.audit.task.likeness", forbidden)
+    monkeypatch.setattr(task, "likeness", forbidden)
     check_attention(planted.sound, cases="causal")
     with pytest.raises(CheckFailed):
         check_attention(through_casts, cases="causal", claims={"preset": "exact"})
@@ -188,7 +188,7 @@ def test_a_fault_beside_a_known_way_is_caught() -> None:
 def test_ways_are_attention(words: str, name: str) -> None:
     """Each, in both passes, is within a few roundings of fp64, and 0 where a row sees no key."""
     (located,) = CheckSource([name], [0], "cpu", gradients=True).cases
-    prepared = Bench(located.ref, located.load, gradients=True).at("bfloat16")
+    prepared = prepare(located.load(), "bfloat16", gradients=True)
     found = Kernel(name="way", function=WAYS[words]).gradients(prepared.case)
     exact = gradients(prepared.case)
     for tensor in ("out", "dq", "dk", "dv"):
@@ -201,15 +201,14 @@ def test_only_elements_explain() -> None:
     """Errors of a way's size but another sign, or twice as large, are not taken for its own; the
     way's own are."""
     (located,) = CheckSource(["causal"], [0], "cpu", gradients=True).cases
-    bench = Bench(located.ref, located.load, gradients=True)
-    prepared = bench.at("bfloat16")
+    prepared = prepare(located.load(), "bfloat16", gradients=True)
     step = emulated_step(prepared.case, {"preset": "eager"})
     formats = dict.fromkeys(step, prepared.case.format)
 
     def found(factor: float) -> undeclared.Likeness | None:
         exact = {n: getattr(prepared.reference, n) for n in step}
         moved = {n: exact[n] + factor * (step[n].double() - exact[n]) for n in step}
-        return undeclared.likeness(Output(**moved), tuple(step), formats, prepared, bench, HERE)
+        return undeclared.likeness(Output(**moved), tuple(step), formats, prepared, HERE)
 
     own = found(1.0)
     assert own is not None
@@ -223,12 +222,15 @@ def test_only_elements_explain() -> None:
 def test_worst_rows_are_held_to_the_way_too() -> None:
     """A kernel's worst row is as far off where it is named as in the kernel's own rows."""
     (located,) = CheckSource(["large-logits"], [0], "cpu", gradients=True).cases
-    bench = Bench(located.ref, located.load, gradients=True)
+    bench = prepare(located.load(), "bfloat16", gradients=True)
     kernel = Kernel(name="mine", function=eager)
-    task = Task(case=bench.ref, role="kernel", kernel="mine", format="bfloat16", gradients=True)
-    rows = run_task(task, kernel, bench, HERE)
+    task = Task(
+        case=bench.case.ref, role="kernel", kernel="mine", format="bfloat16", gradients=True
+    )
+    measured = measure_task(task, kernel, bench, HERE)
+    rows = measured.rows
     assert claims(rows) == {"as eager rounds"}
-    named = examine(task, kernel, bench, HERE)
+    named = examine(task, kernel, measured, bench, HERE)
     for tensor in ("out", "dq", "dk", "dv"):
         largest = max(r.worst_row or 0.0 for r in rows if r.tensor == tensor)
         found = max(w.ratio or 0.0 for w in named if w.tensor == tensor)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from numdev.audit.records import weight_row
 from numdev.formats import FORMATS
-from numdev.training.weights.kinds import KINDS, kind_of, layer_of
+from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled, unfit
 
 RELATIVE = 1e-12

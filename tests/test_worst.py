@@ -19,9 +19,10 @@ from numdev.errors import UsageError
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
 from numdev.metrics import worst_rows as worst
-from numdev.metrics.deviation import Yardstick, measure
+from numdev.metrics.deviation import measure
 from numdev.metrics.special import LEAST, NOTHING, Usual
 from numdev.metrics.worst_rows import worst_rows
+from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, WorstRow
 from numdev.report.renderers import html, terminal
 
@@ -220,7 +221,7 @@ def test_the_ratio_is_that_of_worst_row() -> None:
     case = make_case(q_len=30, kv_len=30, seed=2)
     out, y, _ = spoiled(case, (0, 1, 4), by=0.01)
     predicted = y.reference + 1e-3 * y.term_scale * normal(8, *y.reference.shape)
-    metric = measure(out, y, predicted)
+    metric = measure(out, y, predicted).heads
     first = worst_rows(case, out, y, range(2), predicted=predicted)[0]
     assert (first.head, first.row, first.predicted) == (1, 4, True)
     assert first.ratio == pytest.approx(max(head["worst_row"] for head in metric))

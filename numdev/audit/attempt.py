@@ -7,7 +7,7 @@ segmentation fault, a hang) is beyond this file: `numdev.audit.isolation` makes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,20 +34,17 @@ def attempt(
     options: Mapping[str, Any],
     *,
     gradients: bool = False,
-    wait: Callable[[], None] | None = None,
 ) -> Output | Failure:
     """The kernel's output, with `gradients` that of one training step, or what went wrong.
 
-    The kernel gets a copy of the inputs, so that writing into them spoils no other kernel's. `wait`
-    waits for the device, if PyTorch is not to.
+    The kernel gets a copy of the inputs, so that writing into them spoils no other kernel's.
     """
     run = kernel.gradients if gradients else kernel.attend
     try:
         with torch.set_grad_enabled(gradients):
             output = run(copied(case), **options)
         if case.q.is_cuda:
-            over = wait or torch.cuda.synchronize
-            over()  # a fault of this kernel comes out here, not in the next one
+            torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
         return output
     except Refused as refusal:
         return Failure("skipped", refusal.message)

@@ -19,11 +19,12 @@ import torch
 
 from numdev.audit.attempt import attempt, one_line
 from numdev.audit.check_cases import CheckSource
-from numdev.audit.jobs import Planned, Setting
 from numdev.audit.journal import Journal
+from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
 from numdev.audit.records import recorded
 from numdev.audit.reproduce.making import Workshop, reproduce
-from numdev.audit.run import Here, Run, plan_formats, plan_kernels, provenance, stopwatch
+from numdev.audit.run import measure_source, provenance
+from numdev.audit.timing import stopwatch
 from numdev.errors import Refused
 from numdev.gate.findings import findings_of
 from numdev.gate.judging import GRADIENTS, judge_report
@@ -31,7 +32,7 @@ from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel
 from numdev.kernels.backward import differentiate
-from numdev.report import AuditReport, Finding
+from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding
 from numdev.report.summary import summarise
 from numdev.system import System
 
@@ -88,27 +89,21 @@ def check(
     kernel = _declining(kernel)
     planned = Planned(role="kernel", kernel=kernel, options=recorded(kernel.with_options({})))
     plan = [*plan_kernels(()), planned]
-    watch = stopwatch(system)
-    with tempfile.TemporaryDirectory(prefix="numdev-") as scratch:
-        header = {"request": asked}
-        with Journal.open(Path(scratch), header, overwrite=False) as journal:
-            setting = Setting(
-                system=system,
-                formats=plan_formats(formats, plan),
-                plan=plan,
-                gradients=backward is not False,
-                repeats=2,
-            )
-            run = Run(
-                journal=journal,
-                setting=setting,
-                executor=Here(setting=setting, watch=watch),
-                progress=lambda what, done, total: None,
-                total=0,
-                watch=watch,
-            )
-            run.over(source, lambda text: None)
-            rows, cases = run.rows, run.cases
+    watch = stopwatch(system.device)
+    measured = Plan(
+        system=system,
+        formats=plan_formats(formats, plan),
+        kernels=plan,
+        gradients=backward is not False,
+        repeats=2,
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="numdev-") as scratch,
+        Journal.open(Path(scratch), {"request": asked}, overwrite=False) as journal,
+    ):
+        measure_source(source, measured, journal, attempt, watch)
+        rows = journal.records("row", DeviationRow)
+        cases = journal.records("case", CaseRecord)
     findings, tested = findings_of(rows, rules)
     report = AuditReport(
         provenance=provenance(system, source.describe(), "numdev.check_attention"),

@@ -2,14 +2,14 @@
 
 A case of the default set (`configs/check/default.yaml`) or a regime of inputs by its name, a YAML
 file, a file or directory of captured tensors, a mapping with the keys of a YAML case, or a call at
-hand. All become one source, which is visited case by case as any other.
+hand. All become one source, gone through case by case as any other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,8 @@ class CheckSource:
     def count(self) -> int:
         return len(self.cases)
 
-    def visit(self, handle: Callable[[Located], None]) -> None:
-        for located in self.cases:
-            handle(located)
+    def __iter__(self) -> Iterator[Located]:
+        return iter(self.cases)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())

@@ -1,62 +1,67 @@
-"""The rows that err most of a kernel that was just measured, and what is special about them."""
+"""What a measured kernel's rows look like: those that err most, and how errors go along a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from numdev.audit.bench import KV_TENSORS, Bench
-from numdev.audit.journal import Task
-from numdev.audit.task import COUNTED, formats_of, identity
+from numdev.audit.plan import Task
+from numdev.audit.task import COUNTED, Measured, formats_of, identity
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.predict import returning, unexpected
+from numdev.metrics.binning import starts
+from numdev.metrics.row_sums import Numbers
 from numdev.metrics.worst_rows import worst_rows
-from numdev.report import DeviationRow, WorstRow
+from numdev.report import DeviationRow, ProfileRow, WorstRow
 from numdev.system import System
 
-SHOWN = 3
-"""How many rows a report's summary shows."""
+SHOWN = 3  # rows in a report's summary
+# From this multiple of what is predicted for it a row is shown. In sound kernels on a model's own
+# inputs the worst is at 1.01 in forward and 1.42 in backward (the demo, bfloat16): naming those
+# would be noise. Half as far as the smallest limit of the rules (`worst row`, 5), so that what
+# comes near one is seen.
 NOTABLE = 2.0
-"""From this multiple of what is predicted for it a row is shown. In sound kernels on a model's own
-inputs the worst is at 1.01 in forward and 1.42 in backward (the demo, bfloat16): naming those would
-be noise. Half as far as the smallest limit of the rules (`worst row`, 5), so that what comes near
-one is seen."""
+# The same, whatever the order in which the two places that compute a ratio add up its squares.
 NEARLY = NOTABLE * (1 - 1e-9)
-"""The same, whatever the order in which the two places that compute a ratio add up its squares."""
+PROFILED = ("floor", "baseline", "kernel")  # roles that have a profile
 
 
-def examine(task: Task, kernel: Kernel, bench: Bench, system: System) -> list[WorstRow]:
-    """The worst rows of each tensor of the task that was measured last on this bench, beside what
-    its rows were held to; none where it returned nothing."""
-    if bench.last is None or bench.last[0] != task.key:
-        return []
-    prepared, (_, output, held_to) = bench.at(task.format), bench.last
-    found: list[WorstRow] = []
+def examine(
+    task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
+) -> list[WorstRow]:
+    """The worst rows of each tensor of a measured task, beside what its rows were held to; none
+    where it returned nothing."""
+    output, held_to, select = measured.output, measured.held_to, bench.selection
+    worst: list[WorstRow] = []
+    if output is None:
+        return worst
     try:
-        claim = kernel.claims(prepared.case, output, system)
-        formats = formats_of(output, prepared)
+        claim = kernel.claims(bench.case, output, system)
+        formats = formats_of(output, bench)
         for tensor, fmt in formats.items():
-            x = getattr(output, tensor)
-            known = unexpected(claim, prepared.case.format, fmt) is None
-            known = known and tensor in prepared.by_row
-            if known and held_to is None:
-                held_to = prepared.predicted(returning(claim, prepared.case, formats))
-            heads = bench.heads_of(tensor)
-            if tensor in KV_TENSORS and len(bench.heads) != prepared.case.heads:
+            predictable = unexpected(claim, bench.case.format, fmt) is None
+            predictable = predictable and tensor in bench.by_row
+            if predictable and held_to is None:
+                held_to = bench.predicted(returning(claim, bench.case, formats))
+            if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
                 continue  # what a key receives comes from query heads that are not measured
-            found += worst_rows(
-                prepared.case,
-                bench.select(x, tensor),
-                prepared.yardsticks[tensor].for_format(fmt),
-                heads,
-                predicted=held_to[tensor] if known and held_to is not None else None,
+            worst += worst_rows(
+                bench.case,
+                select.select(getattr(output, tensor), tensor),
+                bench.yardsticks[tensor].for_format(fmt),
+                select.heads_of(tensor),
+                predicted=held_to[tensor] if predictable and held_to is not None else None,
                 tensor=tensor,
-                lse=prepared.lse if tensor in KV_TENSORS else None,
-                rows=bench.rows_of(tensor),
+                lse=bench.lse if tensor in KV_TENSORS else None,
+                rows=select.rows_of(tensor),
                 identity=identity(task),
             )
     except COUNTED:
-        return found
-    return found
+        return worst
+    return worst
 
 
 def remarkable(rows: Iterable[DeviationRow]) -> bool:
@@ -73,21 +78,60 @@ def remarkable(rows: Iterable[DeviationRow]) -> bool:
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
     """Those a summary shows: what is not finite and should be, then the largest ratios to what is
     predicted, from NOTABLE on; each row once."""
-    ranked = sorted(
-        (row for row in rows if row.nonfinite or (row.predicted and _notable(row.ratio))),
-        key=lambda row: (-row.nonfinite, -(row.ratio or 0.0)),
+    notable = (
+        row
+        for row in rows
+        if row.nonfinite or (row.predicted and row.ratio is not None and row.ratio >= NOTABLE)
     )
-    seen: dict[tuple[object, ...], WorstRow] = {}
-    for row in ranked:
+    unique: dict[tuple[object, ...], WorstRow] = {}
+    for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):
         place = (row.case, row.layer, row.call, row.tensor, row.head, row.batch, row.row)
-        seen.setdefault(place, row)
-    return tuple(list(seen.values())[:SHOWN])
+        unique.setdefault(place, row)
+    return tuple(list(unique.values())[:SHOWN])
 
 
-def _notable(ratio: float | None) -> bool:
-    return ratio is not None and ratio >= NOTABLE
+def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow]:
+    """How each tensor errs along its call, by bin of positions; none where there are no bins.
+
+    Errors are root mean squares in the unit of `row_rel`, relative to each row's term scale. Not
+    times the floor: where a row sees one key its result is a row of V, which needs no rounding, and
+    the floor is 0.
+    """
+    if task.role not in PROFILED:
+        return []
+    return [
+        _profile_row(task, tensor, bench.selection.length_of(tensor), deviation.along)
+        for tensor, deviation in measured.along.items()
+        if deviation.along
+    ]
 
 
-def kept(rows: Sequence[WorstRow]) -> list[dict[str, object]]:
-    """As the journal keeps them."""
-    return [row.model_dump(mode="json") for row in rows]
+def _profile_row(task: Task, tensor: str, length: int, along: Mapping[str, Numbers]) -> ProfileRow:
+    predicted = None
+    if task.role == "kernel" and "predicted" in along:
+        most = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
+        predicted = _rms(most, along["expected_count"])
+    return ProfileRow.model_validate(
+        {
+            "case": task.case.case,
+            "layer": task.case.layer,
+            "attends": task.case.attends,
+            "role": task.role,
+            "kernel": task.kernel,
+            "options": dict(task.options),
+            "format": task.format,
+            "tensor": tensor,
+            "length": length,
+            "starts": starts(length),
+            "counts": [int(n) for n in along["counted"]],
+            "errors": _rms(along["relative"], along["counted"]),
+            "predicted": predicted,
+        }
+    )
+
+
+def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
+    """Of each bin, to four digits; None where it has no row."""
+    with np.errstate(all="ignore"):
+        values = np.sqrt(squares / counts)
+    return tuple(float(f"{x:.4g}") if math.isfinite(x) else None for x in values)

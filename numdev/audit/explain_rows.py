@@ -10,7 +10,7 @@ from torch import Tensor
 
 from numdev.audit.attempt import Failure, attempt
 from numdev.audit.bench import Bench
-from numdev.audit.journal import Task
+from numdev.audit.plan import Task
 from numdev.audit.task import Runner, given, identity, returned
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
@@ -49,14 +49,14 @@ def explain(
     if kernel.missing(system):
         return []
     try:
-        case = bench.at(task.format).case
+        case = bench.case
         output = _attempt(task, kernel, case, run)
         if isinstance(output, Failure):
             return []
         claim = kernel.claims(case, output, system)
-        compared = _Compared(case, output, bench.heads, bench.queries)
+        compared = _Compared(case, output, bench.selection.heads, bench.selection.queries)
     except (RuntimeError, TypeError, ValueError, MeasurementError, UsageError) as error:
-        return [_row(task, "out", chosen(bench.heads), None, _failed(error))]
+        return [_row(task, "out", chosen(bench.selection.heads), None, _failed(error))]
     rows = []
     for tensor in compared.formats:
         heads, found, unknown = compared.heads(tensor), None, compared.unpredictable(tensor, claim)
@@ -142,7 +142,7 @@ class _Compared:
 def _attempt(task: Task, kernel: Kernel, case: AttentionCase, run: Runner) -> Output | Failure:
     """A training step where one is wanted and can be had, else the forward pass."""
     options = given(task, kernel)
-    if getattr(task, "gradients", False):
+    if task.gradients:
         step = run(kernel, case, options, gradients=True)
         if isinstance(step, Output):
             return step

@@ -1,53 +1,36 @@
-"""The loop: every case, in every format, through every kernel, with what is finished journalled.
+"""`numdev audit`: every attention call, through every kernel, against fp64, beside low precision.
 
-What `audit` and `sweep` share. A source hands over cases one at a time; each is a job
-(`numdev.audit.jobs`) for an executor, which does it here or has it done elsewhere; what is finished goes
-to the journal at once, or while a GPU is next waited for, and this process alone writes that. What
-the rows come to is the study's business.
+The main line. A source gives cases, `measure_case` turns each into finished rows, the journal keeps
+them, and the report is made of them. `numdev sweep` goes through the same loop (`measure_source`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
-
-import torch
+from pathlib import Path
+from typing import Any
 
 import numdev
-from numdev.audit.attempt import Failure, attempt
-from numdev.audit.devicetime import OnDevice
-from numdev.audit.isolation import Supervised
-from numdev.audit.jobs import (
-    Entry,
-    Held,
-    Job,
-    Planned,
-    Setting,
-    Tell,
-    bench_of,
-    case_key,
-    entries,
-    steps,
-)
-from numdev.audit.journal import Journal, Row
-from numdev.audit.meanwhile import catch_up, forget, put_off
-from numdev.audit.records import recorded, weight_row
+from numdev.audit.attempt import attempt
+from numdev.audit.case import measure_case
+from numdev.audit.cluster import Cluster, Finished, InMemory, Workers, at_work
+from numdev.audit.examine import most
+from numdev.audit.isolation import Isolated
+from numdev.audit.journal import Journal
+from numdev.audit.plan import Plan, Planned, Task, plan_controls, plan_formats, plan_kernels
+from numdev.audit.records import case_record, weight_row
+from numdev.audit.reproduce.making import Workshop, reproduce
 from numdev.audit.task import Runner
-from numdev.audit.timing import SECTIONS, OnHost, Stopwatch
-from numdev.cases import AttentionCase, CaseRef
-from numdev.config import Choice
-from numdev.errors import UsageError
-from numdev.formats import Format, dtype_of, format_named, format_of
-from numdev.kernels import Kernel, Output, find
-from numdev.kernels.emulation.faults import CONTROLS
+from numdev.audit.timing import Stopwatch, stopwatch
+from numdev.config import AuditRequest
+from numdev.errors import MeasurementError
+from numdev.explain.words import explanations
+from numdev.gate.findings import findings_of
 from numdev.report import (
     AttributionRow,
+    AuditReport,
     CaseRecord,
     DeviationRow,
     ProfileRow,
@@ -55,104 +38,200 @@ from numdev.report import (
     WeightRow,
     WorstRow,
 )
-from numdev.report.collector import piece_done, uncollected
-from numdev.sources.opening import Located, Source
+from numdev.report.summary import summarise
+from numdev.sources.opening import Located, Source, open_source
 from numdev.sources.tensorwriter import Writer
 from numdev.system import System
 
+# Called with what is being done, how many tasks are behind it, and how many there are.
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many tasks are behind it, and how many there are."""
-
-READING = ("streamed",)
-"""What a source says of how it was read, which may differ from run to run."""
-ALWAYS = (("precision", "reference"), ("floor", "floor"), ("baseline", "baseline"))
-"""What always runs beside the kernels under audit: (role, kernel)."""
+Say = Callable[[str], None]
 
 
-def plan_kernels(choices: Iterable[Choice]) -> list[Planned]:
-    """The standard three and the kernels under audit, in the order they will run, each once."""
-    planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
-    for choice in choices:
-        kernel = find(choice.name)
-        options = recorded(kernel.with_options(choice.options))
-        known = any(p.kernel.name == kernel.name and p.options == options for p in planned)
-        if not known and kernel.name not in {name for _, name in ALWAYS}:
-            planned.append(Planned(role="kernel", kernel=kernel, options=options))
-    return planned
+def silent(what: str, done: int, total: int) -> None:
+    """No progress."""
 
 
-def plan_controls(*, gradients: bool) -> list[Planned]:
-    """Planted faults in every dose, to be measured beside the kernels on the same data."""
-    return [
-        Planned(role="control", kernel=control.kernel(), options={"dose": dose})
-        for control in CONTROLS.values()
-        for dose in control.doses
-        if gradients or not control.in_backward_only
-    ]
+def audit(
+    request: AuditRequest,
+    directory: Path,
+    *,
+    workers: Cluster | None = None,
+    overwrite: bool = False,
+    save_cases: Path | None = None,
+    command: str = "",
+    progress: Progress = silent,
+    say: Say = lambda text: None,
+) -> AuditReport:
+    """Run `request`, journalling into `directory`; returns the report, which the caller writes.
+
+    `workers`: who measures; None: this process. `save_cases`: a directory to write every case to,
+    unrounded. `say` is told what a user should know that the report does not hold. Raises
+    UsageError for a request that cannot be run here, before anything is measured, and
+    MeasurementError when a sound request could not be carried out.
+    """
+    system = System.here(request.device)
+    watch = stopwatch(system.device)
+    kernels = plan_kernels(request.kernels)
+    kernels += plan_controls(gradients=request.gradients) if request.control else []
+    plan = Plan(
+        system=system,
+        formats=plan_formats(request.formats, kernels),
+        kernels=kernels,
+        heads=request.heads,
+        explain=request.explain,
+        examine=True,
+        profile=True,
+        gradients=request.gradients,
+        sampled_rows=request.sampled_rows,
+        seed=request.seed,
+        repeats=request.repeats,
+    )
+    with watch("capture"):
+        source = open_source(request, system)
+    told = [*source.notes]
+    for note in told:
+        say(note)
+    described, asked = source.describe(), request.model_dump(mode="json")
+    writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
+    header = plan.header(asked, described)
+    with (
+        Journal.open(directory, header, overwrite=overwrite) as journal,
+        # What has cost a worker its life must not be run in this process afterwards.
+        runner(isolated=request.isolate or workers is not None, limit_s=request.time_limit) as run,
+        at_work(workers, plan, header, request.time_limit, watch, say) as team,
+        writer or contextlib.nullcontext(),
+    ):
+        measure_source(
+            source,
+            plan,
+            journal,
+            run,
+            watch,
+            workers=team,
+            writer=writer,
+            progress=progress,
+            say=say,
+        )
+        for note in source.notes:  # some are known only afterwards
+            if note not in told:
+                say(note)
+        with watch("weights"):
+            weights = tuple(_weight_rows(source, plan))
+        rows = journal.records("row", DeviationRow)
+        if not rows:
+            raise MeasurementError(
+                f"{request.target}: no attention call was selected",
+                hint="check --layers and --heads",
+            )
+        findings, tested = findings_of(rows)
+        workshop = Workshop(
+            plan=kernels,
+            system=system,
+            gradients=request.gradients,
+            rows=request.sampled_rows,
+            seed=request.seed,
+            run=run,
+            most=request.reproducers,
+        )
+        reproduce(findings, source, workshop, directory, say)
+    attributions = journal.records("attribution", AttributionRow)
+    profiles = journal.records("profile", ProfileRow)
+    worst = most(journal.records("worst", WorstRow))
+    return AuditReport(
+        provenance=provenance(system, described, command),
+        request=asked,
+        summary=summarise(rows, weights, explanations(attributions), worst, profiles),
+        findings=findings,
+        tested=tested,
+        cases=journal.records("case", CaseRecord),
+        rows=rows,
+        weights=weights,
+        attributions=attributions,
+        profiles=profiles,
+        timings=watch.seconds(),
+    )
+
+
+def measure_source(
+    source: Source,
+    plan: Plan,
+    journal: Journal,
+    run: Runner,
+    watch: Stopwatch,
+    *,
+    workers: Workers | None = None,
+    writer: Writer | None = None,
+    progress: Progress = silent,
+    say: Say = lambda text: None,
+) -> None:
+    """Every case of a source through every kernel; what is finished already is not even loaded.
+
+    Kernels under audit run by `run`, or on `workers`. `writer` saves cases as they come by. `say`
+    is told whether an earlier run was continued.
+    """
+    before, visited = journal.finished, 0
+    total = source.count() * len(plan.formats) * len(plan.kernels)
+
+    def keep(finished: Iterable[Finished], visited: int) -> int:
+        for key, entry, what in finished:
+            if not journal.is_finished(key):  # every seed of a case brings its record
+                journal.append(key, entry)
+                visited += "row" in entry
+            progress(what, visited, total)
+        return visited
+
+    with watch("capture"):
+        for located in source:
+            with watch("other"):
+                if writer is not None:
+                    located = _saved(located, writer, plan)
+                of_case = f"case {located.ref.case}"
+                tasks = list(plan.tasks(located.ref))
+                recorded = journal.visit(of_case)
+                unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]
+                visited += len(tasks) - len(unfinished)
+                progress(located.ref.module, visited, total)
+                if recorded and not unfinished:
+                    continue
+                if workers is not None:
+                    finished = workers.submit(located, unfinished)
+                else:
+                    finished = measured_here(located, unfinished, plan, run, watch)
+                visited = keep(finished, visited)
+        with watch("other"):
+            if workers is not None:
+                keep(workers.rest(), visited)
+    if before and journal.finished == before:
+        say("Every task was finished before; --overwrite measures them again.")
+    elif before:
+        say("Continued an earlier run; its finished tasks were kept.")
+
+
+def measured_here(
+    located: Located,
+    unfinished: Sequence[tuple[Planned, Task]],
+    plan: Plan,
+    run: Runner,
+    watch: Stopwatch,
+) -> Iterator[Finished]:
+    """What goes into the journal of a case, measured in this process."""
+    with watch("capture"):
+        case = located.load()
+    record = case_record(case, located.axes)
+    yield f"case {located.ref.case}", {"case": [record]}, located.ref.module
+    for task, entry in measure_case(case, unfinished, plan, run, watch):
+        yield task.key, entry, f"{task.case.module} {task.kernel}"
 
 
 @contextlib.contextmanager
 def runner(*, isolated: bool, limit_s: float) -> Iterator[Runner]:
-    """Where kernels under audit run: here, or in a supervised process with a time limit."""
+    """Where kernels under audit run: here, or in a process of their own with a time limit."""
     if not isolated:
         yield attempt
         return
-    with Supervised() as process:
-
-        def run(
-            kernel: Kernel,
-            case: AttentionCase,
-            options: Mapping[str, Any],
-            *,
-            gradients: bool = False,
-        ) -> Output | Failure:
-            return process.run(kernel.name, options, case, gradients=gradients, limit_s=limit_s)
-
-        yield run
-
-
-def plan_formats(names: Iterable[str], plan: Sequence[Planned]) -> list[Format]:
-    """The formats by name, each once; raises UsageError for one that no kernel could run in."""
-    return list(dict.fromkeys(_workable(name, plan) for name in names))
-
-
-def header(
-    request: Mapping[str, Any],
-    system: System,
-    plan: Sequence[Planned],
-    described: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What a run must have in common with the journal it continues. How the source was read is no
-    part of that: no number depends on it."""
-    return {
-        "request": request,
-        "environment": environment(system),
-        "kernels": {p.kernel.name: p.kernel.made_from for p in plan},
-        "source": {name: x for name, x in described.items() if name not in READING},
-    }
-
-
-def environment(system: System) -> dict[str, Any]:
-    """All of a machine and its software that may change a number."""
-    return {**system.as_dict(), "numdev": own_fingerprint()}
-
-
-@functools.cache
-def own_fingerprint() -> str:
-    """The version of numdev that measures: its number, and a hash of its source."""
-    whole = hashlib.sha256()
-    package = os.path.join(os.path.dirname(numdev.__file__), "")
-    found = [
-        os.path.join(folder, name)
-        for folder, _, names in os.walk(package)
-        for name in names
-        if name.endswith(".py")
-    ]
-    # Paths as text and files without a buffer: a third of the time, at the start of every run.
-    for path in sorted(found, key=lambda path: path.split(os.sep)):
-        with open(path, "rb", buffering=0) as file:
-            whole.update(path.removeprefix(package).encode() + b"\0" + file.read())
-    return f"{numdev.__version__}+{whole.hexdigest()[:12]}"
+    with Isolated(limit_s) as process:
+        yield process.run
 
 
 def provenance(system: System, described: Mapping[str, Any], command: str) -> Provenance:
@@ -166,171 +245,18 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
     )
 
 
-def stopwatch(system: System, sections: Sequence[str] = SECTIONS) -> Stopwatch:
-    """A running one, in the time of the device."""
-    return Stopwatch(OnDevice() if system.device == "cuda" else OnHost(), sections=sections)
+def _saved(located: Located, writer: Writer, plan: Plan) -> InMemory:
+    from numdev.audit.bench import Selection
+
+    case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
+    writer.add(case, located.axes)
+    return InMemory(case=case, axes=located.axes)
 
 
-class Executor(Protocol):
-    """Who does a run's jobs: this process (`Here`), or others (`numdev.audit.cluster.team`)."""
-
-    def submit(self, job: Job, tell: Tell) -> Iterator[Entry]:
-        """Take a job on. What is finished by now, of this job or of earlier ones."""
-
-    def rest(self, tell: Tell) -> Iterator[Entry]:
-        """What is still to come of all jobs."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Here:
-    """Does a job as soon as it is given one."""
-
-    setting: Setting
-    runner: Runner = attempt
-    """Where kernels under audit run."""
-    watch: Stopwatch
-
-    def submit(self, job: Job, tell: Tell) -> Iterator[Entry]:
-        return entries(job, self.setting, self.runner, self.watch, tell)
-
-    def rest(self, tell: Tell) -> Iterator[Entry]:
-        return iter(())
-
-
-@dataclasses.dataclass(kw_only=True)
-class Run:
-    """One pass over a source: every case through every kernel, journalled in the order of cases,
-    whatever the order in which they are finished."""
-
-    journal: Journal
-    setting: Setting
-    executor: Executor
-    progress: Progress
-    total: int
-    writer: Writer | None = None
-    """Where cases are saved as they come by."""
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-    visited: int = 0
-    queued: set[str] = dataclasses.field(default_factory=set)
-    """The keys of entries that are put off."""
-
-    def over(self, source: Source, say: Callable[[str], None]) -> None:
-        """Every case of the source. `say` is told whether an earlier run was continued."""
-        before = self.journal.finished
-        try:
-            with self.watch("capture"):
-                source.visit(self.case)
-                with self.watch("other"):
-                    self._keep(self.executor.rest(self._tell))
-        finally:
-            with self.watch("other"):
-                try:
-                    catch_up()
-                finally:
-                    forget()  # another run's journal is not this one's
-        if before and self.journal.finished == before:
-            say("Every task was finished before; --overwrite measures them again.")
-        elif before:
-            say("Continued an earlier run; its finished tasks were kept.")
-
-    @property
-    def rows(self) -> tuple[DeviationRow, ...]:
-        with uncollected():
-            return tuple(_row(row) for row in self.journal.kept())
-
-    @property
-    def worst(self) -> tuple[WorstRow, ...]:
-        return tuple(WorstRow.model_validate(row) for row in self.journal.rows("worst"))
-
-    @property
-    def profiles(self) -> tuple[ProfileRow, ...]:
-        return tuple(ProfileRow.model_validate(row) for row in self.journal.rows("profile"))
-
-    @property
-    def attributions(self) -> tuple[AttributionRow, ...]:
-        found = self.journal.rows("attribution")
-        return tuple(AttributionRow.model_validate(row) for row in found)
-
-    @property
-    def cases(self) -> tuple[CaseRecord, ...]:
-        return tuple(CaseRecord.model_validate(row) for row in self.journal.rows("case"))
-
-    def case(self, located: Located) -> None:
-        """Every kernel in every format on one case; what is finished is not even loaded."""
-        with self.watch("other"):
-            if self.writer is not None:
-                bench = bench_of(located, self.setting, self.watch)
-                self.writer.add(bench.case, located.axes)
-                located = Held(case=bench.case, axes=located.axes)
-            self._tell(located.ref.module)
-            wanted = self._wanted(located.ref)
-            if wanted:
-                self._keep(self.executor.submit(Job(located=located, wanted=wanted), self._tell))
-                piece_done()
-
-    def _wanted(self, ref: CaseRef) -> frozenset[str]:
-        """The keys of the case's entries that are not finished. All are noted, in their order."""
-        keys = {case_key(ref): "case"}
-        for step in steps(ref, self.setting):
-            keys |= step.keys
-        wanted = {key: kind for key, kind in keys.items() if not self.journal.visit(key, kind)}
-        rows = list(keys.values()).count("row") - list(wanted.values()).count("row")
-        self.visited += rows
-        return frozenset(wanted)
-
-    def _keep(self, finished: Iterable[Entry]) -> None:
-        for entry in finished:
-            if self.journal.visit(entry.key, entry.kind) or entry.key in self.queued:
-                continue
-            self.visited += entry.kind == "row"
-            if self._on_gpu:
-                self.queued.add(entry.key)
-                put_off(functools.partial(self._add, entry))
-            else:
-                self._add(entry)
-
-    def _add(self, entry: Entry) -> None:
-        self.journal.add(entry.key, entry.rows, entry.kind)
-        self.queued.discard(entry.key)
-
-    @property
-    def _on_gpu(self) -> bool:
-        """Whether this process has a GPU to wait for."""
-        return isinstance(self.executor, Here) and self.setting.system.device == "cuda"
-
-    def _tell(self, what: str) -> None:
-        self.progress(what, self.visited, self.total)
-
-    def weight(self, name: str, tensor: torch.Tensor) -> list[WeightRow]:
-        """One stored tensor cast to every format. Cheap, and so not journalled."""
-        if not tensor.is_floating_point():
-            return []
-        self._tell(f"weights {name}")
-        with self.watch("weights"):
-            tensor = tensor.to(self.setting.system.device)
-            return [weight_row(name, tensor, fmt) for fmt in self.setting.formats]
-
-
-def _row(kept: Row) -> DeviationRow:
-    return kept if isinstance(kept, DeviationRow) else DeviationRow.model_validate(kept)
-
-
-def _workable(name: str, plan: Sequence[Planned]) -> Format:
-    """A format that some kernel under audit takes q, k and v in; raises UsageError for others."""
-    fmt = format_named(name)
-    hint = "use float64, float32, bfloat16 or float16"
-    try:
-        dtype = dtype_of(fmt)
-    except UsageError as error:
-        if any(p.kernel.any_format for p in plan if p.role == "kernel"):
-            return fmt
-        raise UsageError(
-            f"format {fmt.name}: no tensor is stored in it",
-            hint=f"{hint}, or a kernel that takes any format, as `emulated` does",
-        ) from error
-    if dtype.itemsize < 2:
-        raise UsageError(
-            f"format {fmt.name}: no attention kernel takes plain 8-bit q, k and v on this device",
-            hint=hint,
-        )
-    return format_of(dtype)
+def _weight_rows(source: Source, plan: Plan) -> Iterator[WeightRow]:
+    """Each stored tensor cast to every format. Cheap, and so not journalled."""
+    for name, tensor in source.weights():
+        if tensor.is_floating_point():
+            on_device = tensor.to(plan.system.device)
+            for fmt in plan.formats:
+                yield weight_row(name, on_device, fmt)

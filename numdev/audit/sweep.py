@@ -6,32 +6,22 @@ is computed in `numdev.report.curves`, the sentences in `numdev.report.sweep_wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from numdev.audit.cluster.crew import Crew
-from numdev.audit.cluster.team import working
-from numdev.audit.jobs import Planned, Setting
+from numdev.audit.cluster import Cluster, at_work
 from numdev.audit.journal import Journal
+from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
 from numdev.audit.records import recorded
 from numdev.audit.reproduce.making import Workshop, reproduce
-from numdev.audit.run import (
-    Progress,
-    Run,
-    header,
-    plan_formats,
-    plan_kernels,
-    provenance,
-    stopwatch,
-)
+from numdev.audit.run import Progress, Say, measure_source, provenance, runner, silent
 from numdev.audit.sweep_cost import Cost, estimate
+from numdev.audit.timing import stopwatch
 from numdev.config import Choice, SweepRequest
 from numdev.formats import Format
 from numdev.gate.findings import findings_of
 from numdev.kernels import find
-from numdev.report import SweepReport, SweepSummary
-from numdev.report.collector import let_be, only_new
+from numdev.report import CaseRecord, DeviationRow, SweepReport, SweepSummary
 from numdev.report.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.report.sweep_words import notes, sentences
 from numdev.sources.opening import ConfigSource
@@ -39,7 +29,7 @@ from numdev.system import System
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """A sweep that has been checked, and nothing of it measured."""
 
     request: SweepRequest
@@ -61,7 +51,7 @@ class Plan:
         )
 
 
-def plan(request: SweepRequest) -> Plan:
+def plan(request: SweepRequest) -> SweepPlan:
     """Check a request against this machine and what is registered; raises UsageError."""
     system = System.here(request.device)
     kernels = plan_kernels((*request.kernels, request.baseline))
@@ -70,7 +60,7 @@ def plan(request: SweepRequest) -> Plan:
     check_metrics(request.y, request.target)
     grid = Grid(request, [(p.kernel.name, p.options) for p in kernels])
     _ = grid.axis  # refuse a grid without one now
-    return Plan(
+    return SweepPlan(
         request=request,
         system=system,
         source=ConfigSource(
@@ -83,64 +73,49 @@ def plan(request: SweepRequest) -> Plan:
     )
 
 
-@only_new()
 def sweep(
-    planned: Plan,
+    planned: SweepPlan,
     directory: Path,
     *,
-    crew: Crew | None = None,
+    workers: Cluster | None = None,
     overwrite: bool = False,
     command: str = "",
-    progress: Progress = lambda what, done, total: None,
-    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
+    say: Say = lambda text: None,
 ) -> SweepReport:
     """Run the plan, journalling into `directory`; returns the report, which the caller writes.
 
-    `crew`: who measures, under `cluster.crew.sharing`; None: this process.
+    `workers`: who measures; None: this process.
     """
     request, system = planned.request, planned.system
-    watch = stopwatch(system)
-    described = planned.source.describe()
-    head = header(request.measured(), system, planned.kernels, described)
-    setting = Setting(
+    watch = stopwatch(system.device)
+    plan = Plan(
         system=system,
         formats=planned.formats,
-        plan=planned.kernels,
+        kernels=planned.kernels,
         gradients=request.gradients,
         sampled_rows=request.sampled_rows,
         repeats=request.repeats,
     )
-    at_work = working(
-        crew,
-        setting,
-        head,
-        isolated=request.isolate,
-        limit_s=request.time_limit,
-        watch=watch,
-        say=say,
-    )
+    described = planned.source.describe()
+    header = plan.header(request.measured(), described)
     with (
-        Journal.open(directory, head, overwrite=overwrite) as journal,
-        at_work as (executor, where),
+        Journal.open(directory, header, overwrite=overwrite) as journal,
+        runner(isolated=request.isolate or workers is not None, limit_s=request.time_limit) as run,
+        at_work(workers, plan, header, request.time_limit, watch, say) as team,
     ):
-        run = Run(
-            journal=journal,
-            setting=setting,
-            executor=executor,
-            progress=progress,
-            total=planned.source.count() * len(planned.formats) * len(planned.kernels),
-            watch=watch,
+        measure_source(
+            planned.source, plan, journal, run, watch, workers=team, progress=progress, say=say
         )
-        run.over(planned.source, say)
-        rows, cases = run.rows, run.cases
-        let_be()
+        rows = journal.records("row", DeviationRow)
+        cases = journal.records("case", CaseRecord)
         wrong, tested = findings_of(rows)
         workshop = Workshop(
             plan=planned.kernels,
             system=system,
             gradients=request.gradients,
             rows=request.sampled_rows,
-            run=where,
+            run=run,
             most=request.reproducers,
         )
         reproduce(wrong, planned.source, workshop, directory, say)

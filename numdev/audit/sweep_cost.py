@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from numdev.audit.bench import Bench
-from numdev.audit.jobs import Planned, sample_of, task_of
-from numdev.audit.task import run_task
+from numdev.audit.bench import Bench, Selection
+from numdev.audit.plan import Plan, Planned
+from numdev.audit.task import measure_task
+from numdev.audit.timing import Stopwatch
 from numdev.config import CaseConfig
 from numdev.formats import Format
 from numdev.sources.opening import Drawn
@@ -120,19 +121,22 @@ def _calibrate(
     small = [_shrunk(config, length) for length in LENGTHS]
     work = [operations(case) for case in small]
     drawn = [Drawn(config=c, seed=0, source="calibration", device=system.device) for c in small]
-    warm, *benches = (
-        Bench(case.ref, case.load, sample=sample_of(case.ref, rows, 0))
-        for case in (drawn[0], *drawn)
-    )
+    plan_of = Plan(system=system, formats=formats, kernels=plan, sampled_rows=rows)
     end = time.perf_counter() + SECONDS
     for fmt in formats:
+        warm, low_bench, high_bench = (_bench(case, fmt, plan_of) for case in (drawn[0], *drawn))
         for planned in plan:
-            _timed(planned, fmt, warm, system)  # what only the first use costs
-            low, high = (_timed(planned, fmt, bench, system) for bench in benches)
+            _timed(planned, warm, plan_of)  # what only the first use costs
+            low, high = (_timed(planned, bench, plan_of) for bench in (low_bench, high_bench))
             rate = max(0.0, (high - low) / (work[1] - work[0])) if work[1] > work[0] else 0.0
             yield max(0.0, low - rate * work[0]), rate
         if time.perf_counter() > end:
             return
+
+
+def _bench(drawn: Drawn, fmt: Format, plan: Plan) -> Bench:
+    selection = Selection.of(drawn.load(), sample=plan.sample(drawn.ref))
+    return Bench.of(selection, fmt, selection.exact(selection.case), Stopwatch())
 
 
 def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
@@ -150,8 +154,9 @@ def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
     )
 
 
-def _timed(planned: Planned, fmt: Format, bench: Bench, system: System) -> float:
+def _timed(planned: Planned, bench: Bench, plan: Plan) -> float:
     start = time.perf_counter()
-    task = task_of(planned, fmt, bench.ref, sample=bench.sample)
-    list(run_task(task, planned.kernel, bench, system))  # all of them: they are made when wanted
+    ref = bench.case.ref
+    task = plan.task(planned, bench.format.name, ref, plan.sample(ref))
+    measure_task(task, planned.kernel, bench, plan.system)
     return time.perf_counter() - start

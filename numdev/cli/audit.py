@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from numdev.audit.cluster.early import begin
 from numdev.cli.options import cluster_options, measuring_options, output_options
 from numdev.cli.requests import audit_request
 from numdev.cli.session import command_line, hand_over, measuring
@@ -127,22 +126,19 @@ def audit(
     configs/audit/default.yaml. The same request into the same
     directory continues where it stopped.
     """
-    if workers:
-        begin(workers)
+    from numdev.audit.cluster import cluster_of, sharing
+    from numdev.audit.plan import digest
+    from numdev.audit.run import audit as run
 
-    from numdev.audit.cluster.crew import crew_of, sharing
-    from numdev.audit.journal import digest
-    from numdev.audit.study import audit as run
-
-    request, crew = audit_request(target, flags), crew_of(workers, scheduler)
+    request, cluster = audit_request(target, flags), cluster_of(workers, scheduler)
     name = Path(request.target).stem or "audit"
     directory = output or Path("numdev-reports") / f"{name}-{digest(request.model_dump())[:8]}"
     show = not (quiet or as_json)
-    with sharing(crew, request.device), measuring(show=show) as progress:
+    with sharing(cluster, request.device), measuring(show=show) as progress:
         found = run(
             request,
             directory,
-            crew=crew,
+            workers=cluster,
             overwrite=overwrite,
             save_cases=save_cases,
             command=command_line(),

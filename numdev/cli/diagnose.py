@@ -99,7 +99,7 @@ def diagnose(
     Several checkpoints, or a directory of them such as that of a `numdev train`, are a series over
     training. The same request into the same directory continues where it stopped.
     """
-    from numdev.audit.journal import digest
+    from numdev.audit.plan import digest
     from numdev.diagnose.request import DiagnoseRequest
     from numdev.diagnose.study import diagnose as run
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from numdev.audit.cluster.early import begin
 from numdev.cli.options import cluster_options, measuring_options, output_options
 from numdev.cli.requests import sweep_request
 from numdev.cli.session import command_line, hand_over, measuring
@@ -56,11 +55,8 @@ def sweep(
     the seeds are counted from N. The same request into the same directory continues where it
     stopped.
     """
-    if workers and not dry_run:
-        begin(workers)
-
-    from numdev.audit.cluster.crew import crew_of, sharing
-    from numdev.audit.journal import digest
+    from numdev.audit.cluster import cluster_of, sharing
+    from numdev.audit.plan import digest
     from numdev.audit.sweep import plan
     from numdev.audit.sweep import sweep as run
 
@@ -68,12 +64,12 @@ def sweep(
         if not quiet:
             click.echo(text, err=True)
 
-    request, crew = sweep_request(config, flags), crew_of(workers, scheduler)
-    with sharing(crew, request.device):
+    request, cluster = sweep_request(config, flags), cluster_of(workers, scheduler)
+    with sharing(cluster, request.device):
         planned = plan(request)
         if dry_run or not quiet:
             # A calibration runs the kernels in this process, which a crash would end.
-            here = not request.isolate and crew is None
+            here = not request.isolate and cluster is None
             click.echo(planned.cost(calibrate=here), err=not dry_run)
         if dry_run:
             return
@@ -82,7 +78,7 @@ def sweep(
             found = run(
                 planned,
                 directory,
-                crew=crew,
+                workers=cluster,
                 overwrite=overwrite,
                 command=command_line(),
                 progress=progress,

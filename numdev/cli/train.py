@@ -46,7 +46,7 @@ def train(
     steps their weights are compared with the golden run's. With --seed N the seeds are counted from
     N. The same request into the same directory continues where it stopped, bit for bit.
     """
-    from numdev.audit.journal import digest
+    from numdev.audit.plan import digest
     from numdev.training.config import TrainConfig, resolve
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml

@@ -33,7 +33,7 @@ def weights(
     No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
     the rest was compared and reported.
     """
-    from numdev.audit.journal import digest
+    from numdev.audit.plan import digest
     from numdev.training.weights.study import weights as run
 
     if len(targets) < 2:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from numdev.audit.jobs import Planned
-from numdev.audit.journal import Journal, digest
+from numdev.audit.journal import Journal
+from numdev.audit.plan import Planned, digest, header
 from numdev.audit.records import recorded
-from numdev.audit.run import Progress, header, provenance, stopwatch
-from numdev.audit.timing import OF_DIAGNOSIS, Stopwatch
+from numdev.audit.run import Progress, provenance
+from numdev.audit.timing import OF_DIAGNOSIS, Stopwatch, stopwatch
 from numdev.diagnose.call import Diagnosis, diagnosed
 from numdev.diagnose.cured import cured, seen_from_outside
 from numdev.diagnose.cures import CURES
@@ -68,7 +68,7 @@ def diagnose(
     made, fmt = request.recipe(), format_named(request.format)
     kernels, notes = _kernels(request, system)
     found = series(request.targets)
-    watch = stopwatch(system, OF_DIAGNOSIS)
+    watch = stopwatch(system.device, OF_DIAGNOSIS)
     asked = request.model_dump(mode="json")
     hashes = {stage.name: stage.sha256 for stage in found.stages}
     head = header(asked, system, kernels, {"stages": hashes})
@@ -133,11 +133,11 @@ class _Run:
     def over(self, stage: Stage) -> None:
         """Diagnose every call of a stage that is not finished."""
         key = digest([stage.name, "stage"])
-        if self.journal.visit(key, "stage"):
+        if self.journal.visit(key):
             (row,) = (r for r in self.journal.rows("stage") if r["name"] == stage.name)
             for case in row["cases"]:
                 for kind in self._kinds(stage):
-                    self.journal.visit(digest([stage.name, case, kind]), kind)
+                    self.journal.visit(digest([stage.name, case, kind]))
             self.done += len(row["cases"])
             return
         self.unknown, self.refused, cases = Counter(), [], []
@@ -148,22 +148,20 @@ class _Run:
             self.say(note)
         total = len(self.stages) * source.count()
 
-        def handle(located: Located) -> None:
-            self.progress(f"{stage.name} {located.ref.case}", self.done, total)
-            cases.append(located.ref.case)
-            self.over_case(located, stage)
-            self.done += 1
-
         with self.watch("capture"):
-            source.visit(handle)
+            for located in source:
+                self.progress(f"{stage.name} {located.ref.case}", self.done, total)
+                cases.append(located.ref.case)
+                self.over_case(located, stage)
+                self.done += 1
         row = {"name": stage.name, "described": source.describe(), "cases": cases}
-        self.journal.add(key, [{**row, "notes": self._notes(source)}], "stage")
+        self.journal.append(key, {"stage": [{**row, "notes": self._notes(source)}]})
 
     def over_case(self, located: Located, stage: Stage) -> None:
         """The rows of one call, its projection taken while the model's modules are there."""
         kinds = self._kinds(stage)
         keys = {kind: digest([stage.name, located.ref.case, kind]) for kind in kinds}
-        if all([self.journal.visit(key, kind) for kind, key in keys.items()]):
+        if all([self.journal.visit(key) for key in keys.values()]):
             return
         projection = self._projection(located)
         case = located.load().rounded_to(self.fmt)
@@ -177,7 +175,8 @@ class _Run:
             return
         for kind, make in self._makers(found).items():
             if kind in keys:
-                self.journal.add(keys[kind], [r.model_dump(mode="json") for r in make()], kind)
+                rows = [r.model_dump(mode="json") for r in make()]
+                self.journal.append(keys[kind], {kind: rows})
 
     def _makers(self, found: Diagnosis) -> Mapping[str, Callable[[], Iterable[Record]]]:
         """The kinds of rows of a call, and how they are made; heads last, for these say that the

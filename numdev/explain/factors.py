@@ -17,7 +17,7 @@ from torch import Tensor
 
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference.results import Reference
-from numdev.metrics.deviation import finite
+from numdev.metrics.yardstick import finite
 
 LEAST_ROWS = 8
 """Rows it takes to estimate a factor on one half and judge it on the other."""

@@ -23,7 +23,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import format_of
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.results import Reference
-from numdev.metrics.deviation import finite
+from numdev.metrics.yardstick import finite
 
 LEAST_ELEMENTS = 32
 """Fewer numbers than this agree with something by chance."""

@@ -37,7 +37,7 @@ from numdev.explain.factors import estimated
 from numdev.explain.mistakes import scales
 from numdev.explain.probe import Alternative, Probe, room_for_heads
 from numdev.kernels.reference.results import Reference
-from numdev.metrics.deviation import finite
+from numdev.metrics.yardstick import finite
 
 CUT = 10.0
 """How much smaller the residual must be against the alternative's reference."""

@@ -5,7 +5,7 @@ again where autograd comes back through the cast. Some of it no recipe of `emula
 that is cast before it is normalised has a gradient that is rounded before it is, and a maximum
 that is not detached gets what rounding left of the sum of a row of dS. So such ways are written out
 here, each as its author would, to be run on the same inputs and laid beside a kernel's errors
-(`numdev.explain.undeclared`).
+(`numdev.audit.undeclared`).
 
 All are sound: sums are in fp32, and nothing is rounded on its way but what a cast or a product of
 16-bit tensors rounds once. Memory is O(q_len * kv_len). A row that sees no key is 0.

@@ -5,7 +5,7 @@ observation is a sequence (a batch entry), since the rows of one sequence share 
 values; rows that repeat an earlier sequence's are no observation. Within a head the family is: the
 plain mean, the mean along sign(r) (shrinkage), and the mean of every feature.
 
-The sums come from `numdev.metrics.comparison`; how they were calibrated is set down in docs/method.md.
+The sums come from `numdev.metrics.row_sums`; how they were calibrated is set down in docs/method.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
-    """The bias of each head, arguments as in `comparison.Signed`."""
+    """The bias of each head, arguments as in `row_sums.RowSums.signed`."""
     overall = np.stack([features.sum(axis=-1), along], axis=-1)
     sums = np.concatenate([overall, features], axis=-1)  # [B, H, 2 + features]
     whole = counts.sum(axis=-1, keepdims=True)

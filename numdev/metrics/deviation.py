@@ -9,16 +9,15 @@ Three rules hold for every metric. Fully masked rows are left out. An element th
 counted (`nonfinite`), never averaged. A ratio whose denominator means nothing is None, with the
 reason in `nulls`.
 
-The sums and maxima that metrics are functions of come from `numdev.metrics.comparison`, for all heads at
-once; the metrics themselves are computed on the host.
+The sums and maxima that metrics are functions of come from `numdev.metrics.row_sums`, for all heads
+at once; the metrics themselves are computed on the host.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,32 +25,9 @@ from torch import Tensor
 
 from numdev.formats import Format
 from numdev.metrics.bias import bias
-from numdev.metrics.comparison import (
-    Along,
-    Totals,
-    compare,
-    compare_plain,
-    compare_precision,
-    row_ratios,
-    typical_row,
-)
 from numdev.metrics.intervals import intervals, of_sums
-from numdev.metrics.lazy import Later
-from numdev.metrics.yardstick import Yardstick, finite
-
-__all__ = [
-    "Measured",
-    "Metrics",
-    "Yardstick",
-    "finite",
-    "measure",
-    "measure_plain",
-    "measured",
-    "measured_plain",
-    "measured_precision",
-    "row_ratios",
-    "typical_row",
-]
+from numdev.metrics.row_sums import Totals, plain_sums, row_sums, to_host
+from numdev.metrics.yardstick import Yardstick
 
 Column = np.ndarray[Any, np.dtype[Any]]
 """[H]: numbers or flags."""
@@ -67,121 +43,87 @@ Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Measured:
-    """What an output came to: metrics to be made of it when they are wanted. Nobody waits for the
-    device before they are."""
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """What an output comes to beside a yardstick, on the host."""
 
-    arriving: Later[Totals]
-    of: int | None
-    """Where the rows are a sample, of how many they are."""
-    format: Format | None = None
-    """Of the yardstick; None where there was none, but distances alone."""
-    lower: Format | None = None
-    """The yardstick's next lower format, where its baseline was run in that."""
-
-    @property
-    def totals(self) -> Totals:
-        """What came to the host. Waits for it."""
-        return self.arriving.value
-
-    def wait(self) -> None:
-        """Until it is there."""
-        _ = self.arriving.value
-
-    @property
-    def along(self) -> Along:
-        """Some of the sums by bin of positions (`comparison.ALONG`), where there were bins."""
-        return self.totals.along
-
-    @functools.cached_property
-    def metrics(self) -> list[Metrics]:
-        """One dict per head."""
-        found = self.totals
-        with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
-            columns = of_sums(found.sums) | _common(found)
-            if self.format is not None:
-                columns |= _beside(found, self.format)
-        metrics = _per_head(columns)
-        if self.format is not None:
-            for head, own in zip(metrics, bias(*found.signed), strict=True):
-                head.update(own)
-                if self.lower is not None:
-                    head["lower_format"] = self.lower.name
-        return _finished(metrics, found, self.of)
+    heads: list[Metrics]
+    """One dict per head."""
+    along: Mapping[str, Column] = field(default_factory=dict)
+    """Sums by bin of positions (`row_sums.ALONG`), [bins], where bins were given."""
 
 
 def measure(
-    output: Tensor, yardstick: Yardstick, expected: Tensor | None = None, *, of: int | None = None
-) -> list[Metrics]:
-    """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, one dict per head.
-
-    `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
-    it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
-    position, of how many; then `interval` holds the intervals of some metrics.
-    """
-    return measured(output, yardstick, expected, of=of).metrics
-
-
-def measured(
     output: Tensor,
     yardstick: Yardstick,
     expected: Tensor | None = None,
     *,
     of: int | None = None,
     bins: Tensor | None = None,
-) -> Measured:
-    """As `measure`, and by bin of positions: `bins` says which row is in which, fp64 [rows, bins]
-    of 0 and 1."""
-    return Measured(
-        arriving=compare(output, yardstick, expected).on_host(bins),
-        of=of,
-        format=yardstick.format,
-        lower=yardstick.lower,
-    )
+) -> Deviation:
+    """All metrics of `output` [B, H, q_len, v_dim] against `yardstick`, head by head.
+
+    `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
+    it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
+    position, of how many; then `interval` holds the intervals of some metrics. `bins`: which row is
+    in which bin of positions, fp64 [rows, bins] of 0 and 1 (`numdev.metrics.binning`).
+    """
+    totals = to_host(row_sums(output, yardstick, expected), bins)
+    with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out
+        columns = of_sums(totals.sums) | _common(totals) | _beside(totals, yardstick.format)
+    heads = _per_head(columns)
+    for head, own in zip(heads, bias(*totals.signed), strict=True):
+        head.update(own)
+        if yardstick.lower is not None:
+            head["lower_format"] = yardstick.lower.name
+    return Deviation(heads=_finished(heads, totals, of), along=totals.along)
 
 
-def measured_precision(yardstick: Yardstick, *, of: int | None = None) -> Measured:
+def measure_precision(yardstick: Yardstick, *, of: int | None = None) -> Deviation:
     """What rounding the inputs costs: distances between the references of rounded and of unrounded
     ones. `of` as in `measure`."""
-    return Measured(arriving=compare_precision(yardstick).on_host(), of=of)
+    assert yardstick.unrounded is not None
+    distance = yardstick.transport["precision_w1"]
+    return _plain(yardstick.reference, yardstick.unrounded, yardstick.empty, of, distance)
 
 
 def measure_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
-) -> list[Metrics]:
+) -> Deviation:
     """Distances alone, for what has no rounding floor of its own, as the log-sum-exp.
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
     """
-    return measured_plain(output, reference, empty, of=of).metrics
+    return _plain(output, reference, empty, of)
 
 
-def measured_plain(
-    output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
-) -> Measured:
-    """As `measure_plain`."""
-    return Measured(arriving=compare_plain(output, reference, empty).on_host(), of=of)
+def _plain(
+    output: Tensor, reference: Tensor, empty: Tensor, of: int | None, w1: Tensor | None = None
+) -> Deviation:
+    totals = to_host(plain_sums(output, reference, empty, w1))
+    with np.errstate(all="ignore"):
+        heads = _per_head(of_sums(totals.sums) | _common(totals))
+    return Deviation(heads=_finished(heads, totals, of))
 
 
-def _common(found: Totals) -> dict[str, Column]:
+def _common(totals: Totals) -> dict[str, Column]:
     """What every tensor has. W1 is over `count` usable elements: the others are 0 in both, which
     only dilutes the distance, since adding the same points to both samples scales it by used /
     all."""
-    sums = found.sums
+    sums = totals.sums
     return {
         "elements": sums["count"],
         "empty_rows": sums["empty_rows"],
         "nonfinite": sums.get("nonfinite", np.zeros_like(sums["count"])),
-        "max_abs": found.largest["max_abs"],
+        "max_abs": totals.largest["max_abs"],
         "rel": np.sqrt(sums["square"]) / np.sqrt(sums["reference"]),
-        "w1": found.transport["w1"] * (found.elements / sums["count"]),
+        "w1": totals.transport["w1"] * (totals.elements / sums["count"]),
     }
 
 
-def _beside(found: Totals, fmt: Format) -> dict[str, Column]:
+def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
     """What needs the floor's format, the baseline, the precision deviation, or a prediction."""
-    sums, largest, transport = found.sums, found.largest, found.transport
+    sums, largest, transport = totals.sums, totals.largest, totals.transport
     u = fmt.unit_roundoff
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
@@ -189,12 +131,12 @@ def _beside(found: Totals, fmt: Format) -> dict[str, Column]:
     }
     for name, count in COUNTS.items():
         if name in transport:
-            columns[name] = transport[name] * (found.elements / sums[count])
+            columns[name] = transport[name] * (totals.elements / sums[count])
     for name in ("precision", "low_precision", "lower"):
         if columns.keys() >= {f"{name}_w1", "from_baseline_w1"}:
             ratio = columns["from_baseline_w1"] / columns[f"{name}_w1"]
             columns[f"flash_vs_{name}_w1"] = ratio
-    if "from_floor" in largest:  # flash-attention's own test, see `Part.allowed`
+    if "from_floor" in largest:  # flash-attention's own test, see `row_sums`
         allowed = 2 * largest["plain_from_floor"] + 2 * largest["shifted"]
         columns["fa_rule"] = largest["from_floor"] <= allowed
     if "worst_row" in largest:
@@ -213,11 +155,11 @@ def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _finished(metrics: list[Metrics], found: Totals, of: int | None) -> list[Metrics]:
+def _finished(metrics: list[Metrics], totals: Totals, of: int | None) -> list[Metrics]:
     done = [_with_reasons(head) for head in metrics]
     if of is None:
         return done
-    own = intervals(found.groups, found.rows, of)
+    own = intervals(totals.groups, totals.rows, of)
     return [{**head, "interval": ends} for head, ends in zip(done, own, strict=True)]
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import Format
-from numdev.metrics.comparison import widened
-from numdev.metrics.yardstick import finite
+from numdev.metrics.yardstick import finite, widened
 
 
 @dataclass(frozen=True, kw_only=True)

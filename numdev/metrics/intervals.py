@@ -19,7 +19,7 @@ rule |r|, and from one or none of them its spread cannot be told (70 %). Nor doe
 sample bounds from below and nothing else; nor what has fewer than two rows, or is 0 without one of
 the groups.
 
-The sums come from `numdev.metrics.comparison`, already dealt to their groups; what is here is computed on
+The sums come from `numdev.metrics.row_sums`, already dealt to their groups; what is here is computed on
 the host.
 """
 

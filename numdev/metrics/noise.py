@@ -17,7 +17,6 @@ is finite there is no distance: such elements are counted (`flickering`) and lef
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,15 +26,11 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.kernels import Output
-from numdev.metrics.bits import Bits, Runs
-from numdev.metrics.comparison import widened
-from numdev.metrics.lazy import Lazy
-from numdev.metrics.yardstick import finite
+from numdev.metrics.yardstick import finite, widened
 
-TENSORS = ("out", "lse", "dq", "dk", "dv")
-ELEMENTS = 1 << 24
-"""Of one run that are compared at a time: 128 MiB in fp64, and some six times that in all."""
+ELEMENTS = (
+    1 << 24
+)  # of one run that are compared at a time: 128 MiB in fp64, some six times that in all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,53 +48,21 @@ class Noise:
         return self.noise in (0.0, None) and self.flickering == 0
 
 
-def in_runs(runs: Sequence[Output]) -> dict[str, Runs]:
-    """Those tensors that the runs have, each of all runs. Raises MeasurementError for runs that
-    differ in which they have, or in a tensor's shape or dtype."""
-    found: dict[str, Runs] = {}
-    for name in TENSORS:
-        tensors = [getattr(run, name, None) for run in runs]
-        kinds = {None if x is None else (tuple(x.shape), x.dtype) for x in tensors}
-        if len(kinds) > 1:
-            raise MeasurementError(f"runs on the same inputs differ in the kind of {name}")
-        if kinds != {None}:
-            found[name] = [x for x in tensors if x is not None]
-    return found
+def noise(runs: Sequence[Tensor]) -> list[Noise]:
+    """The noise of each head of one tensor [B, H, rows, ...] over several runs.
 
-
-def noise(tensors: Sequence[Runs], bits: Bits | None = None) -> list[Sequence[Noise]]:
-    """For each of several tensors [B, H, rows, ...] of several runs the noise of each head (of each
-    kv head for dk and dv). The device is waited for when one is looked at. `bits`: of these.
-
-    Runs of the same bits, as nearly all are, are compared as they are, all tensors with one wait
-    for the device where each head begins with a number. Others are brought to fp64 two at a time,
-    and some heads of them.
-
-    Raises MeasurementError for fewer than two runs.
+    Runs that are equal bit for bit, as nearly all are, are compared as they are; others are brought
+    to fp64 two at a time, some heads at a time. Raises MeasurementError for fewer than two runs,
+    and for runs that differ in shape or dtype.
     """
-    for runs in tensors:
-        if len(runs) < 2:
-            raise MeasurementError(
-                f"noise needs at least two runs, not {len(runs)}", hint="repeat the kernel"
-            )
-    bits = bits or Bits(tensors)
-    return [Lazy(functools.partial(_known, x, bits, i)) for i, x in enumerate(tensors)]
-
-
-def _known(runs: Runs, bits: Bits, i: int) -> list[Noise]:
-    if not bits.same(i):
-        return _in_parts([x.detach() for x in runs])
-    # Nearly always the first number of a head tells that one is finite.
-    firsts = bits.begin_finite(i)
-    return _without_noise(firsts if all(firsts) else _some_finite(runs[0]).tolist())
-
-
-def _some_finite(x: Tensor) -> Tensor:
-    some: Tensor = finite(widened(x)).transpose(0, 1).flatten(1).any(dim=1)
-    return some
-
-
-def _without_noise(some_finite: Sequence[bool]) -> list[Noise]:
+    if len(runs) < 2:
+        raise MeasurementError(f"noise: expected at least 2 runs, got {len(runs)}")
+    if len({(x.shape, x.dtype) for x in runs}) > 1:
+        raise MeasurementError("runs on the same inputs differ in their shape or dtype")
+    runs = [x.detach() for x in runs]
+    if not all(torch.equal(widened(runs[0]), widened(x)) for x in runs[1:]):
+        return _in_parts(runs)
+    some_finite = finite(widened(runs[0])).transpose(0, 1).flatten(1).any(dim=1).tolist()
     return [Noise(noise=0.0 if some else None, flickering=0) for some in some_finite]
 
 
@@ -107,10 +70,10 @@ def _in_parts(runs: Sequence[Tensor]) -> list[Noise]:
     heads = runs[0].shape[1]
     step = max(1, ELEMENTS * heads // max(1, runs[0].numel()))
     parts = ([x[:, at : at + step] for x in runs] for at in range(0, heads, step))
-    return [head for part in parts for head in compared(part)]
+    return [head for part in parts for head in _compared(part)]
 
 
-def compared(runs: Sequence[Tensor]) -> list[Noise]:
+def _compared(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise per head of any runs, by the definition."""
     heads = runs[0].shape[1]
     squares = torch.zeros(heads, dtype=torch.float64, device=runs[0].device)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
-from numdev.metrics.deviation import Yardstick, finite, row_ratios, typical_row
+from numdev.metrics.row_sums import row_ratios, typical_row
 from numdev.metrics.scrutiny import of_keys, of_queries
 from numdev.metrics.special import Usual, sentence
+from numdev.metrics.yardstick import Yardstick, finite
 from numdev.report import WorstRow
 
 TYPICAL = 32
@@ -114,8 +115,8 @@ class _Errors:
     def of(cls, output: Tensor, y: Yardstick, predicted: Tensor | None) -> _Errors:
         o = output.detach().double()
         here = finite(o)
-        bad = (y.shown & y.floor_finite & ~here).sum(dim=-1)
-        usable, expected = y.shown & here, None
+        bad = (y.usable & finite(y.floor) & ~here).sum(dim=-1)
+        usable, expected = y.usable & here, None
         if predicted is not None:
             expected = predicted.double() - y.reference
             usable = usable & finite(expected)

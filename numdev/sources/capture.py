@@ -21,11 +21,13 @@ caller's business, and so are the model and what it reads.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,7 @@ from numdev.sources.mha import without_fast_path
 from numdev.sources.trainingstep import TrainingStep, tracing
 from numdev.sources.watch import Watch
 
+T = TypeVar("T")
 NAME = "numdev"
 """Under which numdev's function is registered with transformers."""
 
@@ -53,6 +56,58 @@ WITHOUT_EFFECT = frozenset(
 )
 # What transformers' SDPA function itself acts on.
 PASSED_ON = frozenset({"is_causal", "position_bias"})
+
+
+class _Abandoned(BaseException):
+    """Nobody wants any more of what a run hands over."""
+
+
+def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
+    """What `run(hand_over)` hands over, one by one.
+
+    A model has to be run for its calls to be met, so `run` works in a thread, with the CUDA device,
+    the grad mode and the context variables of this one. Exactly one side runs at any time: `run`
+    waits while an item is looked at. What it raises comes out here; leaving the iterator early, by
+    whatever exception, ends `run` at its next item.
+    """
+    arrived: SimpleQueue[tuple[T | None, bool]] = SimpleQueue()
+    answers: SimpleQueue[bool] = SimpleQueue()
+    raised: list[BaseException] = []
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.cuda.current_device() if on_cuda else None
+    gradients = torch.is_grad_enabled()
+
+    def hand_over(item: T) -> None:
+        arrived.put((item, False))
+        if not answers.get():
+            raise _Abandoned
+
+    def work() -> None:
+        on_device = nullcontext() if device is None else torch.cuda.device(device)
+        try:
+            with torch.set_grad_enabled(gradients), on_device:
+                run(hand_over)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            raised.append(error)
+        arrived.put((None, True))
+
+    thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, ended = arrived.get()
+            if ended:
+                break
+            yield item  # type: ignore[misc]  # None only at the end
+            answers.put(True)
+            del item
+    finally:
+        answers.put(False)
+        thread.join()
+    if raised:
+        raise raised[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.layouts import laid_out, transposed
 from numdev.sources.files import some
+from numdev.sources.kinds import layer_of
 from numdev.sources.layers import Layers
 from numdev.sources.loss import STORED, Upstream, drawn_from, find_upstream, with_drawn
 from numdev.sources.masks import draw_mask
@@ -30,7 +31,6 @@ from numdev.sources.projection import Projection, Projections
 from numdev.sources.synthetic import Shapes, check, draw
 from numdev.sources.tensorfile import StoredCase, holds_cases, open_cases
 from numdev.system import System
-from numdev.training.weights.kinds import layer_of
 
 NO_GRAPH = "the model's own loss needs the graph of the whole model, which was streamed"
 FOR_PIPELINES = ("denoise", "steps")
@@ -50,7 +50,7 @@ class Located(Protocol):
 
 
 class Source(Protocol):
-    """Where cases come from. `visit` hands them over one at a time and keeps none."""
+    """Where cases come from: an iterable, which gives one at a time and keeps none."""
 
     def describe(self) -> dict[str, Any]: ...
     def count(self) -> int: ...
@@ -58,7 +58,7 @@ class Source(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What a user should be told of it at once."""
 
-    def visit(self, handle: Callable[[Located], None]) -> None: ...
+    def __iter__(self) -> Iterator[Located]: ...
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
@@ -185,7 +185,7 @@ class Captured:
         return {}
 
     def load(self) -> AttentionCase:
-        return self.case
+        return self.case.detached()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,9 +237,8 @@ class ConfigSource:
     def count(self) -> int:
         return len(self.cases)
 
-    def visit(self, handle: Callable[[Located], None]) -> None:
-        for case in self.cases:
-            handle(case)
+    def __iter__(self) -> Iterator[Located]:
+        return iter(self.cases)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
@@ -287,10 +286,10 @@ class TensorFileSource:
     def count(self) -> int:
         return len(self.chosen)
 
-    def visit(self, handle: Callable[[Located], None]) -> None:
+    def __iter__(self) -> Iterator[Located]:
         for case in self.chosen:
             lacks = self.gradients and "grad_out" not in case.tensors
-            handle(GivenUpstream(stored=case, seed=self.seed) if lacks else case)
+            yield GivenUpstream(stored=case, seed=self.seed) if lacks else case
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
@@ -300,7 +299,7 @@ class CheckpointSource:
     """The attention calls of a checkpoint's model: of one forward pass, or of a generation.
 
     With `gradients` of one training step: cases carry grad_out, from the model's own loss where it
-    has one (`numdev.sources.loss`). After `visit`, `notes` says which calls that loss does
+    has one (`numdev.sources.loss`). Once it was iterated, `notes` says which calls that loss does
     not reach.
     """
 
@@ -366,7 +365,12 @@ class CheckpointSource:
         calls = len(self.modules) if chosen is None else min(len(chosen), len(self.modules))
         return calls * (1 + (self.request.generate or 0))
 
-    def visit(self, handle: Callable[[Located], None]) -> None:
+    def __iter__(self) -> Iterator[Located]:
+        from numdev.sources.capture import handed_over
+
+        return handed_over(self._run)
+
+    def _run(self, handle: Callable[[Located], None]) -> None:
         from numdev.sources.capture import capture
 
         made = Projections() if self.projections else None
@@ -469,7 +473,12 @@ class PipelineSource:
     def count(self) -> int:
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
-    def visit(self, handle: Callable[[Located], None]) -> None:
+    def __iter__(self) -> Iterator[Located]:
+        from numdev.sources.capture import handed_over
+
+        return handed_over(self._run)
+
+    def _run(self, handle: Callable[[Located], None]) -> None:
         from numdev.sources.denoising import denoise
 
         layers = Layers(self.request.layers)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from numdev.metrics.gpucode import compiled, on_nvidia
+from numdev.kernels.gpucode import compiled, on_nvidia
 
 __all__ = ["Twister", "seeded"]
 

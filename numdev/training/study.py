@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from numdev.audit.interrupt import deferred
-from numdev.audit.jobs import Planned
-from numdev.audit.journal import Journal, digest
+from numdev.audit.journal import Journal
+from numdev.audit.plan import Planned, digest, header
 from numdev.audit.records import recorded
-from numdev.audit.run import Progress, header, provenance, stopwatch
-from numdev.audit.timing import OF_TRAINING, Stopwatch
+from numdev.audit.run import Progress, provenance
+from numdev.audit.timing import OF_TRAINING, Stopwatch, stopwatch
 from numdev.errors import UsageError
 from numdev.kernels import find
 from numdev.system import System
@@ -64,11 +64,11 @@ class _Run:
     def over(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""
         for variant in self.request.variants:
-            self.journal.visit(_of_variant(variant), "variant")
+            self.journal.visit(_of_variant(variant))
         for seed in self.request.seeds:
             for step in self.request.recorded:
                 for kind in ("row", "distance"):
-                    self.journal.visit(_key(seed, step, kind), kind)
+                    self.journal.visit(_key(seed, step, kind))
         done = all(self.finished(seed) or self.seed(seed) for seed in self.request.seeds)
         if done:
             for path in (self.state, partly(self.state)):  # the latter where a save was killed
@@ -81,7 +81,7 @@ class _Run:
     def recorded_until(self, seed: int, step: int) -> bool:
         """Whether all that is measured up to a step is in the journal."""
         return all(
-            self.journal.visit(_key(seed, at, kind), kind)
+            self.journal.visit(_key(seed, at, kind))
             for at in self.request.recorded
             for kind in ("row", "distance")
             if at <= step
@@ -141,7 +141,7 @@ class _Run:
             self.loss = next(r.loss for r in found.rows if r.variant == self.request.golden.name)
             for kind, rows in (("row", found.rows), ("distance", found.distances)):
                 plain = [row.model_dump(mode="json") for row in rows]
-                self.journal.add(_key(seed, step, kind), plain, kind)
+                self.journal.append(_key(seed, step, kind), {kind: plain})
 
     def checkpoint(self, lanes: Lockstep) -> None:
         asked = self.request.checkpoints
@@ -164,8 +164,8 @@ class _Run:
     def note(self, variant: Variant, ran: str | None) -> None:
         """What a variant's kernel said it ran, once."""
         key = _of_variant(variant)
-        if not self.journal.visit(key, "variant"):
-            self.journal.add(key, [{"variant": variant.name, "ran": ran or None}], "variant")
+        if not self.journal.visit(key):
+            self.journal.append(key, {"variant": [{"variant": variant.name, "ran": ran or None}]})
 
     def tell(self, lanes: Lockstep) -> None:
         """Progress; an interrupt arrives here."""
@@ -181,8 +181,8 @@ class _Run:
     def report(self, system: System, command: str) -> TrainReport:
         """What the journal's rows come to."""
         request, journal = self.request, self.journal
-        rows = marked(TrainRow(**row) for row in journal.rows("row"))
-        found = tuple(DistanceRow(**row) for row in journal.rows("distance"))
+        rows = marked(TrainRow.model_validate(row) for row in journal.rows("row"))
+        found = tuple(DistanceRow.model_validate(row) for row in journal.rows("distance"))
         ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
         described = _described(request, self.data)
         variants = tuple(_record(v, request.golden, ran.get(v.name)) for v in request.variants)
@@ -225,7 +225,7 @@ def train(
     began = time.monotonic()
     with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
         system = System.here(request.device)
-        watch = stopwatch(system, OF_TRAINING)
+        watch = stopwatch(system.device, OF_TRAINING)
         plan = _planned(request, system)
         device = torch.device(system.device)
         data = load(request.data, request.model, request.batch, device)

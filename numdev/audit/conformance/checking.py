@@ -38,8 +38,8 @@ from numdev.explain.wrong_function import far_off, suspect
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.results import Reference
-from numdev.metrics import deviation
-from numdev.metrics.deviation import Metrics, Yardstick
+from numdev.metrics.deviation import Metrics, measure
+from numdev.metrics.yardstick import Yardstick
 from numdev.report import CheckRecord, ConformanceReport, FeatureRecord
 from numdev.system import System
 
@@ -166,8 +166,8 @@ def _wrong(case: AttentionCase, output: Output, exact: Reference, known: Tensor 
         format=case.format,
         baseline=plain.attend(case).out,
     )
-    in_fp32 = deviation.measure(plain.attend(_widened(case)).out, yardstick)
-    measured = deviation.measure(output.out, yardstick)
+    in_fp32 = measure(plain.attend(_widened(case)).out, yardstick).heads
+    measured = measure(output.out, yardstick).heads
     pairs = list(zip(measured, in_fp32, strict=True))
     bad = [h for h, (m, plainly) in enumerate(pairs) if not _is_right(m, plainly)]
     if not bad:

@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from numdev.audit.attempt import Failure
-from numdev.audit.bench import Bench
-from numdev.audit.jobs import Planned, sample_of
-from numdev.audit.journal import Task
+from numdev.audit.bench import Selection
+from numdev.audit.case import measure_one
+from numdev.audit.plan import Planned, Task
 from numdev.audit.reproduce.reduction import reduce
 from numdev.audit.reproduce.reproducer import write
 from numdev.audit.reproduce.showing import figure_for
-from numdev.audit.task import Runner, given, run_task
+from numdev.audit.task import Runner, given
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import NumdevError
 from numdev.formats import format_named
 from numdev.gate.rules import value_of
+from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow, Finding
 from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.sources.opening import Located, Source
@@ -83,9 +84,11 @@ def reproduce(
     if not chosen:
         return scripts
 
-    def visit(located: Located) -> None:
-        for key, finding in list(chosen.items()):
-            if _is_here(finding, located.ref):
+    try:
+        for located in source:
+            for key, finding in list(chosen.items()):
+                if not _is_here(finding, located.ref):
+                    continue
                 del chosen[key]
                 make = _raising if finding.rule == "runs" else _reproduce
                 try:
@@ -95,9 +98,6 @@ def reproduce(
                 else:
                     scripts.append(script)
                     say(f"Reproducer: {script}")
-
-    try:
-        source.visit(visit)
     except RuntimeError as error:  # a fault that ruined the device, so that no model runs on it
         say(f"No reproducer for {', '.join(f.folder for f in chosen.values())}: {error}")
     if len(wanted) > workshop.most:
@@ -125,8 +125,8 @@ def _raising(finding: Finding, located: Located, workshop: Workshop, directory: 
     planned, fmt = _planned(finding, workshop), finding.formats[0]
     options = given(_task_of(planned, fmt), planned.kernel)
     backward = finding.tensor == "dq"
-    bench = Bench(located.ref, located.load, gradients=backward)
-    case = bench.case.rounded_to(format_named(fmt))
+    loaded = Selection.of(located.load(), gradients=backward).case
+    case = loaded.rounded_to(format_named(fmt))
     whole = case if backward else dataclasses.replace(case, grad_out=None)
 
     def fails(case: AttentionCase) -> bool:
@@ -157,9 +157,12 @@ def _slow(began: float) -> bool:
 def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory: Path) -> Path:
     """Reduce and write one finding. Raises MeasurementError where it does not show again."""
     planned, fmt = _planned(finding, workshop), finding.formats[0]
-    loaded = Bench(located.ref, located.load, gradients=workshop.gradients).case
+    loaded = Selection.of(located.load(), gradients=workshop.gradients).case
     whole = loaded.rounded_to(format_named(fmt))
-    sample = sample_of(located.ref, workshop.rows, workshop.seed)
+    sample = None
+    if workshop.rows is not None:  # each seed of a sweep has its own rows
+        seed = located.ref.seed
+        sample = Sample(count=workshop.rows, seed=workshop.seed if seed is None else seed)
 
     kernel = planned.kernel
     if not kernel.declares:  # what explained nothing in the whole call is not tried in its parts
@@ -174,9 +177,9 @@ def _reproduce(finding: Finding, located: Located, workshop: Workshop, directory
             format=fmt,
             gradients=workshop.gradients,
             repeats=3 if finding.metric == "noise_ratio" else 1,
+            sample=sample,
         )
-        bench = Bench(case.ref, lambda: case, gradients=workshop.gradients, sample=sample)
-        rows = run_task(task, kernel, bench, workshop.system, workshop.run)
+        rows = measure_one(task, kernel, case, workshop.system, workshop.run)
         return next((row for row in _worst_first(rows, finding) if _shows(row, finding)), None)
 
     head = finding.place.head if finding.place is not None else None

@@ -22,7 +22,8 @@ from numdev.errors import UsageError, closest
 from numdev.formats import format_of
 from numdev.kernels import Kernel
 from numdev.kernels.reference import attend
-from numdev.metrics.deviation import Yardstick, measure
+from numdev.metrics.deviation import measure
+from numdev.metrics.yardstick import Yardstick
 from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES
 
 ENOUGH = 0.5
@@ -134,7 +135,7 @@ def against(run: Run, exact: Callable[[AttentionCase], Exact]) -> Evaluate:
 
 def worst(seen: Seen, figure: str) -> tuple[int, float]:
     """The head with the largest figure, and that figure (a bias with its sign)."""
-    heads = [_value(head, figure) for head in measure(seen[0], seen[1])]
+    heads = [_value(head, figure) for head in measure(seen[0], seen[1]).heads]
     at = max(range(len(heads)), key=lambda h: abs(heads[h]))
     return at, heads[at]
 
@@ -154,7 +155,7 @@ def shows(
     def answer(case: AttentionCase) -> bool:
         try:
             seen = evaluate(case)
-            heads = measure(seen[0], seen[1])
+            heads = measure(seen[0], seen[1]).heads
         except Exception:  # a kernel is foreign code, and odd lengths are what it is asked for
             return False
         if first and seen[2] != first[0]:

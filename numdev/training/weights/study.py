@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from numdev.audit.run import Progress, provenance, stopwatch
+from numdev.audit.run import Progress, provenance
+from numdev.audit.timing import stopwatch
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import read
 from numdev.sources.files import some
+from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
 from numdev.training.weights.files import Stored, Weights, open_weights
-from numdev.training.weights.kinds import KINDS, kind_of, layer_of
 from numdev.training.weights.pairs import (
     CastSums,
     Sums,
@@ -72,7 +73,7 @@ def weights(
     system = System.here(device)
     first, *others = [open_weights(target) for target in targets]
     claim(directory, request, overwrite=overwrite)
-    watch = stopwatch(system)
+    watch = stopwatch(system.device)
     with watch("weights"):
         run = _Run(first=first, others=tuple(others), device=system.device, progress=progress)
         run.over()

@@ -34,7 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from numdev.audit.attempt import Failure, attempt
-from numdev.audit.bench import Bench, Prepared
+from numdev.audit.bench import Bench
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain.attribution import ENOUGH, EXPLAINS, row_weights, weighed
 from numdev.formats import Format, round_to
@@ -42,7 +42,8 @@ from numdev.kernels import Kernel, Output, sdpa_claims
 from numdev.kernels.autograd_styles import WAYS, Way
 from numdev.kernels.emulation.predict import returning, unpredictable
 from numdev.kernels.output import GRADIENTS
-from numdev.metrics.deviation import Metrics, Yardstick, measure
+from numdev.metrics.deviation import Metrics, measure
+from numdev.metrics.yardstick import Yardstick
 from numdev.report import DeviationRow
 from numdev.system import System
 
@@ -108,7 +109,6 @@ def likeness(
     output: Output,
     tensors: Collection[str],
     formats: Mapping[str, Format],
-    prepared: Prepared,
     bench: Bench,
     system: System,
 ) -> Likeness | None:
@@ -117,12 +117,12 @@ def likeness(
 
     A way that cannot take the call (a sink, too many scores) is not tried.
     """
-    given = {n: bench.select(getattr(output, n), n) for n in formats if n in prepared.by_row}
-    if any(unpredictable(FA2, prepared.case.format, formats[n]) for n in given):
+    given = {n: bench.selection.select(getattr(output, n), n) for n in formats if n in bench.by_row}
+    if any(unpredictable(FA2, bench.case.format, formats[n]) for n in given):
         return None
-    residuals = {n: _residuals(x, prepared, n) for n, x in given.items()}
+    residuals = {n: _residuals(x, bench, n) for n, x in given.items()}
     best: Likeness | None = None
-    for words, made in _ways(formats, prepared, system):
+    for words, made in _ways(formats, bench, system):
         expected = _tried(made)
         if expected is None:
             continue
@@ -145,7 +145,7 @@ def with_bias_explained(
         return list(metrics)
     way = round_to(like.expected["out"], yardstick.format)
     found = []
-    for head, its in zip(metrics, measure(way, yardstick), strict=True):
+    for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
         size, other = head.get("bias_size"), its.get("bias_size")
         if size and other and abs(size) >= BIAS and abs(size - other) < BIAS:
             why = f"{size:+.3f} ulp, {like.words}"
@@ -161,10 +161,10 @@ def _tried(made: Callable[[], Step | None]) -> Step | None:
         return None
 
 
-def _residuals(x: Tensor, prepared: Prepared, tensor: str) -> Callable[[Tensor], float]:
+def _residuals(x: Tensor, bench: Bench, tensor: str) -> Callable[[Tensor], float]:
     """Of what is expected: |x - way| / |x - r|, rows counting alike; where x has no error 0, or
     infinity if the way errs."""
-    y, wide = prepared.yardsticks[tensor], x.double()
+    y, wide = bench.yardsticks[tensor], x.double()
     weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(weighed(wide - y.reference, weight).norm())
 
@@ -176,23 +176,23 @@ def _residuals(x: Tensor, prepared: Prepared, tensor: str) -> Callable[[Tensor],
 
 
 def _ways(
-    formats: Mapping[str, Format], prepared: Prepared, system: System
+    formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Callable[[], Step | None]]]:
     """What is tried, in words, the likeliest first."""
-    for words, claim in _claims(prepared, system):
-        changed = returning(claim, prepared.case, formats)
-        yield words, functools.partial(prepared.predicted, changed)
-    if prepared.case.working is None and set(formats.values()) == {prepared.case.format}:
+    for words, claim in _claims(bench, system):
+        changed = returning(claim, bench.case, formats)
+        yield words, functools.partial(bench.predicted, changed)
+    if bench.case.working is None and set(formats.values()) == {bench.case.format}:
         for words, way in WAYS.items():
-            yield words, functools.partial(_written, way, prepared)
+            yield words, functools.partial(_written, way, bench)
 
 
-def _claims(prepared: Prepared, system: System) -> Iterator[tuple[str, Claim]]:
+def _claims(bench: Bench, system: System) -> Iterator[tuple[str, Claim]]:
     """The claims of operators on this device, and the presets that are real code."""
     for name, operator in OPERATORS[system.device].items():
-        ran = Output(out=prepared.case.q, ran=operator)
+        ran = Output(out=bench.case.q, ran=operator)
         place = "GPU" if system.device == "cuda" else "CPU"
-        yield f"as {name} rounds on this {place}", sdpa_claims.claims(prepared.case, ran, system)
+        yield f"as {name} rounds on this {place}", sdpa_claims.claims(bench.case, ran, system)
     for preset in ("eager", "fa2-consistent"):
         yield f"as {preset} rounds", {"preset": preset}
 
@@ -209,19 +209,19 @@ OPERATORS: Mapping[str, Mapping[str, str]] = {
 """By device, PyTorch's kernels and the operator that each is."""
 
 
-def _written(way: Way, prepared: Prepared) -> Step | None:
+def _written(way: Way, bench: Bench) -> Step | None:
     """What a way that is written out returns, and autograd's gradients of it."""
-    case = prepared.measured
+    case = bench.measured
     if case.sinks is not None or case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
     key = f"written {way!r}"
-    if key not in prepared.predictions:
+    if key not in bench.predictions:
         kernel = Kernel(name="written", function=way, any_rows=True)
-        with prepared.watch("predictions"):
-            found = attempt(kernel, case, {}, gradients="dq" in prepared.by_row)
+        with bench.watch("predictions"):
+            found = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
         if isinstance(found, Failure):
             return None
         tensors = {n: getattr(found, n) for n in ("out", *GRADIENTS)}
         kept = {n: x.float() for n, x in tensors.items() if x is not None}
-        prepared.predictions[key] = {n: x for n, x in kept.items() if n in prepared.by_row}
-    return prepared.predictions[key]
+        bench.predictions[key] = {n: x for n, x in kept.items() if n in bench.by_row}
+    return bench.predictions[key]

@@ -1,1 +1,0 @@
-"""An audit on many machines, by Dask."""

@@ -1,0 +1,203 @@
+"""What an audit measures of every case: kernels x options x formats, and which rows and heads.
+
+A plan refuses what cannot be run here before anything is measured. Its tasks are plain data, whose
+key identifies their result in the journal.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numdev
+from numdev.audit.records import recorded
+from numdev.cases import CaseRef
+from numdev.config import Choice
+from numdev.errors import UsageError
+from numdev.formats import Format, dtype_of, format_named, format_of
+from numdev.kernels import Kernel, find
+from numdev.kernels.emulation.faults import CONTROLS
+from numdev.metrics.sampling import Sample
+from numdev.system import System
+
+# What always runs beside the kernels under audit, first: (role, kernel).
+ALWAYS = (("precision", "reference"), ("floor", "floor"), ("baseline", "baseline"))
+READING = ("streamed",)  # what a source says of how it was read, which changes no number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A kernel as every case will meet it."""
+
+    role: str
+    kernel: Kernel
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One kernel on one case in one format."""
+
+    case: CaseRef
+    role: str
+    kernel: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    format: str
+    heads: tuple[int, ...] | None = None
+    """The query heads that are measured; None: all. The kernel runs whole either way."""
+    gradients: bool = False
+    """Whether it is a training step, and dq, dk and dv are measured too."""
+    repeats: int = 1
+    """How often the kernel runs on the same inputs; from two on its noise is measured."""
+    sample: Sample | None = None
+    """Which rows are measured; None: all. The kernel runs whole either way."""
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of all that decides the task's rows."""
+        sample = None if self.sample is None else vars(self.sample)
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return digest({**plain, "case": vars(self.case), "sample": sample})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is the same for all cases of a run."""
+
+    system: System
+    formats: Sequence[Format]
+    kernels: Sequence[Planned]
+    heads: tuple[int, ...] | None = None
+    explain: bool = False
+    examine: bool = False
+    """Whether the rows that err most are looked at."""
+    profile: bool = False
+    """Whether it is reported how kernels err along their calls."""
+    gradients: bool = False
+    sampled_rows: int | None = None
+    """How many query rows of each head are measured; None: all."""
+    seed: int = 0
+    """From which they are drawn, where a case has no seed of its own."""
+    repeats: int = 1
+    """How often each kernel under audit runs on the same inputs."""
+
+    def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
+        """All tasks of a case, in the order they are reported: format by format, what always runs
+        first."""
+        sample = self.sample(ref)
+        for fmt in self.formats:
+            for planned in self.kernels:
+                yield planned, self.task(planned, fmt.name, ref, sample)
+
+    def task(self, planned: Planned, format_name: str, ref: CaseRef, sample: Sample | None) -> Task:
+        return Task(
+            case=ref,
+            role=planned.role,
+            kernel=planned.kernel.name,
+            options=planned.options,
+            format=format_name,
+            heads=self.heads,
+            gradients=self.gradients,
+            repeats=self.repeats if planned.role == "kernel" else 1,
+            sample=sample,
+        )
+
+    def sample(self, ref: CaseRef) -> Sample | None:
+        """Which rows of a case are measured: each seed of a sweep has its own."""
+        if self.sampled_rows is None:
+            return None
+        return Sample(count=self.sampled_rows, seed=self.seed if ref.seed is None else ref.seed)
+
+    def header(self, request: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+        """What a run must have in common with the journal it continues."""
+        return header(request, self.system, self.kernels, source)
+
+
+def header(
+    request: Mapping[str, Any],
+    system: System,
+    kernels: Sequence[Planned],
+    source: Mapping[str, Any],
+) -> dict[str, Any]:
+    """As `Plan.header`; how the source was read is no part of it."""
+    return {
+        "request": request,
+        "environment": environment(system),
+        "kernels": {p.kernel.name: p.kernel.made_from for p in kernels},
+        "source": {name: x for name, x in source.items() if name not in READING},
+    }
+
+
+def environment(system: System) -> dict[str, Any]:
+    """All of a machine and its software that may change a number."""
+    return {**system.as_dict(), "numdev": fingerprint()}
+
+
+@functools.cache
+def fingerprint() -> str:
+    """The version of numdev that measures: its number, and a hash of its source."""
+    package = Path(numdev.__file__).parent
+    whole = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        whole.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{numdev.__version__}+{whole.hexdigest()[:12]}"
+
+
+def plan_kernels(choices: Iterable[Choice]) -> list[Planned]:
+    """The standard three and the kernels under audit, in the order they run, each once. Raises
+    UsageError for a kernel or an option that does not exist."""
+    planned = [Planned(role=role, kernel=find(name), options={}) for role, name in ALWAYS]
+    for choice in choices:
+        kernel = find(choice.name)
+        options = recorded(kernel.with_options(choice.options))
+        twice = any(p.kernel.name == kernel.name and p.options == options for p in planned)
+        if not twice and kernel.name not in {name for _, name in ALWAYS}:
+            planned.append(Planned(role="kernel", kernel=kernel, options=options))
+    return planned
+
+
+def plan_controls(*, gradients: bool) -> list[Planned]:
+    """Planted faults in every dose, to be measured beside the kernels on the same data."""
+    return [
+        Planned(role="control", kernel=control.kernel(), options={"dose": dose})
+        for control in CONTROLS.values()
+        for dose in control.doses
+        if gradients or not control.in_backward_only
+    ]
+
+
+def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
+    """The formats by name, each once. Raises UsageError for one that no kernel could run in."""
+    return list(dict.fromkeys(_workable(name, kernels) for name in names))
+
+
+def _workable(name: str, kernels: Sequence[Planned]) -> Format:
+    fmt = format_named(name)
+    hint = "use float64, float32, bfloat16 or float16"
+    try:
+        dtype = dtype_of(fmt)
+    except UsageError as error:
+        if any(p.kernel.any_format for p in kernels if p.role == "kernel"):
+            return fmt
+        raise UsageError(
+            f"format {fmt.name}: no tensor is stored in it",
+            hint=f"{hint}, or a kernel that takes any format, as `emulated` does",
+        ) from error
+    if dtype.itemsize < 2:
+        raise UsageError(
+            f"format {fmt.name}: no attention kernel takes plain 8-bit q, k and v on this device",
+            hint=hint,
+        )
+    return format_of(dtype)
+
+
+def digest(data: Any) -> str:
+    """A short, stable hash of plain data."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,313 @@
+"""An output beside a yardstick: sums and maxima over the elements of each row, on the device.
+
+`row_sums` is what every metric of an output is a function of; `to_host` deals rows to groups, which
+intervals of sampled rows need (`numdev.metrics.intervals`), and brings everything to the host in
+one transfer. Elements that are not usable are 0 in every error. On CUDA one Triton kernel with the
+same results takes the place of the steps of PyTorch (`numdev.metrics.row_sums_triton`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from numdev.formats import dtype_of
+from numdev.metrics.wasserstein import sorted_rows, w1_of_sorted
+from numdev.metrics.yardstick import (
+    RowScales,
+    Sums,
+    Yardstick,
+    by_head,
+    finite,
+    kept,
+    row_max,
+    row_norm,
+    w1_by_head,
+    widened,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+GROUPS = 16  # row i is in group i mod GROUPS, so that each group is spread over positions
+ALONG = ("relative", "counted", "predicted", "least_row", "expected_count")  # also summed by bin
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSums:
+    """Of an output, on the device."""
+
+    elements: int
+    """Of a head, usable or not."""
+    sums: Sums
+    largest: dict[str, Tensor]
+    """[B, H, rows], of which the largest over rows counts."""
+    transport: dict[str, Tensor]
+    """[H]: Wasserstein distances over all elements, those that are not usable being 0."""
+    signed: tuple[Tensor, ...] = ()
+    """Signed differences from the floor in ulps at the term scale, by sequence: summed over rows
+    [B, H, features]; along the sign of the reference, summed over rows and features [B, H]; and how
+    many elements there are [B, H, features]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Totals:
+    """The same on the host."""
+
+    rows: int
+    elements: int
+    groups: dict[str, Numbers]
+    """[H, GROUPS], summed over the batch and the rows of a group."""
+    largest: dict[str, Numbers]
+    """[H]."""
+    transport: dict[str, Numbers]
+    signed: tuple[Numbers, ...]
+    along: Mapping[str, Numbers] = field(default_factory=dict)
+    """[bins]: sums over batch, heads and the rows of each bin; empty without bins."""
+
+    @cached_property
+    def sums(self) -> dict[str, Numbers]:
+        """[H]: over all rows."""
+        together = np.array(list(self.groups.values())).sum(axis=-1)
+        return dict(zip(self.groups, together, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ElementSums:
+    """What takes a pass over an output's elements. [B, H, rows] unless said otherwise."""
+
+    absolute: Tensor  # sum of |o - r|
+    size: Tensor  # sqrt of the sum of (o - r)^2
+    max_abs: Tensor
+    max_ulp: Tensor  # the largest |o - r| over the spacing at the term scale
+    features: Tensor  # [B, H, features]: (o - floor) over the spacing, summed over rows
+    along: Tensor  # [B, H]: the same along sign(r), summed over rows and features
+    predicted: Tensor | None  # as `size`, of the expected output
+    apart: Tensor | None  # sum of (o - baseline)^2
+    from_floor: Tensor | None  # the largest |o - floor|
+
+
+def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> RowSums:
+    """An output [B, H, rows, features] beside a yardstick, and beside the output `expected` of the
+    emulation it should be, where there is one."""
+    o, e = widened(output), None if expected is None else widened(expected)
+    fine = finite(o)
+    whole = bool((fine | ~y.seen).all())
+    rows = y.rows if whole else y.rows_where(y.usable & fine)
+    beside = None if y.baseline is None else rows.usable & finite(y.baseline)
+    compared = rows.usable if e is None else rows.usable & finite(e)
+    if o.is_cuda and HAS_TRITON and whole and y.regular and (e is None or bool(compared.all())):
+        from numdev.metrics import row_sums_triton
+
+        elements = row_sums_triton.element_sums(o, e, y)
+    else:
+        elements = element_sums(o, e, y, rows.usable, beside, compared)
+    sums = y.sums | rows.sums
+    sums |= {
+        "absolute": elements.absolute,
+        "square": elements.size.square(),
+        "relative": rows.relative(elements.size).square(),
+        "nonfinite": ((fine != finite(y.floor)) & y.seen).sum(dim=-1).double(),
+    }
+    largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
+    if beside is not None and elements.apart is not None and elements.from_floor is not None:
+        sums |= {"apart": elements.apart, "apart_count": beside.sum(dim=-1, dtype=torch.float64)}
+        if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8 bits
+            largest |= {"from_floor": elements.from_floor, **_fa_allowance(y, beside)}
+    if elements.predicted is not None:
+        same, size = rows, elements.size
+        if not bool((compared == rows.usable).all()):
+            same, size = y.rows_where(compared), row_norm(kept(o - y.reference, compared))
+        predicted = same.predicted(elements.predicted)
+        against, square, least = same.relative(torch.stack([size, predicted, same.least])).square()
+        sums |= {
+            "against": against,
+            "predicted": square,
+            "least_row": least,
+            "expected_count": same.judged.double(),
+        }
+        typical = _typical(torch.stack([square, least]), same)
+        largest["worst_row"] = _ratios(size, predicted, typical, same)
+    distinct = _for_bias(rows, y)
+    return RowSums(
+        elements=o[:, 0].numel(),
+        sums=sums,
+        largest=largest,
+        transport=_transport(output, o, y, rows.usable, beside),
+        signed=(elements.features, elements.along, distinct.sum(dim=2, dtype=torch.float64)),
+    )
+
+
+def element_sums(
+    o: Tensor,
+    e: Tensor | None,
+    y: Yardstick,
+    usable: Tensor,
+    beside: Tensor | None,
+    compared: Tensor,
+) -> ElementSums:
+    """By steps of PyTorch. `usable` elements count, `beside` those where the baseline does too, and
+    `compared` those where the expected output does."""
+    error = kept(o - y.reference, usable)
+    off = o - y.floor
+    ulps = kept(off / y.spacing, usable & finite(y.floor) & ~y.repeated[..., None])
+    apart = from_floor = predicted = None
+    if beside is not None and y.baseline is not None:
+        # The baseline may be of the output's own narrow dtype.
+        apart = row_norm(kept(o.double() - y.baseline, beside)).square()
+        from_floor = row_max(kept(off, beside & finite(y.floor)))
+    if e is not None:
+        predicted = row_norm(kept(e - y.reference, compared))
+    return ElementSums(
+        absolute=torch.linalg.vector_norm(error, 1, dim=-1),
+        size=row_norm(error),
+        max_abs=row_max(error),
+        max_ulp=row_max(kept(error / y.spacing, usable)),
+        features=ulps.sum(dim=2),
+        along=ulps.mul_(y.reference.sign()).sum(dim=(2, 3)),
+        predicted=predicted,
+        apart=apart,
+        from_floor=from_floor,
+    )
+
+
+def plain_sums(
+    output: Tensor, reference: Tensor, empty: Tensor, w1: Tensor | None = None
+) -> RowSums:
+    """Distances alone, of what has no floor: [B, H, rows] or [B, H, rows, features]; `empty` bool
+    [B, H, rows]. `w1` [H]: their Wasserstein distance, if it is known."""
+    if output.ndim == 3:
+        output, reference = output[..., None], reference[..., None]
+    o = widened(output)
+    here, there, seen = finite(o), finite(reference), ~empty[..., None]
+    usable = seen & here & there
+    a, b = kept(o, usable), kept(reference, usable)
+    error = a - b
+    sums = {
+        "count": usable.sum(dim=-1).double(),
+        "absolute": torch.linalg.vector_norm(error, 1, dim=-1),
+        "square": row_norm(error).square(),
+        "reference": row_norm(b).square(),
+        "empty_rows": empty.double(),
+        "nonfinite": ((here != there) & seen).sum(dim=-1).double(),
+    }
+    distance = w1_by_head(a, b, usable) if w1 is None else w1
+    return RowSums(
+        elements=o[:, 0].numel(),
+        sums=sums,
+        largest={"max_abs": row_max(error)},
+        transport={"w1": distance},
+    )
+
+
+def to_host(x: RowSums, bins: Tensor | None = None) -> Totals:
+    """All of it in one transfer; with `bins`, fp64 [rows, bins] of 0 and 1, the sums by bin too."""
+    binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
+    parts = [_dealt(torch.stack(list(x.sums.values())))]
+    parts.append(torch.stack(list(x.largest.values())).amax(dim=(1, 3)))
+    parts += [*x.transport.values(), *x.signed]
+    if bins is not None:
+        by_bin = torch.stack([x.sums[name] for name in binned]).sum(dim=(-3, -2)) @ bins
+        parts.append(by_bin)
+    groups, largest, *rest = _copied(parts)
+    at = len(x.transport)
+    end = at + len(x.signed)
+    return Totals(
+        rows=x.sums["count"].shape[2],
+        elements=x.elements,
+        groups=dict(zip(x.sums, groups, strict=True)),
+        largest=dict(zip(x.largest, largest, strict=True)),
+        transport=dict(zip(x.transport, rest[:at], strict=True)),
+        signed=tuple(rest[at:end]),
+        along=dict(zip(binned, rest[end], strict=True)) if bins is not None else {},
+    )
+
+
+def typical_row(predicted: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
+    """[H]: the predicted row_rel, or that of an error of u |r_i| / sqrt(12) if it is larger.
+    `predicted` is 0 where it is not usable."""
+    rows = y.rows_where(y.usable & usable)
+    sizes = torch.stack([rows.predicted(row_norm(predicted)), rows.least])
+    return _typical(rows.relative(sizes).square(), rows)
+
+
+def row_ratios(
+    error: Tensor, predicted: Tensor, typical: Tensor, usable: Tensor, y: Yardstick
+) -> Tensor:
+    """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
+
+    What is predicted is at least typical of the head (`typical_row` times |term scale_i|): that
+    one row's roundings happen to cancel is no prediction. It is also at least u |r_i| / sqrt(12),
+    and u SMALLEST_SCALE. `error` and `predicted` are 0 where they are not usable.
+    """
+    rows = y.rows_where(y.usable & usable)
+    return _ratios(row_norm(error), rows.predicted(row_norm(predicted)), typical, rows)
+
+
+def _for_bias(rows: RowScales, y: Yardstick) -> Tensor:
+    """bool: the elements that tell of a bias, rows that repeat others being no observation."""
+    return rows.usable & finite(y.floor) & ~y.repeated[..., None]
+
+
+def _fa_allowance(y: Yardstick, beside: Tensor) -> Sums:
+    """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of which
+    flash-attention's own test allows twice; ref is the exact answer cast to the format, and the
+    shifts are computed in it."""
+    assert y.baseline is not None
+    judged = beside & finite(y.floor)
+    cast = kept(y.floor, judged).to(dtype_of(y.format))  # exact: the floor is representable
+    return {
+        "plain_from_floor": row_max(kept(y.baseline - y.floor, judged)),
+        "shifted": row_max(cast + 0.3 - 0.3 - cast).double(),
+    }
+
+
+def _transport(
+    output: Tensor, o: Tensor, y: Yardstick, usable: Tensor, beside: Tensor | None
+) -> dict[str, Tensor]:
+    """[H]: the output is sorted in the format it came in, once where that will do."""
+    own = sorted_rows(by_head(kept(o, usable)))
+    whole = bool((usable == y.usable).all())
+    reference = y.sorted_reference if whole else sorted_rows(by_head(kept(y.reference, usable)))
+    distances = {"w1": w1_of_sorted(reference, own), **y.transport}
+    if beside is not None and y.baseline is not None:
+        if bool((beside == usable).all()) and whole:
+            distances["from_baseline_w1"] = w1_of_sorted(own, y.sorted_baseline)
+        else:
+            distances["from_baseline_w1"] = w1_by_head(o, y.baseline, beside)
+    return distances
+
+
+def _typical(squares: Tensor, rows: RowScales) -> Tensor:
+    """[H]: the rms over rows of what is predicted relative to the term scale, or of the least that
+    may be if it is larger, from the squares of both, [2, B, H, rows]."""
+    most = squares.sum(dim=(1, 3)).amax(dim=0)
+    typical: Tensor = (most / rows.judged.sum(dim=(0, 2))).sqrt()
+    return typical
+
+
+def _ratios(size: Tensor, predicted: Tensor, typical: Tensor, rows: RowScales) -> Tensor:
+    allowed = torch.maximum(predicted, typical[None, :, None] * rows.scale)
+    allowed = torch.maximum(allowed, rows.least).clamp_min(rows.least_allowed)
+    return torch.where(size > 0, size / allowed, 0.0)
+
+
+def _dealt(rows: Tensor) -> Tensor:
+    """[names, B, H, rows], summed over the batch and by group of rows: [names, H, GROUPS]."""
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUPS))
+    grouped: Tensor = padded.unflatten(-1, (-1, GROUPS)).sum(dim=(-4, -2))
+    return grouped
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Numbers]:
+    """Tensors as fp64 arrays on the host, by one transfer."""
+    flat = torch.cat([x.double().flatten() for x in tensors]).cpu().numpy()
+    ends = np.cumsum([x.numel() for x in tensors])[:-1]
+    parts = zip(np.split(flat, ends), tensors, strict=True)
+    return [part.reshape(x.shape) for part, x in parts]
