@@ -15,11 +15,17 @@ import pytest
 from rich.console import Console
 from test_html import audit, provenance
 
-from numdev.report import GradientSummary, KernelSummary, PartSummary, WeightSummary
+from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow
+from numdev.gate.compare_report import CompareReport, CompareSummary, Group, Move, Side
+from numdev.gate.verdict import Judgement, Verdict
+from numdev.report import GradientSummary, KernelSummary, PartSummary, Place, WeightSummary
 from numdev.report.document import Cell, Column, Document, Row, Table
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import audit as audit_view
+from numdev.report.views import compare as compare_view
+from numdev.report.views import diagnose as diagnose_view
 from numdev.report.views import document_of, parts
+from numdev.report.views import gate as gate_view
 from numdev.report.views import weights as weights_view
 from numdev.training.weights.report import (
     GroupRow,
@@ -185,6 +191,85 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
     nodes = [t for t in tables(weights_view.blocks(report)) if "NaN/inf" in str(t.columns)]
     assert cells(nodes[:1], "") == [("kind of parameter", "all"), *shared, ("W1", "0.19"), *casts]
     assert cells(nodes[1:], "") == [("tensor", "t"), *shared, ("W1", "0.16"), *casts]
+
+
+def test_each_column_of_a_comparison_has_its_own_number() -> None:
+    """A before B, counts in their columns; a group told by rms is written as an error."""
+
+    def group(**changes: Any) -> Group:
+        fields: dict[str, Any] = {
+            "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "dq", "pairs": 9,
+            "same_bits": 2, "same_numbers": 3, "moved": 4, "metric": "floor_ratio", "a": 1.5,
+            "b": 2.5, "change": 3.5,
+        }  # fmt: skip
+        return Group(**{**fields, **changes})
+
+    side = Side(path="p", numdev="0", command="c", created="d", rows=1)
+    place = Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
+    move = Move(role="kernel", kernel="k", format="bfloat16", tensor="dq", place=place, metric="m",
+                a=1.0, b=2.0, change=2.0, noise=1.25, excess=3.0, inputs="same",
+                words="from 1 to 2")  # fmt: skip
+    report = CompareReport(
+        provenance=provenance(), request={}, a=side, b=side,
+        summary=CompareSummary(answer=("x",), threshold="t"),
+        groups=(group(), group(metric="rms", tensor="lse", a=1.5e-3)), moves=(move,),
+    )  # fmt: skip
+    nodes = list(compare_view.blocks(report))
+    assert cells(nodes, "Every tensor") == [
+        ("kernel", "k"), ("", "dq bfloat16"), ("heads", "9"), ("moved", "4"), ("same bits", "2"),
+        ("equal", "3"), ("metric", "floor_ratio"), ("A", "1.50"), ("B", "2.50"),
+        ("largest", "3.50"), ("where", ""),
+    ]  # fmt: skip
+    assert dict(cells(nodes, "Every tensor", 1))["A"] == "1.5e-3"
+    assert cells(nodes, "What moved") == [
+        ("kernel", "k"), ("", "dq bfloat16"), ("where", "m.3 head 5"), ("what", "from 1 to 2"),
+        ("noise explains", "×1.25"),
+    ]  # fmt: skip
+
+
+def test_each_number_of_a_diagnosis_is_its_own() -> None:
+    """Of a head, a cure and a real kernel: every column shows the field it is named after."""
+    bias = {"mean": 0.101, "rms": 0.102, "t": 10.3, "outward": 0.104, "feature": 0.105}
+    delta = DeltaError(formula="dO*O", mean=0.21, rms=0.22, t=20.3, run=2.04, dw_q=0.205)
+    where: dict[str, Any] = {"checkpoint": "c", "case": "x", "layer": 1, "head": 2}
+    head = HeadRow(
+        **where, rows=8, tied=0.31, nearly_tied=0.39, ones=0.32, powers=0.33, one_signed=0.34,
+        pv=Bias(outward=0.5), out=Bias(**bias), ds_row_sum=0.35, delta=(delta,), similarity=0.36,
+        dw_q_error=0.37, dw_q_unbalanced=0.38, spectral_norm=3.11, spectral_ratio=3.12,
+    )  # fmt: skip
+    assert [(n.title, n.cell(head)) for n in diagnose_view.HEAD[1:]] == [
+        ("dW_Q, all", "37 %"), ("δ error", "+21 %"), ("t", "20"), ("run", "2.04"),
+        ("tied rows", "31 %"), ("P̄ = 1", "32 %"), ("P at 2ⁿ", "33 %"), ("V one sign", "34 %"),
+        ("O bias, ulp", "+0.104"), ("t ", "10"), ("rows of dS", "35 %"), ("alike", "36 %"),
+        ("‖W_Q‖₂", "3.11"), ("× layer", "3.12"),
+    ]  # fmt: skip
+    cure = CureRow(**where, cure="c", pv=Bias(outward=0.11), out=Bias(outward=0.12), delta_mean=0.13,
+                   delta_rms=0.14, delta_t=15.0, ds_row_sum=0.16, dq_rel=0.17, dk_rel=0.18,
+                   dv_rel=0.19, dw_q_error=0.21, nonfinite=22)  # fmt: skip
+    assert [(n.title, n.cell(cure)) for n in diagnose_view.CURE] == [
+        ("δ error", "+13 %"), ("t", "15"), ("δ rms", "14 %"), ("dW_Q", "21 %"), ("dQ", "17 %"),
+        ("dK", "18 %"), ("dV", "19 %"), ("rows of dS", "16 %"), ("P̄V bias", "+0.110"),
+        ("O bias, ulp", "+0.120"), ("NaN/inf", "22"),
+    ]  # fmt: skip
+    real = KernelRow(
+        **where, kernel="k", out=Bias(**bias), delta=delta, dq_rel=0.41, dw_q_error=0.42
+    )
+    assert [(n.title, n.cell(real)) for n in diagnose_view.KERNEL] == [
+        ("δ error", "+21 %"), ("t", "20"), ("run", "2.04"), ("dW_Q", "42 %"), ("dQ", "41 %"),
+        ("O bias, ulp", "+0.104"), ("t ", "10"),
+    ]  # fmt: skip
+
+
+def test_each_column_of_a_judgement_has_its_own_number() -> None:
+    """The offending and the judged, the number and its limit, the rule and where it is."""
+    verdict = Verdict(rule="error", outcome="exceeded", role="kernel", kernel="k", tensor="dq",
+                      format="bfloat16", judged=16, offending=3, observed=1.25, metric="rms",
+                      limit="rms at most 0.5", bound=0.5)  # fmt: skip
+    judged = Judgement(rules="default", outcome="exceeded", verdicts=(verdict,), calls=())
+    table = next(t for t in tables(gate_view.summary(judged, (), ()).blocks))
+    assert [cell.text for cell in table.rows[0].cells] == [
+        "error", "❌ exceeded", "3/16", "1.25", "at most 0.5", "k dq bfloat16"
+    ]  # fmt: skip
 
 
 # --- each medium -------------------------------------------------------------------------------

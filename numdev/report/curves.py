@@ -7,7 +7,7 @@ t-distribution. Heads of one seed are not counted as further observations. A rat
 is taken seed by seed, on the same inputs, and the ratios' geometric mean is shown.
 
 A curve runs along one axis; every other axis that has several values gets figures of its own, and
-kernels with their options are the lines within a figure. The sentences are made in `trends`.
+kernels with their options are the lines within a figure. The sentences are made in `sweep_words`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,10 @@ from numdev.report.statistics import factor, interval
 SQUARED = ("rms", "precision_rms", "from_baseline_rms", "low_precision_rms", "lower_rms")
 LARGEST = ("max_abs", "max_ulp", "worst_row")
 MEDIAN = (
-    "row_rel",
-    "rel",
-    "floor_ratio",
-    "baseline_ratio",
-    "expected_ratio",
-    "flash_vs_precision",
-    "flash_vs_precision_w1",
-    "flash_vs_low_precision",
-    "flash_vs_low_precision_w1",
-    "flash_vs_lower",
-    "flash_vs_lower_w1",
-    "w1",
-    "from_baseline_w1",
-    "precision_w1",
-    "bias",
-    "bias_sign",
-    "noise",
+    *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),
+    *("flash_vs_precision", "flash_vs_precision_w1", "flash_vs_low_precision"),
+    *("flash_vs_low_precision_w1", "flash_vs_lower", "flash_vs_lower_w1"),
+    *("w1", "from_baseline_w1", "precision_w1", "bias", "bias_sign", "noise"),
 )
 METRICS = (*LARGEST, "mean_abs", *SQUARED, *MEDIAN, "nonfinite")
 """What can be drawn, by how it is pooled over heads: the largest, the mean over elements, the root
@@ -449,15 +436,10 @@ def _curve(line: Line, relative: bool, baseline: str) -> Curve | None:
         values = estimate.ratios if relative else estimate.by_seed
         if values and (x is not None or line.constant):
             mean, low, high = (factor if relative else interval)(list(values.values()))
+            limited, seeds = estimate.limited, len(values)
             points.append(
                 Point(
-                    x=x,
-                    label=called,
-                    mean=mean,
-                    low=low,
-                    high=high,
-                    seeds=len(values),
-                    limited=estimate.limited,
+                    x=x, label=called, mean=mean, low=low, high=high, seeds=seeds, limited=limited
                 )
             )
     if not points:

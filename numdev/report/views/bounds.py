@@ -171,7 +171,7 @@ def _table(
         yield each.delayed
 
     against = Column("over that of", align="left")
-    titles = ("distance of", against, *columns, "steps later")
+    titles: list[str | Column] = ["distance of", against, *columns, "steps later"]
     return table(titles, map(cells, lines(report, group)), title=title, only=only)
 
 
