@@ -47,11 +47,9 @@ def compare(
     import json
 
     from numdev.gate.compare import compare as run
-    from numdev.report.collector import uncollected
     from numdev.report.io import claim
 
-    with uncollected():
-        found = run(a, b, allow=allow, command=command_line())
+    found = run(a, b, allow=allow, command=command_line())
     digest = hashlib.sha256(json.dumps(found.request, sort_keys=True).encode()).hexdigest()
     directory = output or Path("numdev-reports") / f"compare-{digest[:8]}"
     claim(directory, "compare", found.request, overwrite=overwrite)

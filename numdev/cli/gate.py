@@ -67,7 +67,6 @@ def gate(
     Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
     threshold file. 3: something could not be measured or judged, which is never a pass.
     """
-    from numdev.report.collector import uncollected
 
     if init:
         if rules or against or as_json or any(places.values()):
@@ -78,9 +77,8 @@ def gate(
         raise UsageError("-o and --overwrite are for --init", hint="add --init, or leave them out")
     # A report is data: no plugin of pydantic's is wanted, and looking for them takes 20 ms.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    with uncollected():
-        elsewhere = Places(**places)
-        code = _judge(context, path, rules, against, elsewhere, as_json=as_json)
+    elsewhere = Places(**places)
+    code = _judge(context, path, rules, against, elsewhere, as_json=as_json)
     context.exit(code)
 
 

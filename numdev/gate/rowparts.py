@@ -25,7 +25,6 @@ from pydantic_core import from_json
 
 from numdev.gate.ahead import Ahead
 from numdev.report import AuditReport, DeviationRow, Report, Role, SweepReport, read
-from numdev.report.collector import uncollected
 
 AUDIT, START, CUT = b'{"kind":"audit"', b'"rows":[', b'},{"case":'
 END, LAST = b'}],"weights":[', b"}]}"
@@ -64,17 +63,16 @@ def _in_parts(ahead: Ahead, *, every: bool) -> AuditReport | SweepReport | None:
         return None
     if _no_number(text, start, end):
         return None
-    with uncollected():
-        try:
-            report = _without_rows(text[:start], text[end:])
-            if report is None:
-                return None
-            validate = _validator(every)
-            kept: list[Any] = []
-            for part in _stretches(text, start, end):
-                kept += [row for row in validate(part) if row.__class__ is not Beside]
-        except ValueError:  # pydantic's errors are some
+    try:
+        report = _without_rows(text[:start], text[end:])
+        if report is None:
             return None
+        validate = _validator(every)
+        kept: list[Any] = []
+        for part in _stretches(text, start, end):
+            kept += [row for row in validate(part) if row.__class__ is not Beside]
+    except ValueError:  # pydantic's errors are some
+        return None
     return report.model_copy(update={"rows": tuple(kept)})
 
 
