@@ -48,7 +48,7 @@ def document_of(report: Report, directory: Path | None = None) -> Document:
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     accusations = [f for f in report.findings if f.metric == "suspicion"]
     answer = (
-        *(Item(finding.sentence, style="bad") for finding in accusations),
+        *(Item("", lead=finding.sentence, style="bad") for finding in accusations),
         *map(headed, summary.answer),
     )
     return Document(
