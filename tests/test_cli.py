@@ -292,7 +292,7 @@ def test_a_different_request_into_the_same_directory_is_refused(run: Any) -> Non
 def test_a_damaged_report_is_exit_code_3(run: Any) -> None:
     """A report that is not understood is not shown by halves."""
     Path("report.json").write_text('{"kind": "audit", "schema_version": 99}')
-    assert_one_line(run("report", "report.json"), 3, "report.json: not a report", "schema 1")
+    assert_one_line(run("report", "report.json"), 3, "report.json: not a report", "schema 2")
 
 
 def test_an_unexpected_error_is_one_line_and_exit_code_3(

@@ -216,7 +216,7 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     )  # fmt: skip
     nodes = list(compare_view.blocks(report))
     assert cells(nodes, "Every tensor") == [
-        ("kernel", "k"), ("", "dq bfloat16"), ("heads", "9"), ("moved", "4"), ("same bits", "2"),
+        ("kernel", "k"), ("", "dq"), ("heads", "9"), ("moved", "4"), ("same bits", "2"),
         ("equal", "3"), ("metric", "floor_ratio"), ("A", "1.50"), ("B", "2.50"),
         ("largest", "3.50"), ("where", ""),
     ]  # fmt: skip

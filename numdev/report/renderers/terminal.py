@@ -59,8 +59,9 @@ def show(report: Report, console: Console | None = None) -> None:
 def print_document(document: Document, console: Console | None = None) -> None:
     """Print what a document has for the terminal."""
     out = console or Console()
-    out.print()
-    for node in document.shown_in("terminal"):
+    for i, node in enumerate(document.shown_in("terminal")):
+        if i == 0 and isinstance(node, Paragraph):
+            out.print()
         if isinstance(node, Heading):
             out.print()
             out.print(_text(node.text, "bold"))
@@ -76,14 +77,15 @@ def print_document(document: Document, console: Console | None = None) -> None:
 
 
 def _bullets(node: Bullets, out: Console) -> None:
+    if node.kind != "plain":
+        out.print()
     for item in node.items:
         style = STYLES[item.style]
         line = Text("" if node.kind != "plain" else "  ", overflow="fold").append_text(
             _text(item.lead, style or ("bold cyan" if node.kind == "answer" else "bold"))
         )
-        out.print(line.append_text(_text(f" {item.text}" if item.lead else item.text, style)))
-    if node.kind != "plain":
-        out.print()
+        text = f" {item.text}" if item.lead and item.text else item.text
+        out.print(line.append_text(_text(text, style)))
 
 
 def _table(node: Table, out: Console) -> None:

@@ -50,6 +50,7 @@ def line(report: CompareReport) -> str:
 def blocks(report: CompareReport) -> Iterator[Node]:
     yield _moves(report, SHOWN, TERMINAL)
     yield _moves(report, ON_PAGE, TEXT)
+    several = len({group.format for group in report.groups}) > 1
     yield table(
         (
             "kernel",
@@ -59,7 +60,7 @@ def blocks(report: CompareReport) -> Iterator[Node]:
             *("A", "B", "largest"),
             Column("where", align="left", width=140),
         ),
-        map(_group, report.groups),
+        (_group(g, several) for g in report.groups),
         [g.role != "kernel" for g in report.groups],
         title="Every tensor",
     )
@@ -122,12 +123,13 @@ def _moves(report: CompareReport, limit: int, only: tuple[Medium, ...]) -> Table
     )
 
 
-def _group(g: Group) -> tuple[Cell, ...]:
+def _group(g: Group, several: bool) -> tuple[Cell, ...]:
+    """Its numbers; with its format where there are several, since the answer has a single one."""
     write = si if g.metric == "rms" else ratio
     moved: Style = "bad" if g.moved else ""
     return (
         Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
-        Cell(f"{g.tensor} {g.format}"),
+        Cell(f"{g.tensor} {g.format}" if several else g.tensor),
         Cell(str(g.pairs)),
         Cell(str(g.moved), style=moved),
         *map(Cell, (str(g.same_bits), str(g.same_numbers), g.metric or NONE)),
