@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.study import audit
+from numdev.audit.run import audit
 from numdev.audit.timing import SECTIONS, TOTAL
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.system import System

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from numdev.audit.study import audit
+from numdev.audit.run import audit
 from numdev.audit.timing import SECTIONS, TOTAL
 from numdev.cli.main import DEFAULT_KERNELS
 from numdev.config import AuditRequest, Choice

@@ -174,14 +174,14 @@ def test_backends_round_where_they_claim_to(
     q, k, v = (x.cuda() for x in draw(regime, shapes, seed=0, options={}))
     ref = CaseRef(case="x")
     drawn = AttentionCase(ref=ref, q=q, k=k, v=v, scale=head_dim**-0.5, is_causal=causal)
-    bench = prepare(drawn)
+    bench = prepare(drawn, "bfloat16")
     system, kernel = System.here("cuda"), find(name)
     task = Task(case=ref, role="kernel", kernel=name, format="bfloat16")
     rows = [row for row in measure_task(task, kernel, bench, system).rows if row.tensor == "out"]
     assert len(rows) == 4
     for row in rows:
         assert row.expected_ratio == pytest.approx(1.0, abs=0.05)
-    prepared = bench.at("bfloat16")
+    prepared = bench
     output = kernel.attend(prepared.case)
     predicted = emulation(prepared.case, kernel.claims(prepared.case, output, system) or {})
     error = output.out.double() - prepared.reference.out

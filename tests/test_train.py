@@ -25,7 +25,7 @@ from scipy.stats import wasserstein_distance
 
 from numdev.audit.interrupt import deferred
 from numdev.audit.journal import JOURNAL
-from numdev.cli.main import main as cli
+from numdev.cli import main as cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import all_kernels
 from numdev.report import read
