@@ -1,8 +1,10 @@
-"""Print the lines of Python by package beside their budget; exit 1 where one is over by a tenth.
+"""Print the lines of Python by package beside their budget; exit 1 where one grows past its limit.
 
     python scripts/budget.py
 
-Docstrings and blank lines count: a reader meets them too.
+The budget is what a package is to come to. Until it has, its limit is what it came to when the limit
+was last lowered, so that nothing grows on the way; then a tenth above the budget. Docstrings and
+blank lines count: a reader meets them too.
 """
 
 from __future__ import annotations
@@ -11,26 +13,27 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BUDGET = {
-    "numdev (top)": 1800,
-    "numdev/cli": 900,
-    "numdev/sources": 3400,
-    "numdev/kernels": 5600,
-    "numdev/metrics": 2200,
-    "numdev/explain": 1100,
-    "numdev/audit": 3100,
-    "numdev/gate": 1900,
-    "numdev/training": 3000,
-    "numdev/diagnose": 1500,
-    "numdev/report": 2900,
-    "numdev": 28000,
-    "tests": 20000,
+# Budget, and today's limit where that is still above it.
+BUDGET: dict[str, tuple[int, int | None]] = {
+    "numdev (top)": (1800, 2250),
+    "numdev/cli": (900, 1720),
+    "numdev/sources": (3400, 6600),
+    "numdev/kernels": (5600, 8350),
+    "numdev/metrics": (2200, None),
+    "numdev/explain": (1100, 1400),
+    "numdev/audit": (3100, 5900),
+    "numdev/gate": (1900, 4350),
+    "numdev/training": (3000, 5600),
+    "numdev/diagnose": (1500, 3060),
+    "numdev/report": (2900, 6250),
+    "numdev": (28000, 47600),
+    "tests": (20000, 45700),
 }
-WHOLE = {"numdev": 1.0, "tests": 1.0}  # the totals have no tenth to spare
+WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 
 
 def lines(name: str) -> int:
-    """The number of lines of all Python files in a folder; of the top of numdev/, of its own files."""
+    """The lines of all Python files in a folder; of the top of numdev/, of its own files."""
     if name.endswith("(top)"):
         files = (ROOT / "numdev").glob("*.py")
     else:
@@ -40,15 +43,17 @@ def lines(name: str) -> int:
 
 def main() -> int:
     folders = {f"numdev/{path.parent.name}" for path in (ROOT / "numdev").glob("*/__init__.py")}
-    over = sorted(folders - BUDGET.keys())
-    for name in over:
+    wrong = sorted(folders - BUDGET.keys())
+    for name in wrong:
         print(f"{name}: a package without a budget")
-    for name, budget in BUDGET.items():
+    print(f"{'':16}{'lines':>8}{'budget':>8}{'limit':>8}")
+    for name, (budget, limit) in BUDGET.items():
         count = lines(name)
-        too_long = count > budget * WHOLE.get(name, 1.1)
-        print(f"{name:16}{count:8}{budget:8}{count / budget:8.0%}{'  over' if too_long else ''}")
-        over += [name] * too_long
-    return 1 if over else 0
+        most = limit or int(budget * (1.0 if name in WHOLE else 1.1))
+        note = "  over its limit" if count > most else "" if limit is None else "  to shrink"
+        print(f"{name:16}{count:8}{budget:8}{most:8}{note}")
+        wrong += [name] * (count > most)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import wasserstein_distance
 
 from numdev.errors import UsageError
-from numdev.metrics.wasserstein import w1, w1_rows
+from numdev.metrics.wasserstein import _of_counts, w1, w1_rows
 
 # Differences of sorted float64 values are correctly rounded, and so is each step of both sums:
 # pairwise summation of 10^6 terms and scipy's integral agree far better than this.
@@ -230,3 +230,34 @@ def test_the_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
     assert rows.is_cuda
     np.testing.assert_allclose(rows.cpu().numpy(), w1_rows(a, b).numpy(), rtol=RELATIVE)
     assert w1(a.cuda(), b.cuda()) == pytest.approx(w1(a, b), rel=RELATIVE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m"), [(1, 7), (64, 96), (1000, 999)])
+def test_lengths_may_differ(dtype: torch.dtype, n: int, m: int) -> None:
+    """Then it is the integral of |F - G|, as scipy has it."""
+    a, b = normal(n).to(dtype), (2 * normal(m, seed=1)).to(dtype)
+    expected = wasserstein_distance(a.double().numpy(), b.double().numpy())
+    assert w1(a, b) == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_weights_are_integers_or_refused() -> None:
+    """In units of 1 / lcm(n, m), exact however often a value occurs: here beyond 2^53."""
+    n, m = 2**28, 2**27 - 1
+    values, twice = np.array([0.0, 1.0]), np.array([n - 1, 1])
+    assert _of_counts(values, twice, np.array([0.0]), np.array([m])) == 1 / n
+    too_long = np.array([2**33])
+    with pytest.raises(UsageError, match="least common multiple"):
+        _of_counts(np.array([0.0]), too_long, np.array([1.0]), too_long - 1)
+
+
+def test_threads_change_nothing() -> None:
+    """Sums on a CPU are numpy's, which adds in one order."""
+    a, b = normal(3, 70_001), normal(3, 70_001, seed=1)
+    one = w1_rows(a, b)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(w1_rows(a, b), one)
+    finally:
+        torch.set_num_threads(threads)

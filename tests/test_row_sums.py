@@ -1,0 +1,107 @@
+"""Sums over rows: the Triton kernel's are PyTorch's, and masks leave out what they should."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from interpreted import results_of
+from row_sums_cases import yardstick
+
+from numdev.metrics.deviation import measure
+from numdev.metrics.row_sums import GROUPS, row_sums, to_host
+
+REORDERED = 1e-12  # sums of at most a million numbers in fp64, in another order
+
+
+@pytest.mark.slow
+def test_the_kernel_sums_as_pytorch_does() -> None:
+    """In Triton's interpreter, over shapes and dtypes, with and without a baseline and a prediction:
+    maxima are equal, sums within their reordering."""
+    far: dict[str, float] = results_of("row_sums_cases.py")
+    assert {"max_abs", "max_ulp", "from_floor", "features", "along", "predicted"} <= far.keys()
+    assert {name: x for name, x in far.items() if x > REORDERED} == {}
+    assert far["max_abs"] == far["max_ulp"] == far["from_floor"] == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_measures_what_a_cpu_does(dtype: torch.dtype) -> None:
+    """Every metric of every head, the kernel's path and that of an output with a NaN."""
+    y = yardstick((2, 3, 200, 64))
+    o = (y.reference * (1 + 2.0**-9)).to(dtype)
+    e = (y.reference * (1 - 2.0**-9)).float()
+    fields = {f.name: getattr(y, f.name) for f in dataclasses.fields(y)}
+    there = type(y)(
+        **{n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in fields.items()}
+    )
+    for spoilt in (False, True):
+        if spoilt:
+            o[0, 1, 7, 3] = math.nan
+        here, far = measure(o, y, e).heads, measure(o.cuda(), there, e.cuda()).heads
+        for a, b in zip(here, far, strict=True):
+            assert a.keys() == b.keys()
+            for name, x in a.items():
+                if isinstance(x, float):
+                    assert b[name] == pytest.approx(x, rel=1e-9, abs=1e-300), name
+                else:
+                    assert b[name] == x, name
+
+
+def test_rows_are_dealt_to_groups_and_summed_once() -> None:
+    """Row i is in group i mod 16; all groups together are all rows."""
+    y = yardstick((2, 1, 3 * GROUPS + 5, 4))
+    x = row_sums(y.reference * 1.01, y)
+    totals = to_host(x)
+    absolute = x.sums["absolute"].sum(dim=(0, 1))
+    for group in range(GROUPS):
+        expected = float(absolute[group::GROUPS].sum())
+        assert totals.groups["absolute"][0, group] == pytest.approx(expected, rel=REORDERED)
+    assert totals.sums["absolute"][0] == pytest.approx(float(absolute.sum()), rel=REORDERED)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted_and_left_out(value: float) -> None:
+    """One element changes `nonfinite` by one, and every other sum to what it is without it."""
+    y = yardstick((1, 2, 9, 8))
+    o = y.reference * 1.01
+    hurt = o.clone()
+    hurt[0, 1, 4, 2] = value
+    before, after = measure(o, y).heads, measure(hurt, y).heads
+    assert after[0] == before[0]
+    assert (before[1]["nonfinite"], after[1]["nonfinite"]) == (0, 1)
+    error = (o - y.reference)[0, 1].flatten()
+    rest = torch.cat([error[: 4 * 8 + 2], error[4 * 8 + 3 :]])
+    assert after[1]["rms"] == pytest.approx(float(rest.square().mean().sqrt()), rel=1e-12)
+    assert after[1]["elements"] == 9 * 8 - 1
+
+
+def test_rows_that_see_nothing_count_for_nothing() -> None:
+    """Whatever stands in a fully masked row, no number but `empty_rows` knows of it."""
+    y = yardstick((1, 1, 6, 4))
+    empty = y.empty.clone()
+    empty[0, 0, 2] = True
+    masked = dataclasses.replace(y, empty=empty)
+    o = y.reference * 1.01
+    wild = o.clone()
+    wild[0, 0, 2] = 1e30
+    (a,), (b,) = measure(o, masked).heads, measure(wild, masked).heads
+    assert a == b
+    assert a["empty_rows"] == 1
+    assert a["elements"] == 5 * 4
+
+
+def test_a_row_of_zeros_has_no_relative_error_but_is_held_to_something() -> None:
+    """Where a row's terms are 0 there is no row_rel; a number in it is an error beyond all."""
+    y = yardstick((1, 1, 3, 4))
+    r, t = y.reference.clone(), y.term_scale.clone()
+    r[0, 0, 1], t[0, 0, 1] = 0.0, 0.0
+    y = dataclasses.replace(y, reference=r, term_scale=t, baseline=None)
+    o = r.clone()
+    o[0, 0, 1, 0] = 1e-20
+    (head,) = measure(o, y, r * (1 + 2.0**-12)).heads
+    assert head["worst_row"] > 1e10
+    assert head["row_rel"] == 0.0
