@@ -280,15 +280,15 @@ def test_delta_from_the_cast_output_explains_dq_on_wide_logits() -> None:
 
 def test_rows_that_underflow_are_left_out() -> None:
     """A last key that nobody looks at: its dV lies below the smallest fp32 number, and in a row
-    of its own is off by all of it, in whatever emulation. (Of what is left a processor without
-    AVX-512 leaves 5 %, others less.)"""
+    of its own is off by all of it, in whatever emulation. (Of what is left processors leave
+    5 to 25 %; with that row in it, all.)"""
     case = training(100, heads=4, kv=4, logits=30.0)
     rows = rows_of(find("sdpa-flash"), case)
     terms = gradients(case).dv_terms.norm(dim=-1)
     assert 0 < float(terms.min()) < 2.0**-126
     for tensor in ("dk", "dv"):
         assert rows[tensor].residual is not None
-        assert rows[tensor].residual < 0.2  # type: ignore[operator]
+        assert rows[tensor].residual < 0.5  # type: ignore[operator]
 
 
 def test_without_a_backward_the_output_is_explained() -> None:

@@ -216,4 +216,4 @@ def test_the_command_is_light() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert json.loads(done.stdout)["$id"] == "urn:numdev:schema:report:1"
+    assert json.loads(done.stdout)["$id"] == "urn:numdev:schema:report:2"

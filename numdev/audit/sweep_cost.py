@@ -68,11 +68,18 @@ def operations(config: CaseConfig) -> float:
     rows, keys = config.seq_len, config.kv_len or config.seq_len
     pairs = float(rows * keys)
     if config.causal:
-        pairs = float(sum(min(keys, max(0, i + 1 + config.causal_offset)) for i in range(rows)))
+        before = config.causal_offset
+        pairs = _seen(rows + before, keys) - _seen(before, keys)
     if config.window is not None:
         pairs = min(pairs, float(rows * config.window * (1 if config.causal else 2)))
     width = config.head_dim + (config.v_dim or config.head_dim)
     return 2.0 * config.batch * config.heads * pairs * width
+
+
+def _seen(count: int, keys: int) -> float:
+    """The sum of min(i, keys) over i from 1 to count: what causal rows see."""
+    few = min(max(count, 0), keys)
+    return few * (few + 1) / 2 + keys * max(0, count - keys)
 
 
 def estimate(
