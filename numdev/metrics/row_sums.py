@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numdev.formats import dtype_of
+from numdev.formats import dtype_of, round_to
 from numdev.metrics.wasserstein import sorted_rows, w1_of_sorted
 from numdev.metrics.yardstick import (
     RowScales,
@@ -113,7 +113,7 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
         "absolute": elements.absolute,
         "square": elements.size.square(),
         "relative": rows.relative(elements.size).square(),
-        "nonfinite": ((fine != finite(y.floor)) & y.seen).sum(dim=-1).double(),
+        "nonfinite": ((fine != y.floor_finite) & y.seen).sum(dim=-1).double(),
     }
     largest = {"max_abs": elements.max_abs, "max_ulp": elements.max_ulp}
     if beside is not None and elements.apart is not None and elements.from_floor is not None:
@@ -156,12 +156,12 @@ def element_sums(
     `compared` those where the expected output does."""
     error = kept(o - y.reference, usable)
     off = o - y.floor
-    ulps = kept(off / y.spacing, usable & finite(y.floor) & ~y.repeated[..., None])
+    ulps = kept(off / y.spacing, usable & y.floor_finite & ~y.repeated[..., None])
     apart = from_floor = predicted = None
     if beside is not None and y.baseline is not None:
         # The baseline may be of the output's own narrow dtype.
         apart = row_norm(kept(o.double() - y.baseline, beside)).square()
-        from_floor = row_max(kept(off, beside & finite(y.floor)))
+        from_floor = row_max(kept(off, beside & y.floor_finite))
     if e is not None:
         predicted = row_norm(kept(e - y.reference, compared))
     return ElementSums(
@@ -252,7 +252,7 @@ def row_ratios(
 
 def _for_bias(rows: RowScales, y: Yardstick) -> Tensor:
     """bool: the elements that tell of a bias, rows that repeat others being no observation."""
-    return rows.usable & finite(y.floor) & ~y.repeated[..., None]
+    return rows.usable & y.floor_finite & ~y.repeated[..., None]
 
 
 def _fa_allowance(y: Yardstick, beside: Tensor) -> Sums:
@@ -260,7 +260,7 @@ def _fa_allowance(y: Yardstick, beside: Tensor) -> Sums:
     flash-attention's own test allows twice; ref is the exact answer cast to the format, and the
     shifts are computed in it."""
     assert y.baseline is not None
-    judged = beside & finite(y.floor)
+    judged = beside & y.floor_finite
     cast = kept(y.floor, judged).to(dtype_of(y.format))  # exact: the floor is representable
     return {
         "plain_from_floor": row_max(kept(y.baseline - y.floor, judged)),
@@ -272,8 +272,13 @@ def _transport(
     output: Tensor, o: Tensor, y: Yardstick, usable: Tensor, beside: Tensor | None
 ) -> dict[str, Tensor]:
     """[H]: the output is sorted in the format it came in, once where that will do."""
-    own = sorted_rows(by_head(kept(o, usable)))
     whole = bool((usable == y.usable).all())
+    if whole and output is y.floor:  # rounding keeps the order
+        own = round_to(y.sorted_reference, y.format)
+    elif whole and output is y.baseline and beside is not None and bool((beside == usable).all()):
+        own = y.sorted_baseline
+    else:
+        own = sorted_rows(by_head(kept(o, usable)))
     reference = y.sorted_reference if whole else sorted_rows(by_head(kept(y.reference, usable)))
     distances = {"w1": w1_of_sorted(reference, own), **y.transport}
     if beside is not None and y.baseline is not None:

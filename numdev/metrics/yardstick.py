@@ -95,6 +95,10 @@ class Yardstick:
         return round_to(self.reference, self.format)
 
     @cached_property
+    def floor_finite(self) -> Tensor:
+        return finite(self.floor)
+
+    @cached_property
     def spacing(self) -> Tensor:
         """One ulp of the format at the term scale."""
         return ulp(self.term_scale, self.format)
@@ -167,7 +171,7 @@ class Yardstick:
         that fill their binades, and stands in where all are exactly representable (V = 1, or
         float64) and the floor itself is 0.
         """
-        floor = self.usable & finite(self.floor)
+        floor = self.usable & self.floor_finite
         size = row_norm(kept(self.reference, floor))
         sums = {
             "empty_rows": self.empty.double(),
@@ -196,13 +200,20 @@ class Yardstick:
         distances = {}
         if self.unrounded is not None:
             moved = self.usable & finite(self.unrounded)
-            distances["precision_w1"] = w1_by_head(self.reference, self.unrounded, moved)
+            distances["precision_w1"] = self._w1(self.unrounded, self.reference, moved)
         others = {"low_precision_w1": self.baseline_fp32, "lower_w1": self.baseline_lower}
         for name, other in others.items():
             if other is not None and self.baseline is not None:
                 both = self.usable & finite(self.baseline) & finite(other)
-                distances[name] = w1_by_head(other, self.baseline, both)
+                distances[name] = self._w1(other, self.baseline, both)
         return distances
+
+    def _w1(self, other: Tensor, own: Tensor, usable: Tensor) -> Tensor:
+        """W1 from the reference or the baseline, which are sorted but once where all of it counts."""
+        if not bool((usable == self.usable).all()):
+            return w1_by_head(other, own, usable)
+        ordered = self.sorted_reference if own is self.reference else self.sorted_baseline
+        return w1_of_sorted(sorted_rows(by_head(kept(other, usable))), ordered)
 
     @cached_property
     def sorted_reference(self) -> Tensor:
