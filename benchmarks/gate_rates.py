@@ -10,8 +10,8 @@ A report that passes (exit code 0) clears its kernel, one that exceeds (1) accus
 could not be judged (3) does neither: it stops a merge too, and is counted apart.
 
 Sound kernels are those of `benchmarks/power.py`. Faults are those of `benchmarks/planted.py`, and
-`numdev.kernels.emulation.faults` in every dose. Kernels that go wrong as processes (`tests/broken_kernels.py`) have
-no rate: each is tried once, isolated, beside a sound one.
+`numdev.kernels.emulation.faults` in every dose. Kernels that go wrong as processes
+(`tests/broken_kernels.py`) have no rate: each is tried once, isolated, beside a sound one.
 
 Intervals are those of Clopper and Pearson, "The use of confidence or fiducial limits illustrated in
 the case of the binomial" (1934), at 95 %.

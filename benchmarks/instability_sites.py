@@ -1,8 +1,8 @@
 """What a variant of `numdev train` rounds, read from its options.
 
 Two kernels have their roundings as options, `emulated` and `triton-flash`. Of real code two are
-read as the preset that they are (`numdev.kernels.emulation.recipe`): sdpa-flash as fa2, the baseline as eager.
-"""
+read as the preset that they are (`numdev.kernels.emulation.recipe`): sdpa-flash as fa2, the
+baseline as eager."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ plain attention's plus its floor, in the output or in a gradient.
 
 Sound kernels must not be accused. Kernels of `benchmarks/planted.py` must be caught, wherever their
 fault can show in a case; each miss is sorted by what the fault did to the errors, beside the same
-kernel without it. Planted faults of growing dose (`numdev.kernels.emulation.faults`) are judged likewise.
+kernel without it. Planted faults of growing dose (`numdev.kernels.emulation.faults`) are judged
+likewise.
 
 Every instruction set runs in a process of its own and draws seeds of its own.
 """

@@ -4,8 +4,8 @@ An `AttentionCase` holds tensors and says nothing of how they are to be processe
 reference included, is a function of a case. A `CaseRef` names a case in plain data, so that tasks
 and report rows can speak of it without holding a tensor.
 
-Where cases come from is not decided here: `numdev.sources.synthetic` draws them from a configuration,
-`numdev.sources.capture` takes them out of a running model.
+Where cases come from is not decided here: `numdev.sources.synthetic` draws them from a
+configuration, `numdev.sources.capture` takes them out of a running model.
 
 A case may hold some of a call's query rows alone (`select_rows`): then `positions` says where they
 stand, and causality and windows go by that. To such rows it is the same call, since a row of

@@ -2,10 +2,9 @@
 
     python scripts/budget.py
 
-The budget is what a package is to come to. Until it has, its limit is what it came to when the limit
-was last lowered, so that nothing grows on the way; then a tenth above the budget. Docstrings and
-blank lines count: a reader meets them too.
-"""
+The budget is what a package is to come to. Until it has, its limit is what it came to when the
+limit was last lowered, so that nothing grows on the way; then a tenth above the budget. Docstrings
+and blank lines count: a reader meets them too."""
 
 from __future__ import annotations
 

@@ -280,8 +280,8 @@ class _Tags(HTMLParser):
 
 
 WORDS = """
-    html head meta title style body main footer h1 h2 h3 p ul li b strong span br code details summary
-    pre table thead tbody tr th td figure figcaption svg g line path rect circle text div
+    html head meta title style body main footer h1 h2 h3 p ul li b strong span br code details
+    summary pre table thead tbody tr th td figure figcaption svg g line path rect circle text div
     @open @charset @name @content @http-equiv @lang @class @tabindex @role @aria-label @scope @title
     @viewbox @d @x @y @x1 @x2 @y1 @y2 @cx @cy @r @width @height @transform @text-anchor
 """

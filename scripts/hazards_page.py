@@ -43,8 +43,8 @@ and rounded to the audited format; q, k and v are the same whether gradients are
 PROBES = """
 ## Probes: the answer is known
 
-Of these the exact output is known without a reference (`numdev.sources.synthetic.answer`), under any bool
-mask, causality or window. They hold the reference itself to account.
+Of these the exact output is known without a reference (`numdev.sources.synthetic.answer`),
+under any bool mask, causality or window. They hold the reference itself to account.
 """
 MASKED = """
 ## Masks

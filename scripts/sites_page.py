@@ -1,4 +1,5 @@
-"""Write docs/sites.md from numdev.kernels.emulation.recipe. `make test` fails when the page is stale."""
+"""Write docs/sites.md from numdev.kernels.emulation.recipe. `make test` fails when the page is
+stale."""
 
 from __future__ import annotations
 

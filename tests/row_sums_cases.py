@@ -1,5 +1,5 @@
-"""Runs the kernel of `numdev.metrics.row_sums_triton` in Triton's interpreter, on the CPU, and prints
-as JSON how far its sums are from PyTorch's, relative to the largest of each."""
+"""Runs the kernel of `numdev.metrics.row_sums_triton` in Triton's interpreter, on the CPU, and
+prints as JSON how far its sums are from PyTorch's, relative to the largest of each."""
 
 from __future__ import annotations
 

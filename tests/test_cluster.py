@@ -50,8 +50,13 @@ def rows_of(
     ):
         measure_source(source, plan, journal, run, watch, workers=workers)
         kinds = ("case", "row", "worst", "profile")
-        plain = {k: [x if isinstance(x, dict) else x.model_dump(mode="json") for x in journal.rows(k)]
-                 for k in kinds}  # fmt: skip
+        plain = {
+            kind: [
+                row if isinstance(row, dict) else row.model_dump(mode="json")
+                for row in journal.rows(kind)
+            ]
+            for kind in kinds
+        }
     lines = (directory / "rows.jsonl").read_text().splitlines()[1:]
     keys = [line.split('"')[3] for line in lines]
     assert len(keys) == len(set(keys)), "a task stands twice in the journal"
@@ -129,15 +134,16 @@ class Live:
 
 @pytest.mark.slow
 def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
-    """The same rows in the same order, each task once in the journal: of drawn cases with two seeds,
-    of cases out of a model, and of cases in a file. A kernel that raises, hangs or dies costs its
-    own rows."""
+    """The same rows in the same order, each task once in the journal: of drawn cases with two
+    seeds, of cases out of a model, and of cases in a file. A kernel that raises, hangs or dies
+    costs its own rows."""
     bad = ("fragile_kernels:raises", "fragile_kernels:segfaults")
     plan = plan_of("sdpa-math", *bad, examine=True, profile=True)
     crew = Cluster(workers=2)
     drawn = rows_of(tmp_path / "drawn", source_of(), plan, crew, 10.0)
     with runner(isolated=True, limit_s=10.0):
-        alone = rows_of(tmp_path / "alone", source_of(), plan_of("sdpa-math", bad[0], examine=True, profile=True))  # fmt: skip
+        less = plan_of("sdpa-math", bad[0], examine=True, profile=True)
+        alone = rows_of(tmp_path / "alone", source_of(), less)
     sound = [row for row in drawn["row"] if row["kernel"] != bad[1]]
     assert sound == alone["row"]
     assert drawn["case"] == alone["case"]
@@ -152,8 +158,8 @@ def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path) -> None:
-    """Where a worker dies of a case once, the case is measured elsewhere and the report is the same;
-    one whose workers always die becomes failed rows with the reason, and the run ends."""
+    """Where a worker dies of a case once, the case is measured elsewhere and the report is the
+    same; one whose workers always die becomes failed rows with the reason, and the run ends."""
     plan, fields = plan_of("sdpa-math"), ("config", "seed", "source", "device")
     alone = rows_of(tmp_path / "alone", source_of(), plan)
     reason = "its worker died, twice, as one does where memory runs out"

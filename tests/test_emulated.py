@@ -676,9 +676,9 @@ def test_a_tied_pair_in_the_working_format() -> None:
 @pytest.mark.parametrize("block_kv", [32, 300])
 @pytest.mark.parametrize("options", [{}, {"logits": 8.0}, {"regime": "ties"}])
 def test_float32_is_within_its_bound(options: dict[str, Any], block_kv: int) -> None:
-    """|o32 - o64| is within the bound derived in `numdev.kernels.emulation.kernel`, in every element, and
-    that bound is below five ulps of the term scale, so it says something. The modes agree in 98 %
-    of the elements, and in rms to 1 %."""
+    """|o32 - o64| is within the bound derived in `numdev.kernels.emulation.kernel`, in every
+    element, and that bound is below five ulps of the term scale, so it says something. The modes
+    agree in 98 % of the elements, and in rms to 1 %."""
     case = drawn(300, causal=True, **options)
     u, w = BF16.unit_roundoff, 2.0**-24
     n, d, tiles = 300, 64, -(-300 // block_kv)

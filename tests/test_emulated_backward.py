@@ -466,9 +466,9 @@ def test_rounded_dp_wants_delta_from_it() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"logits": 8.0}, {"regime": "ties"}])
 def test_float32_is_within_its_bound(options: dict[str, Any]) -> None:
-    """|d32 - d64| is within the bound of `numdev.kernels.emulation.backward` in every element, which
-    is below eight ulps of the term scale; and rms errors agree to 1 %, on ties to 5 % (a few keys
-    carry everything there)."""
+    """|d32 - d64| is within the bound of `numdev.kernels.emulation.backward` in every element,
+    which is below eight ulps of the term scale; and rms errors agree to 1 %, on ties to 5 % (a few
+    keys carry everything there)."""
     n, d, t = 256, 64, 2
     case = drawn(n, causal=True, **options)
     u, w = BF16.unit_roundoff, 2.0**-24

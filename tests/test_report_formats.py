@@ -91,8 +91,8 @@ def test_where_nothing_can_be_written(where: str, tmp_path: Path) -> None:
 def test_markdown_has_its_parts_in_order() -> None:
     """The answer, the findings, the ranking with floor and baseline, where it comes from."""
     text = markdown.page(reports.read(sample("audit")))
-    parts = ("# Audit: demo", "errs 2.00 x the floor", "## Findings", "| kernel | ×floor |", "| floor ",
-             "| baseline ", "## Where this comes from")  # fmt: skip
+    parts = ("# Audit: demo", "errs 2.00 x the floor", "## Findings", "| kernel | ×floor |",
+             "| floor ", "| baseline ", "## Where this comes from")  # fmt: skip
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
 
@@ -196,8 +196,8 @@ def test_what_is_not_held_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("version", "hint"),
-    [(0, "measure again"), (1, "measure again"), (3, "update numdev"), (10**30, ""), ("1", ""), (1.0, ""), (True, ""),
-     (None, ""), ("absent", "")],
+    [(0, "measure again"), (1, "measure again"), (3, "update numdev"), (10**30, ""), ("1", ""),
+     (1.0, ""), (True, ""), (None, ""), ("absent", "")],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["report", "gate", "bounds"])
 def test_another_version_is_refused(

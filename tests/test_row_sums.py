@@ -18,8 +18,8 @@ REORDERED = 1e-12  # sums of at most a million numbers in fp64, in another order
 
 @pytest.mark.slow
 def test_the_kernel_sums_as_pytorch_does() -> None:
-    """In Triton's interpreter, over shapes and dtypes, with and without a baseline and a prediction:
-    maxima are equal, sums within their reordering."""
+    """In Triton's interpreter, over shapes and dtypes, with and without a baseline and a
+    prediction: maxima are equal, sums within their reordering."""
     far: dict[str, float] = results_of("row_sums_cases.py")
     assert {"max_abs", "max_ulp", "from_floor", "features", "along", "predicted"} <= far.keys()
     assert {name: x for name, x in far.items() if x > REORDERED} == {}

@@ -243,9 +243,9 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
         ("O bias, ulp", "+0.104"), ("t ", "10"), ("rows of dS", "35 %"), ("alike", "36 %"),
         ("‖W_Q‖₂", "3.11"), ("× layer", "3.12"),
     ]  # fmt: skip
-    cure = CureRow(**where, cure="c", pv=Bias(outward=0.11), out=Bias(outward=0.12), delta_mean=0.13,
-                   delta_rms=0.14, delta_t=15.0, ds_row_sum=0.16, dq_rel=0.17, dk_rel=0.18,
-                   dv_rel=0.19, dw_q_error=0.21, nonfinite=22)  # fmt: skip
+    cure = CureRow(**where, cure="c", pv=Bias(outward=0.11), out=Bias(outward=0.12),
+                   delta_mean=0.13, delta_rms=0.14, delta_t=15.0, ds_row_sum=0.16, dq_rel=0.17,
+                   dk_rel=0.18, dv_rel=0.19, dw_q_error=0.21, nonfinite=22)  # fmt: skip
     assert [(n.title, n.cell(cure)) for n in diagnose_view.CURE] == [
         ("δ error", "+13 %"), ("t", "15"), ("δ rms", "14 %"), ("dW_Q", "21 %"), ("dQ", "17 %"),
         ("dK", "18 %"), ("dV", "19 %"), ("rows of dS", "16 %"), ("P̄V bias", "+0.110"),
@@ -310,7 +310,8 @@ def test_a_medium_prints_every_cell_in_its_column(shown: Any) -> None:
 
 
 def test_the_page_shows_what_the_document_has() -> None:
-    """Every table's title of a real report is on the page, and none is in a medium it is not for."""
+    """Every table's title of a real report is on the page, and none is in a medium it is not
+    for."""
     document = document_of(audit())
     page = html.text_of(document)
     assert all(t.title in page for t in tables(document.shown_in("html")))

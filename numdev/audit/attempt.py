@@ -1,8 +1,8 @@
 """One attempt at a case: a kernel is foreign code, and anything may come out of it.
 
 Whatever goes wrong becomes a `Failure` with its reason in words. What takes the process along (a
-segmentation fault, a hang) is beyond this file: `numdev.audit.isolation` makes the attempt elsewhere.
-"""
+segmentation fault, a hang) is beyond this file: `numdev.audit.isolation` makes the attempt
+elsewhere."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@ the worker and what it has imported and compiled are kept.
 The worker computes what this process would: the same import path, torch settings and layout of
 tensors, bit for bit. One pipe carries cases there and outputs back, pickled, as CPU tensors. It
 leads a process group, which is killed as a whole when the limit has passed, on Ctrl-C, on `close`,
-and by its guard when this process is gone, even by SIGKILL. (Not `multiprocessing`: its children import the caller's
-main module again, and Dask's workers may have none.)
-"""
+and by its guard when this process is gone, even by SIGKILL. (Not `multiprocessing`: its children
+import the caller's main module again, and Dask's workers may have none.)"""
 
 from __future__ import annotations
 

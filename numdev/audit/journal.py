@@ -85,8 +85,8 @@ class Journal:
         self._write({"task": key, "rows": self._done[key]})
 
     def rows(self, kind: str) -> list[Any]:
-        """The rows of a kind of all visited and finished tasks, in the order of first visit: as they
-        were appended, plain data where an earlier run did."""
+        """The rows of a kind of all visited and finished tasks, in the order of first visit: as
+        they were appended, plain data where an earlier run did."""
         done = (self._done.get(key, {}) for key in self._order)
         return [row for rows in done for row in rows.get(kind, ())]
 

@@ -2,9 +2,9 @@
 of delta, and what reaches the gradient of W_Q, for every query head.
 
 `diagnosed` computes the call in fp64 (`numdev.diagnose.truth`) and as a recipe of `emulated` has it
-(`numdev.diagnose.recipe`), and fills a `HeadRow` for each head. The numbers are defined by the records
-of `numdev.diagnose.report`; the parts are made by the modules named `chain_*`. What follows from
-them, and what cures change, is for others (`numdev.diagnose.cured`).
+(`numdev.diagnose.recipe`), and fills a `HeadRow` for each head. The numbers are defined by the
+records of `numdev.diagnose.report`; the parts are made by the modules named `chain_*`. What follows
+from them, and what cures change, is for others (`numdev.diagnose.cured`).
 
 What does not exist is null, with its reason: what hangs on W_Q without a projection; the row sums
 of dS under a soft cap or with a sink, where they are not zero; a t of too few blocks of rows. A

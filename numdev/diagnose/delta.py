@@ -34,7 +34,8 @@ def imbalance(truth: Truth, found: Computed, products: Products) -> Tensor:
 
 def predicted(truth: Truth, error: Tensor) -> Tensor | None:
     """The error of dW_Q [H, head_dim, width] that an error of delta, of `delta_error`, alone makes
-    by formula 2 of Qiu & Yao (`numdev.diagnose.weights`); None where the projection is not known."""
+    by formula 2 of Qiu & Yao (`numdev.diagnose.weights`); None where the projection is not
+    known."""
     absolute = error * truth.size[:, None]
     return truth.weights(-truth.case.scale * absolute[..., None] * truth.PK)
 

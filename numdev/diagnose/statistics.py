@@ -46,8 +46,8 @@ def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
 
     `step` is that of the grid on which a row's x lies, if it lies on one: a spread of the blocks
     below half a step of their means is not measured but missed, and does not count as smaller (as
-    in `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS blocks and where they have no spread.
-    """
+    in `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS blocks and where they have no
+    spread."""
     sums, counts = _in_blocks(_kept(x, rows)), _in_blocks(rows.to(x.dtype))
     seen = counts > 0
     n = seen.sum(dim=-1).to(x.dtype)

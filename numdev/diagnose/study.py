@@ -1,11 +1,10 @@
 """`numdev diagnose`: which heads' rounding errors do not cancel, why, and what each cure changes.
 
 The line of an audit: sources hand over cases with their upstream gradients, one checkpoint after
-the other; here each goes through the chain (`numdev.diagnose.call`) in place of kernels and metrics.
-Cures and real kernels run on the last checkpoint of a series alone, unless asked otherwise: they
-cost most, and where a series goes is seen without them. What is finished is journalled call by
-call.
-"""
+the other; here each goes through the chain (`numdev.diagnose.call`) in place of kernels and
+metrics. Cures and real kernels run on the last checkpoint of a series alone, unless asked
+otherwise: they cost most, and where a series goes is seen without them. What is finished is
+journalled call by call."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ rule |r|, and from one or none of them its spread cannot be told (70 %). Nor doe
 sample bounds from below and nothing else; nor what has fewer than two rows, or is 0 without one of
 the groups.
 
-The sums come from `numdev.metrics.row_sums`, already dealt to their groups; what is here is computed on
-the host.
-"""
+The sums come from `numdev.metrics.row_sums`, already dealt to their groups; what is here is
+computed on the host."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def w1(a: Tensor, b: Tensor) -> float:
 
 
 def w1_rows(a: Tensor, b: Tensor) -> Tensor:
-    """W1 between each row of `a` and the same row of `b`: [n, m] and [n, m] to [n] float64, on their
-    device. A row with NaN or infinity fares as in `w1` and leaves the other rows alone.
+    """W1 between each row of `a` and the same row of `b`: [n, m] and [n, m] to [n] float64, on
+    their device. A row with NaN or infinity fares as in `w1` and leaves the other rows alone.
 
     Raises `UsageError` for anything but two equal, two-dimensional, non-empty shapes, for two
     devices, and for the dtypes `w1` refuses.

@@ -9,9 +9,8 @@ Rows are chosen on the tensors' device, so that the host waits twice: for the he
 everything that is said of its rows. Which rows there are is then known to the device alone, and
 they fill lists of a fixed length; what is left over of these is dropped at the end.
 
-What a row looks like is computed in `numdev.metrics.scrutiny`; what is said of it, and when something
-stands out, is decided in `numdev.metrics.special`.
-"""
+What a row looks like is computed in `numdev.metrics.scrutiny`; what is said of it, and when
+something stands out, is decided in `numdev.metrics.special`."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class RowScales:
     least_allowed: float  # what any row may err: u SMALLEST_SCALE
 
     def relative(self, sizes: Tensor) -> Tensor:
-        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows that are not judged."""
+        """Rows' sizes [..., B, H, rows] over their |term scale_i|; 0 in rows that are not
+        judged."""
         return sizes / torch.where(self.judged, self.scale, math.inf)
 
     def predicted(self, sizes: Tensor) -> Tensor:
@@ -209,7 +210,8 @@ class Yardstick:
         return distances
 
     def _w1(self, other: Tensor, own: Tensor, usable: Tensor) -> Tensor:
-        """W1 from the reference or the baseline, which are sorted but once where all of it counts."""
+        """W1 from the reference or the baseline, which are sorted but once where all of it
+        counts."""
         if not bool((usable == self.usable).all()):
             return w1_by_head(other, own, usable)
         ordered = self.sorted_reference if own is self.reference else self.sorted_baseline

@@ -1,5 +1,5 @@
-"""The statistics of rows: means over seeds with Student's t, Holm's procedure, noise in units of the
-floor, and from when on a bias is one."""
+"""The statistics of rows: means over seeds with Student's t, Holm's procedure, noise in units of
+the floor, and from when on a bias is one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """From rows to what a reader wants first: the kernels ranked, the map of the worst one.
 
 Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
-one head with large values would rule a pooled one. The sentences are made in `numdev.report.answer`.
+one head with large values would rule a pooled one. The sentences are made in
+`numdev.report.answer`.
 
 Rows are gone through as they are: a table of them costs more to make than all that is asked of it.
 """

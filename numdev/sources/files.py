@@ -2,9 +2,8 @@
 
 Such a file is foreign data and is not trusted. Pickles are read with `weights_only=True` alone, and
 a shard must lie beside the index that names it. What the tensors mean is for others:
-`numdev.sources.checkpoint` and `numdev.sources.statedict` make models of them, `numdev.sources.tensorfile`
-attention calls.
-"""
+`numdev.sources.checkpoint` and `numdev.sources.statedict` make models of them,
+`numdev.sources.tensorfile` attention calls."""
 
 from __future__ import annotations
 

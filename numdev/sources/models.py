@@ -1,10 +1,9 @@
 """From a request to the model of its checkpoint: whole, or streamed from disk.
 
-A directory or the demo is a checkpoint that says itself which model it is (`numdev.sources.checkpoint`), a
-file or a bare distributed checkpoint a state dict with a factory (`numdev.sources.statedict`). The
-first can be streamed (`numdev.sources.streaming`): where that is asked for, and where its weights
-are too large to be loaded.
-"""
+A directory or the demo is a checkpoint that says itself which model it is
+(`numdev.sources.checkpoint`), a file or a bare distributed checkpoint a state dict with a factory
+(`numdev.sources.statedict`). The first can be streamed (`numdev.sources.streaming`): where that is
+asked for, and where its weights are too large to be loaded."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """What a regime of inputs is: a drawing function, what it stresses, and who met it.
 
-The registry and the shapes are here; the regimes themselves are in `numdev.sources.synthetic` (the plain one),
-`numdev.sources.regimes` (inputs that have hurt somebody), `numdev.sources.constructed` (inputs made
-to) and `numdev.sources.probes` (probes whose right answer is known without a reference). Everything
-is in fp32, and the same bits on all machines: drawn by a generator of the CPU's, or its normals by
-a GPU in its stead (`numdev.sources.twister`).
-"""
+The registry and the shapes are here; the regimes themselves are in `numdev.sources.synthetic` (the
+plain one), `numdev.sources.regimes` (inputs that have hurt somebody), `numdev.sources.constructed`
+(inputs made to) and `numdev.sources.probes` (probes whose right answer is known without a
+reference). Everything is in fp32, and the same bits on all machines: drawn by a generator of the
+CPU's, or its normals by a GPU in its stead (`numdev.sources.twister`)."""
 
 from __future__ import annotations
 

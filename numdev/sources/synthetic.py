@@ -1,13 +1,12 @@
 """How synthetic q, k, v (and dO) are drawn: named regimes with parameters.
 
 A regime is a function of the shapes and a generator, registered by name
-(`numdev.sources.regime_registry`); its keyword parameters may be set in YAML. Random normals hide most
-real errors, so each further regime stands for inputs that have hurt somebody
+(`numdev.sources.regime_registry`); its keyword parameters may be set in YAML. Random normals hide
+most real errors, so each further regime stands for inputs that have hurt somebody
 (`numdev.sources.regimes`), is made to (`numdev.sources.constructed`), or has an answer that is
 known without a reference (`numdev.sources.probes`). Tensors are drawn in fp32, and a seed means the
 same numbers whatever the audit's device; they are rounded to the audited format afterwards, as a
-model's activations are.
-"""
+model's activations are."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A kernel is put through small cases, one feature at a time, and every answer is 
 fp64 reference or, where one is known without computing, against the known answer. The cases are
 data and stand in `numdev.audit.conformance.cases`; `check` is the one loop that runs them, and the
 verdicts are given here. Every verdict is one of four: *right*, *wrong* (with the cause in words
-where `numdev.explain.wrong_function` finds one), *raises*, or *refuses*: the kernel says that it cannot
-(`supports`, `Refused`, or a NotImplementedError), which is no fault.
+where `numdev.explain.wrong_function` finds one), *raises*, or *refuses*: the kernel says that it
+cannot (`supports`, `Refused`, or a NotImplementedError), which is no fault.
 
 Right means: the same elements are finite as in the floor, and in every head the rms error is at
 most 8 times the floor's, or 4 times that of plain attention in the same format on the same inputs,

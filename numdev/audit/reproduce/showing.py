@@ -1,9 +1,8 @@
 """Whether a finding shows in a call: the question that a reduction asks again and again.
 
-A kernel's tensor is held against the exact one by `numdev.metrics.deviation.measure`, with the figure the
-finding is about. What runs and what is exact come as functions, so that outputs, log-sum-exps and
-gradients are asked in the same way.
-"""
+A kernel's tensor is held against the exact one by `numdev.metrics.deviation.measure`, with the
+figure the finding is about. What runs and what is exact come as functions, so that outputs,
+log-sum-exps and gradients are asked in the same way."""
 
 from __future__ import annotations
 
@@ -113,9 +112,9 @@ def forward(kernel: Kernel, options: Mapping[str, Any], tensor: str = "out") -> 
 def against(run: Run, exact: Callable[[AttentionCase], Exact]) -> Evaluate:
     """How to see what `run` returns, with `exact` as the truth; gradients are seen so.
 
-    `run` gets a copy of the case. A script of `numdev.audit.reproduce.reproducer` leaves out the empty rows of out,
-    lse and dq, and no row of dk and dv: so should `exact`, for the figures to be the same.
-    """
+    `run` gets a copy of the case. A script of `numdev.audit.reproduce.reproducer` leaves out the
+    empty rows of out, lse and dq, and no row of dk and dv: so should `exact`, for the figures to be
+    the same."""
 
     def evaluate(case: AttentionCase) -> Seen:
         got, ran = run(copied(case))

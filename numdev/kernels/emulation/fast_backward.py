@@ -4,8 +4,8 @@ The same recipe at the same sites as `numdev.kernels.emulation.backward`, whose 
 There query heads of a group come one after the other and sums go tile by tile; here a block holds
 all heads, and as many rows and keys as memory allows. That is for recipes whose dq, dk and dv are
 not rounded from tile to tile (`keeps_sums`), of any algorithm. Forward is that of
-`numdev.kernels.emulation.fast_forward` where the recipe allows it, each pass by itself; `gradients` leaves
-what neither can do to `emulated_backward`, and so too what is not finite.
+`numdev.kernels.emulation.fast_forward` where the recipe allows it, each pass by itself; `gradients`
+leaves what neither can do to `emulated_backward`, and so too what is not finite.
 
 What may differ is fp32 rounding: in the sums over rows and keys, over a group, and in O, l and L.
 A P or dS differs relatively by as much as L does, near 1e-7, and now and then falls on the other

@@ -1,10 +1,10 @@
 """The forward pass of `emulated` with the tiles of many keys at once, for predictions.
 
-The same recipe at the same sites as `numdev.kernels.emulation.forward`, in a few large steps instead
-of some twenty small ones a tile, which is what a prediction costs on a GPU. It is for recipes
-of `fa2` in fp32 whose sums over tiles are not rounded below fp32 (`keeps_sums`), as those of nearly
-all kernels are; `output` leaves all others to `emulated_forward`. The kernel `emulated` does not
-use it, so its numbers do not depend on it; inside a network that learns
+The same recipe at the same sites as `numdev.kernels.emulation.forward`, in a few large steps
+instead of some twenty small ones a tile, which is what a prediction costs on a GPU. It is for
+recipes of `fa2` in fp32 whose sums over tiles are not rounded below fp32 (`keeps_sums`), as those
+of nearly all kernels are; `output` leaves all others to `emulated_forward`. The kernel `emulated`
+does not use it, so its numbers do not depend on it; inside a network that learns
 (`numdev.kernels.emulation.training`) it is used.
 
 What is the same. P is rounded relative to the maximum that had been met when its tile came. That

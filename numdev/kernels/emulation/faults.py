@@ -2,8 +2,8 @@
 
 A gate that passes says little unless it would have failed something worse. So an audit can put
 planted faults beside the kernel, on the same data: what `fa2` predicts of a production kernel
-(`numdev.kernels.emulation.kernel`), with one thing wrong, a little or a lot. The smallest dose a gate
-catches is its power there.
+(`numdev.kernels.emulation.kernel`), with one thing wrong, a little or a lot. The smallest dose a
+gate catches is its power there.
 
 A fault sits in one of three places, and a `Control` fills in what it needs: another *case* is
 computed, another *option* of the emulation is in force, or the results are *spoiled* before they

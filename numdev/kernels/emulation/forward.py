@@ -1,9 +1,9 @@
 """The forward pass of `emulated`: tiled attention with a format at every rounding site.
 
 `attend` computes it in fp64 and rounds each intermediate result, once and correctly,
-to the format its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md). So a recipe is a
-hypothesis about a kernel: its output predicts the size of the kernel's error, and where tiles and
-order are right too, the error itself. With every site exact it is the reference.
+to the format its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md). So a
+recipe is a hypothesis about a kernel: its output predicts the size of the kernel's error, and where
+tiles and order are right too, the error itself. With every site exact it is the reference.
 
 What is modelled. A site is rounded after the exact result of its step. The sum inside a matrix
 product or a row sum is therefore exact up to its one rounding: kernels accumulate such sums in at

@@ -1,11 +1,10 @@
 """Attention with a format at every rounding site: what a kernel's choices cost, made explicit.
 
-`emulated` is the kernel: its options are a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md), and what
-it computes from it is `numdev.kernels.emulation.forward` and `numdev.kernels.emulation.backward`. So
-a recipe is a hypothesis about a kernel: its results predict the size of the kernel's errors, and
-where tiles and order are right too, the errors themselves. With every site exact it is the
-reference.
-"""
+`emulated` is the kernel: its options are a recipe (`numdev.kernels.emulation.recipe`,
+docs/sites.md), and what it computes from it is `numdev.kernels.emulation.forward` and
+`numdev.kernels.emulation.backward`. So a recipe is a hypothesis about a kernel: its results predict
+the size of the kernel's errors, and where tiles and order are right too, the errors themselves.
+With every site exact it is the reference."""
 
 from __future__ import annotations
 

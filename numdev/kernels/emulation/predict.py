@@ -6,8 +6,8 @@ the reference is then the distance the kernel should have, head by head and on a
 kernel is within a few per cent of it, and one that rounds where it does not say so is not, however
 much worse than both plain attention may be.
 
-It is computed in large blocks where the recipe allows it (`numdev.kernels.emulation.fast_forward`), and is
-then that of the kernel `emulated` up to fp32 rounding.
+It is computed in large blocks where the recipe allows it (`numdev.kernels.emulation.fast_forward`),
+and is then that of the kernel `emulated` up to fp32 rounding.
 
 An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
 that is not small beside the rounding to the working format, or where the output keeps more bits

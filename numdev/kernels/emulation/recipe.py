@@ -116,8 +116,8 @@ class Recipe:
     kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
     softmax: Softmax = "plain"
     """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
-    of one that is met more than once (`numdev.kernels.emulation.stabilised`). `guarded` multiplies P with a
-    number of the row's own (`numdev.kernels.emulation.guarded`)."""
+    of one that is met more than once (`numdev.kernels.emulation.stabilised`). `guarded` multiplies
+    P with a number of the row's own (`numdev.kernels.emulation.guarded`)."""
     beta: float | None = None
     """Of the stabilised softmax, as the next; None with the plain one."""
     tie_tolerance: float | None = None

@@ -16,10 +16,9 @@ without the cosh where there is no soft cap. Query heads that share a kv head ar
 takes its part of P and gets no gradient. A gradient's term scale is the same sum with all terms
 positive, and |dP| + |delta| for their difference: there a backward pass loses its digits.
 
-There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain PyTorch for any device,
-and `numdev.kernels.reference.fused`, Triton on CUDA. The result says which one it came by, and why where it
-is not the fast one.
-"""
+There are two paths, alike to fp64 rounding: `numdev.kernels.reference.blocked`, plain PyTorch for
+any device, and `numdev.kernels.reference.fused`, Triton on CUDA. The result says which one it came
+by, and why where it is not the fast one."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ code.) P is then at most exp(-(beta - 1) r). Their code keeps l above 1e-10, and
 silently, from (beta - 1) r = 23 on. Here the row becomes NaN where its largest P would be below the
 normal numbers of the format in which P meets V: (beta - 1) r > 9.7 in float16 and 87 elsewhere.
 
-The guarded softmax is ours (`numdev.kernels.emulation.guarded`): m is the maximum, and P has a weight of its
-row.
+The guarded softmax is ours (`numdev.kernels.emulation.guarded`): m is the maximum, and P has a
+weight of its row.
 
 Legend: as in `numdev.kernels.triton_flash.tiles`; a = exp(m_old - m).
 """

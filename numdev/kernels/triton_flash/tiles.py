@@ -1,8 +1,8 @@
 """What both passes of `triton-flash` do with a tile, in Triton: load, scores, exponential, store.
 
 The functions here and in `numdev.kernels.triton_flash.forward` and `triton_flash_backward` run on
-the device, one program for a block of rows or keys of one query head. `numdev.kernels.triton_flash.kernel`
-launches them, with the constants and sizes of
+the device, one program for a block of rows or keys of one query head.
+`numdev.kernels.triton_flash.kernel` launches them, with the constants and sizes of
 `numdev.kernels.triton_flash.plan`. Importing this module needs triton.
 
 Everything is computed in fp32. Where both operands of a product are in the working format their
@@ -102,7 +102,8 @@ def exponential(x, PLAN: tl.constexpr):
 
 @triton.jit
 def weight(i, size):
-    """What the guarded softmax multiplies P of row i with: as `numdev.kernels.emulation.guarded.weights`."""
+    """What the guarded softmax multiplies P of row i with: as
+    `numdev.kernels.emulation.guarded.weights`."""
     number = (i + size.kv_len).to(tl.uint32) * GOLDEN >> 26  # 32 bits, which wrap around
     return (2 * number + 129).to(tl.float32) * 0.00390625
 

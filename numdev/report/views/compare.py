@@ -1,5 +1,5 @@
-"""A comparison of two audits, shown: what moved, head by head; every tensor of every kernel; what is
-gone and new; what else differs between the two."""
+"""A comparison of two audits, shown: what moved, head by head; every tensor of every kernel; what
+is gone and new; what else differs between the two."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A diagnosis, shown: the heads ranked, the running sums of delta's error, the map of what the error
-does to every head, then cures and real kernels on the head that the answer is about, and the curves
-over training. What is null is a dash."""
+"""A diagnosis, shown: the heads ranked, the running sums of delta's error, the map of what the
+error does to every head, then cures and real kernels on the head that the answer is about, and the
+curves over training. What is null is a dash."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def line(report: DiagnoseReport) -> str:
     count = len(report.checkpoints)
     last = f" of the last of {count} checkpoints" if count > 1 else ""
     return (
-        f"{_attention(report)}: {len(report.summary.ranking)} heads{last}. What a head's errors may "
-        "do to training is not among these numbers."
+        f"{_attention(report)}: {len(report.summary.ranking)} heads{last}. What a head's errors "
+        "may do to training is not among these numbers."
     )
 
 
@@ -275,7 +275,9 @@ HEAD = (
         "dW_Q by δ", lambda h: share(moved(h)), 0,
         "what delta makes of its dW_Q by not fitting the dP and P it is subtracted from",
     ),
-    Number("dW_Q, all", lambda h: share(h.dw_q_error), 90, "its whole error, over that of the head"),
+    Number(
+        *("dW_Q, all", lambda h: share(h.dw_q_error), 90, "its whole error, over that of the head")
+    ),
     Number(
         "δ error", lambda h: signed(_of_delta(h, "mean")), 0,
         "its mean, over the rms of what delta is summed from",

@@ -1,5 +1,5 @@
-"""The parts of an audit side by side: the phases of a generation, the steps of a diffusion pipeline,
-as tables, and how far from the truth a kernel is at each denoising step, as figures."""
+"""The parts of an audit side by side: the phases of a generation, the steps of a diffusion
+pipeline, as tables, and how far from the truth a kernel is at each denoising step, as figures."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ TITLES = {
 LEGEND = (
     "Root mean square over the rows of a bin, heads and sequences together, of a row's error over "
     "the size of its terms; the first bins hold 1, 1, 2, 4, 8 rows and so on, the rest are even. "
-    "Where the first row errs less than a tenth of the next it is not drawn: under a causal mask it "
-    "sees one key, and its exact result is a row of V."
+    "Where the first row errs less than a tenth of the next it is not drawn: under a causal mask "
+    "it sees one key, and its exact result is a row of V."
 )
 OVER_CALLS = (
     "Lines are medians over calls (a model's layers), bands go from the least to the largest."

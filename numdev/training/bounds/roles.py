@@ -1,8 +1,9 @@
 """From the distances of a training run, or of checkpoints, to what `numdev bounds` reports of them.
 
-All of it is computed here, by `numdev.training.bounds.saturation`, once: tracks over training, where they
-merge, and in each window the ratios of flash and of low precision to whatever they are set beside.
-The sentences are made in `numdev.training.bounds.proxies`, the figures in `numdev.training.bounds.figures`.
+All of it is computed here, by `numdev.training.bounds.saturation`, once: tracks over training,
+where they merge, and in each window the ratios of flash and of low precision to whatever they are
+set beside. The sentences are made in `numdev.training.bounds.proxies`, the figures in
+`numdev.training.bounds.figures`.
 
 A window is decided by the paired mean |difference| alone, group by group, and holds for every
 metric of that group, so that W1 and the paired distances in one row are of the same steps.
