@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from numdev.config import CaseConfig, Choice
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
 from numdev.sources.constructed import layer_input
+from numdev.sources.draws import Draws
 from numdev.sources.opening import ConfigSource
 from numdev.sources.synthetic import Inputs, Shapes, draw
 from numdev.system import System
@@ -130,7 +131,7 @@ def cosines(x: Tensor) -> Tensor:
 def test_layer_inputs_give_q_and_look_alike_or_not(alike: bool) -> None:
     """X W_Q^T is q of every head, exactly; tokens' X point one way, or 64 + 64 random ones."""
     inputs = drawn()
-    x, weight = layer_input(inputs.q, Generator().manual_seed(0), alike=alike)
+    x, weight = layer_input(inputs.q, Draws(0), alike=alike)
     q = (x @ weight.T).unflatten(-1, (2, 64)).transpose(1, 2)
     assert torch.equal(q, inputs.q)
     assert torch.equal(round_to(x, format_named("bfloat16")), x)
@@ -143,7 +144,7 @@ def test_a_terms_direction_is_one_where_inputs_are_alike() -> None:
     their X, and so is near 1 if both are."""
     inputs = drawn()
     for alike, low, high in ((True, 0.9, 1.0), (False, -0.4, 0.6)):
-        x, _ = layer_input(inputs.q, Generator().manual_seed(0), alike=alike)
+        x, _ = layer_input(inputs.q, Draws(0), alike=alike)
         terms = []
         for i in range(12):
             weights = torch.tensor(scores(inputs, 0, 0, i), dtype=torch.float64).softmax(dim=0)

@@ -263,8 +263,8 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-STEP_APART = 0.1
-"""Relative to the error: what 1e-3 of the last casts make when they go to the other side. That is
+STEP_APART = 0.15
+"""Relative to the error: what 2e-3 of the last casts make when they go to the other side. That is
 an ulp each, sqrt(12) times the rms of a rounding."""
 RMS_OF_FEW = 2e-2
 FEW = ("ties", "sink")

@@ -164,7 +164,8 @@ def test_every_role_is_measured_in_the_same_rows(role: str) -> None:
         {"out", "dq", "dk", "dv"} if role in ("precision", "floor") else {"out", "dq"}
     )
     if role == "floor":
-        assert {r.floor_ratio for r in rows} == {1.0}
+        # Over itself, or over the floor's least where the sampled rows err less than that.
+        assert all(0.9 < (r.floor_ratio or 0) <= 1.0 for r in rows)
 
 
 def test_what_is_exact_takes_no_part_in_the_sample() -> None:

@@ -1,16 +1,10 @@
-"""Code of our own on a GPU: Triton's kernels, and CUDA C for what Triton cannot say.
-
-That is threads that share counters, or one state, in a multiprocessor's own memory. CUDA C is
-compiled when it is first needed, by what PyTorch brings along. Where there is no compiler or Triton
-cannot build a kernel, callers have another way.
-"""
+"""Triton's kernels on a GPU: where they can be built, and what happens where they cannot."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from subprocess import CalledProcessError
 from typing import Any, TypeVar
 
@@ -18,11 +12,11 @@ import torch
 
 from numdev.errors import Refused
 
-__all__ = ["compiled", "if_possible", "launch", "on_nvidia", "shared_memory"]
+__all__ = ["if_possible", "launch", "on_nvidia", "shared_memory"]
 
 
 def on_nvidia(device: torch.device) -> bool:
-    """Whether a device is one that runs CUDA C."""
+    """Whether a device is an NVIDIA GPU."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -78,36 +72,7 @@ def _built(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) ->
     return (kernel, arguments[0].device, *kinds, repr(sorted(options.items())))
 
 
-def compiled(source: str, name: str, *, shared: int = 0) -> Any:
-    """The kernel `name` of a source without includes, for the current device, where blocks may have
-    `shared` bytes of shared memory; None where it cannot be compiled. Called with grid, block, args
-    and shared_mem; integers among args arrive as `int`."""
-    try:
-        with _without_toolkit():
-            kernel = torch.cuda._compile_kernel(source, name)
-        if shared:
-            kernel.set_shared_memory_config(shared)
-    except (AttributeError, ImportError, OSError, RuntimeError):
-        return None
-    return kernel
-
-
 def shared_memory(device: int) -> int:
     """What a block may have of it, in bytes."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
-
-
-@contextlib.contextmanager
-def _without_toolkit() -> Iterator[None]:
-    """PyTorch looks for the headers of an installed CUDA toolkit before it compiles, and raises
-    OSError where there is none, as where it came from pip; the kernels here include no header."""
-    from torch.utils import cpp_extension
-
-    found = cpp_extension.CUDA_HOME
-    if found is None:
-        cpp_extension.CUDA_HOME = "/usr"  # whose headers it leaves to the compiler
-    try:
-        yield
-    finally:
-        cpp_extension.CUDA_HOME = found

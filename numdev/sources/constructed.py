@@ -18,10 +18,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from numdev.formats import format_named, round_to
-from numdev.sources.regime_registry import Inputs, Shapes, gaussian, regime
+from numdev.sources.draws import Draws
+from numdev.sources.regime_registry import Inputs, Shapes, regime
 
 SMALLEST = 2.0**-16
 """What is smaller in size becomes 0: from here on a number of 8 bits is one of float16."""
@@ -38,7 +39,7 @@ NOISE = 0.5
 )
 def biased_rounding(
     shapes: Shapes,
-    generator: Generator,
+    draws: Draws,
     *,
     count: int = 2,
     level: float = 8.0,
@@ -61,22 +62,25 @@ def biased_rounding(
             "count must be at least 1, tail not negative, value positive, share a part"
         )
     tied = min(count, shapes.kv_len)
-    q = gaussian(shapes.q, generator) * NOISE
-    k = gaussian(shapes.k, generator) * NOISE
-    chance = torch.rand(shapes.q[:3], generator=generator, dtype=torch.float64, device="cpu")
+    q = draws.normal("q", shapes.q) * NOISE
+    k = draws.normal("k", shapes.k) * NOISE
+    chance = draws.uniform("share", shapes.q[:3])
     q[..., 0] = torch.where(chance < share, math.sqrt(shapes.head_dim), 0.0).float()
     k[..., 0] = level + _apart(tail, shapes.kv_len - tied, shapes.head_dim)
     k[:, :, :tied] = 0.0
     k[:, :, :tied, 0] = level
-    v = _significands(shapes.v, v_bits, generator)
-    v[:, :, :tied] *= value * _signs((*shapes.v[:2], tied, shapes.v_dim), v_sign, generator)
+    v = _significands("v", shapes.v, v_bits, draws)
+    v[:, :, :tied] *= value * _signs(
+        "tied v sign", (*shapes.v[:2], tied, shapes.v_dim), v_sign, draws
+    )
     others = (*shapes.v[:2], shapes.kv_len - tied, shapes.v_dim)
-    v[:, :, tied:] *= _signs(others, tail_sign, generator)
-    grad_out = _significands(shapes.out, 8, generator) * _signs(shapes.out, grad_sign, generator)
+    v[:, :, tied:] *= _signs("tail v sign", others, tail_sign, draws)
+    grad_out = _significands("grad_out", shapes.out, 8, draws)
+    grad_out *= _signs("grad_out sign", shapes.out, grad_sign, draws)
     return Inputs(q=_exact(q), k=_exact(k), v=_exact(v, v_bits), grad_out=grad_out)
 
 
-def layer_input(q: Tensor, generator: Generator, *, alike: bool) -> tuple[Tensor, Tensor]:
+def layer_input(q: Tensor, draws: Draws, *, alike: bool) -> tuple[Tensor, Tensor]:
     """X [batch, q_len, 2 heads head_dim] and W_Q [heads head_dim, 2 heads head_dim], in fp32, with
     q = X W_Q^T exactly, for q [batch, heads, q_len, head_dim].
 
@@ -86,8 +90,8 @@ def layer_input(q: Tensor, generator: Generator, *, alike: bool) -> tuple[Tensor
     batch, heads, length, head_dim = q.shape
     width = heads * head_dim
     seen = q.float().transpose(1, 2).reshape(batch, length, width)
-    drawn = 8.0 * gaussian((batch, 1 if alike else length, width), generator)
-    unseen = _exact(drawn).expand(batch, length, width)
+    drawn = 8.0 * draws.normal("layer input", (batch, 1, 1 if alike else length, width))
+    unseen = _exact(drawn[:, 0]).expand(batch, length, width)
     weight = torch.eye(width, 2 * width, dtype=torch.float32, device=q.device)
     return torch.cat([seen, unseen.to(q.device)], dim=2), weight
 
@@ -101,19 +105,19 @@ def _apart(tail: float, keys: int, head_dim: int) -> float:
     return math.log(tail / keys) - variance / 2
 
 
-def _significands(shape: tuple[int, ...], bits: int, generator: Generator) -> Tensor:
+def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) -> Tensor:
     """Uniform over the numbers of so many significant bits in [1, 2)."""
     first = 1 << (bits - 1)
-    return torch.randint(first, 2 * first, shape, generator=generator, device="cpu").float() / first
+    return draws.integers(name, shape, first, 2 * first).float() / first
 
 
-def _signs(shape: tuple[int, ...], sign: int, generator: Generator) -> Tensor:
+def _signs(name: str, shape: tuple[int, ...], sign: int, draws: Draws) -> Tensor:
     """-1 everywhere for `sign` 1, 1 for -1, either at random for 0."""
     if sign not in (-1, 0, 1):
         raise ValueError("a sign is 1, 0 or -1")
     if sign:
         return torch.full(shape, -float(sign), dtype=torch.float32, device="cpu")
-    return torch.randint(0, 2, shape, generator=generator, device="cpu").float() * 2.0 - 1.0
+    return draws.integers(name, shape, 0, 2).float() * 2.0 - 1.0
 
 
 def _exact(x: Tensor, bits: int = 8) -> Tensor:

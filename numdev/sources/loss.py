@@ -20,7 +20,6 @@ does not tell.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,8 +31,7 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase
 from numdev.formats import round_to
 from numdev.layouts import transposed
-from numdev.sources.regime_registry import gaussian
-from numdev.sources.twister import seeded
+from numdev.sources.draws import Draws
 
 LANGUAGE = "the model's language-model loss"
 OWN = "the model's own loss"
@@ -104,9 +102,8 @@ def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
 
     Where q is a view of [batch, length, heads, dim], as models have it, so is dO.
     """
-    digest = hashlib.sha256(f"{case.ref.case}/{seed}".encode()).digest()
-    generator = seeded(int.from_bytes(digest[:8], "big") >> 1, case.q.device, stays=True)
-    drawn = gaussian((*case.q.shape[:3], case.v.shape[3]), generator)
+    shape = (*case.q.shape[:3], case.v.shape[3])
+    drawn = Draws(seed, case.ref.case).normal("grad_out", shape)
     x = round_to(drawn, case.format).to(case.q.device, case.q.dtype)
     x = x if case.q.is_contiguous() else transposed(x)
     return dataclasses.replace(case, grad_out=x, grad_out_from=drawn_from(seed))

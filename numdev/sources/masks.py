@@ -1,20 +1,20 @@
 """Masks as models make them, by name: the values of the key `mask` of a drawn case.
 
-A mask is drawn from a generator of its own, so that q, k and v are the same with it and without.
+A mask is drawn from streams of its own, so that q, k and v are the same with it and without.
 Shapes differ from kind to kind, as they do in models: each broadcasts to
 [batch, heads, q_len, kv_len]. True means that a key is seen.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from numdev.sources.regime_registry import Shapes, gaussian
+from numdev.sources.draws import Draws
+from numdev.sources.regime_registry import Shapes
 
 SEEN = 0.6
 """The fraction of keys that random masks leave."""
@@ -24,56 +24,55 @@ EMPTY_ROWS = 0.1
 
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
     """The mask called `kind`, on the CPU; additive ones in fp32."""
-    digest = hashlib.sha256(f"{label}/{seed}/mask".encode()).digest()
-    return MASKS[kind](shapes, Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1))
+    return MASKS[kind](shapes, Draws(seed, label))
 
 
-def all_true(shapes: Shapes, generator: Generator) -> Tensor:
+def all_true(shapes: Shapes, draws: Draws) -> Tensor:
     """bool, hides nothing, and yet keeps a kernel from its path without a mask."""
     return torch.ones((1, 1, shapes.q_len, shapes.kv_len), dtype=torch.bool, device="cpu")
 
 
-def causal(shapes: Shapes, generator: Generator) -> Tensor:
+def causal(shapes: Shapes, draws: Draws) -> Tensor:
     """bool, key j <= query i: what `causal` means, as a tensor."""
-    return all_true(shapes, generator).tril()
+    return all_true(shapes, draws).tril()
 
 
-def random(shapes: Shapes, generator: Generator) -> Tensor:
+def random(shapes: Shapes, draws: Draws) -> Tensor:
     """bool, 6 keys in 10 seen; about a tenth of the rows see none, at least one of several."""
-    return _random(shapes, generator, SEEN) & ~_empty_rows(shapes, generator)
+    return _random(shapes, draws, SEEN) & ~_empty_rows(shapes, draws)
 
 
-def mostly_masked(shapes: Shapes, generator: Generator) -> Tensor:
+def mostly_masked(shapes: Shapes, draws: Draws) -> Tensor:
     """bool, 2 keys in 100 seen, and at least one in every row (no later than the query itself)."""
-    return _random(shapes, generator, FEW) | _one_in_each_row(shapes, generator)
+    return _random(shapes, draws, FEW) | _one_in_each_row(shapes, draws)
 
 
-def padding(shapes: Shapes, generator: Generator) -> Tensor:
+def padding(shapes: Shapes, draws: Draws) -> Tensor:
     """bool [batch, 1, 1, kv_len]: entry b of B sees the first (b + 1) / (B + 1) of the keys."""
     entry = torch.arange(shapes.batch)[:, None, None, None]
     lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
     return torch.arange(shapes.kv_len) < lengths
 
 
-def bias(shapes: Shapes, generator: Generator) -> Tensor:
+def bias(shapes: Shapes, draws: Draws) -> Tensor:
     """additive, N(0, 1), another for every head: finite everywhere."""
-    return gaussian((1, shapes.heads, shapes.q_len, shapes.kv_len), generator)
+    return draws.normal("mask", (1, shapes.heads, shapes.q_len, shapes.kv_len))
 
 
-def bias_inf(shapes: Shapes, generator: Generator) -> Tensor:
+def bias_inf(shapes: Shapes, draws: Draws) -> Tensor:
     """additive, N(0, 1), and -inf for 4 keys in 10, though not for all of a row."""
-    seen = _random(shapes, generator, SEEN) | _one_in_each_row(shapes, generator)
-    return gaussian(tuple(seen.shape), generator).masked_fill(~seen, -math.inf)
+    seen = _random(shapes, draws, SEEN) | _one_in_each_row(shapes, draws)
+    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)
 
 
-def bias_lowest(shapes: Shapes, generator: Generator) -> Tensor:
+def bias_lowest(shapes: Shapes, draws: Draws) -> Tensor:
     """additive, 0 or the lowest finite number, as transformers writes it; rows as in `random`."""
-    hidden = ~random(shapes, generator)
+    hidden = ~random(shapes, draws)
     lowest = torch.finfo(torch.float32).min
     return torch.zeros(hidden.shape, dtype=torch.float32, device="cpu").masked_fill(hidden, lowest)
 
 
-MASKS: dict[str, Callable[[Shapes, Generator], Tensor]] = {
+MASKS: dict[str, Callable[[Shapes, Draws], Tensor]] = {
     function.__name__: function
     for function in (
         all_true, causal, random, mostly_masked, padding, bias, bias_inf, bias_lowest
@@ -81,27 +80,23 @@ MASKS: dict[str, Callable[[Shapes, Generator], Tensor]] = {
 }  # fmt: skip
 
 
-def _uniform(shape: tuple[int, ...], generator: Generator) -> Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-
-def _random(shapes: Shapes, generator: Generator, rate: float) -> Tensor:
+def _random(shapes: Shapes, draws: Draws, rate: float) -> Tensor:
     """bool [batch, 1, q_len, kv_len], true at the given rate."""
-    return _uniform((shapes.batch, 1, shapes.q_len, shapes.kv_len), generator) < rate
+    return draws.uniform("mask seen", (shapes.batch, 1, shapes.q_len, shapes.kv_len)) < rate
 
 
-def _one_in_each_row(shapes: Shapes, generator: Generator) -> Tensor:
+def _one_in_each_row(shapes: Shapes, draws: Draws) -> Tensor:
     """bool [batch, 1, q_len, kv_len], one key in each row: one that a causal mask leaves."""
     last = torch.arange(shapes.q_len).clamp_max(shapes.kv_len - 1)
-    choice = _uniform((shapes.batch, 1, shapes.q_len), generator)
+    choice = draws.uniform("mask key", (shapes.batch, 1, shapes.q_len))
     key = (choice * (last + 1)).long()
     return key[..., None] == torch.arange(shapes.kv_len)
 
 
-def _empty_rows(shapes: Shapes, generator: Generator) -> Tensor:
+def _empty_rows(shapes: Shapes, draws: Draws) -> Tensor:
     """bool [batch, 1, q_len, 1]: rows that see nothing; the middle one for certain, if others
     remain."""
-    empty = _uniform((shapes.batch, 1, shapes.q_len, 1), generator) < EMPTY_ROWS
+    empty = draws.uniform("mask empty", (shapes.batch, 1, shapes.q_len, 1)) < EMPTY_ROWS
     if shapes.q_len > 1:
         empty[:, :, shapes.q_len // 2] = True
         empty[:, :, 0] = False

@@ -135,7 +135,6 @@ class Drawn:
             options=config.inputs.options,
             label=config.entry,
             gradients=self.gradients,
-            device=self.device,
         )
         q, k, v = laid_out(config.layout, *(x.to(self.device) for x in drawn))
         grad_out = None

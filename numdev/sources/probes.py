@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, visible
-from numdev.sources.regime_registry import QKV, Shapes, gaussian, plain, regime
+from numdev.sources.draws import Draws
+from numdev.sources.regime_registry import QKV, Shapes, plain, regime
 
 KNOWN = "a known answer"
 
@@ -85,9 +86,9 @@ def _mean_of_matching(case: AttentionCase) -> Tensor | None:
     origin="flash-attention PR #2721 (row sum from fp32 P, PV from bf16 P)",
     answer=_all_ones,
 )
-def ones(shapes: Shapes, generator: Generator) -> QKV:
+def ones(shapes: Shapes, draws: Draws) -> QKV:
     """N(0, 1) but for V = 1: every output is 1."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     return q, k, torch.ones_like(v)
 
 
@@ -97,9 +98,9 @@ def ones(shapes: Shapes, generator: Generator) -> QKV:
     origin=KNOWN,
     answer=_that_key,
 )
-def one_key(shapes: Shapes, generator: Generator) -> QKV:
+def one_key(shapes: Shapes, draws: Draws) -> QKV:
     """One key and its value, kv_len times over: every output is that value."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     return q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone()
 
 
@@ -109,9 +110,9 @@ def one_key(shapes: Shapes, generator: Generator) -> QKV:
     origin=KNOWN,
     answer=_mean_of_shown,
 )
-def uniform(shapes: Shapes, generator: Generator) -> QKV:
+def uniform(shapes: Shapes, draws: Draws) -> QKV:
     """All keys are the same, so that the scores of a row are: out is the mean of V."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     return q, k[:, :, :1].expand_as(k).clone(), v
 
 
@@ -121,11 +122,11 @@ def uniform(shapes: Shapes, generator: Generator) -> QKV:
     origin=KNOWN,
     answer=_mean_of_matching,
 )
-def one_hot(shapes: Shapes, generator: Generator, *, margin: float = 80.0) -> QKV:
+def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> QKV:
     """Every query has one key whose score is above all others by at least `margin`, chosen at
     random among keys 0 to i + max(0, kv_len - q_len): out is that key's V. (Where it is hidden, the
     mean of V over those that then score highest.)"""
-    return _coded(shapes, generator, 1, margin)
+    return _coded(shapes, draws, 1, margin)
 
 
 @regime(
@@ -133,13 +134,13 @@ def one_hot(shapes: Shapes, generator: Generator, *, margin: float = 80.0) -> QK
     origin=f"{KNOWN}; ties are those of Qiu & Yao, arXiv 2510.04212",
     answer=_mean_of_matching,
 )
-def two_hot(shapes: Shapes, generator: Generator, *, margin: float = 80.0) -> QKV:
+def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> QKV:
     """As `one_hot`, with every key there twice, half the length apart, and above all others by at
     least `margin`: out is the mean of two rows of V."""
-    return _coded(shapes, generator, 2, margin)
+    return _coded(shapes, draws, 2, margin)
 
 
-def _coded(shapes: Shapes, generator: Generator, copies: int, margin: float) -> QKV:
+def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> QKV:
     """Keys are sign patterns of their own, and a query is the pattern of its key.
 
     A pattern is the key's number in binary, each bit repeated in as many features as there are, so
@@ -155,15 +156,15 @@ def _coded(shapes: Shapes, generator: Generator, copies: int, margin: float) -> 
     size = math.ceil(math.log2(margin * math.sqrt(shapes.head_dim) / (2 * repeats)))
     known = min(distinct, 2**bits)
 
-    code = torch.randperm(known, generator=generator, device="cpu")
+    code = draws.permutation("code", known)
     sign = (((code[:, None] >> torch.arange(bits)) & 1) * 2 - 1).float()  # [known, bits]
     patterns = torch.zeros((distinct, shapes.head_dim), dtype=torch.float32, device="cpu")
     patterns[:known, : bits * repeats] = sign.repeat(1, repeats)
-    flips = gaussian((*shapes.k[:2], 1, shapes.head_dim), generator).sign()
+    flips = draws.normal("flips", (*shapes.k[:2], 1, shapes.head_dim)).sign()
     keys = patterns[torch.arange(shapes.kv_len) % distinct] * flips
 
     last = torch.arange(shapes.q_len) + max(0, shapes.kv_len - shapes.q_len)
-    choice = torch.rand(shapes.q[:3], generator=generator, dtype=torch.float64, device="cpu")
+    choice = draws.uniform("target", shapes.q[:3])
     target = (choice * (last.clamp_max(shapes.kv_len - 1) + 1)).long() % distinct % known
     flips = flips.repeat_interleave(shapes.heads // shapes.kv_heads, dim=1)
     queries = patterns[target] * flips
@@ -171,5 +172,5 @@ def _coded(shapes: Shapes, generator: Generator, copies: int, margin: float) -> 
     return (
         queries * math.ldexp(1.0, size - half),
         keys * math.ldexp(1.0, half),
-        gaussian(shapes.v, generator),
+        draws.normal("v", shapes.v),
     )

@@ -3,8 +3,7 @@
 The registry and the shapes are here; the regimes themselves are in `numdev.sources.synthetic` (the
 plain one), `numdev.sources.regimes` (inputs that have hurt somebody), `numdev.sources.constructed`
 (inputs made to) and `numdev.sources.probes` (probes whose right answer is known without a
-reference). Everything is in fp32, and the same bits on all machines: drawn by a generator of the
-CPU's, or its normals by a GPU in its stead (`numdev.sources.twister`)."""
+reference). Everything is in fp32, and the same bits on all machines (`numdev.sources.draws`)."""
 
 from __future__ import annotations
 
@@ -13,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.sources.twister import Twister
+from numdev.sources.draws import Draws
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -71,16 +69,13 @@ class Regime:
     """A named way to draw inputs."""
 
     function: Callable[..., QKV | Inputs]
-    """Of the shapes, a generator, and keyword parameters, which may be set in YAML."""
+    """Of the shapes, draws, and keyword parameters, which may be set in YAML."""
     stresses: str
     """What in a kernel may break on it: a clause."""
     origin: str
     """The public report or paper that has it."""
     answer: Callable[[AttentionCase], Tensor | None] | None = None
     """For a probe: the exact output of a case that was drawn with it (`numdev.sources.probes`)."""
-    anywhere: bool = False
-    """Whether it is made of normals and products with numbers alone, so that it may be computed on
-    a GPU: that multiplies to the same bits."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -101,31 +96,18 @@ def regime(
     stresses: str,
     origin: str,
     answer: Callable[[AttentionCase], Tensor | None] | None = None,
-    anywhere: bool = False,
 ) -> Callable[[Callable[..., QKV | Inputs]], Callable[..., QKV | Inputs]]:
     """Register a drawing function under its own name."""
 
     def register(function: Callable[..., QKV | Inputs]) -> Callable[..., QKV | Inputs]:
         REGIMES[function.__name__] = Regime(
-            function=function, stresses=stresses, origin=origin, answer=answer, anywhere=anywhere
+            function=function, stresses=stresses, origin=origin, answer=answer
         )
         return function
 
     return register
 
 
-def gaussian(shape: tuple[int, ...], generator: Generator) -> Tensor:
-    """N(0, 1), drawn in fp64 and rounded: PyTorch's fp32 normals differ in their last bits from
-    one instruction set to the next."""
-    if isinstance(generator, Twister):
-        return generator.randn(shape)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").float()
-
-
-def plain(shapes: Shapes, generator: Generator) -> QKV:
-    """q, k and v of independent N(0, 1), drawn in this order."""
-    return (
-        gaussian(shapes.q, generator),
-        gaussian(shapes.k, generator),
-        gaussian(shapes.v, generator),
-    )
+def plain(shapes: Shapes, draws: Draws) -> QKV:
+    """q, k and v of independent N(0, 1)."""
+    return draws.normal("q", shapes.q), draws.normal("k", shapes.k), draws.normal("v", shapes.v)

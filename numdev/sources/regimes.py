@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from numdev.sources.regime_registry import QKV, Inputs, Shapes, gaussian, plain, regime
+from numdev.sources.draws import Draws
+from numdev.sources.regime_registry import QKV, Inputs, Shapes, plain, regime
 
 QIU = "Qiu & Yao, arXiv 2510.04212"
 
@@ -22,17 +23,15 @@ QIU = "Qiu & Yao, arXiv 2510.04212"
     origin="activations of trained models; NVIDIA/TransformerEngine#3216 (Gaussian inputs do not "
     "trigger it)",
 )
-def outliers(
-    shapes: Shapes, generator: Generator, *, rate: float = 0.001, variance: float = 100.0
-) -> QKV:
+def outliers(shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0) -> QKV:
     """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations have."""
 
-    def one(shape: tuple[int, ...]) -> Tensor:
-        rare = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") < rate
-        extra = gaussian(shape, generator) * math.sqrt(variance)
-        return gaussian(shape, generator) + rare * extra
+    def one(name: str, shape: tuple[int, ...]) -> Tensor:
+        rare = draws.uniform(f"{name} rare", shape) < rate
+        extra = draws.normal(f"{name} extra", shape) * math.sqrt(variance)
+        return draws.normal(name, shape) + rare * extra
 
-    return one(shapes.q), one(shapes.k), one(shapes.v)
+    return one("q", shapes.q), one("k", shapes.k), one("v", shapes.v)
 
 
 @regime(
@@ -40,11 +39,11 @@ def outliers(
     "rounding is one-sided where outputs are alike",
     origin=f"the first token of trained models; {QIU}",
 )
-def sink(shapes: Shapes, generator: Generator, *, strength: float = 8.0, value: float = 0.1) -> QKV:
+def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1) -> QKV:
     """An attention sink: every query meets key 0 with a score higher by about `strength`, and that
     key's V is small (`value` times N(0, 1)), as models keep their first token. The other keys are
     orthogonal to the direction that makes the difference, so that none of them gains by it."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     direction = torch.full(
         (shapes.head_dim,), shapes.head_dim**-0.5, dtype=torch.float32, device="cpu"
     )
@@ -67,12 +66,12 @@ def _without(x: Tensor, direction: Tensor) -> Tensor:
     "dropped the same way",
     origin=QIU,
 )
-def ties(shapes: Shapes, generator: Generator, *, count: int = 2, strength: float = 8.0) -> QKV:
+def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0) -> QKV:
     """The row maximum is attained by `count` identical keys (the first ones), above all others by
     about `strength`, and V is of one sign there: P = 1 exactly, and same-signed sums carry."""
     if count < 1:
         raise ValueError("count must be at least 1")
-    q, k, v = _tied(shapes, generator, count, strength)
+    q, k, v = _tied(shapes, draws, count, strength)
     tied = min(count, shapes.kv_len)
     v[:, :, :tied] = -(v[:, :, :tied].abs() + 1.0)
     return q, k, v
@@ -84,16 +83,16 @@ def ties(shapes: Shapes, generator: Generator, *, count: int = 2, strength: floa
     origin=QIU,
 )
 def one_signed_gradient(
-    shapes: Shapes, generator: Generator, *, count: int = 2, strength: float = 8.0
+    shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
     """All of V and of dO is negative, -1 - |N(0, 1)|, and the row maximum is attained by `count`
     identical keys, above all others by about `strength`. With `count` 0 scores are N(0, 1)."""
     if count < 0:
         raise ValueError("count must be at least 0")
     tied = count > 0
-    q, k, v = _tied(shapes, generator, count, strength) if tied else plain(shapes, generator)
+    q, k, v = _tied(shapes, draws, count, strength) if tied else plain(shapes, draws)
     return Inputs(
-        q=q, k=k, v=-(v.abs() + 1.0), grad_out=-(gaussian(shapes.out, generator).abs() + 1.0)
+        q=q, k=k, v=-(v.abs() + 1.0), grad_out=-(draws.normal("grad_out", shapes.out).abs() + 1.0)
     )
 
 
@@ -102,9 +101,9 @@ def one_signed_gradient(
     "whole",
     origin=QIU,
 )
-def one_sign(shapes: Shapes, generator: Generator, *, least: float = 1.0) -> QKV:
+def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> QKV:
     """N(0, 1) but for V, which is `least` + |N(0, 1)|."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     return q, k, v.abs() + least
 
 
@@ -113,13 +112,13 @@ def one_sign(shapes: Shapes, generator: Generator, *, least: float = 1.0) -> QKV
     "exp(0 - lse), an accumulator that starts at 0 instead of the row maximum",
     origin="pytorch#196678 (NaN in dQ, with a mask), flashinfer#4267 (zeros below -5e4)",
 )
-def far_below(shapes: Shapes, generator: Generator, *, lse: float = -120.0, q: float = 1.0) -> QKV:
+def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> QKV:
     """All scores so far below 0 that the log-sum-exp of every row is about `lse` (at the default
     scale, without a mask): one feature of q is the constant `q`, that of k makes up the rest. The
     other features are N(0, 1). A larger `q` keeps k within the range of float16."""
     if q == 0:
         raise ValueError("q must not be 0")
-    queries, keys, values = plain(shapes, generator)
+    queries, keys, values = plain(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
     queries[..., 0] = q
@@ -132,12 +131,10 @@ def far_below(shapes: Shapes, generator: Generator, *, lse: float = -120.0, q: f
     "nothing of it, unscaled S overflows float16, and fp32 keeps few bits",
     origin="massive activations, as in huggingface/trl#7181",
 )
-def massive_channel(
-    shapes: Shapes, generator: Generator, *, q: float = 448.0, k: float = 1880.0
-) -> QKV:
+def massive_channel(shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0) -> QKV:
     """One feature is the constant `q` in every query and `k` in every key; the rest is N(0, 1).
     In exact arithmetic it moves all scores alike, and changes no output."""
-    queries, keys, values = plain(shapes, generator)
+    queries, keys, values = plain(shapes, draws)
     channel = shapes.head_dim // 2
     queries[..., channel], keys[..., channel] = q, k
     return queries, keys, values
@@ -148,10 +145,10 @@ def massive_channel(
     "that is left of it",
     origin=f"{QIU} (the PK of tokens look alike)",
 )
-def near_constant_keys(shapes: Shapes, generator: Generator, *, spread: float = 0.01) -> QKV:
+def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) -> QKV:
     """All keys of a head are one N(0, 1) vector plus `spread` times N(0, 1) of their own."""
-    q, k, v = plain(shapes, generator)
-    common = gaussian((*shapes.k[:2], 1, shapes.head_dim), generator)
+    q, k, v = plain(shapes, draws)
+    common = draws.normal("k common", (*shapes.k[:2], 1, shapes.head_dim))
     return q, common + spread * k, v
 
 
@@ -160,12 +157,12 @@ def near_constant_keys(shapes: Shapes, generator: Generator, *, spread: float = 
     "cancelling",
     origin=f"{QIU} (low-rank representations)",
 )
-def low_rank(shapes: Shapes, generator: Generator, *, rank: int = 2) -> QKV:
+def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> QKV:
     """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1."""
     if rank < 1:
         raise ValueError("rank must be at least 1")
-    q = gaussian(shapes.q, generator)
-    return q, _of_rank(shapes.k, rank, generator), _of_rank(shapes.v, rank, generator)
+    q = draws.normal("q", shapes.q)
+    return q, _of_rank("k", shapes.k, rank, draws), _of_rank("v", shapes.v, rank, draws)
 
 
 @regime(
@@ -173,16 +170,16 @@ def low_rank(shapes: Shapes, generator: Generator, *, rank: int = 2) -> QKV:
     "offset, and outputs and their rounding errors are alike from row to row",
     origin=f"{QIU} (tokens look alike across positions)",
 )
-def correlated(shapes: Shapes, generator: Generator, *, rho: float = 0.9) -> QKV:
+def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> QKV:
     """N(0, 1) entries; the tokens of a head are correlated, `rho` between any two."""
     if not 0 <= rho <= 1:
         raise ValueError("rho must be between 0 and 1")
 
-    def one(shape: tuple[int, ...]) -> Tensor:
-        common = gaussian((*shape[:2], 1, shape[3]), generator)
-        return common * math.sqrt(rho) + gaussian(shape, generator) * math.sqrt(1 - rho)
+    def one(name: str, shape: tuple[int, ...]) -> Tensor:
+        common = draws.normal(f"{name} common", (*shape[:2], 1, shape[3]))
+        return common * math.sqrt(rho) + draws.normal(name, shape) * math.sqrt(1 - rho)
 
-    return one(shapes.q), one(shapes.k), one(shapes.v)
+    return one("q", shapes.q), one("k", shapes.k), one("v", shapes.v)
 
 
 @regime(
@@ -190,26 +187,26 @@ def correlated(shapes: Shapes, generator: Generator, *, rho: float = 0.9) -> QKV
     "is rounded",
     origin="float16's largest number is 65504",
 )
-def near_overflow(shapes: Shapes, generator: Generator, *, peak: float = 6e4) -> QKV:
+def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> QKV:
     """N(0, 1) but for V, which is N(0, 1) cut off at 3 and scaled so that 3 becomes `peak`."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     return q, k, v.clamp(-3.0, 3.0) * (peak / 3.0)
 
 
-def _tied(shapes: Shapes, generator: Generator, count: int, strength: float) -> QKV:
+def _tied(shapes: Shapes, draws: Draws, count: int, strength: float) -> QKV:
     """N(0, 1) but for the first `count` keys, which are one and the same sink."""
-    drawn = sink(shapes, generator, strength=strength, value=1.0)
+    drawn = sink(shapes, draws, strength=strength, value=1.0)
     q, k, v = drawn
     tied = min(count, shapes.kv_len)
     k[:, :, :tied] = k[:, :, :1]
     return q, k, v
 
 
-def _of_rank(shape: tuple[int, ...], rank: int, generator: Generator) -> Tensor:
+def _of_rank(name: str, shape: tuple[int, ...], rank: int, draws: Draws) -> Tensor:
     """[..., n, d] as a sum of `rank` outer products; term by term, since a matrix product sums in
     an order that depends on the machine."""
-    left = gaussian((*shape[:3], rank), generator).double()
-    right = gaussian((*shape[:2], rank, shape[3]), generator).double()
+    left = draws.normal(f"{name} left", (*shape[:3], rank)).double()
+    right = draws.normal(f"{name} right", (*shape[:2], rank, shape[3])).double()
     total = torch.zeros(shape, dtype=torch.float64, device="cpu")
     for r in range(rank):
         total = total + left[..., r : r + 1] * right[..., r : r + 1, :]

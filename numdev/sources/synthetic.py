@@ -1,6 +1,6 @@
 """How synthetic q, k, v (and dO) are drawn: named regimes with parameters.
 
-A regime is a function of the shapes and a generator, registered by name
+A regime is a function of the shapes and of `Draws`, registered by name
 (`numdev.sources.regime_registry`); its keyword parameters may be set in YAML. Random normals hide
 most real errors, so each further regime stands for inputs that have hurt somebody
 (`numdev.sources.regimes`), is made to (`numdev.sources.constructed`), or has an answer that is
@@ -11,29 +11,26 @@ model's activations are."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
 from numdev.sources import constructed
 from numdev.sources import probes as exact
 from numdev.sources import regimes as hazards
+from numdev.sources.draws import Draws
 from numdev.sources.regime_registry import (
     QKV,
     REGIMES,
     Inputs,
     Regime,
     Shapes,
-    gaussian,
     plain,
     regime,
 )
-from numdev.sources.twister import seeded
 
 __all__ = [
     "REGIMES",
@@ -53,11 +50,10 @@ __all__ = [
     stresses="at 0.25 the scores are nearly uniform and many small terms add up, at 16 one key has "
     "nearly all the weight and dS is a small difference",
     origin="N(0, 1) is what Golden et al. draw (arXiv 2405.02803)",
-    anywhere=True,
 )
-def normal(shapes: Shapes, generator: Generator, *, logits: float = 1.0) -> QKV:
+def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> QKV:
     """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores."""
-    q, k, v = plain(shapes, generator)
+    q, k, v = plain(shapes, draws)
     return q * logits, k, v
 
 
@@ -86,22 +82,17 @@ def draw(
     options: Mapping[str, Any],
     label: str = "",
     gradients: bool = False,
-    device: torch.device | str | None = None,
 ) -> Inputs:
     """The inputs of the regime `name`; `label` gives cases of one audit different draws.
 
-    On `device` if that is sooner, else on the CPU: the numbers are the same.
-
-    With `gradients` also grad_out, after q, k and v, which it does not change: the regime's own,
-    else N(0, 1). Raises UsageError for an unknown regime or parameter, and for values it cannot
+    On the CPU. With `gradients` also grad_out, which changes no q, k or v: the regime's own, else
+    N(0, 1). Raises UsageError for an unknown regime or parameter, and for values it cannot
     draw with.
     """
     found = check(name, options)
-    digest = hashlib.sha256(f"{label}/{seed}".encode()).digest()
-    seed_of_all = int.from_bytes(digest[:8], "big") >> 1
-    generator = seeded(seed_of_all, device, stays=found.anywhere)
+    draws = Draws(seed, label)
     try:
-        drawn = found.function(shapes, generator, **options)
+        drawn = found.function(shapes, draws, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise UsageError(
@@ -114,7 +105,7 @@ def draw(
     if not gradients:
         return dataclasses.replace(drawn, grad_out=None)
     if drawn.grad_out is None:
-        return dataclasses.replace(drawn, grad_out=gaussian(shapes.out, generator))
+        return dataclasses.replace(drawn, grad_out=draws.normal("grad_out", shapes.out))
     return drawn
 
 
