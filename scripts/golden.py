@@ -5,7 +5,8 @@
 
 tests/golden.yaml says which commands are recorded and which differences are allowed. Everything
 runs on one thread of a CPU, where floats are equal by bits if nothing of the computation changed.
-Lists of rows are matched by what identifies a row, so their order may differ.
+Lists of rows are matched by what identifies a row, so their order may differ. Reproducers that were
+written are run, too.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ IDENTITY = (
 )
 
 
-def record(directory: Path, tree: Path, *, quick: bool) -> None:
+def record(directory: Path, tree: Path, *, quick: bool) -> int:
+    """How many commands ended with another exit code than the plan has: they recorded nothing."""
+    failed = 0
     directory.mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join(str(p) for p in (tree, ROOT / "benchmarks"))
+    path = os.pathsep.join(str(p) for p in (tree, tree / "benchmarks"))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    env["PYTHONSAFEPATH"] = "1"  # else `-m` takes the numdev of the directory it is run in
+    ask = [sys.executable, "-c", "import numdev; print(numdev.__file__)"]
+    package = subprocess.run(ask, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    if not Path(package.stdout.strip()).is_relative_to(tree):
+        raise SystemExit(f"numdev: expected that of {tree}, got {package.stdout.strip()}")
     for name, command in PLAN["commands"].items():
         if quick and not command.get("quick"):
             continue
@@ -43,18 +51,29 @@ def record(directory: Path, tree: Path, *, quick: bool) -> None:
         print(name, flush=True)
         run = [sys.executable, "-m", "numdev", *arguments]
         done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True)
+        if done.returncode not in command.get("codes", [0]):
+            print(f"  exit code {done.returncode}: {done.stderr.strip()[-300:]}", flush=True)
+            failed += 1
         result = {"code": done.returncode, "stderr": done.stderr[-2000:]}
         if "--json" in arguments:
             result["stdout"] = json.loads(done.stdout) if done.stdout else None
         (directory / f"{name}.result.json").write_text(json.dumps(result))
+    for script in sorted(directory.glob("*/reproducers/*/reproduce.py")):
+        run = [sys.executable, "reproduce.py"]
+        done = subprocess.run(run, cwd=script.parent, env=env, capture_output=True, text=True)
+        result = {"code": done.returncode, "lines": done.stdout.splitlines()}
+        (script.parent / "reproduced.json").write_text(json.dumps(result))
+    return failed
 
 
-def flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a report with its path; rows of a list by what identifies them."""
+def flat(data: Any, path: str = "", *, prose: bool = False) -> Iterator[tuple[str, Any]]:
+    """Every value of a report with its path; rows of a list by what identifies them. Of prose the
+    numbers alone: a field of sentences in one report is one of numbers in another."""
     if isinstance(data, dict):
         for key, value in data.items():
-            if key not in PLAN["ignored"] and key not in PLAN["prose"]:
-                yield from flat(value, f"{path}.{PLAN['renamed'].get(key, key)}")
+            if key not in PLAN["ignored"]:
+                words = prose or key in PLAN["prose"]
+                yield from flat(value, f"{path}.{PLAN['renamed'].get(key, key)}", prose=words)
     elif isinstance(data, list):
         seen: dict[str, int] = {}
         for i, value in enumerate(data):
@@ -62,9 +81,14 @@ def flat(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             if isinstance(value, dict):
                 label = json.dumps({k: value[k] for k in IDENTITY if k in value}, sort_keys=True)
             seen[label] = seen.get(label, 0) + 1
-            yield from flat(value, f"{path}[{label}#{seen[label]}]")
-    else:
+            yield from flat(value, f"{path}[{label}#{seen[label]}]", prose=prose)
+    elif not (prose and (data is None or isinstance(data, str))):
         yield path, data
+
+
+def read(directory: Path, file: Path) -> Any:
+    """A recorded file, without the path of its recording."""
+    return json.loads((directory / file).read_text().replace(str(directory.resolve()), "{out}"))
 
 
 def equal(field: str, a: Any, b: Any) -> bool:
@@ -83,7 +107,7 @@ def compare(old: Path, new: Path) -> int:
             print(f"{file}: missing")
             count += 1
             continue
-        a, b = (dict(flat(json.loads((d / file).read_text()))) for d in (old, new))
+        a, b = (dict(flat(read(d, file))) for d in (old, new))
         shown: dict[str, int] = {}
         total += len(a)
         for path in [*a, *(p for p in b if p not in a)]:
@@ -117,8 +141,7 @@ def main() -> int:
     comparing.add_argument("new", type=Path)
     given = parser.parse_args()
     if given.verb == "record":
-        record(given.directory.resolve(), given.tree.resolve(), quick=given.quick)
-        return 0
+        return bool(record(given.directory.resolve(), given.tree.resolve(), quick=given.quick))
     return 1 if compare(given.old, given.new) else 0
 
 
