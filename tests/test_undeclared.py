@@ -266,8 +266,9 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
     assert "returns NaN or infinity in rows that see no key" in said
     assert "empty-rows" in said
     rows = [r for r in caught.value.result.report.rows if r.role == "kernel" and r.tensor == "out"]
-    counts = {r.case: r.empty_nonfinite for r in rows if r.empty_nonfinite is not None}
-    assert counts == {"empty-rows": 7 * 64}
+    hurt = [r for r in rows if r.empty_nonfinite is not None]
+    assert {r.case for r in hurt} == {"empty-rows"}
+    assert all(r.empty_rows and r.empty_nonfinite == 64 * r.empty_rows for r in hurt)
 
 
 def test_a_number_in_rows_without_keys_passes() -> None:
