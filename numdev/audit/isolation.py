@@ -112,7 +112,7 @@ class Isolated:
             self.close()
             raise
         if isinstance(result, Output):
-            try:  # what has run foreign code is not believed
+            try:  # a process in which foreign code ran may answer anything
                 return as_output(on_device(result, device), case)
             except Exception as error:
                 reason = f"its process gave an unusable answer ({one_line(error)})"
