@@ -119,7 +119,8 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
     if beside is not None and elements.apart is not None and elements.from_floor is not None:
         sums |= {"apart": elements.apart, "apart_count": beside.sum(dim=-1, dtype=torch.float64)}
         if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8 bits
-            largest |= {"from_floor": elements.from_floor, **_fa_allowance(y, beside)}
+            allowance = y.fa_allowance if whole else y.fa_allowance_where(beside)
+            largest |= {"from_floor": elements.from_floor, **allowance}
     if elements.predicted is not None:
         same, size = rows, elements.size
         if not bool((compared == rows.usable).all()):
@@ -253,19 +254,6 @@ def row_ratios(
 def _for_bias(rows: RowScales, y: Yardstick) -> Tensor:
     """bool: the elements that tell of a bias, rows that repeat others being no observation."""
     return rows.usable & y.floor_finite & ~y.repeated[..., None]
-
-
-def _fa_allowance(y: Yardstick, beside: Tensor) -> Sums:
-    """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of which
-    flash-attention's own test allows twice; ref is the exact answer cast to the format, and the
-    shifts are computed in it."""
-    assert y.baseline is not None
-    judged = beside & y.floor_finite
-    cast = kept(y.floor, judged).to(dtype_of(y.format))  # exact: the floor is representable
-    return {
-        "plain_from_floor": row_max(kept(y.baseline - y.floor, judged)),
-        "shifted": row_max(cast + 0.3 - 0.3 - cast).double(),
-    }
 
 
 def _transport(

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from numdev.formats import Format, round_to, ulp
+from numdev.formats import Format, dtype_of, round_to, ulp
 from numdev.metrics.wasserstein import sorted_rows, w1_of_sorted
 
 # A row whose terms are smaller has no relative error: its products are subnormals of fp32, which
@@ -194,6 +194,25 @@ class Yardstick:
                     sums[f"{name}_apart"] = _distance(self.baseline, other, both)
                     sums[f"{name}_count"] = _count(both)
         return sums
+
+    @cached_property
+    def fa_allowance(self) -> Sums:
+        """Over all that is finite in the reference and the baseline."""
+        assert self.baseline is not None
+        return self.fa_allowance_where(self.usable & finite(self.baseline))
+
+    def fa_allowance_where(self, usable: Tensor) -> Sums:
+        """The largest of |plain - ref| and of |((ref + 0.3) - 0.3) - ref| in each row, of which
+        flash-attention's own test allows twice; ref is the exact answer cast to the format, and
+        the shifts are computed in it. [B, H, rows], over some elements."""
+        assert self.baseline is not None
+        judged = usable & self.floor_finite
+        # exact: the floor is representable
+        cast = kept(self.floor, judged).to(dtype_of(self.format))
+        return {
+            "plain_from_floor": row_max(kept(self.baseline - self.floor, judged)),
+            "shifted": row_max(cast + 0.3 - 0.3 - cast).double(),
+        }
 
     @cached_property
     def transport(self) -> dict[str, Tensor]:

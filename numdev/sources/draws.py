@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,12 @@ class Draws:
     ) -> Tensor:
         batch, heads, *rest = shape
         numbers = np.empty(shape, dtype=dtype)
-        for head in range(heads):
+
+        def fill(head: int) -> None:
             numbers[:, head] = draw(self._stream(name, head), (batch, *rest))
+
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+            list(pool.map(fill, range(heads)))  # numpy draws without holding the interpreter
         return torch.from_numpy(numbers)
 
     def _stream(self, name: str, head: int) -> np.random.Generator:
