@@ -27,7 +27,7 @@ from numdev.audit.journal import JOURNAL
 from numdev.report import read
 from numdev.training.config import TrainRequest
 from numdev.training.report import TrainReport, TrainRow, VariantRecord
-from numdev.training.study import _record
+from numdev.training.study import record_of
 
 BROKEN_BY = 0.2
 """Nats above the golden run. In the trials that this comes from, runs that trained ended within
@@ -210,7 +210,7 @@ def _stopped(path: Path) -> Stopped:
         rows = tuple(TrainRow(**row) for line in file for row in _rows(line) if "loss" in row)
     return Stopped(
         request=request.model_dump(mode="json"),
-        variants=tuple(_record(v, request.golden, None) for v in request.variants),
+        variants=tuple(record_of(v, request.golden, None) for v in request.variants),
         rows=rows,
     )
 

@@ -31,12 +31,12 @@ from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
 from numdev.report.io import claim
 from numdev.report.renderers import html, terminal
+from numdev.training.bounds.checkpoints import kind
 from numdev.training.bounds.report import BoundsReport, Comparison, Delay
 from numdev.training.bounds.roles import found
 from numdev.training.bounds.saturation import Track, delays, first_passage, ratios, saturation
 from numdev.training.bounds.study import of_checkpoints, of_run
 from numdev.training.report import DistanceRow, TrainReport
-from numdev.training.weights.checkpoints import kind
 
 DENSE = tuple(range(401))
 
@@ -796,7 +796,7 @@ def test_checkpoints_that_do_not_pair_are_refused(tmp_path: Path) -> None:
         (more, "extra"),
         (wide, r"wte\.weight is \[2, 8\] and \[40, 8\]"),
         (tmp_path / "text.txt", "is no file of weights"),
-        (tmp_path / "gone.pt", "does not exist"),
+        (tmp_path / "gone.pt", "no such file"),
     ):
         with pytest.raises(UsageError, match=words):
             of_checkpoints([golden], {"flash": [path]})

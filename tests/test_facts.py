@@ -18,8 +18,8 @@ from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
 from numdev.kernels.triton_flash.plan import Launch
 from numdev.system import System
-from numdev.training.denoiser import kept_of_image
-from numdev.training.spikes import is_spike
+from numdev.training.measure import is_spike
+from numdev.training.models import kept_of_image
 
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
 

@@ -21,7 +21,7 @@ from numdev.diagnose.report import Bias, DeltaError, DiagnoseReport, DiagnoseSum
 from numdev.report import Provenance, write
 from numdev.training.config import TrainConfig, resolve
 from numdev.training.report import TrainReport, TrainRow, TrainSummary, VariantRecord
-from numdev.training.study import _record
+from numdev.training.study import record_of
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -205,10 +205,10 @@ def test_the_names_of_the_configurations_say_what_is_rounded(parts: Any, name: s
     differs from the golden run."""
     path = ROOT / "configs" / "train" / f"{name}.yaml"
     request = resolve(read_yaml(path, TrainConfig), path.name)
-    golden = parts["sites"].sites_of(_record(request.golden, request.golden, None))
+    golden = parts["sites"].sites_of(record_of(request.golden, request.golden, None))
     seen = 0
     for variant in request.variants:
-        sites = parts["sites"].sites_of(_record(variant, request.golden, None))
+        sites = parts["sites"].sites_of(record_of(variant, request.golden, None))
         if variant.kernel.name != request.golden.kernel.name or variant.role == "null_ulp":
             continue
         rounded, delta, *_ = [*variant.name.split(", "), "dO*O"]

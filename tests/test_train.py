@@ -29,19 +29,16 @@ from numdev.cli import main as cli
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import all_kernels
 from numdev.report import read
+from numdev.training.answer import answer
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
-from numdev.training.deterministic import WORKSPACE, deterministic
-from numdev.training.lane import Lane, groups_of
-from numdev.training.lockstep import STATE
-from numdev.training.measure import distances, spectral_norms
+from numdev.training.lane import Lane, largest_score, rate
+from numdev.training.lockstep import STATE, WORKSPACE, deterministic
+from numdev.training.measure import distances, groups_of, is_spike, spectral_norms
 from numdev.training.models import build
-from numdev.training.optimiser import rate
 from numdev.training.replay import RECORDABLE, Replay
 from numdev.training.report import TrainReport
-from numdev.training.spikes import is_spike
 from numdev.training.study import train
-from numdev.training.words import sentences
 from numdev.yamlfile import read_yaml
 
 ROOT = str(Path(cli.__file__).parents[1])
@@ -295,7 +292,7 @@ def test_a_lane_is_freed_with_its_last_name(tmp_path: Path) -> None:
     asked = request(config(tmp_path))
     data = load(asked.data, asked.model, asked.batch, torch.device("cpu"))
     lane = Lane(asked.golden, asked.model, data.vocabulary, 0, torch.device("cpu"))
-    lane._update = Recorded(torch.device("cpu"), None)
+    lane.replay = Recorded(torch.device("cpu"), None)
     gc.collect()
     gc.disable()
     try:
@@ -313,11 +310,11 @@ def test_a_loaded_lane_forgets_its_recording(
     """Loading puts the optimiser's state elsewhere, and a recording has its old addresses."""
     asked = request(config(tmp_path))
     lane = Lane(asked.golden, asked.model, 256, 0, torch.device("cpu"))
-    monkeypatch.setattr(Lane, "_recordable", True)
-    lane._update = old = Recorded(torch.device("cpu"), None)
+    lane.recordable = True
+    lane.replay = old = Recorded(torch.device("cpu"), None)
     lane.load(lane.state())
-    assert lane._update is not None
-    assert lane._update is not old
+    assert lane.replay is not None
+    assert lane.replay is not old
 
 
 def test_only_known_kernels_are_recorded() -> None:
@@ -365,7 +362,7 @@ def test_what_is_said_of_a_repeat() -> None:
         ([same, other], "differs from the run it repeats from step 3 on."),
     ):
         report = training_runs.report(found, names=("golden", "null-repeat"))
-        said = sentences(report.variants, report.rows, found)
+        said = answer(report.variants, report.rows, found)
         assert said[1].startswith("null-repeat: ")
         assert said[1].endswith(words)
 
@@ -435,7 +432,6 @@ def test_spectral_norms_are_the_largest_singular_values() -> None:
 def test_the_largest_score_is_of_what_a_query_sees() -> None:
     """By numpy, with grouped heads, causal and not: a large score of a hidden pair is in one."""
     from numdev.cases import AttentionCase, CaseRef
-    from numdev.training.attention import largest_score
 
     made = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 4, 5, 8, generator=made), torch.randn(2, 2, 5, 8, generator=made)

@@ -13,8 +13,8 @@ import yaml
 from numdev.errors import MeasurementError
 from numdev.training.config import TrainConfig, TrainRequest, resolve
 from numdev.training.data import load
-from numdev.training.deterministic import deterministic
 from numdev.training.lane import Lane
+from numdev.training.lockstep import deterministic
 from numdev.training.replay import FIRST
 from numdev.training.study import train
 from numdev.yamlfile import read_yaml
@@ -104,16 +104,16 @@ def test_replayed_steps_are_the_steps(tmp_path: Path, name: str) -> None:
     data = load(asked.data, asked.model, asked.batch, device)
     with deterministic(wanted=True):
         replayed, plain = (Lane(variant, asked.model, data.vocabulary, 0, device) for _ in range(2))
-        assert plain._update is not None
-        plain._update = None
+        assert plain.replay is not None
+        plain.replay = None
         for step in range(1, asked.steps + 1):
             for lane in (replayed, plain):
                 lane.attention.largest = [] if step in asked.recorded else None
                 lane.step(data.batch(0, step), step, asked.steps)
             assert torch.equal(replayed.loss, plain.loss), step
             assert torch.equal(replayed.norm, plain.norm), step
-    assert replayed._update is not None
-    assert replayed._update._graph is not None
+    assert replayed.replay is not None
+    assert replayed.replay.graph is not None
     for (key, x), y in zip(replayed.weights().items(), plain.weights().values(), strict=True):
         assert torch.equal(x, y), key
 
@@ -129,12 +129,12 @@ def test_a_loaded_lane_goes_on_from_what_was_loaded(tmp_path: Path) -> None:
             lane.step(data.batch(0, step), step, steps)
         lane.load(copy.deepcopy(lane.state()))
         other.load(copy.deepcopy(lane.state()))
-        other._update = None
+        other.replay = None
         for step in range(FIRST + 3, steps + 1):
             for each in (lane, other):
                 each.step(data.batch(0, step), step, steps)
-    assert lane._update is not None
-    assert lane._update._graph is not None
+    assert lane.replay is not None
+    assert lane.replay.graph is not None
     for (key, x), y in zip(lane.weights().items(), other.weights().values(), strict=True):
         assert torch.equal(x, y), key
 

@@ -191,7 +191,7 @@ def test_on_the_gpu_the_numbers_are_those_of_the_kernels_own_step(
 ) -> None:
     """bf16, under autocast, deterministic. `emulated` computes in large blocks here, whose products
     a GPU sums in other orders: one in a thousand casts goes to the other side."""
-    from numdev.training.deterministic import deterministic
+    from numdev.training.lockstep import deterministic
 
     kernel, given = find(name), case(BF16, "cuda", 200)
     made = kernel.with_options(options)

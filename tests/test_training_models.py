@@ -15,8 +15,7 @@ from numdev.errors import UsageError
 from numdev.training import checkpoints
 from numdev.training.config import DataConfig, ModelConfig, TrainConfig
 from numdev.training.data import load
-from numdev.training.models import build
-from numdev.training.network import sdpa
+from numdev.training.models import build, sdpa
 from numdev.yamlfile import read_yaml
 
 LLAMA = ModelConfig(kind="llama", layers=2, width=32, heads=4, kv_heads=2, context=16)

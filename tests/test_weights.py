@@ -140,13 +140,13 @@ def test_one_tensor_of_each_set_at_a_time(
 ) -> None:
     """Tensors are read in the order of the first file, each once a set, none before its turn."""
     order = []
-    read = weightfiles._Reader._tensor
+    read = weightfiles._Reader.tensor
 
     def noted(self: Any, file: Path, name: str) -> Tensor:
         order.append((file.name, name))
         return read(self, file, name)
 
-    monkeypatch.setattr(weightfiles._Reader, "_tensor", noted)
+    monkeypatch.setattr(weightfiles._Reader, "tensor", noted)
     found = compare(state(), state(1), state(2))
     files = ("a.safetensors", "b.safetensors", "c.safetensors")
     names = list(dict.fromkeys(row.tensor for row in found.rows))
@@ -410,7 +410,7 @@ def test_what_is_in_the_directory_is_kept(run: Any) -> None:
     assert run("a.pt", "b.pt", "-o", "out")[0] == 0
     code, _, err = run("a.pt", "c.pt", "-o", "out")
     assert code == 2
-    assert "holds another comparison" in err
+    assert "holds the weights of something else" in err
     assert run("a.pt", "c.pt", "-o", "out", "--overwrite")[0] == 0
     Path("out/thesis.txt").write_text("")
     code, _, err = run("a.pt", "c.pt", "-o", "out", "--overwrite")

@@ -19,11 +19,8 @@ from torch import Tensor
 
 from numdev.errors import MeasurementError
 from numdev.training.config import ModelConfig, folder_of
-from numdev.training.data import Data
-from numdev.training.decoders import RMS_EPS, ROPE_THETA
-from numdev.training.denoiser import noisy
-from numdev.training.network import LAYER_EPS, SPREAD, Network
-from numdev.training.tokenizer import BOS_ID, EOS_ID
+from numdev.training.data import BOS_ID, EOS_ID, Data
+from numdev.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network, noisy
 
 FOLDER = "checkpoints"
 AUDITED = 8
@@ -43,18 +40,20 @@ def write(
     path.mkdir(parents=True, exist_ok=True)
     tensors = {n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()}
     if model.kind == "gpt2":
-        tensors = as_gpt2(tensors, model)
-    _write_json(path / "config.json", configuration(model, data))
+        tensors = _as_gpt2(tensors)
+    _write_json(path / "config.json", _configuration(model, data))
     if data.tokenizer is not None:
-        data.tokenizer.save(path)
+        data.tokenizer.save_pretrained(path)
     if model.kind == "dit":
-        _save(_inputs(data), path / "inputs.safetensors")
+        batch = {name: x[:AUDITED].cpu() for name, x in data.batch(0, 1).items()}
+        images, times = noisy(**batch).contiguous(), batch["times"].contiguous()
+        _save({"images": images, "times": times}, path / "inputs.safetensors")
     _save(tensors, path / "model.safetensors")
     (path / "model.safetensors").chmod(0o644)  # written readable by its owner alone
     _write_json(path / "training.json", about)
 
 
-def configuration(model: ModelConfig, data: Data) -> dict[str, Any]:
+def _configuration(model: ModelConfig, data: Data) -> dict[str, Any]:
     """`config.json`: transformers' for a decoder, else our own."""
     if model.kind == "dit":
         return model.model_dump(exclude_none=True)
@@ -67,30 +66,26 @@ def configuration(model: ModelConfig, data: Data) -> dict[str, Any]:
         "initializer_range": SPREAD,
         "dtype": "float32",
     }
-    return {**common, **(_llama(model) if model.kind == "llama" else _gpt2(model))}
-
-
-def _llama(model: ModelConfig) -> dict[str, Any]:
+    if model.kind == "llama":
+        return {
+            **common,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": model.width,
+            "intermediate_size": model.hidden,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads or model.heads,
+            "head_dim": model.head_dim,
+            "max_position_embeddings": model.context,
+            "hidden_act": "silu",
+            "rms_norm_eps": RMS_EPS,
+            "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": model.width,
-        "intermediate_size": model.hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": model.context,
-        "hidden_act": "silu",
-        "rms_norm_eps": RMS_EPS,
-        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
-
-def _gpt2(model: ModelConfig) -> dict[str, Any]:
-    return {
+        **common,
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "n_embd": model.width,
@@ -104,7 +99,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def as_gpt2(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def _as_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our state dict as GPT2LMHeadModel's: Conv1D keeps [in, out], and every bias is there."""
     found = {}
     for name, x in tensors.items():
@@ -114,12 +109,6 @@ def as_gpt2(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tens
         if name.endswith("weight") and bias not in tensors and (conv or ".ln_" in name):
             found[bias] = torch.zeros(x.shape[0])
     return found
-
-
-def _inputs(data: Data) -> dict[str, Tensor]:
-    batch = {name: x[:AUDITED].cpu() for name, x in data.batch(0, 1).items()}
-    images = noisy(batch["images"], batch["noise"], batch["times"])
-    return {"images": images.contiguous(), "times": batch["times"].contiguous()}
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

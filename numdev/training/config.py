@@ -6,7 +6,6 @@ holds every variant complete, so that the report shows what ran.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
 from collections import Counter
@@ -24,14 +23,23 @@ Format = Literal["float32", "bfloat16", "float16", "pure bfloat16"]
 AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(min_length=1, max_length=100)]
+Step = Annotated[int, Field(ge=0, strict=True)]
 LEAST_BPE = 258
 """Tokens of the smallest tokenizer: the bytes, and two of its own."""
 SEEDS_END = 2**63
 """PyTorch's generators take seeds below it."""
-LOG_STEPS = (1, 2, 3, 5)
-ONLY_IN = {"kv_heads": ("llama",), "context": ("llama", "gpt2"), "image": ("dit",)}
-ONLY_IN |= {"patch": ("dit",), "biases": ("gpt2",)}
+ONLY_IN = {
+    **{"kv_heads": ("llama",), "context": ("llama", "gpt2"), "image": ("dit",)},
+    **{"patch": ("dit",), "biases": ("gpt2",)},
+}
+NEEDS = {
+    "golden": "kernel",
+    "flash": "kernel",
+    "low_precision": "format",
+    "attention_precision": "attention_format",
+    "other_seed": "seed",
+}
+"""What a variant in a role must give; but for the golden run the only thing that it may."""
 
 
 class ModelConfig(Strict):
@@ -56,7 +64,7 @@ class ModelConfig(Strict):
     """Pixels on a side of a token."""
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> ModelConfig:
+    def _consistent(self) -> ModelConfig:
         for name, kinds in ONLY_IN.items():
             if getattr(self, name) is not None and self.kind not in kinds:
                 raise ValueError(f"{name} is of {' and '.join(kinds)}, not of {self.kind}")
@@ -68,10 +76,6 @@ class ModelConfig(Strict):
             raise ValueError(f"image ({self.image}) must be a multiple of patch ({self.patch})")
         if self.image == 1:
             raise ValueError("image (1) must be 2 or more: one pixel has no variance")
-        return self
-
-    @model_validator(mode="after")
-    def _divides(self) -> ModelConfig:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"width ({self.width}) must be heads ({self.heads}) x an even number")
         if self.heads % (self.kv_heads or self.heads):
@@ -83,6 +87,11 @@ class ModelConfig(Strict):
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether its projections have them."""
+        return self.kind == "dit" or bool(self.biases)
 
     @property
     def hidden(self) -> int:
@@ -107,18 +116,18 @@ class DataConfig(Strict):
     """How many are drawn."""
 
     @model_validator(mode="after")
-    def _fits(self) -> DataConfig:
+    def _consistent(self) -> DataConfig:
+        bpe, vocabulary = self.tokenizer == "bpe", self.vocabulary
         if (self.source in ("text", "tokens")) != bool(self.files):
             raise ValueError("`files` go with the sources text and tokens, and with no other")
-        if self.source == "tokens" and self.vocabulary is None:
+        if self.source == "tokens" and vocabulary is None:
             raise ValueError("tokens need their `vocabulary`, the number of ids")
-        bpe = self.tokenizer == "bpe"
         if bpe and self.source not in ("stdlib", "text"):
             raise ValueError("a tokenizer is trained on text: source stdlib or text")
-        if self.vocabulary is not None and not bpe and self.source != "tokens":
+        if vocabulary is not None and not bpe and self.source != "tokens":
             raise ValueError("`vocabulary` is of tokenizer bpe or source tokens")
-        if bpe and self.vocabulary is not None and self.vocabulary < LEAST_BPE:
-            raise ValueError(f"a bpe `vocabulary` is {LEAST_BPE} or more, not {self.vocabulary}")
+        if bpe and vocabulary is not None and vocabulary < LEAST_BPE:
+            raise ValueError(f"a bpe `vocabulary` is {LEAST_BPE} or more, not {vocabulary}")
         return self
 
 
@@ -135,7 +144,7 @@ class Optimiser(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up; `cosine` ends at `final` of the highest."""
-    warmup: Annotated[int, Field(ge=0, strict=True)] = 0
+    warmup: Step = 0
     """Steps over which the rate grows linearly."""
     final: Share = 0.01
     clip: Above | None = 1.0
@@ -145,7 +154,7 @@ class Optimiser(Strict):
 class VariantConfig(Strict):
     """One run beside the others. What is None is as in the golden run."""
 
-    name: Name
+    name: Annotated[str, Field(min_length=1, max_length=100)]
     role: VariantRole = "variant"
     kernel: Named | None = None
     backward_kernel: Named | None = None
@@ -161,103 +170,24 @@ class VariantConfig(Strict):
     optimiser: Optimiser | None = None
     """The keys given here; the others are those of `optimiser`."""
 
-
-def _check_variants(variants: tuple[VariantConfig, ...]) -> tuple[VariantConfig, ...]:
-    golden = [v.name for v in variants if v.role == "golden"]
-    if len(golden) != 1:
-        raise ValueError(f"one variant has the role golden; here {len(golden)} have")
-    name, count = Counter(v.name for v in variants).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{count} variants are called {name!r}")
-    for v in variants:
-        _check_role(v)
-    return variants
-
-
-def _check_role(v: VariantConfig) -> None:
-    changes = {"kernel", "format", "attention_format", "seed", "data_order", "optimiser"}
-    changes |= {"backward_kernel"}
-    made = {name for name in changes if getattr(v, name) is not None}
-    needs = {
-        "golden": "kernel",
-        "flash": "kernel",
-        "low_precision": "format",
-        "attention_precision": "attention_format",
-        "other_seed": "seed",
-    }
-    needed = needs.get(v.role)
-    if needed and needed not in made:
-        raise ValueError(f"{v.name}: a variant in the role {v.role} gives its `{needed}`")
-    allowed = changes if v.role in ("golden", "variant") else {needed}
-    extra = sorted(made - allowed)
-    if extra:
-        raise ValueError(
-            f"{v.name}: the role {v.role} differs in {needed or 'nothing else'}, not in "
-            f"{', '.join(extra)}; the role variant may differ in anything"
-        )
-    if v.role == "golden" and made & {"seed", "data_order"}:
-        raise ValueError(f"{v.name}: the golden run has the seeds of the run")
-    if v.role == "golden" and v.backward_kernel is not None:
-        raise ValueError(f"{v.name}: the golden run has the gradients of its own kernel")
-
-
-def folder_of(variant: str) -> str:
-    """What the directories of a variant's checkpoints begin with."""
-    return re.sub(r"[^\w.-]+", "-", variant)
-
-
-class Checkpoints(Strict):
-    """Which weights are written, as Hugging Face directories."""
-
-    steps: tuple[Positive | Literal["last"], ...]
-    variants: tuple[str, ...] | None = None
-    """By name; None: all."""
-
-    def at(self, steps: int) -> set[int]:
-        """After which of so many steps."""
-        return {steps if step == "last" else step for step in self.steps}
-
-
-class TrainConfig(Strict):
-    """The keys of a YAML file for `numdev train`."""
-
-    title: str | None = None
-    model: ModelConfig
-    data: DataConfig
-    batch: Positive
-    steps: Positive
-    seeds: Seeds = (0,)
-    """A list, or how many, counted from 0."""
-    record: Literal["log"] | tuple[Annotated[int, Field(ge=0, strict=True)], ...] = "log"
-    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... The first and
-    the last always are."""
-    record_every: Positive | None = None
-    """And all multiples of this."""
-    optimiser: Optimiser = Optimiser()
-    variants: Annotated[tuple[VariantConfig, ...], AfterValidator(_check_variants)]
-    checkpoints: Checkpoints | None = None
-    deterministic: bool = True
-    """Whether PyTorch is told to use deterministic algorithms alone."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    save_every: Above = 300.0
-    """Seconds after which the state of a run is saved, to continue from."""
-
     @model_validator(mode="after")
-    def _fits_together(self) -> TrainConfig:
-        if (self.model.kind == "dit") != (self.data.source == "images"):
-            raise ValueError("a dit learns images, and the other models do not")
-        if self.checkpoints:
-            names = [v.name for v in self.variants]
-            for name in self.checkpoints.variants or ():
-                if name not in names:
-                    raise ValueError(f"checkpoints: no variant {name!r}; {closest(name, names)}")
-            written: dict[str, str] = {}
-            for name in self.checkpoints.variants or names:
-                other = written.setdefault(folder_of(name), name)
-                if other != name:
-                    raise ValueError(
-                        f"checkpoints: {other!r} and {name!r} would be in one directory; rename one"
-                    )
+    def _in_its_role(self) -> VariantConfig:
+        changed = {
+            name for name, value in self if name not in ("name", "role") and value is not None
+        }
+        needed = NEEDS.get(self.role)
+        if needed and needed not in changed:
+            raise ValueError(f"{self.name}: a variant in the role {self.role} gives its `{needed}`")
+        extra = sorted(changed - {needed})
+        if self.role == "golden" and changed & {"seed", "data_order"}:
+            raise ValueError(f"{self.name}: the golden run has the seeds of the run")
+        if self.role == "golden" and self.backward_kernel is not None:
+            raise ValueError(f"{self.name}: the golden run has the gradients of its own kernel")
+        if extra and self.role not in ("golden", "variant"):
+            raise ValueError(
+                f"{self.name}: the role {self.role} differs in {needed or 'nothing else'}, not in "
+                f"{', '.join(extra)}; the role variant may differ in anything"
+            )
         return self
 
 
@@ -280,23 +210,88 @@ class Variant(Strict):
         return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
-class TrainRequest(Strict):
-    """A resolved training run."""
+def _check_variants(variants: tuple[VariantConfig, ...]) -> tuple[VariantConfig, ...]:
+    golden = sum(v.role == "golden" for v in variants)
+    if golden != 1:
+        raise ValueError(f"one variant has the role golden; here {golden} have")
+    name, count = Counter(v.name for v in variants).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{count} variants are called {name!r}")
+    return variants
 
-    target: str
-    title: str | None
+
+def folder_of(variant: str) -> str:
+    """What the directories of a variant's checkpoints begin with."""
+    return re.sub(r"[^\w.-]+", "-", variant)
+
+
+class Checkpoints(Strict):
+    """Which weights are written, as Hugging Face directories."""
+
+    steps: tuple[Positive | Literal["last"], ...]
+    variants: tuple[str, ...] | None = None
+    """By name; None: all."""
+
+    def at(self, steps: int) -> set[int]:
+        """After which of so many steps."""
+        return {steps if step == "last" else step for step in self.steps}
+
+
+class _Run(Strict):
+    """What a file and a request have in common."""
+
+    title: str | None = None
     model: ModelConfig
     data: DataConfig
     batch: Positive
     steps: Positive
+    checkpoints: Checkpoints | None = None
+    deterministic: bool = True
+    """Whether PyTorch is told to use deterministic algorithms alone."""
+    save_every: Above = 300.0
+    """Seconds after which the state of a run is saved, to continue from."""
+
+
+class TrainConfig(_Run):
+    """The keys of a YAML file for `numdev train`."""
+
+    seeds: Seeds = (0,)
+    """A list, or how many, counted from 0."""
+    record: Literal["log"] | tuple[Step, ...] = "log"
+    """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... The first and
+    the last always are."""
+    record_every: Positive | None = None
+    """And all multiples of this."""
+    optimiser: Optimiser = Optimiser()
+    variants: Annotated[tuple[VariantConfig, ...], AfterValidator(_check_variants)]
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if (self.model.kind == "dit") != (self.data.source == "images"):
+            raise ValueError("a dit learns images, and the other models do not")
+        names = [v.name for v in self.variants]
+        written: dict[str, str] = {}
+        for name in (self.checkpoints.variants or names) if self.checkpoints else ():
+            if name not in names:
+                raise ValueError(f"checkpoints: no variant {name!r}; {closest(name, names)}")
+            other = written.setdefault(folder_of(name), name)
+            if other != name:
+                raise ValueError(
+                    f"checkpoints: {other!r} and {name!r} would be in one directory; rename one"
+                )
+        return self
+
+
+class TrainRequest(_Run):
+    """A resolved training run."""
+
+    target: str
     seeds: tuple[int, ...]
     recorded: tuple[int, ...]
     variants: tuple[Variant, ...]
     """In the order of the file."""
-    checkpoints: Checkpoints | None
-    deterministic: bool
     device: str
-    save_every: float
 
     @property
     def golden(self) -> Variant:
@@ -327,35 +322,27 @@ def resolve(
         raise UsageError(
             f"{target}: checkpoints at step {late[0]} of {steps}", hint="name steps that are taken"
         )
-    added = max(max(v.seed or 0, v.data_order or 0) for v in config.variants)
-    if max(seeds) + added >= SEEDS_END:
-        raise UsageError(
-            f"{target}: the seed {max(seeds) + added} is too large", hint="seeds are below 2**63"
-        )
+    largest = max(seeds) + max(max(v.seed or 0, v.data_order or 0) for v in config.variants)
+    if largest >= SEEDS_END:
+        raise UsageError(f"{target}: the seed {largest} is too large", hint="seeds are below 2**63")
     golden = next(v for v in config.variants if v.role == "golden")
+    shared = {name: getattr(config, name) for name in _Run.model_fields} | {"steps": steps}
     return TrainRequest(
+        **shared,
         target=target,
-        title=config.title,
-        model=config.model,
-        data=config.data,
-        batch=config.batch,
-        steps=steps,
         seeds=seeds,
         recorded=recorded_steps(config.record, config.record_every, steps),
         variants=tuple(_complete(v, golden, config.optimiser) for v in config.variants),
-        checkpoints=config.checkpoints,
-        deterministic=config.deterministic,
         device=device or config.device,
-        save_every=config.save_every,
     )
 
 
-def _complete(v: VariantConfig, golden: VariantConfig, base: Optimiser) -> Variant:
+def _complete(v: VariantConfig, golden: VariantConfig, optimiser: Optimiser) -> Variant:
     kernel = v.kernel or golden.kernel
     assert kernel is not None  # the golden run gives its own
     for changes in (golden.optimiser, v.optimiser):
         if changes is not None:
-            base = base.model_copy(update=changes.model_dump(exclude_unset=True))
+            optimiser = optimiser.model_copy(update=changes.model_dump(exclude_unset=True))
     return Variant(
         name=v.name,
         role=v.role,
@@ -365,7 +352,7 @@ def _complete(v: VariantConfig, golden: VariantConfig, base: Optimiser) -> Varia
         attention_format=v.attention_format or golden.attention_format,
         seed=v.seed or 0,
         data_order=v.data_order or 0,
-        optimiser=base,
+        optimiser=optimiser,
     )
 
 
@@ -373,12 +360,10 @@ def recorded_steps(
     record: Literal["log"] | tuple[int, ...], every: int | None, steps: int
 ) -> tuple[int, ...]:
     """The steps at which rows are made, ascending: 0 and the last always."""
+    asked: set[int] = {0, steps, *(range(0, steps + 1, every) if every else ())}
     if record == "log":
-        decades = (10**power for power in itertools.count())
-        under = itertools.takewhile(lambda ten: ten <= steps, decades)
-        asked = {first * ten for ten in under for first in LOG_STEPS}
+        decades = itertools.takewhile(lambda ten: ten <= steps, (10**n for n in itertools.count()))
+        asked |= {first * ten for ten in decades for first in (1, 2, 3, 5)}
     else:
-        asked = set(record)
-    multiples = range(0, steps + 1, every) if every else ()
-    chosen = sorted({0, steps, *asked, *multiples})
-    return tuple(chosen[: bisect.bisect_right(chosen, steps)])
+        asked |= set(record)
+    return tuple(sorted(step for step in asked if step <= steps))

@@ -7,9 +7,10 @@ position in the data to be saved, and every device sees the same batches.
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.training.config import DataConfig, ModelConfig
-from numdev.training.denoiser import TIMES
-from numdev.training.tokenizer import BOS_ID, Tokenizer
+from numdev.training.models import TIMES
 
 # Third-party code, tests, programs bundled with Python, and tables written by other programs.
 EXCLUDED_FOLDERS = {
@@ -32,6 +32,10 @@ BETWEEN = b"\n\n"
 """Between two files read as bytes."""
 COARSE = 4
 """Into how many cells on a side the random values of an image are drawn."""
+# Spelled so that no text contains them by chance, as "<s>" might be.
+BOS, EOS = "<|bos|>", "<|eos|>"
+BOS_ID, EOS_ID = 0, 1
+AS_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 def seed_of(*parts: object) -> int:
@@ -47,11 +51,14 @@ class Data(Protocol):
     def vocabulary(self) -> int: ...
 
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> Any:
+        """transformers' own, to be saved with a checkpoint; None where ids are bytes or given."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a report says was learned, and what identifies it."""
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]: ...
-
-    def describe(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,25 +71,20 @@ class Tokens:
     count: int
     """Windows in a batch."""
     context: int
-    device: torch.device
-    tokenizer: Tokenizer | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Any
+    about: dict[str, Any]
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """`inputs` and `targets` [count, context], int64: of windows drawn anywhere. A trained
         tokenizer's windows begin with its first token, as every prompt will."""
         made = torch.Generator().manual_seed(seed_of("batch", seed, step))
-        width = self.context + (self.tokenizer is None)
+        width, device = self.context + (self.tokenizer is None), self.ids.device
         starts = torch.randint(len(self.ids) - width + 1, (self.count, 1), generator=made)
-        places = starts.to(self.device) + torch.arange(width, device=self.device)
-        window = self.ids[places].long()
+        window = self.ids[starts.to(device) + torch.arange(width, device=device)].long()
         if self.tokenizer is None:
             return {"inputs": window[:, :-1], "targets": window[:, 1:]}
         first = torch.full_like(window[:, :1], BOS_ID)
         return {"inputs": torch.cat([first, window[:, :-1]], dim=1), "targets": window}
-
-    def describe(self) -> dict[str, Any]:
-        return dict(self.about)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +95,12 @@ class Images:
     """[images, 1, side, side], float32, of mean 0 and variance 1 each."""
     count: int
     vocabulary: int = 0
-    tokenizer: Tokenizer | None = None
+    tokenizer: Any = None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        shape = " x ".join(str(n) for n in self.images.shape[2:])
+        return {"prompt": f"{len(self.images)} smooth random fields of {shape} pixels"}
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """`images` and `noise` [count, 1, side, side], float32, and `times` [count], int64."""
@@ -102,15 +109,8 @@ class Images:
         times = torch.randint(TIMES, (self.count,), generator=made)
         noise = torch.randn(self.count, *self.images.shape[1:], generator=made)
         where = self.images.device
-        return {
-            "images": self.images[chosen.to(where)],
-            "noise": noise.to(where),
-            "times": times.to(where),
-        }
-
-    def describe(self) -> dict[str, Any]:
-        shape = " x ".join(str(n) for n in self.images.shape[2:])
-        return {"prompt": f"{len(self.images)} smooth random fields of {shape} pixels"}
+        images = self.images[chosen.to(where)]
+        return {"images": images, "noise": noise.to(where), "times": times.to(where)}
 
 
 def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Data:
@@ -124,33 +124,30 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
     if config.source == "tokens":
         ids, vocabulary = _token_files(config), config.vocabulary or 0
     else:
-        texts = stdlib() if config.source == "stdlib" else _text_files(config.files)
+        texts = stdlib() if config.source == "stdlib" else list(map(_text, config.files))
         if config.tokenizer == "bpe":
-            tokenizer = Tokenizer.trained(texts, config.vocabulary or 2048, model.context)
-            ids, vocabulary = tokenizer.encode(texts), tokenizer.size
+            tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
+            ids, vocabulary = _encoded(loaded, texts), len(loaded)
         else:
-            ids, vocabulary = _bytes_of(texts), 256
+            whole = BETWEEN.join(text.encode() for text in texts)
+            ids, vocabulary = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), 256
     if len(ids) <= model.context:
         where = ", ".join(config.files) or config.source
         raise UsageError(
             f"{where}: holds {len(ids)} tokens, and a window takes {model.context + 1}",
             hint="give more data, or a smaller model.context",
         )
-    return Tokens(
-        ids=ids.to(device), vocabulary=vocabulary, count=count, context=model.context,
-        device=device, tokenizer=tokenizer, about=_described(config, ids),
-    )  # fmt: skip
-
-
-def _described(config: DataConfig, ids: Tensor) -> dict[str, Any]:
-    """What a report says was learned, and what identifies it."""
     unit = "bytes" if config.source != "tokens" and config.tokenizer == "bytes" else "tokens"
-    names = {"stdlib": "the Python standard library"}
-    what = names.get(config.source) or ", ".join(Path(f).name for f in config.files)
-    return {
+    named = ", ".join(Path(f).name for f in config.files)
+    what = "the Python standard library" if config.source == "stdlib" else named
+    about = {
         "prompt": f"{len(ids):,} {unit} of {what}",
         "data_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
+    return Tokens(
+        ids=ids.to(device), vocabulary=vocabulary, count=count, context=model.context,
+        tokenizer=tokenizer, about=about,
+    )  # fmt: skip
 
 
 def stdlib() -> list[str]:
@@ -163,51 +160,43 @@ def stdlib() -> list[str]:
         if EXCLUDED_FOLDERS.intersection(name.parts) or name.name.startswith("_sysconfigdata"):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            texts.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             continue
-        if text.strip():
-            texts.append(text)
-    return texts
+    return [text for text in texts if text.strip()]
 
 
-def _text_files(names: tuple[str, ...]) -> list[str]:
-    texts = []
-    for name in names:
-        try:
-            texts.append(Path(name).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
-        except UnicodeDecodeError as error:
-            why = f"{error.reason} at byte {error.start}"
-            raise UsageError(f"{name}: is not UTF-8 text ({why})") from error
-    return texts
+def _bytes(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
 
 
-def _bytes_of(texts: list[str]) -> Tensor:
-    whole = BETWEEN.join(text.encode() for text in texts)
-    return torch.from_numpy(np.frombuffer(whole, dtype=np.uint8).copy())
+def _text(name: str) -> str:
+    try:
+        return _bytes(name).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        why = f"{error.reason} at byte {error.start}"
+        raise UsageError(f"{name}: is not UTF-8 text ({why})") from error
 
 
 def _token_files(config: DataConfig) -> Tensor:
     """The files' ids one after the other, int32."""
     parts = []
-    size = np.dtype(config.dtype).itemsize
+    size, vocabulary = np.dtype(config.dtype).itemsize, config.vocabulary or 0
     for name in config.files:
-        try:
-            whole = Path(name).read_bytes()
-        except OSError as error:
-            raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
+        whole = _bytes(name)
         if len(whole) % size:
             raise UsageError(
                 f"{name}: its {len(whole)} bytes are no {config.dtype} numbers of {size} each",
                 hint="is the file whole, and the dtype right?",
             )
         parts.append(np.frombuffer(whole, dtype=config.dtype))
-        if len(parts[-1]) and int(parts[-1].max()) >= (config.vocabulary or 0):
+        largest = int(parts[-1].max(initial=0))
+        if largest >= vocabulary:
             raise UsageError(
-                f"{name}: holds the id {parts[-1].max()}, and the vocabulary has "
-                f"{config.vocabulary}",
+                f"{name}: holds the id {largest}, and the vocabulary has {vocabulary}",
                 hint="is the dtype right?",
             )
     return torch.from_numpy(np.concatenate(parts).astype(np.int32))
@@ -222,3 +211,53 @@ def fields(count: int, side: int) -> Tensor:
     flat = smooth.flatten(1)
     flat = flat - flat.mean(dim=1, keepdim=True)
     return (flat / flat.std(dim=1, keepdim=True)).view_as(smooth)
+
+
+def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:
+    """A byte-level BPE tokenizer trained on the texts, and the same saved and loaded: text is
+    encoded by the latter, so that the network sees the ids that a user of its checkpoint will get.
+
+    Raises MeasurementError where what was loaded is another tokenizer than was trained.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    made: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        # AutoTokenizer chooses a class by the files it finds; for a Llama configuration some
+        # choices rebuild the tokenizer with SentencePiece's rules: ids, but of another text.
+        (Path(folder) / "config.json").write_text(json.dumps(AS_LLAMA))
+        made.save_pretrained(folder)
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = texts[0]
+    ids = loaded(text, verbose=False)["input_ids"]
+    same = ids == made(text, verbose=False)["input_ids"]
+    if ids[:1] != [BOS_ID] or not same or loaded.decode(ids[1:]) != text:
+        raise MeasurementError("the saved tokenizer does not load as it was trained")
+    return made, loaded
+
+
+def _encoded(tokenizer: Any, texts: list[str]) -> Tensor:
+    """All texts as one row of ids, each closed by EOS; int32."""
+    # verbose=False: texts longer than the context are meant here, not a slip worth a warning.
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([token for row in rows for token in (*row, EOS_ID)], dtype=torch.int32)

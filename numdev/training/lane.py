@@ -1,4 +1,4 @@
-"""One variant of one seed: its network, its optimiser, and a step of them.
+"""One variant of one seed: its network, its attention, its optimiser, and a step of them.
 
 A lane uses no random numbers but those of generators of its own, and shares nothing with the lanes
 beside it but the batch, so it computes the same whoever runs beside it.
@@ -7,26 +7,111 @@ beside it but the batch, so it computes the same whoever runs beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from numdev.config import Choice
+from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, NumdevError
 from numdev.kernels import Kernel, find
-from numdev.training.attention import Attention
-from numdev.training.config import ModelConfig, Variant
+from numdev.kernels.training import attended, crossed
+from numdev.training.config import ModelConfig, Optimiser, Variant
 from numdev.training.data import seed_of
-from numdev.training.models import build
-from numdev.training.network import Batch, Network
-from numdev.training.nulls import move_weights
-from numdev.training.optimiser import make_optimiser, rate, set_rate
+from numdev.training.models import Batch, build
+from numdev.training.nulls import move_weights, rerounded
 from numdev.training.replay import RECORDABLE, Replay
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HERE = CaseRef(case="training")
+Chosen = tuple[Kernel, Mapping[str, Any]]
+"""A kernel and its options."""
+
+
+class Attention:
+    """attend(q, k, v, causal) of `numdev.training.models`: a registered kernel as a network calls
+    it.
+
+    q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype. With
+    `noise` it is then re-rounded at random (`numdev.training.nulls`). A kernel that draws random
+    numbers does so from `draws`, on from call to call. With `behind` gradients are that kernel's.
+    """
+
+    def __init__(
+        self,
+        kernel: Chosen,
+        behind: Chosen | None,
+        *,
+        dtype: torch.dtype | None,
+        noise: torch.Generator | None,
+        draws: torch.Generator | None,
+    ) -> None:
+        self.kernel, self.options = kernel
+        self.behind, self.dtype, self.noise, self.draws = behind, dtype, noise, draws
+        self.ran: str | None = None
+        """What the kernel said it ran, once it was asked."""
+        self.largest: list[Tensor] | None = None
+        """While it is a list, every call adds its largest |score|, a scalar in float32."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        own, dtype, scale = q.dtype, self.dtype or q.dtype, 1 / math.sqrt(q.shape[-1])
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=causal)
+        if self.largest is not None:
+            self.largest.append(largest_score(case))
+        if self.ran is None:
+            with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+                self.ran = self.kernel.attend(case, **self.options).ran or ""
+        if self.behind is None:
+            out = attended(self.kernel, case, self.options, self.draws).to(own)
+        else:
+            out = crossed(self.kernel, case, self.options, *self.behind).to(own)
+        return out if self.noise is None else rerounded(out, self.noise)
+
+
+@torch.no_grad()
+def largest_score(case: AttentionCase) -> Tensor:
+    """The largest |scale q·k| that a query sees, a float32 scalar, computed in float32; NaN if any
+    is. A sequence at a time, which bounds the memory."""
+    found = []
+    with torch.autocast(case.q.device.type, enabled=False):
+        for q, k in zip(case.q.float(), case.k.float(), strict=True):
+            scores = q.unflatten(0, (case.kv_heads, -1)) @ k[:, None].transpose(-1, -2)
+            scores = scores.mul_(case.scale).abs_()
+            found.append((scores.tril() if case.is_causal else scores).amax())
+    return torch.stack(found).amax()
+
+
+def rate(config: Optimiser, step: int, steps: int) -> float:
+    """The learning rate of update `step`, counted from 1: linear up to `lr` over the warm-up, then
+    constant, or half a cosine down to `final` of it at the last step."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    low = config.final
+    return config.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def make_optimiser(config: Optimiser, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Fused: one launch for all weights. Decay on matrices, none on gains and biases."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    device = parameters[0].device
+    cuda = device.type == "cuda"
+    # On the device, where a recorded step finds it.
+    lr = torch.tensor(config.lr, device=device) if cuda else config.lr
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=config.betas, eps=config.eps, fused=True, capturable=cuda
+    )
 
 
 class Lane:
@@ -41,70 +126,71 @@ class Lane:
         device: torch.device,
     ) -> None:
         self.variant, self.device = variant, device
-        (kernel, options), *behind = (_found(choice) for choice in variant.kernels)
-        rerounds, draws = variant.role == "null_rounding", kernel.draws(options)
+        found = [find(choice.name) for choice in variant.kernels]
+        options = [k.with_options(c.options) for k, c in zip(found, variant.kernels, strict=True)]
+        own, *behind = zip(found, options, strict=True)
+        draws = [kernel.draws(given) for kernel, given in zip(found, options, strict=True)]
+        rerounds = variant.role == "null_rounding"
         self.noise = None
         """What all random numbers of the lane come from; None where it has none."""
         if rerounds:
             made = seed_of("rounding", seed, variant.name)
             self.noise = torch.Generator(device).manual_seed(made)
-        elif draws:  # without its name: a repeat of the golden run draws what that one drew
-            made = seed_of("draws", seed + variant.seed, options.get("seed"))
+        elif draws[0]:  # without its name: a repeat of the golden run draws what that one drew
+            made = seed_of("draws", seed + variant.seed, options[0].get("seed"))
             self.noise = torch.Generator(device).manual_seed(made)
         self.attention = Attention(
-            kernel,
-            options,
+            own,
+            behind[0] if behind else None,
             dtype=DTYPES.get(variant.attention_format or ""),
             noise=self.noise if rerounds else None,
-            draws=self.noise if draws else None,
-            behind=behind[0] if behind else None,
+            draws=self.noise if draws[0] and not rerounds else None,
         )
         with _named(variant):
-            self.network = self._built(model, vocabulary, seed).to(device).train()
-            self.parameters = list(self.network.parameters())
-            self.optimiser = make_optimiser(variant.optimiser, self.network)
+            network = build(model, vocabulary, seed + variant.seed, self.attention)
+            if variant.format == "pure bfloat16":
+                network = network.to(torch.bfloat16)
+            if variant.role == "null_ulp":
+                made = seed_of("ulp", seed, variant.name)
+                move_weights(network, torch.Generator().manual_seed(made))
+            self.network = network.to(device).train()
+            self.parameters = list(network.parameters())
+            self.optimiser = make_optimiser(variant.optimiser, self.parameters)
         self.scaler = torch.amp.GradScaler(device.type, enabled=variant.format == "float16")
         self.loss: Tensor | None = None
         """Of the last batch, on the device."""
         self.norm: Tensor | None = None
         """Of the last batch's gradients, before clipping, on the device."""
         self.lr: float | None = None
-        self._update = self._unrecorded()
+        # Of two kernels neither may draw: only the first draws from what a recording knows.
+        self.recordable = (
+            device.type == "cuda"
+            and not self.scaler.is_enabled()
+            and all(kernel.name in RECORDABLE for kernel in found)
+            and not (behind and any(draws))
+        )
+        self.forget()
 
-    def _built(self, model: ModelConfig, vocabulary: int, seed: int) -> Network:
-        network = build(model, vocabulary, seed + self.variant.seed, self.attention)
-        if self.variant.format == "pure bfloat16":
-            network = network.to(torch.bfloat16)
-        if self.variant.role == "null_ulp":
-            made = seed_of("ulp", seed, self.variant.name)
-            move_weights(network, torch.Generator().manual_seed(made))
-        return network
-
-    def _unrecorded(self) -> Replay | None:
-        return Replay(self.device, self.noise) if self._recordable else None
-
-    @property
-    def _recordable(self) -> bool:
-        plain = not self.scaler.is_enabled() and self.device.type == "cuda"
-        used = [_found(choice) for choice in self.variant.kernels]
-        known = all(kernel.name in RECORDABLE for kernel, _ in used)
-        # Of two kernels neither draws from the lane's generator, which the recording knows.
-        foreign = len(used) > 1 and any(kernel.draws(options) for kernel, options in used)
-        return plain and known and not foreign
+    def forget(self) -> None:
+        """Record the step anew, where it is recorded at all."""
+        self.replay = Replay(self.device, self.noise) if self.recordable else None
 
     def step(self, batch: Batch, step: int, steps: int) -> None:
         """Update `step` of `steps`, from this batch. Nothing waits for the device."""
         self.lr = rate(self.variant.optimiser, step, steps)
         for group in self.optimiser.param_groups:
-            set_rate(group, self.lr)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.lr)
+            else:
+                group["lr"] = self.lr
         with _named(self.variant):
-            if self._update is None:
-                self.loss, self.norm = self._updated(batch)
+            if self.replay is None:
+                self.loss, self.norm = self._update(batch)
             else:
                 watched = self.attention.largest is not None
-                self.loss, self.norm = self._update(self._updated, batch, plain=watched)
+                self.loss, self.norm = self.replay(self._update, batch, plain=watched)
 
-    def _updated(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One update; the loss and the norm of its gradient."""
         loss = self._backward(batch)
         self.scaler.unscale_(self.optimiser)
@@ -114,6 +200,20 @@ class Lane:
         self.scaler.update()
         self.optimiser.zero_grad()
         return loss, norm
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """The loss; gradients are in the parameters."""
+        name = self.variant.format
+        with torch.autocast(
+            self.device.type,
+            torch.float16 if name == "float16" else torch.bfloat16,
+            enabled=name in ("bfloat16", "float16"),
+            # What was cast while a step is recorded has no value afterwards.
+            cache_enabled=not self.recordable,
+        ):
+            loss = self.network.loss(batch)
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
         """The gradient of a batch's loss by parameter, and nothing of the lane changed."""
@@ -146,7 +246,7 @@ class Lane:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned. A recorded step is forgotten: the optimiser's state is
         elsewhere now."""
-        self._update = self._unrecorded()
+        self.forget()
         self.network.load_state_dict(state["network"])
         self.optimiser.load_state_dict(state["optimiser"])
         for group in self.optimiser.param_groups:
@@ -156,29 +256,6 @@ class Lane:
         if self.noise is not None:
             self.noise.set_state(state["noise"].cpu())
 
-    def _backward(self, batch: Batch) -> Tensor:
-        """The loss; gradients are in the parameters."""
-        with self._autocast():
-            loss = self.network.loss(batch)
-        self.scaler.scale(loss).backward()
-        return loss.detach()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        name = self.variant.format
-        dtype = torch.float16 if name == "float16" else torch.bfloat16
-        return torch.autocast(
-            self.device.type,
-            dtype,
-            enabled=name in ("bfloat16", "float16"),
-            # What was cast while a step is recorded has no value afterwards.
-            cache_enabled=not self._recordable,
-        )
-
-
-def _found(choice: Choice) -> tuple[Kernel, dict[str, Any]]:
-    kernel = find(choice.name)
-    return kernel, kernel.with_options(choice.options)
-
 
 @contextmanager
 def _named(variant: Variant) -> Iterator[None]:
@@ -187,38 +264,14 @@ def _named(variant: Variant) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        words = " ".join(str(error).split())[:300]
-        said = (
-            error.message if isinstance(error, NumdevError) else f"{type(error).__name__}: {words}"
-        )
+        hint = "leave the variant out, or give it another kernel"
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if "deterministic" in str(error):
+            hint = "`deterministic: false` allows all algorithms"
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            hint = "choose a smaller `batch` or `model`, or fewer variants: all are in memory"
+        if isinstance(error, NumdevError):
+            words, hint = error.message, error.hint or hint
         raise MeasurementError(
-            f"variant {variant.name} ({variant.kernel.name}): {said}", hint=_hint(error)
+            f"variant {variant.name} ({variant.kernel.name}): {words}", hint=hint
         ) from error
-
-
-def _hint(error: Exception) -> str:
-    if isinstance(error, NumdevError) and error.hint:
-        return error.hint
-    if "deterministic" in str(error):
-        return "`deterministic: false` allows all algorithms"
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return "choose a smaller `batch` or `model`, or fewer variants: all are in memory together"
-    return "leave the variant out, or give it another kernel"
-
-
-def groups_of(names: Iterator[str] | list[str]) -> dict[str, list[str]]:
-    """Parameters by kind: embedding, attention, mlp, norm (adaLN with it), head; and `all`."""
-    found: dict[str, list[str]] = {"all": list(names)}
-    for name in found["all"]:
-        found.setdefault(_kind(name), []).append(name)
-    return found
-
-
-def _kind(name: str) -> str:
-    words = {
-        "norm": ("norm", "ln_", "modulation"),
-        "embedding": ("embed", "wte", "wpe"),
-        "attention": ("attn",),
-        "mlp": ("mlp",),
-    }
-    return next((kind for kind, parts in words.items() if any(p in name for p in parts)), "head")

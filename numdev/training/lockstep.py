@@ -1,15 +1,14 @@
 """The variants of one seed, side by side: the same batch for all at every step.
 
-Saved states are plain tensors and numbers, loaded as such
-(`weights_only=True`), and take their name only when they are complete.
+Saved states are plain tensors and numbers, loaded as such (`weights_only=True`), and take their
+name only when they are complete.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,7 @@ from numdev.training.measure import distances, row_of
 from numdev.training.report import DistanceRow, TrainRow
 
 STATE = "state.pt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """What was measured at one step."""
-
-    step: int
-    rows: list[TrainRow]
-    distances: list[DistanceRow]
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Lockstep:
@@ -60,33 +51,21 @@ class Lockstep:
             lane.step(batches[lane.variant.data_order], step, self.request.steps)
         self.step, self.whole = step, True
 
-    def measured(self) -> Recorded:
+    def measured(self) -> tuple[list[TrainRow], list[DistanceRow]]:
         """The rows of this step, every variant's: its own, and its distances from the golden run's
         weights. At step 0 from its gradient too, for the first batch."""
         found: list[DistanceRow] = []
-        golden = self.golden.weights()
-        others = [lane for lane in self.lanes if lane is not self.golden]
-        for lane in others:
-            found += distances(
-                lane.weights(),
-                golden,
-                seed=self.seed,
-                variant=lane.variant.name,
-                step=self.step,
-                of="weights",
-            )
-        if self.step == 0:
-            found += self._of_gradients(others)
-        rows = [row_of(lane, self.seed, self.step) for lane in self.lanes]
-        return Recorded(step=self.step, rows=rows, distances=found)
+        for of in ("weights", "gradient") if self.step == 0 else ("weights",):
+            golden = self._tensors(self.golden, of)
+            for lane in self.lanes:
+                if lane is not self.golden:
+                    place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
+                    found += distances(self._tensors(lane, of), golden, of=of, **place)
+        return [row_of(lane, self.seed, self.step) for lane in self.lanes], found
 
-    def _of_gradients(self, others: list[Lane]) -> Iterator[DistanceRow]:
-        golden = self._gradient(self.golden)
-        for lane in others:
-            ours, name = self._gradient(lane), lane.variant.name
-            yield from distances(ours, golden, seed=self.seed, variant=name, step=0, of="gradient")
-
-    def _gradient(self, lane: Lane) -> dict[str, torch.Tensor]:
+    def _tensors(self, lane: Lane, of: str) -> dict[str, torch.Tensor]:
+        if of == "weights":
+            return lane.weights()
         return lane.gradient(self.data.batch(self.seed + lane.variant.data_order, 1))
 
     def save(self, path: Path, run: str) -> None:
@@ -121,25 +100,39 @@ def partly(path: Path) -> Path:
     return path.with_name(f".{path.name}.partly")
 
 
-def read_state(path: Path, run: str) -> dict[str, Any] | None:
-    """The saved state of the run of this name; None where there is none that can be read."""
+def read_state(path: Path, run: str) -> dict[str, Any]:
+    """The saved state of the run of this name; empty where there is none that can be read: a
+    damaged file is no reason not to train, it begins again."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        return None
-    except Exception:  # a damaged file is no reason not to train: it begins again
-        return None
-    return state if isinstance(state, dict) and state.get("run") == run else None
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:
+        return {}
+    return state if isinstance(state, dict) and state.get("run") == run else {}
 
 
-class Saving:
-    """When a state is to be saved: every so many seconds."""
+@contextmanager
+def deterministic(*, wanted: bool) -> Iterator[None]:
+    """Deterministic algorithms alone, an error from operators that have none; everything as before
+    afterwards. cuBLAS reads its setting when CUDA starts, so enter this before. Where it is not
+    wanted nothing is changed.
 
-    def __init__(self, every_s: float) -> None:
-        self.every_s, self.last = every_s, time.monotonic()
-
-    def due(self) -> bool:
-        return time.monotonic() - self.last >= self.every_s
-
-    def done(self) -> None:
-        self.last = time.monotonic()
+    Memory is not filled before its use, as PyTorch would: nothing here reads what it did not write.
+    """
+    if not wanted:
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = memory.fill_uninitialized_memory
+    workspace = os.environ.get(WORKSPACE)
+    try:
+        os.environ.setdefault(WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        memory.fill_uninitialized_memory = filled
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)

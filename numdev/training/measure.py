@@ -1,4 +1,5 @@
-"""What is measured of a lane at a recorded step: its row, and its distances from the golden lane.
+"""What is measured of a lane at a recorded step: its row, and its distances from the golden lane;
+and which of the recorded losses are spikes.
 
 Whatever is not finite becomes None, and the row's `nulls` says so.
 """
@@ -7,64 +8,71 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from numdev.metrics.paired import paired
-from numdev.training.lane import Lane, groups_of
+from numdev.training.lane import Lane
 from numdev.training.report import DistanceRow, TrainRow
 
 NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
 UNDEFINED = "undefined: one of the two is zero"
+KINDS = {
+    "norm": ("norm", "ln_", "modulation"),
+    "embedding": ("embed", "wte", "wpe"),
+    "attention": ("attn",),
+    "mlp": ("mlp",),
+}
+"""Kinds of parameters (adaLN with the norms) and what their names contain; the rest is the head."""
+PAST, LEAST = 20, 3
+TIMES, DEVIATIONS = 1.2, 6.0
 
 
 def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
     """The row of a lane that has just made update `step`; at step 0 of one that made none."""
     seen = lane.attention.largest
     updated = step > 0
-    loss = number(lane.loss) if updated else None
-    grad_norm = number(lane.norm) if updated else None
-    max_logit = number(torch.stack(seen).amax()) if updated and seen else None
-    norms = spectral_norms(list(lane.network.query_weights()))
-    where = _largest(norms)
-    of_updates = {"loss": loss, "grad_norm": grad_norm, "max_logit": max_logit}
+    values: dict[str, Any] = {
+        "loss": number(lane.loss) if updated else None,
+        "grad_norm": number(lane.norm) if updated else None,
+        "lr": lane.lr if updated else None,
+        "max_logit": number(torch.stack(seen).amax()) if updated and seen else None,
+    }
     why = NOT_FINITE if updated else NOT_YET
-    nulls = {name: why for name, value in of_updates.items() if value is None}
+    nulls = {name: why for name, value in values.items() if value is None}
+    norms = spectral_norms(list(lane.network.query_weights()))
+    where, largest = None, None
+    if any(math.isnan(norm) for heads in norms for norm in heads):
+        nulls["spectral_norm"] = NOT_FINITE
+    else:
+        places = [(n, layer, head) for layer, row in enumerate(norms) for head, n in enumerate(row)]
+        largest, layer, head = max(places, key=lambda place: place[0])
+        where = f"layer {layer} head {head}"
     return TrainRow(
         seed=seed,
         variant=lane.variant.name,
         step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lane.lr if updated else None,
-        max_logit=max_logit,
-        spectral_norm=norms[where[0]][where[1]] if where else None,
-        spectral_where=f"layer {where[0]} head {where[1]}" if where else None,
+        **values,
+        spectral_norm=largest,
+        spectral_where=where,
         spectral_norms=tuple(map(tuple, norms)) if where else (),
-        nulls={
-            **nulls,
-            **({} if updated else {"lr": NOT_YET}),
-            **({} if where else {"spectral_norm": NOT_FINITE}),
-        },
+        nulls=nulls,
     )
 
 
 def distances(
-    ours: Mapping[str, Tensor],
-    golden: Mapping[str, Tensor],
-    *,
-    seed: int,
-    variant: str,
-    step: int,
-    of: Literal["weights", "gradient"],
+    ours: Mapping[str, Tensor], golden: Mapping[str, Tensor], **place: Any
 ) -> Iterator[DistanceRow]:
-    """Rows of all groups of parameters, whose names are those of both. Of a group in which anything
-    is not finite no distance is given: it would be that of what is left."""
-    for group, names in groups_of(list(golden)).items():
+    """Rows of all groups of parameters, whose names are those of both, at a `place` (seed, variant,
+    step, of). Of a group in which anything is not finite no distance is given: it would be that of
+    what is left."""
+    for group, names in groups_of(golden).items():
         a, b = (torch.cat([x[name].reshape(-1) for name in names]) for x in (ours, golden))
         found = dataclasses.asdict(paired(a, b))
         counts: dict[str, Any] = {name: found.pop(name) for name in ("elements", "nonfinite")}
@@ -72,8 +80,16 @@ def distances(
         values: dict[str, Any] = {name: None if lost else value for name, value in found.items()}
         why = NOT_FINITE if lost else UNDEFINED
         nulls = {name: why for name, value in values.items() if value is None}
-        named: dict[str, Any] = {"seed": seed, "variant": variant, "step": step, "of": of}
-        yield DistanceRow(**named, group=group, nulls=nulls, **counts, **values)
+        yield DistanceRow(**place, group=group, nulls=nulls, **counts, **values)
+
+
+def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters by kind: embedding, attention, mlp, norm, head; and `all`."""
+    found: dict[str, list[str]] = {"all": list(names)}
+    for name in found["all"]:
+        kinds = (kind for kind, parts in KINDS.items() if any(p in name for p in parts))
+        found.setdefault(next(kinds, "head"), []).append(name)
+    return found
 
 
 @torch.no_grad()
@@ -89,16 +105,33 @@ def spectral_norms(weights: list[Tensor]) -> list[list[float]]:
     return found
 
 
-def _largest(norms: list[list[float]]) -> tuple[int, int] | None:
-    """Layer and head of the largest; None where any is NaN."""
-    places = [(n, layer, head) for layer, row in enumerate(norms) for head, n in enumerate(row)]
-    if any(math.isnan(n) for n, _, _ in places):
-        return None
-    _, layer, head = max(places, key=lambda place: place[0])
-    return layer, head
-
-
 def number(x: Tensor | None) -> float | None:
     """A scalar's value; None where there is none, or it is not finite."""
     value = math.nan if x is None else float(x)
     return value if math.isfinite(value) else None
+
+
+def with_spikes(rows: Iterable[TrainRow]) -> tuple[TrainRow, ...]:
+    """The rows with `spike` set. Rows of one run come in the order of their steps; a loss that is
+    None is no spike, and no past for others."""
+    pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
+    found = []
+    for row in rows:
+        past = pasts[row.seed, row.variant]
+        spike = row.loss is not None and is_spike(row.loss, past)
+        found.append(row.model_copy(update={"spike": spike}))
+        if row.loss is not None:
+            past.append(row.loss)
+    return tuple(found)
+
+
+def is_spike(loss: float, past: Iterable[float]) -> bool:
+    """Whether a loss stands far above those before it: above 1.2 times the median of the last 20,
+    and above that median by more than 6 times their median absolute deviation. The first 3 recorded
+    losses are never spikes."""
+    before = list(past)
+    if len(before) < LEAST:
+        return False
+    middle = median(before)
+    deviation = median(abs(x - middle) for x in before)
+    return loss > TIMES * middle and loss > middle + DEVIATIONS * deviation

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from numdev.training.network import Batch
+from numdev.training.models import Batch
 
 RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
 """Kernels that never wait for the device, as tests/test_training_gpu.py has seen."""
@@ -34,9 +34,8 @@ class Replay:
     """
 
     def __init__(self, device: torch.device, noise: torch.Generator | None) -> None:
-        self.device, self.noise = device, noise
-        self.ran = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.device, self.noise, self.ran = device, noise, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
         self._batch: dict[str, Tensor] = {}
         self._found: tuple[Tensor, Tensor] | None = None
 
@@ -45,13 +44,13 @@ class Replay:
         self.ran += 1
         if plain or self.ran <= FIRST:
             return run(batch)
-        if self._graph is None:
+        if self.graph is None:
             self._record(run, batch)
-        assert self._graph is not None
+        assert self.graph is not None
         assert self._found is not None
         for name, x in batch.items():
             self._batch[name].copy_(x)
-        self._graph.replay()
+        self.graph.replay()
         return self._found
 
     def _record(self, run: Run, batch: Batch) -> None:
@@ -78,4 +77,4 @@ class Replay:
             fresh.set_state(before)
             default.graphsafe_set_state(fresh.graphsafe_get_state())
             raise failed
-        self._graph = graph
+        self.graph = graph

@@ -7,6 +7,7 @@ measured after the state was saved is computed again, and not recorded twice.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from dataclasses import dataclass
@@ -24,17 +25,55 @@ from numdev.audit.timing import OF_TRAINING, Stopwatch, stopwatch
 from numdev.errors import UsageError
 from numdev.kernels import find
 from numdev.system import System
-from numdev.training import checkpoints
+from numdev.training import checkpoints, figures
+from numdev.training.answer import answer
 from numdev.training.config import TrainRequest, Variant
-from numdev.training.curves import axis_of, figures
 from numdev.training.data import Data, load
-from numdev.training.deterministic import deterministic
-from numdev.training.lockstep import STATE, Lockstep, Saving, partly, read_state
-from numdev.training.measure import number
+from numdev.training.lockstep import STATE, Lockstep, deterministic, partly, read_state
+from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
-from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
-from numdev.training.spikes import marked
-from numdev.training.words import sentences
+from numdev.training.report import (
+    DistanceRow,
+    TrainReport,
+    TrainRow,
+    TrainSummary,
+    VariantRecord,
+)
+
+
+def train(
+    request: TrainRequest,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    stop_after: float | None = None,
+    command: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> TrainReport | None:
+    """Train all variants with all seeds, journalling into `directory`; returns the report, which
+    the caller writes. None when `stop_after` seconds were over before the end: what was reached is
+    saved, and the same call continues.
+
+    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
+    for one that refuses or fails.
+    """
+    began = time.monotonic()
+    with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
+        system = System.here(request.device)
+        watch = stopwatch(system.device, OF_TRAINING)
+        plan = _planned(request, system)
+        data = load(request.data, request.model, request.batch, torch.device(system.device))
+        described = {"config": request.target, **data.about}
+        head = header(request.measured(), system, plan, described)
+        with Journal.open(directory, head, overwrite=overwrite) as journal:
+            if overwrite:
+                shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
+            run = _Run(
+                request=request, data=data, device=torch.device(system.device), journal=journal,
+                progress=progress, watch=watch,
+                until=None if stop_after is None else began + stop_after,
+            )  # fmt: skip
+            return run.report(system, described, command) if run.over() else None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,34 +102,31 @@ class _Run:
 
     def over(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""
-        for variant in self.request.variants:
+        request = self.request
+        for variant in request.variants:
             self.journal.visit(_of_variant(variant))
-        for seed in self.request.seeds:
-            for step in self.request.recorded:
-                for kind in ("row", "distance"):
-                    self.journal.visit(_key(seed, step, kind))
-        done = all(self.finished(seed) or self.seed(seed) for seed in self.request.seeds)
+        for key in itertools.product(request.seeds, request.recorded, ("row", "distance")):
+            self.journal.visit(_key(*key))
+        done = all(self.recorded_until(s, request.steps) or self.seed(s) for s in request.seeds)
         if done:
             for path in (self.state, partly(self.state)):  # the latter where a save was killed
                 path.unlink(missing_ok=True)
         return done
 
-    def finished(self, seed: int) -> bool:
-        return self.recorded_until(seed, self.request.steps)
-
     def recorded_until(self, seed: int, step: int) -> bool:
         """Whether all that is measured up to a step is in the journal."""
-        return all(
-            self.journal.visit(_key(seed, at, kind))
-            for at in self.request.recorded
-            for kind in ("row", "distance")
-            if at <= step
-        )
+        steps = [at for at in self.request.recorded if at <= step]
+        keys = itertools.product((seed,), steps, ("row", "distance"))
+        return all(self.journal.visit(_key(*key)) for key in keys)
 
     def seed(self, seed: int) -> bool:
         """Train one seed to its end; False if time ran out before."""
         lanes = Lockstep(self.request, self.data, seed, self.device)
-        self.resume(lanes)
+        state = read_state(self.state, self.name)
+        if state and state["seed"] == seed and self.recorded_until(seed, state["step"]):
+            lanes.load(state)
+        else:
+            self.record(lanes)
         try:
             with self.watch("training"):
                 finished = self.steps(lanes)
@@ -106,7 +142,7 @@ class _Run:
     def steps(self, lanes: Lockstep) -> bool:
         """All steps that are left; where time runs out one at least, and False. A step with its
         rows is whole or was not made: an interrupt waits for its end."""
-        saving = Saving(self.request.save_every)
+        saved = time.monotonic()
         self.tell(lanes)
         while lanes.step < self.request.steps:
             with deferred():
@@ -116,17 +152,14 @@ class _Run:
             over = self.until is not None and time.monotonic() >= self.until
             if over and lanes.step < self.request.steps:
                 return False
-            if saving.due():
+            if time.monotonic() - saved >= self.request.save_every:
                 self.save(lanes)
-                saving.done()
+                saved = time.monotonic()
         return True
 
-    def resume(self, lanes: Lockstep) -> None:
-        state = read_state(self.state, self.name)
-        if state and state["seed"] == lanes.seed and self.recorded_until(lanes.seed, state["step"]):
-            lanes.load(state)
-        else:
-            self.record(lanes)
+    def save(self, lanes: Lockstep) -> None:
+        with self.watch("saving"):
+            lanes.save(self.state, self.name)
 
     def record(self, lanes: Lockstep) -> None:
         """Measure and write what this step asks for, unless that is done."""
@@ -135,12 +168,15 @@ class _Run:
         if step not in self.request.recorded or self.journal.visit(_key(seed, step, "distance")):
             return
         with self.watch("metrics"):
-            found = lanes.measured()
-            for lane in lanes.lanes:
-                self.note(lane.variant, lane.attention.ran)
-            self.loss = next(r.loss for r in found.rows if r.variant == self.request.golden.name)
-            for kind, rows in (("row", found.rows), ("distance", found.distances)):
-                plain = [row.model_dump(mode="json") for row in rows]
+            rows, distances = lanes.measured()
+            for lane in lanes.lanes:  # what its kernel said it ran, once
+                name, key = lane.variant.name, _of_variant(lane.variant)
+                if not self.journal.visit(key):
+                    ran = {"variant": name, "ran": lane.attention.ran or None}
+                    self.journal.append(key, {"variant": [ran]})
+            self.loss = next(r.loss for r in rows if r.variant == self.request.golden.name)
+            for kind, table in (("row", rows), ("distance", distances)):
+                plain = [row.model_dump(mode="json") for row in table]
                 self.journal.append(_key(seed, step, kind), {kind: plain})
 
     def checkpoint(self, lanes: Lockstep) -> None:
@@ -156,16 +192,10 @@ class _Run:
                     "step": lanes.step,
                     "loss": number(lane.loss),
                     "request": self.request.measured(),
-                    "data": self.data.describe(),
+                    "data": self.data.about,
                 }
                 where = checkpoints.place(self.journal.directory, name, lanes.seed, lanes.step)
                 checkpoints.write(lane.network, self.request.model, self.data, where, about)
-
-    def note(self, variant: Variant, ran: str | None) -> None:
-        """What a variant's kernel said it ran, once."""
-        key = _of_variant(variant)
-        if not self.journal.visit(key):
-            self.journal.append(key, {"variant": [{"variant": variant.name, "ran": ran or None}]})
 
     def tell(self, lanes: Lockstep) -> None:
         """Progress; an interrupt arrives here."""
@@ -174,70 +204,56 @@ class _Run:
         loss = "" if self.loss is None else f", loss {self.loss:.3f}"
         self.progress(f"seed {lanes.seed}{loss}", done, steps * len(seeds))
 
-    def save(self, lanes: Lockstep) -> None:
-        with self.watch("saving"):
-            lanes.save(self.state, self.name)
-
-    def report(self, system: System, command: str) -> TrainReport:
+    def report(self, system: System, described: dict[str, Any], command: str) -> TrainReport:
         """What the journal's rows come to."""
         request, journal = self.request, self.journal
-        rows = marked(TrainRow.model_validate(row) for row in journal.rows("row"))
-        found = tuple(DistanceRow.model_validate(row) for row in journal.rows("distance"))
+        rows = with_spikes(journal.records("row", TrainRow))
+        distances = journal.records("distance", DistanceRow)
         ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
-        described = _described(request, self.data)
-        variants = tuple(_record(v, request.golden, ran.get(v.name)) for v in request.variants)
+        variants = tuple(record_of(v, request.golden, ran.get(v.name)) for v in request.variants)
+        with torch.device("meta"):
+            network = build(request.model, self.data.vocabulary, None)
         return TrainReport(
             provenance=provenance(system, described, command),
             request=request.model_dump(mode="json"),
             summary=TrainSummary(
-                answer=sentences(variants, rows, found),
+                answer=answer(variants, rows, distances),
                 steps=request.steps,
                 seeds=request.seeds,
-                parameters=_parameters(request, self.data),
+                parameters=sum(p.numel() for p in network.parameters()),
                 model=request.model.kind,
                 data=described["prompt"],
-                axis=axis_of(request.recorded),
+                axis=figures.axis_of(request.recorded),
             ),
             variants=variants,
             rows=rows,
-            distances=found,
-            figures=figures(variants, rows, found),
+            distances=distances,
+            figures=figures.of_run(variants, rows, distances),
             timings=self.watch.seconds(),
         )
 
 
-def train(
-    request: TrainRequest,
-    directory: Path,
-    *,
-    overwrite: bool = False,
-    stop_after: float | None = None,
-    command: str = "",
-    progress: Progress = lambda what, done, total: None,
-) -> TrainReport | None:
-    """Train all variants with all seeds, journalling into `directory`; returns the report, which
-    the caller writes. None when `stop_after` seconds were over before the end: what was reached is
-    saved, and the same call continues.
-
-    Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
-    for one that refuses or fails.
-    """
-    began = time.monotonic()
-    with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
-        system = System.here(request.device)
-        watch = stopwatch(system.device, OF_TRAINING)
-        plan = _planned(request, system)
-        device = torch.device(system.device)
-        data = load(request.data, request.model, request.batch, device)
-        head = header(request.measured(), system, plan, _described(request, data))
-        with Journal.open(directory, head, overwrite=overwrite) as journal:
-            if overwrite:
-                shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
-            run = _Run(
-                request=request, data=data, device=device, journal=journal, progress=progress,
-                watch=watch, until=None if stop_after is None else began + stop_after,
-            )  # fmt: skip
-            return run.report(system, command) if run.over() else None
+def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord:
+    """A variant as the report holds it, with what else differs from the golden run."""
+    differs: dict[str, Any] = {
+        name: getattr(variant, name) for name in ("seed", "data_order") if getattr(variant, name)
+    }
+    if variant.backward_kernel:
+        differs["backward_kernel"] = variant.backward_kernel.model_dump(mode="json")
+    theirs = golden.optimiser.model_dump()
+    changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
+    if changed:
+        differs["optimiser"] = changed
+    return VariantRecord(
+        name=variant.name,
+        role=variant.role,
+        kernel=variant.kernel.name,
+        options=dict(variant.kernel.options),
+        format=variant.format,
+        attention_format=variant.attention_format or variant.format.removeprefix("pure "),
+        ran=ran,
+        differs=differs,
+    )
 
 
 def _planned(request: TrainRequest, system: System) -> list[Planned]:
@@ -256,40 +272,9 @@ def _planned(request: TrainRequest, system: System) -> list[Planned]:
     return plan
 
 
-def _described(request: TrainRequest, data: Data) -> dict[str, Any]:
-    return {"config": request.target, **data.describe()}
-
-
-def _parameters(request: TrainRequest, data: Data) -> int:
-    with torch.device("meta"):
-        network = build(request.model, data.vocabulary, None)
-    return sum(p.numel() for p in network.parameters())
-
-
 def _key(seed: int, step: int, kind: str) -> str:
     return digest({"seed": seed, "step": step, "kind": kind})
 
 
 def _of_variant(variant: Variant) -> str:
     return digest({"variant": variant.name})
-
-
-def _record(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord:
-    """A variant as the report holds it, with what else differs from the golden run."""
-    differs: dict[str, Any] = {
-        name: getattr(variant, name) for name in ("seed", "data_order") if getattr(variant, name)
-    }
-    theirs = golden.optimiser.model_dump()
-    if variant.backward_kernel:
-        differs["backward_kernel"] = variant.backward_kernel.model_dump(mode="json")
-    changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
-    return VariantRecord(
-        name=variant.name,
-        role=variant.role,
-        kernel=variant.kernel.name,
-        options=dict(variant.kernel.options),
-        format=variant.format,
-        attention_format=variant.attention_format or variant.format.removeprefix("pure "),
-        ran=ran,
-        differs={**differs, **({"optimiser": changed} if changed else {})},
-    )

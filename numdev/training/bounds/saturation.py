@@ -57,7 +57,7 @@ class Track:
     of: str
     group: str
     metric: str
-    members: Mapping[int, Mapping[int, tuple[float, ...]]]
+    members: Mapping[int, Mapping[int, Sequence[float]]]
     """Seed to step to the values of all runs of this kind: finite, and not negative."""
 
     @cached_property
@@ -81,18 +81,30 @@ class Track:
 def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
     """The marks of the curves of one metric of one group's weights."""
     steps = tuple(sorted({step for t in tracks for step in t.steps if step > 0}))
-    above = _above_the_null(tracks, steps)
+    above: dict[int, float] = {}  # the largest perturbation over the smallest null
+    nulls: dict[int, str] = {}
+    for step in steps:
+        large = [v for t in tracks if t.role in PERTURBED and (v := t.middle(step))]
+        small = [(v, t.label) for t in tracks if t.role in NULLS and (v := t.middle(step))]
+        if large and small:
+            least, nulls[step] = min(small)
+            above[step] = max(large) / least
     if not above:
+        roles = {t.role for t in tracks}
+        reason = "every null run is bitwise the golden one"
+        if not roles & set(NULLS):
+            reason = "there is no null run"
+        if not roles & set(PERTURBED):
+            reason = "no run with another kernel or format has a distance"
         return Saturation(
             group=group, steps=steps, bends=None, saturated=None, peak=None, null=None,
-            early=steps[:1], late=(), reason=_why_unknown(tracks),
+            early=steps[:1], late=(), reason=reason,
         )  # fmt: skip
-    ratios = {step: ratio for step, (ratio, _) in above.items()}
     chance = _chance_decides(tracks)
-    top = max(ratios, key=lambda step: ratios[step])
-    merged = _from_then_on(ratios, lambda s: s <= MERGED)
-    after = {step: s for step, s in ratios.items() if step > top}
-    bends = _from_then_on(after, lambda s: s <= ratios[top] / 2)
+    top = max(above, key=lambda step: above[step])
+    merged = _from_then_on(above, lambda s: s <= MERGED)
+    after = {step: s for step, s in above.items() if step > top}
+    bends = _from_then_on(after, lambda s: s <= above[top] / 2)
     if merged is not None:
         bends = merged if bends is None else min(bends, merged)
     return Saturation(
@@ -100,12 +112,29 @@ def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
         steps=steps,
         bends=bends,
         saturated=merged,
-        peak=ratios[top],
-        null=above[top][1],
+        peak=above[top],
+        null=nulls[top],
         chance=chance,
         early=tuple(s for s in steps if all(m is None or s < m for m in (bends, chance))),
         late=tuple(s for s in steps if merged is not None and s >= merged),
     )
+
+
+def _chance_decides(tracks: Sequence[Track]) -> int | None:
+    """The first step at which null runs of one kind have parted in some seed; None where they do
+    not, or no seed has two of one kind."""
+    found = []
+    for seed in (s for t in tracks if t.role in NULLS for s in t.members.values()):
+        steps = [(step, v) for step, v in sorted(seed.items()) if len(v) > 1 and min(v) > 0]
+        apart = [(step, max(v) / min(v)) for step, v in steps]
+        found += [step for step, a in apart if a > PARTED * apart[0][1]][:1]
+    return min(found, default=None)
+
+
+def _from_then_on(values: Mapping[int, float], holds: Callable[[float], bool]) -> int | None:
+    """The first step from which on it holds at every step; None if it does not at the last."""
+    last = list(itertools.takewhile(lambda s: holds(values[s]), sorted(values, reverse=True)))
+    return last[-1] if last else None
 
 
 def ratios(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
@@ -138,8 +167,9 @@ def delays(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
         if not shared:
             continue
         sign, upper, lower = (1, y, x) if y[shared[0]] >= x[shared[0]] else (-1, x, y)
-        apart = [_apart(upper, lower, upper[step]) for step in shared]
-        known = [gap for gap in apart if gap is not None]
+        values = [upper[step] for step in shared]
+        passed = [(first_passage(upper, v), first_passage(lower, v)) for v in values]
+        known = [t - s for s, t in passed if s is not None and t is not None]
         if known:
             found[seed] = sign * statistics.median(known)
     return found
@@ -158,49 +188,3 @@ def first_passage(series: Series, value: float) -> float | None:
             share = math.log(value / v) / math.log(w / v)
             return float(s * (t / s) ** share)
     return None
-
-
-def _apart(upper: Series, lower: Series, value: float) -> float | None:
-    here, there = first_passage(upper, value), first_passage(lower, value)
-    return None if here is None or there is None else there - here
-
-
-def _above_the_null(tracks: Sequence[Track], steps: Sequence[int]) -> dict[int, tuple[float, str]]:
-    """At each step the largest perturbation over the smallest null, and which null that is."""
-    found = {}
-    for step in steps:
-        large = [v for t in tracks if t.role in PERTURBED and (v := t.middle(step))]
-        small = [(v, t.label) for t in tracks if t.role in NULLS and (v := t.middle(step))]
-        if large and small:
-            found[step] = (max(large) / min(small)[0], min(small)[1])
-    return found
-
-
-def _chance_decides(tracks: Sequence[Track]) -> int | None:
-    """The first step at which null runs of one kind have parted in some seed; None where they do
-    not, or no seed has two of one kind."""
-    found = []
-    for seed in (s for t in tracks if t.role in NULLS for s in t.members.values()):
-        steps = [(step, v) for step, v in sorted(seed.items()) if len(v) > 1 and min(v) > 0]
-        apart = [(step, max(v) / min(v)) for step, v in steps]
-        found += [step for step, a in apart if a > PARTED * apart[0][1]][:1]
-    return min(found, default=None)
-
-
-def _from_then_on(values: Mapping[int, float], holds: Callable[[float], bool]) -> int | None:
-    """The first step from which on it holds at every step; None if it does not at the last."""
-    first = None
-    for step in sorted(values, reverse=True):
-        if not holds(values[step]):
-            break
-        first = step
-    return first
-
-
-def _why_unknown(tracks: Sequence[Track]) -> str:
-    roles = {t.role for t in tracks}
-    if not roles & set(PERTURBED):
-        return "no run with another kernel or format has a distance"
-    if not roles & set(NULLS):
-        return "there is no null run"
-    return "every null run is bitwise the golden one"

@@ -14,9 +14,9 @@ from typing import Any
 import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
-from numdev.report import Provenance
-from numdev.training.bounds.figures import axis, figures
-from numdev.training.bounds.proxies import answer, missing
+from numdev.report import Axis, Figure, Provenance
+from numdev.training import figures
+from numdev.training.bounds.answer import answer, missing
 from numdev.training.bounds.report import BoundsReport, BoundsSummary
 from numdev.training.bounds.roles import Found, found
 from numdev.training.report import TrainReport, VariantRole
@@ -43,24 +43,31 @@ def of_run(path: Path, *, command: str = "") -> BoundsReport:
             f"{path}: is a report of numdev {run.kind}, not of a training run",
             hint="give the directory of a `numdev train`, or checkpoints with --golden",
         )
-    _check(path, run)
+    others = {v.name for v in run.variants if v.role != "golden"}
+    if len(others) == len(run.variants):
+        raise MeasurementError(
+            f"{path}: has no golden run, from which distances are taken",
+            hint="train with a variant of role golden",
+        )
+    if not any(d.variant in others and d.of == "weights" for d in run.distances):
+        raise MeasurementError(
+            f"{path}: holds no distance between weights",
+            hint="did the run record a step with more than one variant?",
+        )
     file = path / "report.json" if path.is_dir() else path
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     facts = found(run.variants, run.distances)
-    along = axis(facts)
-    source = {"config": str(path), "sha256": _sha256(file), "run": run.provenance.source}
+    steps = sorted({s for t in facts.tracks if t.of == "weights" for s in t.steps if s > 0})
+    along = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
     return _report(
         facts,
         sorted({row.seed for row in run.distances}),
-        Provenance(
-            numdev=numdev.__version__,
-            command=command,
-            created=_now(),
-            system=run.provenance.system,
-            source=source,
-        ),
-        request={"run": str(path), "sha256": source["sha256"], "target": path.resolve().name},
+        command=command,
+        system=run.provenance.system,
+        source={"config": str(path), "sha256": sha256, "run": run.provenance.source},
+        request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
         axis=along,
-        figures=() if along is None else figures(facts, run.rows, run.variants, along),
+        drawn=figures.of_bounds(facts.tracks, run.rows, run.variants, along) if along else (),
     )
 
 
@@ -74,27 +81,17 @@ def of_checkpoints(
     and for weights that cannot be paired.
     """
     from numdev.system import System
-    from numdev.training.weights.checkpoints import paired_up
+    from numdev.training.bounds.checkpoints import paired_up
 
     variants, distances, identities = paired_up(golden, {ROLES[r]: p for r, p in by_role.items()})
-    facts = found(variants, distances, curves=False)
-    names = {"golden": golden, **by_role}
+    names = {role: [str(p) for p in paths] for role, paths in {"golden": golden, **by_role}.items()}
     return _report(
-        facts,
+        found(variants, distances, curves=False),
         list(range(len(golden))),
-        Provenance(
-            numdev=numdev.__version__,
-            command=command,
-            created=_now(),
-            system=System.here("cpu").as_dict(),
-            source={"checkpoint": str(golden[0]), "identities": identities},
-        ),
-        request={
-            "target": golden[0].resolve().name,
-            **{role: [str(p) for p in paths] for role, paths in names.items()},
-        },
-        axis=None,
-        figures=(),
+        command=command,
+        system=System.here("cpu").as_dict(),
+        source={"checkpoint": str(golden[0]), "identities": identities},
+        request={"target": golden[0].resolve().name, **names},
         curves=False,
     )
 
@@ -102,49 +99,36 @@ def of_checkpoints(
 def _report(
     facts: Found,
     seeds: Sequence[int],
-    provenance: Provenance,
     *,
+    command: str,
+    system: dict[str, Any],
+    source: dict[str, Any],
+    request: dict[str, Any],
+    axis: Axis | None = None,
+    drawn: tuple[Figure, ...] = (),
     curves: bool = True,
-    **fields: Any,
 ) -> BoundsReport:
     lacking = missing(facts, curves=curves)
-    along = fields.pop("axis")
     return BoundsReport(
-        provenance=provenance,
+        provenance=Provenance(
+            numdev=numdev.__version__,
+            command=command,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            system=system,
+            source=source,
+        ),
+        request=request,
         summary=BoundsSummary(
             answer=answer(facts, seeds, lacking),
             seeds=tuple(seeds),
             variants=facts.variants,
             missing=lacking,
             deterministic=facts.deterministic,
-            axis=along,
+            axis=axis,
         ),
         saturations=facts.saturations,
         comparisons=facts.comparisons,
         delays=facts.delays,
         null_runs=facts.null_runs,
-        **fields,
+        figures=drawn,
     )
-
-
-def _check(path: Path, run: TrainReport) -> None:
-    if not any(v.role == "golden" for v in run.variants):
-        raise MeasurementError(
-            f"{path}: has no golden run, from which distances are taken",
-            hint="train with a variant of role golden",
-        )
-    others = {v.name for v in run.variants if v.role != "golden"}
-    if not any(d.variant in others and d.of == "weights" for d in run.distances):
-        raise MeasurementError(
-            f"{path}: holds no distance between weights",
-            hint="did the run record a step with more than one variant?",
-        )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,8 +12,9 @@ were in it as far as anybody says, and whoever compares weights must report it.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ class Weights:
         """The tensor of this name, by whichever of its names it is kept."""
         return self.tensors.get(self.tied.get(name, name))
 
+    def is_lost(self, name: str) -> bool:
+        """Whether the tensor is known to have been in a file that cannot be read."""
+        return any(name in damage.tensors for damage in self.damage)
+
     def identity(self) -> str:
         """SHA-256 over the names and contents of the files that are there."""
         return storage.identity(self.files)
@@ -87,21 +92,14 @@ def open_weights(target: str) -> Weights:
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
     try:
         if (path / METADATA).is_file():
-            return _distributed(target, path)
-        return _gathered(target, _files(path))
+            found = open_distributed(path, NESTED)
+            tensors = {name: Stored(shape=x.shape, read=x.read) for name, x in found.items()}
+            weights = Weights(name=target, files=files_of(path, found), tensors=tensors)
+        else:
+            weights = _gathered(target, _files(path))
     except MeasurementError as error:
         return Weights(name=target, damage=(Damage(words=error.message),))
-
-
-def _distributed(target: str, path: Path) -> Weights:
-    found = open_distributed(path, NESTED)
-    return _unprefixed(
-        Weights(
-            name=target,
-            files=files_of(path, found),
-            tensors={name: Stored(shape=x.shape, read=x.read) for name, x in found.items()},
-        )
-    )
+    return _unprefixed(weights)
 
 
 def _files(path: Path) -> dict[Path, tuple[str, ...]]:
@@ -111,10 +109,10 @@ def _files(path: Path) -> dict[Path, tuple[str, ...]]:
     its only pickle.
     """
     if path.name.endswith(INDEX):
-        named: dict[Path, list[str]] = {}
+        named: dict[Path, tuple[str, ...]] = {}
         for tensor, file in storage.weight_map(path).items():
-            named.setdefault(file, []).append(tensor)
-        return {file: tuple(named[file]) for file in sorted(named)}
+            named[file] = (*named.get(file, ()), tensor)
+        return dict(sorted(named.items()))
     if not path.is_dir():
         if path.suffix not in SUFFIXES:
             raise UsageError(f"{path}: is no file of weights", hint=f"give {ACCEPTED}")
@@ -130,13 +128,12 @@ def _files(path: Path) -> dict[Path, tuple[str, ...]]:
         return dict.fromkeys(safe, ())
     if not indexes and len(pickles) == 1:
         return {pickles[0]: ()}
-    several = indexes or pickles
-    raise UsageError(
-        f"{path}: has several sets of weights ({storage.some([p.name for p in several])})"
-        if several
-        else f"{path}: has no weights that numdev reads",
-        hint="give one of these files" if several else f"give {ACCEPTED}",
-    )
+    several = storage.some([p.name for p in indexes or pickles])
+    if several:
+        raise UsageError(
+            f"{path}: has several sets of weights ({several})", hint="give one of these files"
+        )
+    raise UsageError(f"{path}: has no weights that numdev reads", hint=f"give {ACCEPTED}")
 
 
 def _gathered(target: str, files: Mapping[Path, tuple[str, ...]]) -> Weights:
@@ -158,17 +155,10 @@ def _gathered(target: str, files: Mapping[Path, tuple[str, ...]]) -> Weights:
                     f"{holder[name]} and {file.name} both hold {name}", hint="give one of them"
                 )
             holder[name] = file
-            tensors[name] = Stored(shape=shape, read=reader.of(file, name))
+            tensors[name] = Stored(shape=shape, read=partial(reader.tensor, file, name))
         tied |= same
-    return _unprefixed(
-        Weights(
-            name=target,
-            files=tuple(file for file in files if file.is_file()),
-            tensors=tensors,
-            tied=tied,
-            damage=tuple(damage),
-        )
-    )
+    there = tuple(file for file in files if file.is_file())
+    return Weights(name=target, files=there, tensors=tensors, tied=tied, damage=tuple(damage))
 
 
 def _listed(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -180,16 +170,12 @@ def _listed(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
             names = handle.offset_keys()
             return {name: tuple(handle.get_slice(name).get_shape()) for name in names}, {}
     state = _state(file)
-    first = {name: name for name, _ in storage.distinct(file, state.items())}
+    first = dict(storage.distinct(file, state.items()))
     # distinct keeps the first of those that share: find which one for each it left out.
-    places = {storage.held_at(state[name]): name for name in reversed(list(first))}
+    places = {storage.held_at(x): name for name, x in reversed(first.items())}
     tied = {name: places[storage.held_at(x)] for name, x in state.items() if name not in first}
-    return {name: _shape(state[name]) for name in first}, tied
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    """A nested tensor has none, and is refused when it is read."""
-    return () if x.is_nested else tuple(x.shape)
+    # A nested tensor has no shape, and is refused when it is read.
+    return {name: () if x.is_nested else tuple(x.shape) for name, x in first.items()}, tied
 
 
 def _state(file: Path) -> dict[str, Tensor]:
@@ -201,19 +187,16 @@ def _unprefixed(weights: Weights) -> Weights:
     """The same under names without the prefixes that all have."""
     lost = [name for damage in weights.damage for name in damage.tensors]
     names = [*weights.tensors, *weights.tied, *lost]
-    if not names:
-        return weights
-    prefix = common_prefix(names)
+    prefix = common_prefix(names) if names else ""
 
-    def bare(these: Iterable[str]) -> list[str]:
-        return [name.removeprefix(prefix) for name in these]
+    def bare(name: str) -> str:
+        return name.removeprefix(prefix)
 
-    return Weights(
-        name=weights.name,
-        files=weights.files,
-        tensors=dict(zip(bare(weights.tensors), weights.tensors.values(), strict=True)),
-        tied=dict(zip(bare(weights.tied), bare(weights.tied.values()), strict=True)),
-        damage=tuple(Damage(words=d.words, tensors=tuple(bare(d.tensors))) for d in weights.damage),
+    return replace(
+        weights,
+        tensors={bare(name): x for name, x in weights.tensors.items()},
+        tied={bare(name): bare(other) for name, other in weights.tied.items()},
+        damage=tuple(replace(d, tensors=tuple(map(bare, d.tensors))) for d in weights.damage),
         prefix=prefix,
     )
 
@@ -227,14 +210,13 @@ class _Reader:
         self._mapped = True
         self._read = 0
 
-    def of(self, file: Path, name: str) -> Callable[[], Tensor]:
-        """The reading of one tensor, for later."""
-        return lambda: self._tensor(file, name)
-
-    def _tensor(self, file: Path, name: str) -> Tensor:
+    def tensor(self, file: Path, name: str) -> Tensor:
         if file != self._path or (self._mapped and self._read > storage.MAPPED_AT_ONCE):
             self._path = self._open = None  # the old map goes before the new one comes
-            self._open, self._mapped = _opened(file)
+            pickled = file.suffix in storage.PICKLES
+            self._open = _state(file) if pickled else storage.open_safetensors(file)
+            # Pickles from before torch 1.6 cannot be mapped and are read whole.
+            self._mapped = not pickled or zipfile.is_zipfile(file)
             self._path, self._read = file, 0
         try:
             held = self._open
@@ -245,11 +227,3 @@ class _Reader:
             ) from error
         self._read += found.nbytes if found.layout is strided and not found.is_nested else 0
         return found
-
-
-def _opened(file: Path) -> tuple[Any, bool]:
-    """A file's tensors by name, and whether they are mapped (pickles from before torch 1.6 are read
-    whole)."""
-    if file.suffix in storage.PICKLES:
-        return _state(file), zipfile.is_zipfile(file)
-    return storage.open_safetensors(file), True

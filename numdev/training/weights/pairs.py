@@ -10,8 +10,7 @@ What is not finite in either tensor is counted and left out of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,37 +22,12 @@ from numdev.formats import FORMATS, format_of
 from numdev.metrics.paired import paired
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CastSums:
-    """What one cast changes, summed over the elements the format holds."""
-
-    elements: int
-    change: float
-    nonfinite: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """One tensor pair, or several: everything that adds up over elements, and a maximum."""
-
-    elements: int
-    nonfinite_of: int
-    nonfinite_against: int
-    compared: int
-    """Finite in both; all that follows is over these."""
-    largest: float
-    gap: float
-    gap_squares: float
-    of_squares: float
-    against_squares: float
-    products: float
-    equal: float
-    w1: float
-    """Times the elements, and so is `spread`."""
-    spread: float
-    casts: Mapping[str, CastSums]
+METRICS = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
+"""Of two tensors, whatever a cast would have changed."""
+BEYOND = "is beyond what float64 holds"
+Sums = Mapping[str, Any]
+"""Of one tensor pair or several, what adds up over elements: counts, sums, sums of squares. All but
+`largest`, a maximum. `w1` and `spread` are times the elements."""
 
 
 def unfit(x: Tensor) -> str | None:
@@ -75,20 +49,19 @@ def stored(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def cast_costs(x: Tensor) -> dict[str, CastSums]:
-    """What a cast to each of CASTS changes in a tensor that is not `unfit`."""
-    rows = {name: weight_row("", _readable(x), FORMATS[name]) for name in CASTS}
-    return {
-        name: CastSums(
-            elements=row.elements - row.nonfinite,
-            change=(row.mean_abs or 0.0) * (row.elements - row.nonfinite),
-            nonfinite=row.nonfinite,
-        )
-        for name, row in rows.items()
-    }
+def cast_costs(x: Tensor) -> dict[str, float]:
+    """What a cast to each of CASTS changes in a tensor that is not `unfit`: sums over the elements
+    that the format holds, and how many it does not."""
+    sums: dict[str, float] = {}
+    for name in CASTS:
+        row = weight_row("", _readable(x), FORMATS[name])
+        held = row.elements - row.nonfinite
+        sums |= {f"{name}_elements": held, f"{name}_nonfinite": row.nonfinite}
+        sums[f"{name}_change"] = (row.mean_abs or 0.0) * held
+    return sums
 
 
-def compare(of: Tensor, against: Tensor, casts: Mapping[str, CastSums]) -> Sums:
+def compare(of: Tensor, against: Tensor, casts: Mapping[str, float] | None = None) -> Sums:
     """Two tensors of one shape on one device, neither `unfit`; `casts` are those of `against`."""
     elements = against.numel()
     a, b = _readable(of).reshape(-1), _readable(against).reshape(-1)
@@ -98,115 +71,80 @@ def compare(of: Tensor, against: Tensor, casts: Mapping[str, CastSums]) -> Sums:
         a, b = a[both], b[both]
     apart, n = paired(a, b), a.numel()
     size_a, size_b = _size(a), _size(b)
+
+    def total(mean: float | None, times: int) -> float:
+        """A mean is None only where it is beyond float64, or there is no element."""
+        return times * (math.inf if mean is None else mean) if n else 0.0
+
     # What is relative to a tensor of zeros is None: the gap is then the other's size.
     gap = size_a if apart.rel is None else apart.rel * size_b
-    return Sums(
-        elements=elements,
-        nonfinite_of=lost[0],
-        nonfinite_against=lost[1],
-        compared=n,
-        largest=_total(apart.max_abs, 1, n),
-        gap=_total(apart.mean_abs, n, n),
-        gap_squares=gap**2,
-        of_squares=size_a**2,
-        against_squares=size_b**2,
-        products=(apart.cosine or 0.0) * size_a * size_b,
-        equal=n * (apart.equal or 0.0),
-        w1=_total(apart.w1, n, n),
-        spread=_total(apart.spread, n, n),
-        casts=casts,
-    )
-
-
-def _total(mean: float | None, times: int, elements: int) -> float:
-    """A sum of what has no mean only where it is beyond float64, or there is no element."""
-    if not elements:
-        return 0.0
-    return math.inf if mean is None else times * mean
+    return {
+        "elements": elements,
+        "nonfinite_of": lost[0],
+        "nonfinite_against": lost[1],
+        "compared": n,
+        "largest": total(apart.max_abs, 1),
+        "gap": total(apart.mean_abs, n),
+        "gap_squares": gap**2,
+        "of_squares": size_a**2,
+        "against_squares": size_b**2,
+        "products": (apart.cosine or 0.0) * size_a * size_b,
+        "equal": n * (apart.equal or 0.0),
+        "w1": total(apart.w1, n),
+        "spread": total(apart.spread, n),
+        **(casts or {}),
+    }
 
 
 def pooled(parts: Sequence[Sums]) -> Sums:
     """Several tensors as one. Raises ValueError for none."""
     if not parts:
         raise ValueError("nothing to pool")
-
-    def total(name: str) -> Any:
-        return sum(getattr(part, name) for part in parts)
-
-    added = {name: total(name) for name in Sums.__dataclass_fields__ if name not in _OTHERWISE}
-    casts = {name: _together(part.casts[name] for part in parts) for name in parts[0].casts}
-    return Sums(largest=max(part.largest for part in parts), casts=casts, **added)
-
-
-BEYOND = "is beyond what float64 holds"
-_OTHERWISE = ("largest", "casts")
-"""What does not simply add up."""
-
-
-def _together(casts: Iterable[CastSums]) -> CastSums:
-    these = list(casts)
-    return CastSums(
-        elements=sum(c.elements for c in these),
-        change=sum(c.change for c in these),
-        nonfinite=sum(c.nonfinite for c in these),
-    )
+    added = {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {**added, "largest": max(part["largest"] for part in parts)}
 
 
 def numbers(sums: Sums) -> dict[str, Any]:
     """The fields of a row: metrics, those of W1 under `w1`, `spread`, `w1_rel`, and `nulls`."""
-    n = sums.compared
-    nothing = "holds no elements" if not sums.elements else "no element is finite in both"
+    n = sums["compared"]
+    nothing = "holds no elements" if not sums["elements"] else "no element is finite in both"
+
+    def over(value: float, by: float, otherwise: str) -> float | str:
+        return value / by if by else otherwise
+
+    root = {name: math.sqrt(sums[f"{name}_squares"]) for name in ("gap", "of", "against")}
+    zero = "of or against is 0 everywhere"
     found: dict[str, float | str] = {
-        "max_abs": sums.largest if n else nothing,
-        "mean_abs": _over(sums.gap, n, nothing),
-        "rel": _over(
-            math.sqrt(sums.gap_squares), math.sqrt(sums.against_squares), "against is 0 everywhere"
-        ),
-        "cosine": _over(
-            sums.products,
-            math.sqrt(sums.of_squares) * math.sqrt(sums.against_squares),
-            "of or against is 0 everywhere",
-        ),
-        "equal": _over(sums.equal, n, nothing),
-        "w1": _over(sums.w1, n, nothing),
-        "spread": _over(sums.spread, n, nothing),
-        "w1_rel": _over(sums.w1, sums.spread, "all elements of against are equal"),
+        "max_abs": sums["largest"] if n else nothing,
+        "mean_abs": over(sums["gap"], n, nothing),
+        "rel": over(root["gap"], root["against"], "against is 0 everywhere"),
+        "cosine": over(sums["products"], root["of"] * root["against"], zero),
+        "equal": over(sums["equal"], n, nothing),
+        "w1": over(sums["w1"], n, nothing),
+        "spread": over(sums["spread"], n, nothing),
+        "w1_rel": over(sums["w1"], sums["spread"], "all elements of against are equal"),
     }
-    for name, cast in sums.casts.items():
-        change = _over(cast.change, cast.elements, f"{name} holds no element")
+    casts = [name for name in CASTS if f"{name}_change" in sums]
+    for name in casts:
+        held = sums[f"{name}_elements"]
+        change = over(sums[f"{name}_change"], held, f"{name} holds no element")
         found[f"{name}_mean_abs"] = found[f"{name}_w1"] = change
         found[f"{name}_times"] = (
-            _over(sums.gap / n, change, f"a cast to {name} changes nothing")
+            over(sums["gap"] / n, change, f"a cast to {name} changes nothing")
             if n and isinstance(change, float)
             else nothing
         )
     if not n:
         found |= dict.fromkeys(("rel", "cosine", "w1_rel"), nothing)
-    lost = {f"{name}_nonfinite": cast.nonfinite for name, cast in sums.casts.items()}
+    known = {k: v for k, v in found.items() if isinstance(v, float) and math.isfinite(v)}
+    nulls = {k: v if isinstance(v, str) else BEYOND for k, v in found.items() if k not in known}
+    counted = ("elements", "nonfinite_of", "nonfinite_against", *(f"{c}_nonfinite" for c in casts))
     return {
-        "elements": sums.elements,
-        "nonfinite_of": sums.nonfinite_of,
-        "nonfinite_against": sums.nonfinite_against,
-        **lost,
-        **_split(found),
+        **{name: sums[name] for name in counted},
+        **dict.fromkeys(found),
+        **known,
+        "nulls": nulls,
     }
-
-
-def _over(value: float, by: float, otherwise: str) -> float | str:
-    """A quotient, or why there is none."""
-    return value / by if by else otherwise
-
-
-def _split(found: Mapping[str, float | str]) -> dict[str, Any]:
-    """Numbers as they are, reasons as nulls; what overflowed in fp64 is one too."""
-    values: dict[str, float | None] = {}
-    nulls: dict[str, str] = {}
-    for name, value in found.items():
-        known = isinstance(value, float) and math.isfinite(value)
-        values[name] = float(value) if known else None
-        if not known:
-            nulls[name] = value if isinstance(value, str) else BEYOND
-    return {**values, "nulls": nulls}
 
 
 def _readable(x: Tensor) -> Tensor:

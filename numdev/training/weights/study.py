@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from torch import Tensor
 from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import stopwatch
 from numdev.errors import MeasurementError, UsageError
-from numdev.report import read
+from numdev.report.io import claim
 from numdev.sources.files import some
 from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
 from numdev.training.weights.files import Stored, Weights, open_weights
 from numdev.training.weights.pairs import (
-    CastSums,
     Sums,
     cast_costs,
     compare,
@@ -68,19 +66,21 @@ def weights(
     Raises UsageError where one is not there or the directory is taken, before anything is read, and
     MeasurementError where no tensor could be compared.
     """
-    _refuse_twins(targets[1:])
+    for target in targets[1:]:  # rows are told apart by the name of the set they are of
+        if targets[1:].count(target) > 1:
+            raise UsageError(f"{target}: is given twice", hint="name every set once")
     request = {"targets": list(targets), "device": device}
     system = System.here(device)
-    first, *others = [open_weights(target) for target in targets]
-    claim(directory, request, overwrite=overwrite)
+    opened = [open_weights(target) for target in targets]
+    _claim(directory, request, overwrite=overwrite)
     watch = stopwatch(system.device)
     with watch("weights"):
-        run = _Run(first=first, others=tuple(others), device=system.device, progress=progress)
-        run.over()
+        run = _Run(opened, system.device)
+        run.over(progress)
         remarks = tuple(run.remarks)
         if not run.rows:
-            raise _nothing(first, others, remarks)
-        sources = tuple(_record(source) for source in (first, *others))
+            raise _nothing(opened, remarks)
+        sources = tuple(map(_record, opened))
     groups = tuple(_groups(run.rows, run.sums))
     return WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
@@ -94,17 +94,8 @@ def weights(
     )
 
 
-def _refuse_twins(targets: Sequence[str]) -> None:
-    """Rows are told apart by the name of the set they are of."""
-    for target in targets:
-        if targets.count(target) > 1:
-            raise UsageError(f"{target}: is given twice", hint="name every set once")
-
-
-def claim(directory: Path, request: dict[str, Any], *, overwrite: bool) -> None:
-    """Make the directory, or make sure that what is in it may be replaced, which happens when the
-    new report is there: a comparison of the same request, with `overwrite` of any. Raises
-    UsageError otherwise."""
+def _claim(directory: Path, request: dict[str, Any], *, overwrite: bool) -> None:
+    """Make the directory, or make sure that all in it is this command's and may be replaced."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         held = sorted(p.name for p in directory.iterdir())
@@ -114,143 +105,110 @@ def claim(directory: Path, request: dict[str, Any], *, overwrite: bool) -> None:
             hint="choose another --output",
         ) from error
     foreign = [name for name in held if name not in RESULTS]
-    finished = "report.json" in held
-    if foreign or (held and not finished and not overwrite):
+    unfinished = held and "report.json" not in held and not overwrite
+    if foreign or unfinished:
         raise UsageError(
             f"{directory}: holds something else ({(foreign or held)[0]})",
             hint="choose an empty or a new --output",
         )
-    there = read(directory) if finished else None
-    if there is not None and there.kind != "weights":
-        raise UsageError(
-            f"{directory}: holds the report of numdev {there.kind}",
-            hint="choose an empty or a new --output",
-        )
-    if there is not None and there.request != request and not overwrite:
-        raise UsageError(
-            f"{directory}: holds another comparison",
-            hint="choose another --output, or --overwrite to start anew",
-        )
+    claim(directory, "weights", request, overwrite=overwrite)
 
 
-@dataclass(kw_only=True)
 class _Run:
     """One pass over the first set's tensors, and what comes of it."""
 
-    first: Weights
-    others: tuple[Weights, ...]
-    device: str
-    progress: Progress
-    rows: list[TensorRow] = field(default_factory=list)
-    sums: list[Sums] = field(default_factory=list)
-    """Of each row."""
-    remarks: dict[Remark, None] = field(default_factory=dict)
-    """Each once: the first set is met again with every other."""
+    def __init__(self, opened: Sequence[Weights], device: str) -> None:
+        self.first, *self.others = opened
+        self.device = device
+        self.rows: list[TensorRow] = []
+        self.sums: list[Sums] = []
+        """Of each row."""
+        self.remarks: dict[Remark, None] = {}
+        """Each once: the first set is met again with every other."""
 
-    def over(self) -> None:
+    def over(self, progress: Progress) -> None:
         for source in (self.first, *self.others):
             for damage in source.damage:
-                self._remark(source, None, "damaged", damage.words)
-        todo = len(self.first.tensors)
+                self.remark(source, None, "damaged", damage.words)
         for done, (name, kept) in enumerate(self.first.tensors.items()):
-            self.progress(name, done, todo)
-            self._tensor(name, kept)
+            progress(name, done, len(self.first.tensors))
+            partners = [(o, found) for o in self.others if (found := self.partner(o, name, kept))]
+            self.compare(name, kept, partners)
         for other in self.others:
-            self._extra(other)
+            self.extra(other)
 
-    def _tensor(self, name: str, kept: Stored) -> None:
-        """One tensor of the first set beside the same of every other."""
-        partners = [(o, found) for o in self.others if (found := self._partner(o, name, kept))]
-        against = self._values(self.first, name, kept) if partners else None
+    def partner(self, other: Weights, name: str, kept: Stored) -> Stored | None:
+        """The tensor of this name and shape in another set; None, with a remark, where it has
+        none."""
+        found = other.find(name)
+        if found is None and not other.is_lost(name):
+            found = self.tied(other, name, kept)
+        if found is None:
+            self.missing(other, name)
+        elif found.shape != kept.shape:
+            here, there = (list(x.shape) for x in (found, kept))
+            self.remark(other, name, "reshaped", f"is {here}, and {there} in {self.first.name}")
+            return None
+        return found
+
+    def missing(self, source: Weights, name: str) -> None:
+        if source.is_lost(name):
+            self.remark(source, name, "damaged", "was in a file that cannot be read")
+        elif source.tensors:  # a set of which nothing can be read was said to be damaged
+            unless = ", unless in the file that cannot be read" if source.damage else ""
+            self.remark(source, name, "missing", f"is not there{unless}")
+
+    def tied(self, source: Weights, name: str, kept: Stored) -> Stored | None:
+        """The embedding in place of an output head that a file leaves out, as Hugging Face's do
+        where the two are tied."""
+        for its, found in source.tensors.items() if name.endswith(HEADS) else ():
+            if its.endswith(EMBEDDINGS) and found.shape == kept.shape:
+                self.remark(source, name, "tied", f"is not stored, and taken to be tied to {its}")
+                return found
+        return None
+
+    def extra(self, other: Weights) -> None:
+        """Tensors of another set that the first lacks."""
+        known = {*self.first.tensors, *self.first.tied}
+        also = {name for alias, name in other.tied.items() if alias in known}
+        for name, found in other.tensors.items():
+            if name in known or name in also:
+                continue
+            embedding = self.tied(self.first, name, found)
+            if embedding is not None:
+                self.compare(name, embedding, [(other, found)])
+            elif self.first.is_lost(name):
+                self.missing(self.first, name)
+            else:
+                self.remark(other, name, "extra", f"is not in {self.first.name}")
+
+    def compare(self, name: str, kept: Stored, partners: list[tuple[Weights, Stored]]) -> None:
+        """One tensor of the first set beside the same of others."""
+        against = self.values(self.first, name, kept) if partners else None
         if against is None:
             return
         casts = cast_costs(against)
         for other, found in partners:
-            of = self._values(other, name, found)
+            of = self.values(other, name, found)
             if of is not None:
-                self._compare(other, name, of, against, casts)
+                self.row(name, other, of, against, compare(of, against, casts))
 
-    def _partner(self, other: Weights, name: str, kept: Stored) -> Stored | None:
-        """The tensor of this name and shape in another set; None, with a remark, where it has
-        none."""
-        found = other.find(name)
-        if found is None and not _lost(other, name):
-            found = self._tied(other, name, kept)
-        if found is None:
-            self._missing(other, name)
-        elif found.shape != kept.shape:
-            here, there = (list(x.shape) for x in (found, kept))
-            self._remark(other, name, "reshaped", f"is {here}, and {there} in {self.first.name}")
-        else:
-            return found
-        return None
-
-    def _missing(self, source: Weights, name: str) -> None:
-        if _lost(source, name):
-            self._remark(source, name, "damaged", "was in a file that cannot be read")
-        elif source.tensors:  # a set of which nothing can be read was said to be damaged
-            unless = ", unless in the file that cannot be read" if source.damage else ""
-            self._remark(source, name, "missing", f"is not there{unless}")
-
-    def _tied(self, source: Weights, name: str, kept: Stored) -> Stored | None:
-        """The embedding in place of an output head that a file leaves out, as Hugging Face's do
-        where the two are tied."""
-        if not name.endswith(HEADS):
-            return None
-        for its, found in source.tensors.items():
-            if its.endswith(EMBEDDINGS) and found.shape == kept.shape:
-                words = f"is not stored, and taken to be tied to {its}"
-                self._remark(source, name, "tied", words)
-                return found
-        return None
-
-    def _extra(self, other: Weights) -> None:
-        """Tensors of another set that the first lacks."""
-        known = {*self.first.tensors, *self.first.tied}
-        also: dict[str, set[str]] = {}
-        for alias, name in other.tied.items():
-            also.setdefault(name, set()).add(alias)
-        for name, found in other.tensors.items():
-            if name in known or also.get(name, set()) & known:
-                continue
-            embedding = self._tied(self.first, name, found)
-            if embedding is not None:
-                self._pair(other, name, found, embedding)
-            elif _lost(self.first, name):
-                self._missing(self.first, name)
-            else:
-                self._remark(other, name, "extra", f"is not in {self.first.name}")
-
-    def _pair(self, other: Weights, name: str, its: Stored, firsts: Stored) -> None:
-        against = self._values(self.first, name, firsts)
-        of = self._values(other, name, its) if against is not None else None
-        if of is not None and against is not None:
-            self._compare(other, name, of, against, cast_costs(against))
-
-    def _values(self, source: Weights, name: str, kept: Stored) -> Tensor | None:
+    def values(self, source: Weights, name: str, kept: Stored) -> Tensor | None:
         """A tensor on the device; None, with a remark, where it has no values to measure."""
         try:
             found = kept.read()
         except MeasurementError as error:
-            self._remark(source, name, "damaged", f"cannot be read: {error.message}")
+            self.remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
         why = unfit(found)
         if why:
-            self._remark(source, name, "not compared", why)
+            self.remark(source, name, "not compared", why)
             return None
         if found.numel() == 0:
-            self._remark(source, name, "empty", "holds no elements")
+            self.remark(source, name, "empty", "holds no elements")
         return found.detach().to(self.device)  # a saved Parameter would record a graph
 
-    def _compare(
-        self,
-        other: Weights,
-        name: str,
-        of: Tensor,
-        against: Tensor,
-        casts: dict[str, CastSums],
-    ) -> None:
-        sums = compare(of, against, casts)
+    def row(self, name: str, other: Weights, of: Tensor, against: Tensor, sums: Sums) -> None:
         row = TensorRow(
             of=other.name,
             against=self.first.name,
@@ -265,46 +223,38 @@ class _Run:
         for source, lost in ((other, row.nonfinite_of), (self.first, row.nonfinite_against)):
             if lost:
                 words = f"has {lost} NaN or infinite elements of {row.elements}"
-                self._remark(source, name, "not finite", words)
+                self.remark(source, name, "not finite", words)
         self.rows.append(row)
         self.sums.append(sums)
 
-    def _remark(self, source: Weights, name: str | None, what: Matter, words: str) -> None:
+    def remark(self, source: Weights, name: str | None, what: Matter, words: str) -> None:
         self.remarks[Remark(source=source.name, tensor=name, what=what, words=words)] = None
-
-
-def _lost(source: Weights, name: str) -> bool:
-    """Whether the tensor is known to have been in a file that cannot be read."""
-    return any(name in damage.tensors for damage in source.damage)
 
 
 def _groups(rows: Sequence[TensorRow], sums: Sequence[Sums]) -> Iterator[GroupRow]:
     """For each set: all together, then by kind, then by layer in the order of the file."""
     for of in dict.fromkeys(row.of for row in rows):
-        these = [(row, part) for row, part in zip(rows, sums, strict=True) if row.of == of]
-        yield _group("all", "all", these)
-        for kind in KINDS:
-            if chosen := [pair for pair in these if pair[0].kind == kind]:
-                yield _group("kind", kind, chosen)
-        for layer in dict.fromkeys(row.layer for row, _ in these if row.layer is not None):
-            yield _group("layer", layer, [pair for pair in these if pair[0].layer == layer])
-
-
-def _group(group: Any, name: str, these: Sequence[tuple[TensorRow, Sums]]) -> GroupRow:
-    found = numbers(pooled([part for _, part in these]))
-    means = {f"mean_{key}": found.pop(key) for key in ("w1", "spread", "w1_rel")}
-    nulls = {f"mean_{k}" if f"mean_{k}" in means else k: v for k, v in found.pop("nulls").items()}
-    row = these[0][0]
-    return GroupRow(
-        of=row.of,
-        against=row.against,
-        group=group,
-        name=name,
-        tensors=len(these),
-        nulls=nulls,
-        **found,
-        **means,
-    )
+        chosen: dict[tuple[Any, str], list[tuple[TensorRow, Sums]]] = {("all", "all"): []}
+        chosen |= {("kind", kind): [] for kind in KINDS}
+        for pair in (pair for pair in zip(rows, sums, strict=True) if pair[0].of == of):
+            layer = pair[0].layer
+            groups = [("all", "all"), ("kind", pair[0].kind)]
+            for group in [*groups, ("layer", layer)] if layer is not None else groups:
+                chosen.setdefault(group, []).append(pair)
+        for (group, name), these in chosen.items():
+            if these:
+                found = numbers(pooled([part for _, part in these]))
+                means = ("w1", "spread", "w1_rel")
+                found |= {f"mean_{key}": found.pop(key) for key in means}
+                nulls = {f"mean_{k}" if k in means else k: v for k, v in found["nulls"].items()}
+                yield GroupRow(
+                    of=of,
+                    against=these[0][0].against,
+                    group=group,
+                    name=name,
+                    tensors=len(these),
+                    **{**found, "nulls": nulls},
+                )
 
 
 def _record(source: Weights) -> SourceRecord:
@@ -319,14 +269,11 @@ def _record(source: Weights) -> SourceRecord:
     )
 
 
-def _nothing(
-    first: Weights, others: Sequence[Weights], remarks: Sequence[Remark]
-) -> MeasurementError:
+def _nothing(opened: Sequence[Weights], remarks: Sequence[Remark]) -> MeasurementError:
     """Why no tensor could be compared."""
-    damaged = next((r for r in remarks if r.what == "damaged"), None)
-    unfit = next((r for r in remarks if r.what == "not compared"), None)
-    if found := damaged or unfit:
-        named = f"{found.source}: {found.tensor} " if found is unfit else ""
-        return MeasurementError(f"{named}{found.words}", hint="nothing is left to compare")
-    names = "; ".join(f"{w.name} has {some(list(w.tensors)) or 'none'}" for w in (first, *others))
+    for what in ("damaged", "not compared"):
+        for r in (r for r in remarks if r.what == what):
+            named = f"{r.source}: {r.tensor} " if what == "not compared" else ""
+            return MeasurementError(f"{named}{r.words}", hint="nothing is left to compare")
+    names = "; ".join(f"{w.name} has {some(list(w.tensors)) or 'none'}" for w in opened)
     return MeasurementError(f"no tensor could be compared: {names}", hint="are these one model's?")

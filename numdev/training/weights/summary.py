@@ -8,6 +8,7 @@ be compared follows, damage first.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from numdev.formats import FORMATS
@@ -25,6 +26,37 @@ from numdev.training.weights.report import (
 
 BLIND = 0.25
 """Below this share of the mean difference, W1 needs the word that it is blind to pairing."""
+LISTED: tuple[Matter, ...] = (
+    "damaged", "not finite", "reshaped", "missing", "extra", "not compared"
+)  # fmt: skip
+UNKNOWN = "{p.of} and {p.against}: no element could be compared."
+EQUAL = (
+    "{p.of} equals {p.against}: every finite element of the {p.tensors} tensors compared "
+    "({p.elements:,})."
+)
+DIFFERS = (
+    "{p.of} differs from {p.against} by {p.mean_abs:.1e} on average: {beside} At most "
+    "{p.max_abs:.1e}, in {p.max_tensor}; {p.identical} of {p.tensors} tensors are equal."
+)
+NO_CAST = "no cast is coarser than how {p.against} is stored."
+NO_CHANGE = "a cast to {p.yardstick} would have changed nothing."
+BESIDE = (
+    "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
+    "{p.times_tensor} ({largest} x)."
+)
+BAGS = "W1 of {p.of}: {w1:.1e}, {share:.2g} of the mean difference (mean of the tensors' W1)."
+IS_BLIND = (
+    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
+    "two seeds for one cast. The mean difference is what the weights differ by."
+)
+STORED = (
+    "Formats: {count} tensor{are} stored in {its} in {of} and in {others} in {against}; their "
+    "values were compared."
+)
+NO_RATIO = (
+    "{p.of}: {count} of {p.tensors} tensors have no ratio to a cast to {p.yardstick}, which "
+    "changes nothing in them, or had no element to compare ({some})."
+)
 
 
 def summarise(
@@ -34,18 +66,14 @@ def summarise(
     sources: Sequence[SourceRecord],
 ) -> WeightsSummary:
     """The pairs in the order of the sources, and sentences on them."""
-    pairs = [
-        _pair(total, [row for row in rows if row.of == total.of])
-        for total in groups
-        if total.group == "all"
-    ]
-    nulls = {g.of: g.nulls.get("mean_abs", "") for g in groups if g.group == "all"}
-    answer = [s for pair in pairs for s in _sentences(pair, nulls[pair.of])]
-    answer += _remarked(remarks)
-    answer += _formats(rows)
-    return WeightsSummary(
-        answer=tuple(answer), notes=tuple(_notes(rows, pairs, sources, remarks)), pairs=tuple(pairs)
-    )
+    pairs: list[PairSummary] = []
+    answer: list[str] = []
+    for total in (g for g in groups if g.group == "all"):
+        pairs.append(_pair(total, [row for row in rows if row.of == total.of]))
+        answer += _sentences(pairs[-1], total.nulls.get("mean_abs", ""))
+    answer += [*_remarked(remarks), *_formats(rows)]
+    notes = tuple(_notes(rows, pairs, sources, remarks))
+    return WeightsSummary(answer=tuple(answer), notes=notes, pairs=tuple(pairs))
 
 
 def yardstick(rows: Sequence[TensorRow]) -> str | None:
@@ -60,123 +88,78 @@ def yardstick(rows: Sequence[TensorRow]) -> str | None:
 
 def _pair(total: GroupRow, rows: Sequence[TensorRow]) -> PairSummary:
     cast = yardstick(rows)
-    found = [(row.times(cast), row.tensor) for row in rows] if cast else []
-    times = [(value, name) for value, name in found if value is not None]
-    largest = max(times, key=lambda t: t[0], default=None)
-    apart = [row for row in rows if row.max_abs is not None]
-    worst = max(apart, key=lambda row: row.max_abs or 0.0, default=None)
+    times = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
+    largest = max(times, key=lambda name: times[name], default=None)
+    apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
+    whole = [r for r in rows if not (r.nonfinite_of or r.nonfinite_against)]
     return PairSummary(
         of=total.of,
         against=total.against,
         tensors=len(rows),
-        identical=sum(_identical(row) for row in rows),
+        identical=sum(row.equal == 1 for row in whole),
         elements=total.elements,
         max_abs=total.max_abs,
-        max_tensor=worst.tensor if worst else None,
+        max_tensor=max(apart, key=lambda name: apart[name], default=None),
         mean_abs=total.mean_abs,
         rel=total.rel,
         mean_w1=total.mean_w1,
         yardstick=cast,
-        times_median=statistics.median([value for value, _ in times]) if times else None,
-        times_largest=largest[0] if largest else None,
-        times_tensor=largest[1] if largest else None,
+        times_median=statistics.median(times.values()) if times else None,
+        times_largest=times[largest] if largest is not None else None,
+        times_tensor=largest,
     )
 
 
-def _identical(row: TensorRow) -> bool:
-    return row.equal == 1 and not (row.nonfinite_of or row.nonfinite_against)
-
-
-def _sentences(pair: PairSummary, null: str) -> Iterator[str]:
+def _sentences(p: PairSummary, null: str) -> Iterator[str]:
     """How far apart, in units of a cast; then the same as bags of values."""
     if null == BEYOND:
-        yield f"{pair.of} differs from {pair.against} by a mean that {BEYOND}."
-    elif pair.mean_abs is None:
-        yield f"{pair.of} and {pair.against}: no element could be compared."
-    elif pair.max_abs == 0:
-        yield (
-            f"{pair.of} equals {pair.against}: every finite element of the {pair.tensors} tensors "
-            f"compared ({pair.elements:,})."
-        )
+        yield f"{p.of} differs from {p.against} by a mean that {BEYOND}."
+    elif p.mean_abs is None:
+        yield UNKNOWN.format(p=p)
+    elif p.max_abs == 0:
+        yield EQUAL.format(p=p)
     else:
-        yield (
-            f"{pair.of} differs from {pair.against} by {pair.mean_abs:.1e} on average: "
-            f"{_beside_cast(pair)} At most {pair.max_abs:.1e}, in {pair.max_tensor}; "
-            f"{pair.identical} of {pair.tensors} tensors are equal."
-        )
-        yield _as_bags(pair, pair.mean_abs)
+        beside = NO_CAST if p.yardstick is None else NO_CHANGE
+        median, largest = (_times(x) for x in (p.times_median, p.times_largest))
+        if p.times_median is not None:
+            beside = BESIDE
+        beside = beside.format(p=p, median=median, largest=largest)
+        yield DIFFERS.format(p=p, beside=beside)
+        w1 = p.mean_w1 or 0.0
+        share = w1 / p.mean_abs
+        yield BAGS.format(p=p, w1=w1, share=share) + (IS_BLIND if share < BLIND else "")
 
 
-def _beside_cast(pair: PairSummary) -> str:
-    if pair.yardstick is None:
-        return f"no cast is coarser than how {pair.against} is stored."
-    if pair.times_median is None or pair.times_largest is None:
-        return f"a cast to {pair.yardstick} would have changed nothing."
-    return (
-        f"{_times(pair.times_median)} x what one cast to {pair.yardstick} would have changed "
-        f"(median tensor), largest in {pair.times_tensor} ({_times(pair.times_largest)} x)."
-    )
-
-
-def _times(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.2f}" if value == 0 or value >= 0.01 else f"{value:.1e}"
-
-
-def _as_bags(pair: PairSummary, mean: float) -> str:
-    share = (pair.mean_w1 or 0.0) / mean
-    said = (
-        f"W1 of {pair.of}: {pair.mean_w1 or 0.0:.1e}, {share:.2g} of the mean difference (mean of "
-        "the tensors' W1)."
-    )
-    if share >= BLIND:
-        return said
-    return said + (
-        " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and "
-        "takes two seeds for one cast. The mean difference is what the weights differ by."
-    )
-
-
-_TITLES: tuple[tuple[Matter, str], ...] = (
-    ("damaged", "Damaged"),
-    ("not finite", "Not finite"),
-    ("reshaped", "Reshaped"),
-    ("missing", "Missing"),
-    ("extra", "Extra"),
-    ("not compared", "Not compared"),
-)
+def _times(value: float | None) -> str:
+    if value is None or value == 0 or 0.01 <= value < 100:
+        return f"{value or 0.0:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1e}"
 
 
 def _remarked(remarks: Sequence[Remark]) -> Iterator[str]:
-    """A sentence for each matter and each set of weights."""
-    for what, title in _TITLES:
+    """A sentence for each matter and each set of weights: names alone where no more is to be
+    said."""
+    for what in LISTED:
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if r.what == what and r.source == source]
-            yield f"{title} in {source}: {_listed(these)}."
-
-
-def _listed(these: Sequence[Remark]) -> str:
-    """Tensors alone where it says nothing more than their names."""
-    if these[0].what in ("missing", "extra"):
-        count = f"{len(these)} tensor{'s' if len(these) > 1 else ''}"
-        return f"{count}, {some([r.tensor or r.words for r in these])}"
-    said = [f"{r.tensor} {r.words}" if r.tensor else r.words for r in these]
-    more = f"; and {len(said) - 4} more" if len(said) > 4 else ""
-    return "; ".join(said[:4]) + more
+            if what in ("missing", "extra"):
+                names = some([r.tensor or r.words for r in these])
+                listed = f"{len(these)} tensor{'s' if len(these) > 1 else ''}, {names}"
+            else:
+                said = [f"{r.tensor} {r.words}" if r.tensor else r.words for r in these]
+                more = f"; and {len(said) - 4} more" if len(said) > 4 else ""
+                listed = "; ".join(said[:4]) + more
+            yield f"{what.capitalize()} in {source}: {listed}."
 
 
 def _formats(rows: Sequence[TensorRow]) -> Iterator[str]:
     """Where the two are stored in different formats; that alone is no deviation."""
-    different = {(r.of, r.against, r.stored_of, r.stored_against): 0 for r in rows}
-    for r in rows:
-        different[r.of, r.against, r.stored_of, r.stored_against] += 1
-    for (of, against, its, others), count in different.items():
+    counts = Counter((r.of, r.against, r.stored_of, r.stored_against) for r in rows)
+    for (of, against, its, others), count in counts.items():
         if its != others:
-            plural = "s are" if count > 1 else " is"
-            yield (
-                f"Formats: {count} tensor{plural} stored in {its} in {of} and in {others} in "
-                f"{against}; their values were compared."
+            are = "s are" if count > 1 else " is"
+            yield STORED.format(
+                count=count, are=are, its=its, of=of, others=others, against=against
             )
 
 
@@ -186,22 +169,18 @@ def _notes(
     sources: Sequence[SourceRecord],
     remarks: Sequence[Remark],
 ) -> Iterator[str]:
-    for pair in pairs:
-        name = pair.yardstick
-        same = [r for r in rows if name and r.of == pair.of and f"{name}_times" in r.nulls]
+    for p in pairs:
+        null = f"{p.yardstick}_times"
+        same = [r.tensor for r in rows if r.of == p.of and null in r.nulls]
         if same:
-            yield (
-                f"{pair.of}: {len(same)} of {pair.tensors} tensors have no ratio to a cast to "
-                f"{name}, which changes nothing in them, or had no element to compare "
-                f"({some([r.tensor for r in same])})."
-            )
+            yield NO_RATIO.format(p=p, count=len(same), some=some(same))
     for source in sources:
         if source.prefix_removed:
             taken = source.prefix_removed
             yield f"{source.name}: all names began with {taken!r}; it was taken off."
         if source.tied:
-            shared = [f"{name} = {first}" for name, first in source.tied.items()]
-            yield f"{source.name}: stores shared weights once ({some(shared)})."
+            shared = some([f"{name} = {first}" for name, first in source.tied.items()])
+            yield f"{source.name}: stores shared weights once ({shared})."
     for remark in remarks:
         if remark.what in ("tied", "empty"):
             yield f"{remark.source}: {remark.tensor} {remark.words}."
