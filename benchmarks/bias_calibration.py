@@ -30,9 +30,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from numdev.audit.case import bench_of
 from numdev.audit.plan import Task
-from numdev.audit.task import measure_task
+from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.config import CaseConfig, Choice
 from numdev.formats import format_named, round_to, ulp

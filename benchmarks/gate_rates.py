@@ -35,13 +35,12 @@ import torch
 from power import REGIMES, sound_kernels
 from scipy.stats import binomtest
 
-from numdev.audit import task
+from numdev.audit import rows as audit_rows
 from numdev.audit.attempt import attempt
 from numdev.audit.bench import Bench
-from numdev.audit.case import bench_of
 from numdev.audit.plan import Task
 from numdev.audit.run import runner
-from numdev.audit.task import Runner, measure_task
+from numdev.audit.task import Runner, bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
@@ -131,7 +130,7 @@ def trial(kind: str, name: str, rows: Sequence[DeviationRow], rules: Rules | Non
 def _no_search() -> Iterator[None]:
     """The search for what is computed instead takes most of the time, and of a faulty kernel could
     only add to what is caught. Sound ones have to stand it."""
-    with patch.object(task, "suspect", return_value={}):
+    with patch.object(audit_rows, "suspect", return_value={}):
         yield
 
 

@@ -35,11 +35,10 @@ import planted
 import torch
 from power_tables import tables
 
-from numdev.audit import task
+from numdev.audit import rows as audit_rows
 from numdev.audit.bench import Bench
-from numdev.audit.case import bench_of
 from numdev.audit.plan import Task
-from numdev.audit.task import measure_task
+from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.gate.judging import verdicts_of
@@ -270,7 +269,7 @@ def faulty_units(on: Place) -> Iterator[Unit]:
     sound = measured(find("planted:sound"), on)
     for fault in planted.PLANTED:
         if fault.shows(on.case):
-            with patch.object(task, "suspect", return_value={}):
+            with patch.object(audit_rows, "suspect", return_value={}):
                 rows = measured(find(f"planted:{fault.name}"), on)
             on.keep("faulty", fault.name, rows)
             unit = judged(rows) or {"not_run": rows[0].reason}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from numdev import report as reports
 from numdev.audit import run
 from numdev.audit.attempt import copied
-from numdev.audit.case import measure_one
 from numdev.audit.plan import Task
+from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.requests import audit_request
 from numdev.errors import MeasurementError, UsageError

@@ -20,7 +20,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/kernels": (5600, 8320),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, 1400),
-    "numdev/audit": (3100, 5900),
+    "numdev/audit": (3100, 5360),
     "numdev/gate": (1900, 4350),
     "numdev/training": (3000, 4700),
     "numdev/diagnose": (1500, 3060),

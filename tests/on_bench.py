@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from numdev.audit.bench import Bench
-from numdev.audit.case import bench_of, measure_one
 from numdev.audit.plan import Task
+from numdev.audit.task import bench_of, measure_one
 from numdev.cases import AttentionCase
 from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample

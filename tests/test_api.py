@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 import numdev
-from numdev.audit import check, task
+from numdev.audit import check
+from numdev.audit import rows as audit_rows
 from numdev.audit.check_cases import CheckSource, default_cases
 from numdev.audit.reproduce.functionsource import defined_again, folder_of, name_of
 from numdev.errors import MeasurementError, UsageError
@@ -172,7 +173,7 @@ def test_the_default_cases_catch_every_planted_fault(
 ) -> None:
     """Whatever is planted, in one of the tensors it shows in, and in one format. (What names it and
     the script, which take most of a failing check's time, have their own tests.)"""
-    monkeypatch.setattr(task, "suspect", lambda *given: {})
+    monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
     monkeypatch.setattr(check, "reproduce", lambda *given: ())
     error = failing(entry.function, formats="bfloat16")
     found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}

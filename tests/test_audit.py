@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from numdev import report
-from numdev.audit import case as one_case
+from numdev.audit import task as one_case
 from numdev.audit.examine import examine
 from numdev.audit.journal import JOURNAL
 from numdev.audit.run import audit

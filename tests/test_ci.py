@@ -20,7 +20,7 @@ import pytest
 import yaml
 from gate_rows import report_of, row
 
-from numdev.audit import task
+from numdev.audit import rows as audit_rows
 from numdev.cli.main import cli, main
 from numdev.gate.rules import Rules, read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
@@ -210,7 +210,7 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     """A sound kernel is cleared; the same code with a fault in its output, and with one that a
     single head does not show, is caught."""
     on = rates.benches(seed)
-    with patch.object(task, "suspect", return_value={}):
+    with patch.object(audit_rows, "suspect", return_value={}):
         found = {
             name: rates.trial("planted", name, rates.rows_of(find(f"planted:{name}"), on))
             for name in ("sound", "p_truncated", "ds_truncated")

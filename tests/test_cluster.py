@@ -19,7 +19,6 @@ from numdev.audit.timing import Stopwatch
 from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
 from numdev.sources.opening import Captured, ConfigSource
-from numdev.sources.tensorwriter import Writer
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -200,25 +199,6 @@ def test_a_worker_that_differs_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind == "UsageError"
     assert "environment: expected" in message
     assert "a report never mixes two" in hint
-
-
-def test_a_file_that_is_another_one_there_is_shipped(tmp_path: Path) -> None:
-    """Cases in files are read by the worker where the file is the same; else it says so."""
-    with Writer(tmp_path / "cases", overwrite=False) as writer:
-        for located in source_of((0,)).cases:
-            writer.add(located.load(), located.axes)
-    from numdev.sources.tensorfile import open_cases
-
-    stored = open_cases(tmp_path / "cases", device="cpu").cases[0]
-    stamp = cluster._stamp(stored)
-    assert stamp is not None
-    path, size, modified = stamp
-    plan = plan_of("sdpa-math")
-    known = {"kernels": {p.kernel.name: p.kernel.made_from for p in plan.kernels}}
-    assert cluster._work(known, plan, [], [], stored, (path, size + 1, modified), 1.0) is None
-    done = cluster._work(known, plan, [], [], stored, stamp, 1.0)
-    assert done is not None
-    assert [kind for _, entry, _ in done["finished"] for kind in entry] == ["case"]
 
 
 def test_a_scheduler_that_is_no_address_is_refused_at_once() -> None:

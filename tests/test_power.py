@@ -17,7 +17,7 @@ import pytest
 import torch
 from on_bench import prepare
 
-from numdev.audit import task
+from numdev.audit import rows as audit_rows
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.report import DeviationRow
@@ -51,7 +51,7 @@ def place(power: ModuleType) -> Any:
 
 
 def faulty(power: ModuleType, name: str, on: Any) -> list[DeviationRow]:
-    with patch.object(task, "suspect", return_value={}):
+    with patch.object(audit_rows, "suspect", return_value={}):
         rows: list[DeviationRow] = power.measured(find(f"planted:{name}"), on)
     return rows
 

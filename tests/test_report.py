@@ -290,7 +290,7 @@ def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) 
     """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured
     is no result to `examine`, and a field that is missing would look like that."""
     from numdev.audit.plan import Task
-    from numdev.audit.task import identity
+    from numdev.audit.rows import identity
     from numdev.cases import CaseRef
 
     ref = CaseRef(case="a", source="b", module="c", layer=0, call=0, seed=None)

@@ -17,8 +17,7 @@ from click.testing import CliRunner
 
 from numdev import kernels, report
 from numdev.audit.run import audit
-from numdev.audit.sweep import plan, sweep
-from numdev.audit.sweep_cost import operations
+from numdev.audit.sweep import operations, plan, sweep
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.cli.main import cli
 from numdev.config import AuditConfig, AuditRequest, CaseConfig, Choice, SweepConfig, SweepRequest
@@ -201,7 +200,7 @@ def test_what_is_only_shown_otherwise_is_not_measured_again(tmp_path: Path) -> N
 def test_a_kernel_given_twice_runs_once(tmp_path: Path) -> None:
     """The baseline of the ratios is often among the kernels."""
     asked = request(tmp_path, kernels=["off"], baseline={"name": "off", "by": 0.0})
-    assert [p.kernel.name for p in plan(asked).kernels].count("off") == 1
+    assert [p.kernel.name for p in plan(asked).plan.kernels].count("off") == 1
 
 
 # --- from rows to curves -------------------------------------------------------------------------

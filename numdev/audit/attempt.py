@@ -1,8 +1,7 @@
 """One attempt at a case: a kernel is foreign code, and anything may come out of it.
 
 Whatever goes wrong becomes a `Failure` with its reason in words. What takes the process along (a
-segmentation fault, a hang) is beyond this file: `numdev.audit.isolation` makes the attempt
-elsewhere."""
+segmentation fault, a hang) is beyond this file: see `numdev.audit.isolation`."""
 
 from __future__ import annotations
 
@@ -29,16 +28,10 @@ class Failure:
 
 
 def attempt(
-    kernel: Kernel,
-    case: AttentionCase,
-    options: Mapping[str, Any],
-    *,
-    gradients: bool = False,
+    kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], *, gradients: bool = False
 ) -> Output | Failure:
-    """The kernel's output, with `gradients` that of one training step, or what went wrong.
-
-    The kernel gets a copy of the inputs, so that writing into them spoils no other kernel's.
-    """
+    """The kernel's output, with `gradients` that of one training step, or what went wrong. The
+    kernel gets a copy of the inputs, so that writing into them spoils no other kernel's."""
     run = kernel.gradients if gradients else kernel.attend
     try:
         with torch.set_grad_enabled(gradients):

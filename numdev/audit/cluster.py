@@ -1,10 +1,10 @@
 """Cases measured by Dask workers: processes of this machine, or those of a scheduler's.
 
-A case is a future. What a worker can make itself (drawn cases, cases in a file it has too) goes as
-a few words; a case out of a running model is shipped, and the model waits while there is one for
-each worker and one more, so that memory does not grow with the number of layers. Kernels under
-audit run isolated within workers. Dask does a case again elsewhere when its worker died; one whose
-workers died twice becomes failed rows with the reason. This process alone writes the journal.
+A case is a future. A drawn case goes as a few words; any other is shipped, and its source waits
+while there is one for each worker and one more, so that memory does not grow with the number of
+layers. Kernels under audit run isolated within workers. Dask does a case again elsewhere when its
+worker died; one whose workers died twice becomes failed rows with the reason. This process alone
+writes the journal.
 
 A worker measures what this process would: it takes over this one's settings of torch, and refuses,
 in words, where anything else differs that may change a number.
@@ -26,25 +26,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from numdev.audit.attempt import Failure, one_line
-from numdev.audit.case import measure_case
-from numdev.audit.isolation import Isolated, on_device, set_torch, torch_settings
+from numdev.audit.isolation import CPU, Isolated, on_device, set_torch, torch_settings
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
-from numdev.audit.records import case_record
-from numdev.audit.task import bare_row
+from numdev.audit.rows import bare_row
+from numdev.audit.task import Finished, measured_here
 from numdev.audit.timing import Stopwatch, stopwatch
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import control_named
-from numdev.sources.opening import Drawn, GivenUpstream, Located
-from numdev.sources.tensorfile import StoredCase
+from numdev.sources.opening import Drawn, Located
 from numdev.system import System, visible_gpus
 
 if TYPE_CHECKING:
@@ -61,9 +58,7 @@ CONFIG = {
     "distributed.worker.profile.enabled": False,
 }
 LOST = "what is finished is kept; the same command continues"
-ADDRESS = "an address is, for example, tcp://10.0.0.1:8786"
-# A key of the journal, rows by kind, and what was done, for people.
-Finished = tuple[str, Mapping[str, Any], str]
+Tasks = Sequence[tuple[Planned, Task]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,50 +157,40 @@ class Workers:
     say: Callable[[str], None]
     stack: contextlib.ExitStack  # closes what is started
     client: Client | None = None
-    flights: dict[Future[Any], tuple[Located, Sequence[tuple[Planned, Task]]]] = field(
-        default_factory=dict
-    )
+    flights: dict[Future[Any], Tasks] = field(default_factory=dict)
     arrived: queue.SimpleQueue[Future[Any]] = field(default_factory=queue.SimpleQueue)
     away: float | None = None  # since when there is no worker
 
-    def submit(self, located: Located, tasks: Sequence[tuple[Planned, Task]]) -> Iterator[Finished]:
-        """Send a case with its unfinished tasks, as soon as there is room for it."""
+    def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
+        """Send a case with its unfinished tasks, as soon as there is room for it: two cases for
+        each worker, so that none waits for the next one; of shipped cases one each and one more."""
         with self.watch.stopped():
-            client = self._connected()
-        sent = _as_words(located)
-        while len(self.flights) >= self._room(client, shipped=sent is None):
+            if self.client is None:
+                self.client = self.stack.enter_context(_client(self.cluster, self.plan.system))
+                if not self._present(self.client) and self.cluster.scheduler is not None:
+                    self.say(f"Waiting for workers at {self.cluster.scheduler}.")
+        client, shipped = self.client, not isinstance(located, Drawn | InMemory)
+        while True:
+            present = max(1, self._present(client))
+            if len(self.flights) < (present + 1 if shipped else 2 * present):
+                break
             yield from self._landed(client)
-        self._send(client, located, tasks, sent)
-
-    def rest(self) -> Iterator[Finished]:
-        """What is still to come of all cases."""
-        while self.flights:
-            yield from self._landed(self._connected())
-
-    def _send(
-        self,
-        client: Client,
-        located: Located,
-        tasks: Sequence[tuple[Planned, Task]],
-        sent: Located | None,
-    ) -> None:
-        if sent is None:
+        if shipped:
             with self.watch("capture"):
-                case = on_device(located.load(), torch.device("cpu"))
-                sent = located = InMemory(case=case, axes=located.axes)
+                case = on_device(located.load(), CPU)
+                located = InMemory(case=case, axes=located.axes)
         names = [(p.role, p.kernel.name, dict(p.options)) for p in self.plan.kernels]
         chosen = [(self.plan.kernels.index(p), task) for p, task in tasks]
         plan = dataclasses.replace(self.plan, kernels=())
-        parcel = pickle.dumps((plan, names, chosen, sent, _stamp(sent), self.limit_s))
+        parcel = pickle.dumps((plan, names, chosen, located, self.limit_s))
         future = client.submit(work, self.expected, parcel, pure=False)
-        self.flights[future] = (located, tasks)
+        self.flights[future] = tasks
         future.add_done_callback(self.arrived.put)
 
-    def _room(self, client: Client, *, shipped: bool) -> int:
-        """How many cases may be under way: two for each worker, so that none waits for the next
-        one; of shipped cases one each, and one more."""
-        present = max(1, self._present(client))
-        return present + 1 if shipped else 2 * present
+    def rest(self) -> Iterator[Finished]:
+        """What is still to come of all cases."""
+        while self.client is not None and self.flights:
+            yield from self._landed(self.client)
 
     def _landed(self, client: Client) -> Iterator[Finished]:
         """What the next case that is done came to; nothing, where none is for a while."""
@@ -217,35 +202,28 @@ class Workers:
         except queue.Empty:
             self._look_for_workers(client)
             return
-        located, tasks = self.flights.pop(future)
+        tasks = self.flights.pop(future)
         try:
             answer = future.result()
         except KilledWorker:
-            yield from _failed(tasks)
+            reason = "its worker died, twice, as one does where memory runs out"
+            for _, task in tasks:
+                row = bare_row(task, Failure("failed", reason))
+                yield task.key, {"row": [row]}, f"{task.case.module} {task.kernel}"
             return
         except (CancelledError, OSError, TimeoutError) as error:
-            raise _lost(client) from error
+            raise _lost() from error
         except Exception as error:
             raise MeasurementError(
                 f"a worker could not do its work: {one_line(error)}",
                 hint="is the same numdev installed there?",
             ) from error
-        if answer is None:  # the file is not there
-            self._send(client, located, tasks, None)
-        elif "refused" in answer:
+        if "refused" in answer:
             kind, message, hint = answer["refused"]
             error_class = UsageError if kind == "UsageError" else MeasurementError
             raise error_class(message, hint=hint)
-        else:
-            self.watch.add(answer["seconds"])
-            yield from answer["finished"]
-
-    def _connected(self) -> Client:
-        if self.client is None:
-            self.client = self.stack.enter_context(_client(self.cluster, self.plan.system))
-            if not self._present(self.client) and self.cluster.scheduler is not None:
-                self.say(f"Waiting for workers at {self.cluster.scheduler}.")
-        return self.client
+        self.watch.add(answer["seconds"])
+        yield from answer["finished"]
 
     def _present(self, client: Client) -> int:
         """How many workers there are now. Raises UsageError for one that would do several cases at
@@ -253,7 +231,7 @@ class Workers:
         try:
             threads = client.nthreads()
         except (OSError, TimeoutError) as error:
-            raise _lost(client) from error
+            raise _lost() from error
         for address, count in threads.items():
             if count > 1:
                 raise UsageError(
@@ -264,55 +242,18 @@ class Workers:
 
     def _look_for_workers(self, client: Client) -> None:
         if client.status != "running":
-            raise _lost(client)
+            raise _lost()
         if self._present(client):
             self.away = None
-            return
-        if self.away is None:
+        elif self.away is None:
             self.away = time.monotonic()
             if self.cluster.scheduler is not None:
                 self.say(f"No worker is left at {self.cluster.scheduler}; waiting for one.")
-        if self.cluster.workers is not None and time.monotonic() - self.away > START_S:
+        elif self.cluster.workers is not None and time.monotonic() - self.away > START_S:
             raise MeasurementError(f"no worker has been running for {START_S:.0f} s", hint=LOST)
 
 
-def _as_words(located: Located) -> Located | None:
-    """A case that a worker can make or read itself, as it may travel; None for others."""
-    if isinstance(located, Drawn | InMemory):
-        return located
-    if isinstance(located, StoredCase):
-        return dataclasses.replace(located, path=located.path.absolute())
-    if isinstance(located, GivenUpstream):
-        stored = dataclasses.replace(located.stored, path=located.stored.path.absolute())
-        return dataclasses.replace(located, stored=stored)
-    return None
-
-
-def _stamp(located: Located) -> tuple[Path, int, int] | None:
-    """Of the file a case is read from: path, size and time of change; None for other cases, and
-    where the file is not here."""
-    stored = located.stored if isinstance(located, GivenUpstream) else located
-    if not isinstance(stored, StoredCase):
-        return None
-    return _stamp_of(stored.path)
-
-
-def _stamp_of(path: Path) -> tuple[Path, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return path, stat.st_size, stat.st_mtime_ns
-
-
-def _failed(tasks: Sequence[tuple[Planned, Task]]) -> Iterator[Finished]:
-    reason = "its worker died, twice, as one does where memory runs out"
-    for _, task in tasks:
-        row = bare_row(task, Failure("failed", reason))
-        yield task.key, {"row": [row]}, f"{task.case.module} {task.kernel}"
-
-
-def _lost(client: Client) -> MeasurementError:
+def _lost() -> MeasurementError:
     return MeasurementError("the Dask scheduler is gone", hint=f"{LOST}, with a scheduler")
 
 
@@ -320,73 +261,74 @@ def _lost(client: Client) -> MeasurementError:
 def _client(cluster: Cluster, system: System) -> Iterator[Client]:
     """A client of the cluster's scheduler; on leaving, nothing that was started here is left."""
     import dask
-    from distributed import Client
+    from distributed import Client, Nanny, Scheduler, SpecCluster
     from distributed.comm.addressing import resolve_address
     from distributed.utils import silence_logging_cmgr
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(dask.config.set(CONFIG))
         stack.enter_context(silence_logging_cmgr(logging.CRITICAL))  # it is said by numdev
-        if cluster.workers is not None:
-            local = stack.enter_context(_local(cluster.workers, system))
-            yield stack.enter_context(Client(local, set_as_default=False))
-            return
-        try:
-            resolve_address(str(cluster.scheduler))  # else a client waits a minute for its own end
-            client = Client(cluster.scheduler, timeout=CONNECT_S, set_as_default=False)
-        except (OSError, ValueError, TimeoutError) as error:
-            raise UsageError(
-                f"--scheduler {cluster.scheduler}: no Dask scheduler answers there", hint=ADDRESS
-            ) from error
-        with client:
+        if cluster.workers is None:
             try:
-                yield client
-            finally:
-                if client.status == "running":
-                    with contextlib.suppress(Exception):  # no reason to lose a finished run
-                        client.run(leave, on_error="ignore")
-
-
-def _local(workers: int, system: System) -> Any:
-    """A scheduler in this process, and workers in processes of their own, each with a nanny that
-    starts it anew when it dies. They end when this process does, even by SIGKILL."""
-    from distributed import Nanny, Scheduler, SpecCluster
-
-    gpus = visible_gpus() if system.device == "cuda" else []
-    threads = {name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    shared = {
-        "nthreads": 1,
-        "host": "127.0.0.1",
-        "memory_limit": 0,  # tensors are not Dask's to count, nor to spill
-        "silence_logs": logging.CRITICAL,
-        "dashboard": False,
-    }
-
-    def options(i: int) -> dict[str, Any]:
-        own = {"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {}
-        return {**shared, "env": {**threads, **own}}
-
-    return SpecCluster(
-        scheduler={
-            "cls": Scheduler,
-            "options": {"host": "127.0.0.1", "dashboard": False},
-        },
-        workers={i: {"cls": Nanny, "options": options(i)} for i in range(workers)},
-        shutdown_on_close=False,  # at exit: what an interrupt left half begun ends with its parent
-    )
+                resolve_address(str(cluster.scheduler))  # else a client's own end takes a minute
+                client = Client(cluster.scheduler, timeout=CONNECT_S, set_as_default=False)
+            except (OSError, ValueError, TimeoutError) as error:
+                raise UsageError(
+                    f"--scheduler {cluster.scheduler}: no Dask scheduler answers there",
+                    hint="an address is, for example, tcp://10.0.0.1:8786",
+                ) from error
+            with client:
+                try:
+                    yield client
+                finally:
+                    if client.status == "running":
+                        with contextlib.suppress(Exception):  # no reason to lose a finished run
+                            client.run(leave, on_error="ignore")
+            return
+        # A scheduler in this process, and workers in processes of their own, each with a nanny
+        # that starts it anew when it dies. They end when this process does, even by SIGKILL.
+        gpus = visible_gpus() if system.device == "cuda" else []
+        threads = {name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        here = {"host": "127.0.0.1", "dashboard": False}
+        # memory_limit: tensors are not Dask's to count, nor to spill.
+        shared = {**here, "nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL}
+        own = [{"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {} for i in range(cluster.workers)]
+        nannies = [{**shared, "env": {**threads, **environ}} for environ in own]
+        local = SpecCluster(
+            scheduler={"cls": Scheduler, "options": here},
+            workers={i: {"cls": Nanny, "options": options} for i, options in enumerate(nannies)},
+            shutdown_on_close=False,  # what an interrupt left half begun ends with its parent
+        )
+        yield stack.enter_context(Client(stack.enter_context(local), set_as_default=False))
 
 
 # --- on a worker ---------------------------------------------------------------------------------
 
 
-def work(expected: str, parcel: bytes) -> dict[str, Any] | None:
+def work(expected: str, parcel: bytes) -> dict[str, Any]:
     """Measure a case: `finished`, for the journal, and the `seconds` it took by section; or
-    `refused`, with class, message and hint of an error; or None, where its file is not here."""
+    `refused`, with class, message and hint of an error."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             known = json.loads(expected)
             _check(known)  # first: another version might not even read the parcel
-            return _work(known, *pickle.loads(parcel))
+            plan, names, chosen, located, limit_s = pickle.loads(parcel)
+            kernels = [_planned(*name, known=known["kernels"]) for name in names]
+            plan, watch = dataclasses.replace(plan, kernels=kernels), stopwatch(plan.system.device)
+            process, tasks = _isolated(), [(kernels[i], task) for i, task in chosen]
+            process.limit_s = limit_s
+            with watch("capture"):
+                case = on_device(located.load(), torch.device(plan.system.device))
+            here = InMemory(case=case, axes=located.axes)
+            finished = [
+                (
+                    key,
+                    {k: [r.model_dump(mode="json") for r in some] for k, some in rows.items()},
+                    what,
+                )
+                for key, rows, what in measured_here(here, tasks, plan, process.run, watch)
+            ]
+            return {"finished": finished, "seconds": watch.seconds()}
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return {"refused": [type(error).__name__, f"worker {who}: {error.message}", error.hint]}
@@ -397,36 +339,6 @@ def leave() -> None:
     if _isolated.cache_info().currsize:
         _isolated().close()
         _isolated.cache_clear()
-
-
-def _work(
-    known: Mapping[str, Any],
-    plan: Plan,
-    names: Sequence[tuple[str, str, Mapping[str, Any]]],
-    chosen: Sequence[tuple[int, Task]],
-    located: Located,
-    stamp: tuple[Path, int, int] | None,
-    limit_s: float,
-) -> dict[str, Any] | None:
-    if stamp is not None and _stamp_of(stamp[0]) != stamp:
-        return None
-    kernels = [_planned(role, name, options, known["kernels"]) for role, name, options in names]
-    plan = dataclasses.replace(plan, kernels=kernels)
-    watch = stopwatch(plan.system.device)
-    with watch("capture"):
-        case = located.load()
-        case = on_device(case, torch.device(plan.system.device))
-    process = _isolated()
-    process.limit_s = limit_s
-    finished: list[Finished] = []
-    record = case_record(case, located.axes).model_dump(mode="json")
-    finished.append((f"case {located.ref.case}", {"case": [record]}, located.ref.module))
-    for task, entry in measure_case(
-        case, [(kernels[i], task) for i, task in chosen], plan, process.run, watch
-    ):
-        rows = {kind: [r.model_dump(mode="json") for r in some] for kind, some in entry.items()}
-        finished.append((task.key, rows, f"{task.case.module} {task.kernel}"))
-    return {"finished": finished, "seconds": watch.seconds()}
 
 
 def _check(expected: Mapping[str, Any]) -> None:
@@ -452,10 +364,10 @@ def _environment(device: str, settings: str) -> Any:
 
 
 def _planned(
-    role: str, name: str, options: Mapping[str, Any], fingerprints: Mapping[str, str]
+    role: str, name: str, options: Mapping[str, Any], *, known: Mapping[str, str]
 ) -> Planned:
     kernel = control_named(name).kernel() if role == "control" else find(name)
-    if kernel.made_from != fingerprints.get(name):
+    if kernel.made_from != known.get(name):
         raise UsageError(
             f"kernel {name}: has another source here",
             hint="give all workers the same, and start them anew",

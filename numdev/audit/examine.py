@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from numdev.audit.bench import KV_TENSORS, Bench
 from numdev.audit.plan import Task
-from numdev.audit.task import COUNTED, Measured, formats_of, identity
+from numdev.audit.rows import COUNTED, Measured, formats_of, identity
 from numdev.kernels import Kernel
 from numdev.kernels.emulation.predict import returning, unexpected
 from numdev.metrics.binning import starts
@@ -27,6 +27,8 @@ NOTABLE = 2.0
 # The same, whatever the order in which the two places that compute a ratio add up its squares.
 NEARLY = NOTABLE * (1 - 1e-9)
 PROFILED = ("floor", "baseline", "kernel")  # roles that have a profile
+PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
+OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
 
 
 def examine(
@@ -85,8 +87,7 @@ def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
     )
     unique: dict[tuple[object, ...], WorstRow] = {}
     for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):
-        place = (row.case, row.layer, row.call, row.tensor, row.head, row.batch, row.row)
-        unique.setdefault(place, row)
+        unique.setdefault(tuple(getattr(row, name) for name in PLACE), row)
     return tuple(list(unique.values())[:SHOWN])
 
 
@@ -97,29 +98,17 @@ def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow
     times the floor: where a row sees one key its result is a row of V, which needs no rounding, and
     the floor is 0.
     """
-    if task.role not in PROFILED:
-        return []
-    return [
-        _profile_row(task, tensor, bench.selection.length_of(tensor), deviation.along)
-        for tensor, deviation in measured.along.items()
-        if deviation.along
-    ]
-
-
-def _profile_row(task: Task, tensor: str, length: int, along: Mapping[str, Numbers]) -> ProfileRow:
-    predicted = None
-    if task.role == "kernel" and "predicted" in along:
-        most = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
-        predicted = _rms(most, along["expected_count"])
-    return ProfileRow.model_validate(
-        {
-            "case": task.case.case,
-            "layer": task.case.layer,
-            "attends": task.case.attends,
-            "role": task.role,
-            "kernel": task.kernel,
-            "options": dict(task.options),
-            "format": task.format,
+    rows: list[ProfileRow] = []
+    about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
+    for tensor, deviation in measured.along.items() if task.role in PROFILED else ():
+        along, length = deviation.along, bench.selection.length_of(tensor)
+        if not along:
+            continue
+        predicted = None
+        if task.role == "kernel" and "predicted" in along:
+            least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
+            predicted = _rms(least, along["expected_count"])
+        shown = {
             "tensor": tensor,
             "length": length,
             "starts": starts(length),
@@ -127,7 +116,8 @@ def _profile_row(task: Task, tensor: str, length: int, along: Mapping[str, Numbe
             "errors": _rms(along["relative"], along["counted"]),
             "predicted": predicted,
         }
-    )
+        rows.append(ProfileRow.model_validate({**about, **shown}))
+    return rows
 
 
 def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from numdev.audit.attempt import Failure, attempt
-from numdev.audit.bench import Bench
+from numdev.audit.bench import KV_TENSORS, Bench
 from numdev.audit.plan import Task
-from numdev.audit.task import Runner, given, identity, returned
+from numdev.audit.rows import COUNTED, given, identity, returned
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, UsageError
 from numdev.explain.attribution import FORWARD_VARIED, Attribution, Claim, attribute
 from numdev.explain.words import sentence
 from numdev.kernels import Kernel, Output
@@ -30,11 +28,13 @@ from numdev.kernels.reference.results import Gradients, Reference
 from numdev.report import AttributionRow, SiteShare
 from numdev.system import System
 
+if TYPE_CHECKING:
+    from numdev.audit.task import Runner
+
+# How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
+# Where gradients are, heads come in whole groups, at least one of them.
 MOST_HEADS = 4
-"""How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
-Where gradients are, heads come in whole groups, at least one of them."""
-KEPT_BYTES = 1 << 30
-"""How much of the emulations is kept. Those that come first are what tensors have in common."""
+KEPT_BYTES = 1 << 30  # how much of the emulations is kept; the first are what tensors share
 TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 
 
@@ -48,25 +48,30 @@ def explain(
     """
     if kernel.missing(system):
         return []
+    case, select, options = bench.case, bench.selection, given(task.options, kernel)
     try:
-        case = bench.case
-        output = _attempt(task, kernel, case, run)
+        output: Output | Failure | None = None
+        if task.gradients:
+            output = run(kernel, case, options, gradients=True)
+        if not isinstance(output, Output):
+            output = run(kernel, case, options)
         if isinstance(output, Failure):
             return []
         claim = kernel.claims(case, output, system)
-        compared = _Compared(case, output, bench.selection.heads, bench.selection.queries)
-    except (RuntimeError, TypeError, ValueError, MeasurementError, UsageError) as error:
-        return [_row(task, "out", chosen(bench.selection.heads), None, _failed(error))]
+        compared = _Compared(case, output, select.heads, select.queries)
+    except COUNTED as error:
+        return [_row(task, "out", chosen(select.heads), None, f"it could not be tried ({error})")]
     rows = []
     for tensor in compared.formats:
-        heads, found, unknown = compared.heads(tensor), None, compared.unpredictable(tensor, claim)
+        found, unknown = None, compared.unpredictable(tensor, claim)
         if not unknown:
             try:
                 found = compared.attribution(tensor, claim)
-            except (RuntimeError, TypeError, ValueError, MeasurementError, UsageError) as error:
-                unknown = _failed(error)
-        rows.append(_row(task, tensor, heads, found, unknown))
-        claim = _informed(claim, found) if tensor == "out" else claim
+            except COUNTED as error:
+                unknown = f"it could not be tried ({error})"
+        rows.append(_row(task, tensor, compared.heads(tensor), found, unknown))
+        if tensor == "out":
+            claim = _informed(claim, found)
     return rows
 
 
@@ -75,34 +80,28 @@ class _Compared:
     of them."""
 
     def __init__(
-        self,
-        case: AttentionCase,
-        output: Output,
-        heads: tuple[int, ...],
-        rows: Tensor | None = None,
+        self, case: AttentionCase, output: Output, heads: tuple[int, ...], rows: Tensor | None
     ) -> None:
         tensors = [t for t in CASTS if getattr(output, t) is not None]
         self.formats = {t: returned(getattr(output, t), case) for t in tensors}
         self.backward = "dq" in self.formats
         self.query_heads, self.kv_heads = whole_groups(heads, case.group)
-        if not self.backward:
-            self.query_heads = chosen(heads)
-        self.case = case.select_heads(list(self.query_heads))
         if self.backward:
-            kv = list(self.kv_heads)
-            self.case = dataclasses.replace(self.case, k=case.k[:, kv], v=case.v[:, kv])
-        self.rows = rows
+            self.case = case.select_groups(list(self.kv_heads))
+        else:
+            self.query_heads = chosen(heads)
+            self.case = case.select_heads(list(self.query_heads))
+        self.rows, self.output = rows, output
         if rows is not None:
             self.case = self.case.select_rows(rows)
-        self.output = output
         self.exact: Reference | Gradients = (gradients if self.backward else attend)(self.case)
         self.kept: dict[str, dict[str, Tensor]] = {}
 
     def heads(self, tensor: str) -> tuple[int, ...]:
-        return self.kv_heads if tensor in ("dk", "dv") else self.query_heads
+        return self.kv_heads if tensor in KV_TENSORS else self.query_heads
 
     def unpredictable(self, tensor: str, claim: Claim | None) -> str | None:
-        if self.rows is not None and tensor in ("dk", "dv"):
+        if self.rows is not None and tensor in KV_TENSORS:
             return "query rows are sampled, and a key's gradient is a sum over all of them"
         return unpredictable(claim or {"preset": "fa2"}, self.case.format, self.formats[tensor])
 
@@ -122,31 +121,16 @@ class _Compared:
     def emulated(self, tensor: str, tried: Claim) -> Tensor:
         """One emulation of backward serves all three gradients; the output needs none."""
         recipe = returning(tried, self.case, self.formats)
-        forward = tensor == "out"
-        key = f"{forward} {sorted(recipe.items())!r}"
+        key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
         if key in self.kept:
             return self.kept[key][tensor]
-        step = {"out": emulation(self.case, recipe)} if forward else self._gradients(recipe)
-        if self._held() < KEPT_BYTES:
+        if tensor == "out":
+            step = {"out": emulation(self.case, recipe)}
+        else:
+            step = {t: x for t, x in emulated_step(self.case, recipe).items() if t != "out"}
+        if sum(x.nbytes for kept in self.kept.values() for x in kept.values()) < KEPT_BYTES:
             self.kept[key] = step
         return step[tensor]
-
-    def _gradients(self, recipe: Claim) -> dict[str, Tensor]:
-        step = emulated_step(self.case, recipe)
-        return {t: x for t, x in step.items() if t != "out"}
-
-    def _held(self) -> int:
-        return sum(x.nbytes for step in self.kept.values() for x in step.values())
-
-
-def _attempt(task: Task, kernel: Kernel, case: AttentionCase, run: Runner) -> Output | Failure:
-    """A training step where one is wanted and can be had, else the forward pass."""
-    options = given(task, kernel)
-    if task.gradients:
-        step = run(kernel, case, options, gradients=True)
-        if isinstance(step, Output):
-            return step
-    return run(kernel, case, options)
 
 
 def _informed(claim: Claim | None, found: Attribution | None) -> Claim | None:
@@ -174,10 +158,6 @@ def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], t
     return tuple(h * group + i for h in kv for i in range(group)), kv
 
 
-def _failed(error: Exception) -> str:
-    return f"it could not be tried ({error})"
-
-
 def _row(
     task: Task,
     tensor: str,
@@ -185,28 +165,22 @@ def _row(
     found: Attribution | None,
     unknown: str | None,
 ) -> AttributionRow:
-    fields: Mapping[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
-    row = AttributionRow(**fields, explained_by=None, reason=unknown, sentence="")
+    fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
+    fields |= {"explained_by": None, "reason": unknown, "sentence": ""}
     if found is not None:
-        row = row.model_copy(
-            update={
-                "explained_by": None if found.why_not else found.best.preset,
-                "reason": found.why_not,
-                "nearest": found.best.preset,
-                "recipe": dict(found.best.claim),
-                "residual": found.best.residual,
-                "size": found.best.ratio,
-                "next_preset": found.next.preset,
-                "next_residual": found.next.residual,
-                "sites": tuple(
-                    SiteShare(
-                        site=s.site,
-                        rounds=SITES[s.site].rounds,
-                        share=s.share,
-                        residual=s.residual,
-                    )
-                    for s in found.shares
-                ),
-            }
-        )
+        fields |= {
+            "explained_by": None if found.why_not else found.best.preset,
+            "reason": found.why_not,
+            "nearest": found.best.preset,
+            "recipe": dict(found.best.claim),
+            "residual": found.best.residual,
+            "size": found.best.ratio,
+            "next_preset": found.next.preset,
+            "next_residual": found.next.residual,
+            "sites": tuple(
+                SiteShare(**dataclasses.asdict(s), rounds=SITES[s.site].rounds)
+                for s in found.shares
+            ),
+        }
+    row = AttributionRow(**fields)
     return row.model_copy(update={"sentence": sentence(row)})

@@ -1,24 +1,32 @@
-"""Ctrl-C that is not lost.
-
-Python raises KeyboardInterrupt wherever the main thread happens to be. Where that is inside a
-native extension which calls back into Python and clears the error, the interrupt vanishes, and a
-long run goes on. `watching` remembers that one came; the loop asks at every task.
-"""
+"""Ctrl-C that is not lost, and Ctrl-C that waits."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
-@contextmanager
-def watching() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt if one came and was lost. Restores the handler.
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
+    """SIGINT by `handler`; gives the one before, and restores it. Outside the main thread, where
+    Python allows no handlers, it does nothing."""
+    try:
+        before = signal.signal(signal.SIGINT, handler)
+    except ValueError:
+        yield None
+        return
+    try:
+        yield before
+    finally:
+        signal.signal(signal.SIGINT, before)
 
-    Outside the main thread, where Python allows no handlers, it never raises.
-    """
+
+@contextlib.contextmanager
+def watching() -> Iterator[Callable[[], None]]:
+    """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
+    calls back into Python may clear the error. The loop asks at every task."""
     came = False
 
     def remember(number: int, frame: Any) -> None:
@@ -30,26 +38,15 @@ def watching() -> Iterator[Callable[[], None]]:
         if came:
             raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGINT, remember)
-    except ValueError:
+    with _handling(remember):
         yield check
-        return
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """An interrupt that comes in here takes effect at the end, for what must not be done by halves.
-    A second one takes effect at once. Restores the handler.
-
-    Outside the main thread, where Python allows no handlers, it does nothing.
-    """
-    came = 0
-    before: Any = None
+    A second one takes effect at once."""
+    came, before = 0, None
 
     def remember(number: int, frame: Any) -> None:
         nonlocal came
@@ -59,13 +56,8 @@ def deferred() -> Iterator[None]:
             signal.raise_signal(number)
 
     try:
-        before = signal.signal(signal.SIGINT, remember)
-    except ValueError:
-        yield
-        return
-    try:
-        yield
+        with _handling(remember) as before:
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
         if came == 1:
             signal.raise_signal(signal.SIGINT)

@@ -56,6 +56,7 @@ serve(pipe)
 """
 TICK_S = 0.2  # how often it is looked whether the worker lives
 START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
+CPU = torch.device("cpu")
 
 
 class Isolated:
@@ -94,14 +95,8 @@ class Isolated:
         cannot be started; any exception, Ctrl-C included, ends the worker first.
         """
         device = case.q.device
-        task = {
-            "kernel": kernel.name,
-            "case": on_device(case, torch.device("cpu")),
-            "device": str(device),
-            "options": dict(options),
-            "gradients": gradients,
-            "torch": torch_settings(),
-        }
+        how = (kernel.name, dict(options), gradients)
+        task = (*how, on_device(case, CPU), str(device), torch_settings())
         try:
             pipe = self._living()
             self._stderr.truncate(0)
@@ -189,7 +184,8 @@ class Isolated:
         else:
             what = f"its process ended with exit code {code}"
             if code < 0:
-                what = f"its process was killed by {_signal_name(-code)}"
+                name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+                what = f"its process was killed by {name}"
             if code == -signal.SIGKILL:
                 what += ", as a system does that runs out of memory"
         self._stderr.seek(0)
@@ -206,21 +202,18 @@ def serve(descriptor: int) -> None:
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:
-            task = pickle.loads(pipe.recv_bytes())
+            name, options, gradients, case, device, settings = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os.killpg(0, signal.SIGKILL)
-        pipe.send_bytes(pickle.dumps(_attempted(task)))
-
-
-def _attempted(task: Mapping[str, Any]) -> Output | Failure:
-    set_torch(task["torch"])
-    try:
-        kernel = find(task["kernel"])
-    except NumdevError as error:
-        return Failure("failed", f"not found in the isolated process: {error}")
-    case = on_device(task["case"], torch.device(task["device"]))
-    result = attempt(kernel, case, task["options"], gradients=task["gradients"])
-    return result if isinstance(result, Failure) else on_device(result, torch.device("cpu"))
+        set_torch(settings)
+        try:
+            kernel, here = find(name), on_device(case, torch.device(device))
+        except NumdevError as error:
+            result: Any = Failure("failed", f"not found in the isolated process: {error}")
+        else:
+            result = attempt(kernel, here, options, gradients=gradients)
+        answer = result if isinstance(result, Failure) else on_device(result, CPU)
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 def on_device(record: Any, device: torch.device) -> Any:
@@ -233,41 +226,35 @@ def on_device(record: Any, device: torch.device) -> Any:
     return dataclasses.replace(record, **moved)
 
 
+MATMUL, CUDNN, CUDA = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+BF16, FP16 = (f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16"))
+# The global switches of torch that a kernel's result depends on: how each is read, and set.
+SWITCHES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "float32_matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cudnn_tf32": (lambda: CUDNN.allow_tf32, lambda x: setattr(CUDNN, "allow_tf32", x)),
+    "bf16_reduction": (lambda: getattr(MATMUL, BF16), lambda x: setattr(MATMUL, BF16, x)),
+    "fp16_reduction": (lambda: getattr(MATMUL, FP16), lambda x: setattr(MATMUL, FP16, x)),
+    "sdpa_math_reduction": (
+        CUDA.fp16_bf16_reduction_math_sdp_allowed,
+        CUDA.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+}
+
+
 def torch_settings() -> dict[str, Any]:
-    """The global switches of torch that a kernel's result depends on."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return {
-        "threads": torch.get_num_threads(),
-        "float32_matmul": torch.get_float32_matmul_precision(),
-        "cudnn_tf32": cudnn.allow_tf32,
-        "bf16_reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "fp16_reduction": matmul.allow_fp16_reduced_precision_reduction,
-        "sdpa_math_reduction": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
+    """The switches as they stand."""
+    return {name: read() for name, (read, _) in SWITCHES.items()}
 
 
 def set_torch(wanted: Mapping[str, Any]) -> None:
     """Set what differs from what `torch_settings` gave. (Setting a switch to what it is already is
     not always without effect.)"""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    setters: Mapping[str, Callable[[Any], object]] = {
-        "threads": torch.set_num_threads,
-        "float32_matmul": torch.set_float32_matmul_precision,
-        "cudnn_tf32": lambda x: setattr(cudnn, "allow_tf32", x),
-        "bf16_reduction": lambda x: setattr(matmul, "allow_bf16_reduced_precision_reduction", x),
-        "fp16_reduction": lambda x: setattr(matmul, "allow_fp16_reduced_precision_reduction", x),
-        "sdpa_math_reduction": torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
-        "deterministic": torch.use_deterministic_algorithms,
-    }
     now = torch_settings()
-    for name, set_to in setters.items():
+    for name, (_, set_to) in SWITCHES.items():
         if now[name] != wanted[name]:
             set_to(wanted[name])
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -22,6 +22,7 @@ RESULTS = (
     *("report.json", "report.html", "rows.csv", "weights.csv", "cells.csv", "distances.csv"),
     *("heads.csv", "cures.csv", "kernels.csv", "profiles.csv", "state.pt"),
 )
+START = b'{"header":'
 Row = dict[str, Any] | BaseModel
 M = TypeVar("M", bound=BaseModel)
 
@@ -98,9 +99,15 @@ class Journal:
 
     def _open(self, *, overwrite: bool) -> None:
         directory, path = self.directory, self.directory / JOURNAL
+        first = b""
+        if path.exists():
+            with path.open("rb") as file:
+                first = file.readline()
+        # Interrupted within its header, there is nothing in it to lose.
+        blank = not first.endswith(b"\n") and START[: len(first)] == first[: len(START)]
+        header = _parse(first, {"header"})
         others = sorted(p.name for p in directory.iterdir())
-        begun = path.exists() and not _never_began(path)
-        if others and not (path.exists() and (not begun or _header_of(path))):
+        if others and not (path.exists() and (blank or (header and header["header"]))):
             raise UsageError(
                 f"{directory}: holds something else ({others[0]})",
                 hint="choose an empty or a new --output",
@@ -108,17 +115,16 @@ class Journal:
         if overwrite:
             for name in (*RESULTS, JOURNAL):
                 (directory / name).unlink(missing_ok=True)
-        if begun and not overwrite:
-            self._resume(path)
+        if header is not None and not overwrite:
+            self._resume(path, header["header"])
         else:
             self._file = path.open("w", encoding="utf-8")
             self._write({"header": self.header})
 
-    def _resume(self, path: Path) -> None:
+    def _resume(self, path: Path, header: Any) -> None:
+        self._check_header(header if isinstance(header, dict) else {})
         with path.open("rb") as file:
-            raw = file.readline()
-            self._check_header(json.loads(raw)["header"])
-            good = len(raw)
+            good = len(file.readline())
             for raw in file:
                 line = _parse(raw, {"task", "rows"})
                 if line is None:
@@ -129,20 +135,17 @@ class Journal:
         self._file.truncate(good)  # a torn last line belongs to a task that was not finished
         self._file.seek(good)
 
-    def _check_header(self, header: Any) -> None:
-        if header == self.header:
-            return
-        theirs = header if isinstance(header, dict) else {}
+    def _check_header(self, theirs: dict[str, Any]) -> None:
         for part, ours in self.header.items():
-            if ours == theirs.get(part):
-                continue
-            where, was, now = first_difference(theirs.get(part), ours)
-            raise UsageError(
-                f"{self.directory}: holds a run with a different {part}: "
-                f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
-                hint="choose another --output, or --overwrite to start anew",
-            )
-        raise UsageError(f"{self.directory}: holds another run", hint="choose another --output")
+            if ours != theirs.get(part):
+                where, was, now = first_difference(theirs.get(part), ours)
+                raise UsageError(
+                    f"{self.directory}: holds a run with a different {part}: "
+                    f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
+                    hint="choose another --output, or --overwrite to start anew",
+                )
+        if theirs != self.header:
+            raise UsageError(f"{self.directory}: holds another run", hint="choose another --output")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
@@ -153,21 +156,6 @@ class Journal:
 
 def _plain(row: BaseModel) -> dict[str, Any]:
     return row.model_dump(mode="json")
-
-
-def _never_began(path: Path) -> bool:
-    """Whether a journal was interrupted within its header: there is nothing in it to lose."""
-    with path.open("rb") as file:
-        raw = file.readline()
-    start = b'{"header":'
-    return not raw.endswith(b"\n") and raw[: len(start)] == start[: len(raw)]
-
-
-def _header_of(path: Path) -> Any:
-    """The header of a journal of ours; None for a file that is something else."""
-    with path.open("rb") as file:
-        line = _parse(file.readline(), {"header"})
-    return line and line["header"]
 
 
 def _parse(raw: bytes, keys: set[str]) -> dict[str, Any] | None:

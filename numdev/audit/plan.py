@@ -18,7 +18,7 @@ from typing import Any
 import numdev
 from numdev.audit.records import recorded
 from numdev.cases import CaseRef
-from numdev.config import Choice
+from numdev.config import AuditRequest, Choice
 from numdev.errors import UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of
 from numdev.kernels import Kernel, find
@@ -42,7 +42,8 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kernel on one case in one format."""
+    """One kernel on one case in one format. The kernel runs whole; `heads` and `sample` say which
+    query heads and rows are measured (None: all)."""
 
     case: CaseRef
     role: str
@@ -50,13 +51,11 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)
     format: str
     heads: tuple[int, ...] | None = None
-    """The query heads that are measured; None: all. The kernel runs whole either way."""
     gradients: bool = False
     """Whether it is a training step, and dq, dk and dv are measured too."""
     repeats: int = 1
     """How often the kernel runs on the same inputs; from two on its noise is measured."""
     sample: Sample | None = None
-    """Which rows are measured; None: all. The kernel runs whole either way."""
 
     @cached_property
     def key(self) -> str:
@@ -86,6 +85,21 @@ class Plan:
     """From which they are drawn, where a case has no seed of its own."""
     repeats: int = 1
     """How often each kernel under audit runs on the same inputs."""
+
+    @classmethod
+    def of(cls, request: AuditRequest, system: System) -> Plan:
+        """The plan of an audit. Raises UsageError for what cannot be run here."""
+        kernels = plan_kernels(request.kernels)
+        kernels += plan_controls(gradients=request.gradients) if request.control else []
+        same = ("heads", "explain", "gradients", "sampled_rows", "seed", "repeats")
+        return cls(
+            system=system,
+            formats=plan_formats(request.formats, kernels),
+            kernels=kernels,
+            examine=True,
+            profile=True,
+            **{name: getattr(request, name) for name in same},
+        )
 
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
         """All tasks of a case, in the order they are reported: format by format, what always runs
@@ -174,27 +188,28 @@ def plan_controls(*, gradients: bool) -> list[Planned]:
 
 def plan_formats(names: Iterable[str], kernels: Sequence[Planned]) -> list[Format]:
     """The formats by name, each once. Raises UsageError for one that no kernel could run in."""
-    return list(dict.fromkeys(_workable(name, kernels) for name in names))
-
-
-def _workable(name: str, kernels: Sequence[Planned]) -> Format:
-    fmt = format_named(name)
     hint = "use float64, float32, bfloat16 or float16"
-    try:
-        dtype = dtype_of(fmt)
-    except UsageError as error:
-        if any(p.kernel.any_format for p in kernels if p.role == "kernel"):
-            return fmt
-        raise UsageError(
-            f"format {fmt.name}: no tensor is stored in it",
-            hint=f"{hint}, or a kernel that takes any format, as `emulated` does",
-        ) from error
-    if dtype.itemsize < 2:
-        raise UsageError(
-            f"format {fmt.name}: no attention kernel takes plain 8-bit q, k and v on this device",
-            hint=hint,
-        )
-    return format_of(dtype)
+    formats: dict[Format, None] = {}
+    for name in names:
+        fmt = format_named(name)
+        try:
+            dtype = dtype_of(fmt)
+        except UsageError as error:
+            if not any(p.kernel.any_format for p in kernels if p.role == "kernel"):
+                raise UsageError(
+                    f"format {fmt.name}: no tensor is stored in it",
+                    hint=f"{hint}, or a kernel that takes any format, as `emulated` does",
+                ) from error
+        else:
+            if dtype.itemsize < 2:
+                raise UsageError(
+                    f"format {fmt.name}: no attention kernel takes plain 8-bit q, k and v on this "
+                    "device",
+                    hint=hint,
+                )
+            fmt = format_of(dtype)
+        formats.setdefault(fmt)
+    return list(formats)
 
 
 def digest(data: Any) -> str:

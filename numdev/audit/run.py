@@ -1,30 +1,31 @@
 """`numdev audit`: every attention call, through every kernel, against fp64, beside low precision.
 
 The main line. A source gives cases, `measure_case` turns each into finished rows, the journal keeps
-them, and the report is made of them. `numdev sweep` goes through the same loop (`measure_source`).
+them, and the report is made of them. `numdev sweep` goes through the same loop (`measured`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numdev
 from numdev.audit.attempt import attempt
-from numdev.audit.case import measure_case
-from numdev.audit.cluster import Cluster, Finished, InMemory, Workers, at_work
+from numdev.audit.bench import Selection
+from numdev.audit.cluster import Cluster, InMemory, Workers, at_work
 from numdev.audit.examine import most
 from numdev.audit.isolation import Isolated
 from numdev.audit.journal import Journal
-from numdev.audit.plan import Plan, Planned, Task, plan_controls, plan_formats, plan_kernels
-from numdev.audit.records import case_record, weight_row
+from numdev.audit.plan import Plan
+from numdev.audit.records import weight_row
 from numdev.audit.reproduce.making import Workshop, reproduce
-from numdev.audit.task import Runner
+from numdev.audit.task import Finished, Runner, measured_here
 from numdev.audit.timing import Stopwatch, stopwatch
-from numdev.config import AuditRequest
+from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
 from numdev.explain.words import explanations
 from numdev.gate.findings import findings_of
@@ -33,6 +34,7 @@ from numdev.report import (
     AuditReport,
     CaseRecord,
     DeviationRow,
+    Finding,
     ProfileRow,
     Provenance,
     WeightRow,
@@ -72,74 +74,38 @@ def audit(
     """
     system = System.here(request.device)
     watch = stopwatch(system.device)
-    kernels = plan_kernels(request.kernels)
-    kernels += plan_controls(gradients=request.gradients) if request.control else []
-    plan = Plan(
-        system=system,
-        formats=plan_formats(request.formats, kernels),
-        kernels=kernels,
-        heads=request.heads,
-        explain=request.explain,
-        examine=True,
-        profile=True,
-        gradients=request.gradients,
-        sampled_rows=request.sampled_rows,
-        seed=request.seed,
-        repeats=request.repeats,
-    )
+    plan = Plan.of(request, system)
     with watch("capture"):
         source = open_source(request, system)
-    told = [*source.notes]
-    for note in told:
-        say(note)
-    described, asked = source.describe(), request.model_dump(mode="json")
-    writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
-    header = plan.header(asked, described)
-    with (
-        Journal.open(directory, header, overwrite=overwrite) as journal,
-        # What has cost a worker its life must not be run in this process afterwards.
-        runner(isolated=request.isolate or workers is not None, limit_s=request.time_limit) as run,
-        at_work(workers, plan, header, request.time_limit, watch, say) as team,
-        writer or contextlib.nullcontext(),
-    ):
-        measure_source(
-            source,
-            plan,
-            journal,
-            run,
-            watch,
-            workers=team,
-            writer=writer,
-            progress=progress,
-            say=say,
-        )
-        for note in source.notes:  # some are known only afterwards
-            if note not in told:
-                say(note)
+    asked = request.model_dump(mode="json")
+    with measured(
+        source,
+        plan,
+        request,
+        asked,
+        directory,
+        watch,
+        workers=workers,
+        overwrite=overwrite,
+        save_cases=save_cases,
+        progress=progress,
+        say=say,
+    ) as run:
         with watch("weights"):
             weights = tuple(_weight_rows(source, plan))
-        rows = journal.records("row", DeviationRow)
+        rows = run.journal.records("row", DeviationRow)
         if not rows:
             raise MeasurementError(
                 f"{request.target}: no attention call was selected",
                 hint="check --layers and --heads",
             )
-        findings, tested = findings_of(rows)
-        workshop = Workshop(
-            plan=kernels,
-            system=system,
-            gradients=request.gradients,
-            rows=request.sampled_rows,
-            seed=request.seed,
-            run=run,
-            most=request.reproducers,
-        )
-        reproduce(findings, source, workshop, directory, say)
+        findings, tested = run.findings(rows)
+        journal = run.journal
     attributions = journal.records("attribution", AttributionRow)
     profiles = journal.records("profile", ProfileRow)
     worst = most(journal.records("worst", WorstRow))
     return AuditReport(
-        provenance=provenance(system, described, command),
+        provenance=provenance(system, run.described, command),
         request=asked,
         summary=summarise(rows, weights, explanations(attributions), worst, profiles),
         findings=findings,
@@ -151,6 +117,76 @@ def audit(
         profiles=profiles,
         timings=watch.seconds(),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A request whose cases are measured: what its report is made of."""
+
+    journal: Journal
+    described: Mapping[str, Any]
+    """The source, in plain data."""
+    findings: Callable[[Sequence[DeviationRow]], tuple[tuple[Finding, ...], tuple[str, ...]]]
+    """What the rules say of all rows, and what was tested; reproducers are written."""
+
+
+@contextlib.contextmanager
+def measured(
+    source: Source,
+    plan: Plan,
+    request: AuditRequest | SweepRequest,
+    asked: Mapping[str, Any],
+    directory: Path,
+    watch: Stopwatch,
+    *,
+    workers: Cluster | None,
+    overwrite: bool,
+    save_cases: Path | None = None,
+    progress: Progress,
+    say: Say,
+) -> Iterator[Run]:
+    """A source measured as planned. `asked` is what must be the same for a run to be continued."""
+    told = [*source.notes]
+    for note in told:
+        say(note)
+    described = source.describe()
+    header = plan.header(asked, described)
+    writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
+    with (
+        Journal.open(directory, header, overwrite=overwrite) as journal,
+        # What has cost a worker its life must not be run in this process afterwards.
+        runner(isolated=request.isolate or workers is not None, limit_s=request.time_limit) as run,
+        at_work(workers, plan, header, request.time_limit, watch, say) as team,
+        writer or contextlib.nullcontext(),
+    ):
+        measure_source(
+            *(source, plan, journal, run, watch),
+            workers=team,
+            writer=writer,
+            progress=progress,
+            say=say,
+        )
+        for note in source.notes:  # some are known only afterwards
+            if note not in told:
+                say(note)
+
+        def findings(
+            rows: Sequence[DeviationRow],
+        ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+            wrong, tested = findings_of(rows)
+            workshop = Workshop(
+                plan=plan.kernels,
+                system=plan.system,
+                gradients=plan.gradients,
+                rows=plan.sampled_rows,
+                seed=plan.seed,
+                run=run,
+                most=request.reproducers,
+            )
+            reproduce(wrong, source, workshop, directory, say)
+            return wrong, tested
+
+        yield Run(journal=journal, described=described, findings=findings)
 
 
 def measure_source(
@@ -173,55 +209,37 @@ def measure_source(
     before, visited = journal.finished, 0
     total = source.count() * len(plan.formats) * len(plan.kernels)
 
-    def keep(finished: Iterable[Finished], visited: int) -> int:
-        for key, entry, what in finished:
+    def keep(finished: Iterable[Finished]) -> None:
+        nonlocal visited
+        for key, rows, what in finished:
             if not journal.is_finished(key):  # every seed of a case brings its record
-                journal.append(key, entry)
-                visited += "row" in entry
+                journal.append(key, rows)
+                visited += "row" in rows
             progress(what, visited, total)
-        return visited
 
     with watch("capture"):
         for located in source:
             with watch("other"):
                 if writer is not None:
                     located = _saved(located, writer, plan)
-                of_case = f"case {located.ref.case}"
+                recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
-                recorded = journal.visit(of_case)
                 unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]
                 visited += len(tasks) - len(unfinished)
                 progress(located.ref.module, visited, total)
                 if recorded and not unfinished:
                     continue
                 if workers is not None:
-                    finished = workers.submit(located, unfinished)
+                    keep(workers.submit(located, unfinished))
                 else:
-                    finished = measured_here(located, unfinished, plan, run, watch)
-                visited = keep(finished, visited)
+                    keep(measured_here(located, unfinished, plan, run, watch))
         with watch("other"):
             if workers is not None:
-                keep(workers.rest(), visited)
+                keep(workers.rest())
     if before and journal.finished == before:
         say("Every task was finished before; --overwrite measures them again.")
     elif before:
         say("Continued an earlier run; its finished tasks were kept.")
-
-
-def measured_here(
-    located: Located,
-    unfinished: Sequence[tuple[Planned, Task]],
-    plan: Plan,
-    run: Runner,
-    watch: Stopwatch,
-) -> Iterator[Finished]:
-    """What goes into the journal of a case, measured in this process."""
-    with watch("capture"):
-        case = located.load()
-    record = case_record(case, located.axes)
-    yield f"case {located.ref.case}", {"case": [record]}, located.ref.module
-    for task, entry in measure_case(case, unfinished, plan, run, watch):
-        yield task.key, entry, f"{task.case.module} {task.kernel}"
 
 
 @contextlib.contextmanager
@@ -246,8 +264,6 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
 
 
 def _saved(located: Located, writer: Writer, plan: Plan) -> InMemory:
-    from numdev.audit.bench import Selection
-
     case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
     writer.add(case, located.axes)
     return InMemory(case=case, axes=located.axes)

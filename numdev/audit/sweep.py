@@ -2,30 +2,39 @@
 
 The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
 is computed in `numdev.report.curves`, the sentences in `numdev.report.sweep_words`.
+
+What it will cost is said before it is started. The model: a kernel's time on a case is a fixed
+overhead plus its matrix products' floating-point operations at a constant rate. Both are fitted,
+for every kernel and format, to the time of two small cases of the sweep's own shapes, measured as
+the sweep measures them. It leaves out caches that overflow, threads and multiprocessors that fill
+up, work that grows with the rows alone. Expect the right order of magnitude, and rather too much.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from numdev.audit.cluster import Cluster, at_work
-from numdev.audit.journal import Journal
+from numdev.audit.bench import Bench
+from numdev.audit.cluster import Cluster
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
 from numdev.audit.records import recorded
-from numdev.audit.reproduce.making import Workshop, reproduce
-from numdev.audit.run import Progress, Say, measure_source, provenance, runner, silent
-from numdev.audit.sweep_cost import Cost, estimate
+from numdev.audit.run import Progress, Say, measured, provenance, silent
+from numdev.audit.task import bench_of, measure_task
 from numdev.audit.timing import stopwatch
-from numdev.config import Choice, SweepRequest
-from numdev.formats import Format
-from numdev.gate.findings import findings_of
+from numdev.config import CaseConfig, SweepRequest
 from numdev.kernels import find
 from numdev.report import CaseRecord, DeviationRow, SweepReport, SweepSummary
 from numdev.report.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.report.sweep_words import notes, sentences
-from numdev.sources.opening import ConfigSource
+from numdev.sources.opening import ConfigSource, Drawn
 from numdev.system import System
+
+LENGTHS = (64, 1024)  # far apart, and the second long enough that products outweigh other work
+HEADS = 1
+SECONDS = 10.0  # after which calibration begins with no further format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +42,35 @@ class SweepPlan:
     """A sweep that has been checked, and nothing of it measured."""
 
     request: SweepRequest
-    system: System
+    plan: Plan
     source: ConfigSource
-    kernels: list[Planned]
-    formats: list[Format]
     baseline: Planned
     grid: Grid
 
-    def cost(self, *, calibrate: bool = True) -> Cost:
-        return estimate(
-            self.request.cases,
-            len(self.request.seeds),
-            self.formats,
-            self.kernels,
-            self.system if calibrate else None,
-            self.request.sampled_rows,
+    @property
+    def cells(self) -> int:
+        return len(self.request.cases) * len(self.plan.formats) * len(self.plan.kernels)
+
+    def cost(self, *, calibrate: bool = True) -> str:
+        """What it amounts to, in words; how long it may take too, where kernels may be run here."""
+        cases, seeds, each = self.request.cases, len(self.request.seeds), self.cells
+        work = [operations(config) for config in cases]
+        total = sum(work) * seeds * each / len(cases)
+        said = (
+            f"{each} cell{'' if each == 1 else 's'} x {seeds} seeds: {each * seeds} tasks, "
+            f"{total:.1e} floating-point operations in matrix products."
+        )
+        if not calibrate:
+            return said
+        start = time.perf_counter()
+        fits = list(_calibrate(cases[0], self.plan))
+        # Formats that the time did not reach cost what the reached ones do on average.
+        scale = seeds * len(self.plan.formats) * len(self.plan.kernels) / len(fits)
+        seconds = scale * sum(a + b * x for a, b in fits for x in work)
+        return (
+            f"{said} Roughly {duration(seconds)} on this device, extrapolated from "
+            f"{time.perf_counter() - start:.0f} s of small cases: it may be off by a factor of "
+            "three."
         )
 
 
@@ -60,15 +83,24 @@ def plan(request: SweepRequest) -> SweepPlan:
     check_metrics(request.y, request.target)
     grid = Grid(request, [(p.kernel.name, p.options) for p in kernels])
     _ = grid.axis  # refuse a grid without one now
+    baseline = find(request.baseline.name)
+    options = recorded(baseline.with_options(request.baseline.options))
     return SweepPlan(
         request=request,
-        system=system,
+        plan=Plan(
+            system=system,
+            formats=formats,
+            kernels=kernels,
+            gradients=request.gradients,
+            sampled_rows=request.sampled_rows,
+            repeats=request.repeats,
+        ),
         source=ConfigSource(
             request.target, request.cases, request.seeds, system, gradients=request.gradients
         ),
-        kernels=kernels,
-        formats=formats,
-        baseline=_planned(request.baseline, kernels),
+        baseline=next(
+            p for p in kernels if p.kernel.name == baseline.name and p.options in ({}, options)
+        ),
         grid=grid,
     )
 
@@ -87,65 +119,117 @@ def sweep(
 
     `workers`: who measures; None: this process.
     """
-    request, system = planned.request, planned.system
-    watch = stopwatch(system.device)
-    plan = Plan(
-        system=system,
-        formats=planned.formats,
-        kernels=planned.kernels,
-        gradients=request.gradients,
-        sampled_rows=request.sampled_rows,
-        repeats=request.repeats,
-    )
-    described = planned.source.describe()
-    header = plan.header(request.measured(), described)
-    with (
-        Journal.open(directory, header, overwrite=overwrite) as journal,
-        runner(isolated=request.isolate or workers is not None, limit_s=request.time_limit) as run,
-        at_work(workers, plan, header, request.time_limit, watch, say) as team,
-    ):
-        measure_source(
-            planned.source, plan, journal, run, watch, workers=team, progress=progress, say=say
-        )
-        rows = journal.records("row", DeviationRow)
-        cases = journal.records("case", CaseRecord)
-        wrong, tested = findings_of(rows)
-        workshop = Workshop(
-            plan=planned.kernels,
-            system=system,
-            gradients=request.gradients,
-            rows=request.sampled_rows,
-            run=run,
-            most=request.reproducers,
-        )
-        reproduce(wrong, planned.source, workshop, directory, say)
-    baseline, grid = planned.baseline, planned.grid
-    metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
-    found = estimates(rows, metrics, (baseline.kernel.name, baseline.options))
-    curves, called = lines(found, grid), grid.label(baseline.kernel.name, baseline.options)
+    request, grid = planned.request, planned.grid
+    watch = stopwatch(planned.plan.system.device)
+    with measured(
+        planned.source,
+        planned.plan,
+        request,
+        request.measured(),
+        directory,
+        watch,
+        workers=workers,
+        overwrite=overwrite,
+        progress=progress,
+        say=say,
+    ) as run:
+        rows = run.journal.records("row", DeviationRow)
+        cases = run.journal.records("case", CaseRecord)
+        wrong, tested = run.findings(rows)
+    of = (planned.baseline.kernel.name, planned.baseline.options)
+    cells = estimates(rows, tuple(dict.fromkeys((*request.y, *IN_CELLS))), of)
+    curves, called = lines(cells, grid), grid.label(*of)
     return SweepReport(
-        provenance=provenance(system, described, command),
+        provenance=provenance(planned.plan.system, run.described, command),
         request=request.model_dump(mode="json"),
         summary=SweepSummary(
             answer=sentences(curves, grid, called),
             notes=notes(rows),
             axis=grid.axis,
-            cells=planned.cost(calibrate=False).cells,
+            cells=planned.cells,
             seeds=request.seeds,
             baseline=called,
         ),
         findings=wrong,
         tested=tested,
         figures=figures(curves, grid, called),
-        cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in found),
+        cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in cells),
         cases=cases,
         rows=rows if request.rows == "head" else (),
         timings=watch.seconds(),
     )
 
 
-def _planned(choice: Choice, kernels: list[Planned]) -> Planned:
-    """The planned kernel a choice became."""
-    kernel = find(choice.name)
-    options = recorded(kernel.with_options(choice.options))
-    return next(p for p in kernels if p.kernel.name == kernel.name and p.options in ({}, options))
+# --- what it costs -------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A time in words a person plans with."""
+    for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (1.8e5, "h", 3600)):
+        if seconds < limit:
+            return f"{max(1, round(seconds / length))} {unit}"
+    return f"{seconds / 86400:.1f} days"
+
+
+def operations(config: CaseConfig) -> float:
+    """Of Q Kᵀ and P V over the keys that position lets each row see: 2 for each multiply-add."""
+    rows, keys = config.seq_len, config.kv_len or config.seq_len
+
+    def seen(count: int) -> float:
+        """The sum of min(i, keys) over i from 1 to count: what causal rows see."""
+        few = min(max(count, 0), keys)
+        return few * (few + 1) / 2 + keys * max(0, count - keys)
+
+    pairs = float(rows * keys)
+    if config.causal:
+        pairs = seen(rows + config.causal_offset) - seen(config.causal_offset)
+    if config.window is not None:
+        pairs = min(pairs, float(rows * config.window * (1 if config.causal else 2)))
+    width = config.head_dim + (config.v_dim or config.head_dim)
+    return 2.0 * config.batch * config.heads * pairs * width
+
+
+def _calibrate(config: CaseConfig, plan: Plan) -> Iterator[tuple[float, float]]:
+    """(seconds of overhead, seconds per operation) of every kernel and format, while time lasts."""
+    small = [_shrunk(config, length) for length in LENGTHS]
+    low_work, high_work = (operations(case) for case in small)
+    device = plan.system.device
+    cases = [Drawn(config=c, seed=0, source="calibration", device=device).load() for c in small]
+    end = time.perf_counter() + SECONDS
+    for fmt in plan.formats:
+        warm, low_bench, high_bench = (
+            bench_of(case, fmt.name, sample=plan.sample(case.ref)) for case in (cases[0], *cases)
+        )
+        for planned in plan.kernels:
+            timed = _timer(planned, plan)
+            timed(warm)  # what only the first use costs
+            low, high = timed(low_bench), timed(high_bench)
+            rate = max(0.0, (high - low) / (high_work - low_work)) if high_work > low_work else 0.0
+            yield max(0.0, low - rate * low_work), rate
+        if time.perf_counter() > end:
+            return
+
+
+def _timer(planned: Planned, plan: Plan) -> Callable[[Bench], float]:
+    def timed(bench: Bench) -> float:
+        start, ref = time.perf_counter(), bench.case.ref
+        task = plan.task(planned, bench.format.name, ref, plan.sample(ref))
+        measure_task(task, planned.kernel, bench, plan.system)
+        return time.perf_counter() - start
+
+    return timed
+
+
+def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
+    """The case with fewer rows, keys and heads, of the same head dimension and mask."""
+    heads = min(config.heads, HEADS)
+    return config.model_copy(
+        update={
+            "batch": 1,
+            "heads": heads,
+            "kv_heads": heads,
+            "seq_len": min(config.seq_len, length),
+            "kv_len": None if config.kv_len is None else min(config.kv_len, length),
+            "causal_offset": 0,
+        }
+    )

@@ -2,7 +2,7 @@
 
 A section within another takes its time from it, so that sections add up to the whole. On a GPU work
 is under way when the call that began it returns, so a section waits for the device where it ends.
-Times belong to a report, never to its rows: those depend on the task alone.
+Times belong to a report, never to its rows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Of an audit or a sweep, in the order in which they are reported. `other` is what no section was
-# opened for.
+# In the order in which they are reported. `other` is what no section was opened for.
 SECTIONS = (
     *("capture", "kernels", "reference", "predictions", "metrics", "baseline", "weights", "other"),
 )
@@ -30,21 +29,17 @@ class Stopwatch:
         sections: Sequence[str] = SECTIONS,
         *,
         synchronise: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
-        self._synchronise, self._clock = synchronise, clock
-        self._last = clock()
+        self._synchronise = synchronise
+        self._last = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Count for `section`, one of its sections, until the block is left, however that happens;
-        within the block another may be opened. Raises KeyError for an unknown one."""
+        """Count for `section` until the block is left; within it another may be opened. Raises
+        KeyError for an unknown one."""
         _ = self._spent[section]
-        if section == self._open[-1]:
-            yield
-            return
         self._lap()
         self._open.append(section)
         try:
@@ -60,7 +55,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._last = self._clock()
+            self._last = time.perf_counter()
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Count what another one counted. Raises KeyError for an unknown section."""
@@ -77,7 +72,7 @@ class Stopwatch:
         """The time since the last border is of the section that is open."""
         with contextlib.suppress(RuntimeError):  # a fault of the device is its kernel's to report
             self._synchronise()
-        now = self._clock()
+        now = time.perf_counter()
         self._spent[self._open[-1]] += now - self._last
         self._last = now
 

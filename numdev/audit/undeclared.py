@@ -3,23 +3,19 @@
 Without a word a kernel is held against `fa2`. Sound functions that round elsewhere err beyond that:
 plain code by autograd's casts, a wrapper by those of the operator it calls. So where a kernel
 declared nothing and a tensor of a call is beyond its limit under `fa2`, and only there, other ways
-that sound kernels are known to round are tried on the same inputs:
-
-- the claims of PyTorch's fused operators on this device (`numdev.kernels.sdpa_claims`),
-- the presets that stand for real code: `eager`, `fa2-consistent`. Not `golden2024` and `qiu2025`,
-  which keep running sums in the working format: that is a fault here,
-- code in PyTorch and autograd's gradients of it (`numdev.kernels.autograd_styles`).
+that sound kernels are known to round are tried on the same inputs: the claims of PyTorch's fused
+operators (`numdev.kernels.sdpa_claims`), the presets that stand for real code (not `golden2024` and
+`qiu2025`, which keep running sums in the working format: that is a fault here), and code in PyTorch
+with autograd's gradients of it (`numdev.kernels.autograd_styles`).
 
 A way explains a kernel where what it errs is what the kernel errs, element by element. What is left
-is the residual |x - way| / |x - r| of a tensor (`numdev.explain.attribution` has it too, and
-says why rows count alike). Its square is the share of the squared error that stays unexplained: it
-may be a quarter on the average of all tensors of the call, and a half in one that is beyond its
-limit. Errors of the same size, or a prediction that is merely larger, leave 1 and more. A fault
-beside a way that is right shows as ever, for the kernel is then held to the same limits beside that
-way's errors, in all tensors. Where no way explains it, it is held against `fa2`, as before.
-
-Nothing is tried where an element cannot be predicted (in float32), or where something is not finite
-or another function is suspected.
+is the residual |x - way| / |x - r| of a tensor (`numdev.explain.attribution` has it too, and says
+why rows count alike). Its square is the share of the squared error that stays unexplained: it may
+be a quarter on the average of all tensors of the call, and a half in one that is beyond its limit.
+Errors of the same size, or a prediction that is merely larger, leave 1 and more. A fault beside a
+way that is right shows as ever, for the kernel is then held to the same limits beside that way's
+errors. Nothing is tried where an element cannot be predicted (in float32), or where something is
+not finite or another function is suspected.
 """
 
 from __future__ import annotations
@@ -47,24 +43,27 @@ from numdev.metrics.yardstick import Yardstick
 from numdev.report import DeviationRow
 from numdev.system import System
 
-Claim = Mapping[str, Any]
-Step = Mapping[str, Tensor]
-"""By tensor, what a way returns for the measured heads and rows."""
-FA2: Claim = {"preset": "fa2"}
+Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
+# The limits of configs/gate/default.yaml on `expected_ratio` of the median head; on that of a
+# single one and on `worst_row`, by tensor; on `bias_size`, in ulps, and on its p.
 TYPICAL = 1.05
-"""The limits of configs/gate/default.yaml on `expected_ratio` of the median head; of a single one,
-and on `worst_row`, by tensor."""
 LARGEST: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("out", "dv"), (1.1, 5.0)),
     **dict.fromkeys(("dq", "dk"), (3.0, 20.0)),
 }
-IN_ONE = math.sqrt(0.5)
-"""The largest residual in a tensor that is beyond its limit."""
 BIAS, BIAS_ALPHA = 0.05, 0.01
-"""The limit on `bias_size`, in ulps (two that are nearer each other than this are one), and on its
-p."""
-MOST_SCORES = 1 << 25
-"""Ways that are written out keep all scores of a call; larger calls are not tried by them."""
+IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
+MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
+# By device, PyTorch's kernels and the operator that each is.
+OPERATORS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu", "sdpa-math": "math"},
+    "cuda": {
+        "sdpa-flash": "_scaled_dot_product_flash_attention",
+        "sdpa-efficient": "_scaled_dot_product_efficient_attention",
+        "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
+        "sdpa-math": "math",
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,23 +85,14 @@ def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     return tuple(t for t in LARGEST if _beyond(t, [r for r in rows if r.tensor == t]))
 
 
-def _biased(row: DeviationRow) -> bool:
-    certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
-    return certain and row.tensor == "out" and abs(row.bias_size or 0.0) >= BIAS
-
-
 def _beyond(tensor: str, rows: Sequence[DeviationRow]) -> bool:
     ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
-    worst = [r.worst_row for r in rows if r.worst_row is not None]
+    worst = max((r.worst_row for r in rows if r.worst_row is not None), default=0.0)
     most, most_in_a_row = LARGEST[tensor]
-    return any(map(_biased, rows)) or (
-        bool(ratios)
-        and (
-            max(ratios) > most
-            or median(ratios) > TYPICAL
-            or max(worst, default=0.0) > most_in_a_row
-        )
-    )
+    if ratios and (max(ratios) > most or median(ratios) > TYPICAL or worst > most_in_a_row):
+        return True
+    biased = (r for r in rows if tensor == "out" and abs(r.bias_size or 0.0) >= BIAS)
+    return any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
 
 
 def likeness(
@@ -117,13 +107,17 @@ def likeness(
 
     A way that cannot take the call (a sink, too many scores) is not tried.
     """
-    given = {n: bench.selection.select(getattr(output, n), n) for n in formats if n in bench.by_row}
-    if any(unpredictable(FA2, bench.case.format, formats[n]) for n in given):
+    names = [n for n in formats if n in bench.by_row]
+    if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return None
-    residuals = {n: _residuals(x, bench, n) for n, x in given.items()}
+    select = bench.selection.select
+    residuals = {n: _residual(select(getattr(output, n), n), bench.yardsticks[n]) for n in names}
     best: Likeness | None = None
-    for words, made in _ways(formats, bench, system):
-        expected = _tried(made)
+    for words, way in _ways(formats, bench, system):
+        try:
+            expected = way()
+        except (Refused, MeasurementError, UsageError):
+            continue
         if expected is None:
             continue
         left = {n: residual(expected[n]) for n, residual in residuals.items()}
@@ -139,32 +133,26 @@ def likeness(
 def with_bias_explained(
     metrics: Sequence[Metrics], like: Likeness, yardstick: Yardstick
 ) -> list[Metrics]:
-    """The metrics of an output; where a large bias is that of the way which explains it, there is
-    none that is the kernel's own, and `nulls` says whose it is."""
+    """The metrics of an output; where a large bias is that of the way which explains it (two nearer
+    each other than BIAS are one), there is none that is the kernel's own, and `nulls` says whose it
+    is."""
     if all(abs(head.get("bias_size") or 0.0) < BIAS for head in metrics):
         return list(metrics)
     way = round_to(like.expected["out"], yardstick.format)
-    found = []
+    explained = []
     for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
         size, other = head.get("bias_size"), its.get("bias_size")
         if size and other and abs(size) >= BIAS and abs(size - other) < BIAS:
             why = f"{size:+.3f} ulp, {like.words}"
             head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
-        found.append(head)
-    return found
+        explained.append(head)
+    return explained
 
 
-def _tried(made: Callable[[], Step | None]) -> Step | None:
-    try:
-        return made()
-    except (Refused, MeasurementError, UsageError):
-        return None
-
-
-def _residuals(x: Tensor, bench: Bench, tensor: str) -> Callable[[Tensor], float]:
+def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
     """Of what is expected: |x - way| / |x - r|, rows counting alike; where x has no error 0, or
     infinity if the way errs."""
-    y, wide = bench.yardsticks[tensor], x.double()
+    wide = x.double()
     weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
     size = float(weighed(wide - y.reference, weight).norm())
 
@@ -179,34 +167,17 @@ def _ways(
     formats: Mapping[str, Format], bench: Bench, system: System
 ) -> Iterator[tuple[str, Callable[[], Step | None]]]:
     """What is tried, in words, the likeliest first."""
-    for words, claim in _claims(bench, system):
-        changed = returning(claim, bench.case, formats)
-        yield words, functools.partial(bench.predicted, changed)
+    claims: dict[str, Mapping[str, Any]] = {}
+    place = "GPU" if system.device == "cuda" else "CPU"
+    for name, operator in OPERATORS[system.device].items():
+        ran = Output(out=bench.case.q, ran=operator)
+        claims[f"as {name} rounds on this {place}"] = sdpa_claims.claims(bench.case, ran, system)
+    claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
+    for words, claim in claims.items():
+        yield words, functools.partial(bench.predicted, returning(claim, bench.case, formats))
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
         for words, way in WAYS.items():
             yield words, functools.partial(_written, way, bench)
-
-
-def _claims(bench: Bench, system: System) -> Iterator[tuple[str, Claim]]:
-    """The claims of operators on this device, and the presets that are real code."""
-    for name, operator in OPERATORS[system.device].items():
-        ran = Output(out=bench.case.q, ran=operator)
-        place = "GPU" if system.device == "cuda" else "CPU"
-        yield f"as {name} rounds on this {place}", sdpa_claims.claims(bench.case, ran, system)
-    for preset in ("eager", "fa2-consistent"):
-        yield f"as {preset} rounds", {"preset": preset}
-
-
-OPERATORS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu", "sdpa-math": "math"},
-    "cuda": {
-        "sdpa-flash": "_scaled_dot_product_flash_attention",
-        "sdpa-efficient": "_scaled_dot_product_efficient_attention",
-        "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
-        "sdpa-math": "math",
-    },
-}
-"""By device, PyTorch's kernels and the operator that each is."""
 
 
 def _written(way: Way, bench: Bench) -> Step | None:
@@ -218,10 +189,9 @@ def _written(way: Way, bench: Bench) -> Step | None:
     if key not in bench.predictions:
         kernel = Kernel(name="written", function=way, any_rows=True)
         with bench.watch("predictions"):
-            found = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
-        if isinstance(found, Failure):
+            output = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
+        if isinstance(output, Failure):
             return None
-        tensors = {n: getattr(found, n) for n in ("out", *GRADIENTS)}
-        kept = {n: x.float() for n, x in tensors.items() if x is not None}
-        bench.predictions[key] = {n: x for n, x in kept.items() if n in bench.by_row}
+        tensors = {n: getattr(output, n) for n in ("out", *GRADIENTS) if n in bench.by_row}
+        bench.predictions[key] = {n: x.float() for n, x in tensors.items() if x is not None}
     return bench.predictions[key]

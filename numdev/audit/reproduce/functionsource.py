@@ -1,8 +1,8 @@
 """Where a function comes from: how another process gets hold of the same one.
 
-A function that its module has under its own name is imported. One that is defined inside another
-function, as tests often do, is defined again from its source, in a copy of its module's names and
-with the plain values that it closes over.
+A function that its module has under its own name is imported. One defined inside another function,
+as tests often do, is defined again from its source, in a copy of its module's names and with the
+plain values that it closes over.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from typing import Any
 
 from numdev.errors import UsageError
 
-PLAIN = (bool, int, float, str, type(None))
-"""What a closed-over value may be to be spelled out."""
+PLAIN = (bool, int, float, str, type(None))  # what a closed-over value may be to be spelled out
 
 
 def name_of(function: Callable[..., Any]) -> str:
     """`module:name` where the module has the function under that name; else its own name alone."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", type(function).__name__)
-    held = getattr(sys.modules.get(module), name, None)
-    if held is function and module != "__main__":
+    if getattr(sys.modules.get(module), name, None) is function and module != "__main__":
         return f"{module}:{name}"
     return str(name).rpartition("<locals>.")[2]
 
@@ -37,26 +35,35 @@ def folder_of(function: Callable[..., Any]) -> Path | None:
     if file is None:
         return None
     path = Path(file).resolve()
-    above = module.count(".") + (path.name == "__init__.py")
-    return path.parents[above]
+    return path.parents[module.count(".") + (path.name == "__init__.py")]
 
 
 def defined_again(function: Callable[..., Any]) -> tuple[str, str, tuple[str, ...]]:
     """The module, the name, and the lines that define in another process a function that cannot be
     imported. Raises UsageError, with the reason, where lines cannot do it."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+
+    def unreachable(why: str) -> UsageError:
+        return UsageError(
+            f"a script of its own cannot get hold of {name or type(function).__name__}: {why}",
+            hint="define it with `def` at the top of a module",
+        )
+
     if not inspect.isfunction(function) or name == "<lambda>":
-        raise _unreachable(name or type(function).__name__, "it is no function made with `def`")
+        raise unreachable("it is no function made with `def`")
     if module in ("__main__", "builtins") or folder_of(function) is None:
-        raise _unreachable(name, "it is in no module that can be imported")
-    closed = _closed_over(function, name)
+        raise unreachable("it is in no module that can be imported")
+    closed_over = inspect.getclosurevars(function).nonlocals
+    for variable, value in closed_over.items():
+        if not isinstance(value, PLAIN):
+            raise unreachable(f"it closes over {variable}, which is no plain value")
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except OSError as error:
-        raise _unreachable(name, "its source cannot be read") from error
+        raise unreachable("its source cannot be read") from error
     if not source.startswith("def "):
-        raise _unreachable(name, "it is decorated")
-    values = "".join(f", {n}={x!r}" for n, x in closed.items())
+        raise unreachable("it is decorated")
+    values = "".join(f", {n}={x!r}" for n, x in closed_over.items())
     lines = (
         "import importlib",
         f'namespace = dict(vars(importlib.import_module("{module}")){values})',
@@ -67,18 +74,3 @@ def defined_again(function: Callable[..., Any]) -> tuple[str, str, tuple[str, ..
         f'{name} = namespace["{name}"]',
     )
     return module, name, lines
-
-
-def _closed_over(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    found = inspect.getclosurevars(function).nonlocals
-    for variable, value in found.items():
-        if not isinstance(value, PLAIN):
-            raise _unreachable(name, f"it closes over {variable}, which is no plain value")
-    return dict(found)
-
-
-def _unreachable(name: str, why: str) -> UsageError:
-    return UsageError(
-        f"a script of its own cannot get hold of {name}: {why}",
-        hint="define it with `def` at the top of a module",
-    )

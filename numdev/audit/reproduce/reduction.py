@@ -1,18 +1,15 @@
 """The smallest call that still shows a finding: delta debugging on the axes of attention.
 
-`reduce` takes a call and a question ("does it still show?") that runs the real kernel, and leaves
-out heads, sequences, keys and query rows for as long as the answer is yes: halves first, then
-smaller pieces (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002).
-What a finding needs to show is kept, whatever it is: the question decides, nothing is assumed.
+`reduce` leaves out heads, sequences, keys and query rows for as long as the question "does it still
+show?", which runs the real kernel, is answered yes: halves first, then smaller pieces (Zeller and
+Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002).
 
 Where causality or a window hides keys, leaving out positions must not move the others. A range of
-rows and keys stays the same call with another `causal_offset`; those that keep the offset are tried
-first, since a kernel's causal flag can say nothing else and another form may run another kernel.
-A call with as many queries as keys keeps as many: where they differ kernels align causality at one
-corner or the other, and one that is right about the call could be shown to differ for that alone.
-Arbitrary rows and keys need positions as an explicit mask; that form is kept if it is much smaller.
-
-The result is never larger than the input, and it showed whenever it was last asked.
+rows and keys stays the same call with another `causal_offset`; cuts that keep the offset come
+first, since a causal flag can say nothing else and another form may run another kernel. A call with
+as many queries as keys keeps as many: where they differ kernels align causality at one corner or
+the other, and a kernel that is right could be shown to differ for that alone. Arbitrary rows and
+keys need positions as an explicit mask; that form is kept if it is much smaller.
 """
 
 from __future__ import annotations
@@ -30,24 +27,22 @@ from numdev.errors import MeasurementError
 from numdev.sources.tensorwriter import storage_order
 
 Shows = Callable[[AttentionCase], bool]
-TRIES = 3
-"""How often the input, and at the end the result, is asked."""
-FLAKY_TRIES = 5
-"""How often a candidate is asked where the input did not show every time."""
-CUTS = (
-    (0, 1, 0, 1),
-    (1, 0, 1, 0),
-    (0, 1, 0, 0),
-    (0, 0, 0, 1),
-    (1, 0, 1, 0),
-    (0, 0, 1, 0),
-    (1, 0, 0, 0),
-)
-"""Of rows at the start and the end, of keys at the start and the end: which are cut together. The
-first two keep a call square."""
+TRIES = 3  # how often the input, and at the end the result, is asked
+FLAKY_TRIES = 5  # how often a candidate is, where the input did not show every time
+# Which are cut together: rows at the start, rows at the end, keys at the start, keys at the end.
+SQUARE_CUTS = ((0, 1, 0, 1), (1, 0, 1, 0))
+CUTS = (*SQUARE_CUTS, (0, 1, 0, 0), (0, 0, 0, 1), (1, 0, 1, 0), (0, 0, 1, 0), (1, 0, 0, 0))
+# Into how many pieces an axis is cut, round by round: all axes become coarsely small first.
 PIECES = (4, 32, 1 << 30)
-"""Into how many pieces an axis is cut at most, from round to round: all axes become coarsely small
-before the budget goes into single keys."""
+# The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them.
+AXES = {
+    "q": ("batch", "head", "row", "feature"),
+    "k": ("batch", "kv_head", "key", "feature"),
+    "v": ("batch", "kv_head", "key", "feature"),
+    "grad_out": ("batch", "head", "row", "feature"),
+    "mask": ("batch", "head", "row", "key"),
+    "sinks": ("head",),
+}
 
 
 def reduce(
@@ -58,7 +53,7 @@ def reduce(
     head: int | None = None,
     max_steps: int = 1000,
 ) -> AttentionCase:
-    """The smallest form of `case` found for which `still_shows` holds; deterministic if that is.
+    """The smallest form of `case` for which `still_shows` holds; deterministic if that is.
 
     `head` is the query head to begin with. No candidate is begun after `budget_s` seconds or
     `max_steps` candidates. A finding that comes and goes must show in a candidate about as often
@@ -69,12 +64,12 @@ def reduce(
     if case.mask is not None:
         search.accept(dataclasses.replace(search.best, mask=None))
     for pieces in PIECES:
-        _batches(search, pieces)
+        _fewer(search, "batch", pieces)
         if search.best.restricts_positions:
             _ranges(search)
         else:
-            _keys(search, pieces)
-            _rows(search, pieces)
+            _fewer(search, "key", pieces)
+            _fewer(search, "row", pieces)
     if search.best.restricts_positions:
         _by_explicit_mask(search)
     _without_what_hides_nothing(search)
@@ -124,53 +119,58 @@ class _Search:
         return self.history[0]
 
 
-# --- one axis after another ----------------------------------------------------------------------
-
-
 def _heads(search: _Search, head: int | None) -> None:
     """The worst head with its kv head; else its group; else as few kv heads as will do; then as
     few query heads of a single kv head."""
     case, group = search.best, search.best.group
     if case.heads == 1:
         return
+
+    def groups(kv_heads: Sequence[int]) -> bool:
+        heads = [h * group + g for h in kv_heads for g in range(group)]
+        return search.accept(part(case, head=heads, kv_head=kv_heads))
+
     if head is not None:
         if search.accept(part(case, head=[head], kv_head=[head // group])):
             return
         if case.kv_heads > 1:
-            search.accept(with_kv_heads(case, [head // group]))
+            groups([head // group])
     if search.best.kv_heads > 1:
-        every = list(range(case.kv_heads))
-        _fewest(every, lambda few: search.accept(with_kv_heads(case, few)))
+        _fewest(case.kv_heads, groups)
     one = search.best
     if one.kv_heads == 1 and one.heads > 1:
-        _fewest(list(range(one.heads)), lambda few: search.accept(part(one, head=few)))
+        _fewest(one.heads, lambda few: search.accept(part(one, head=few)))
 
 
-def _batches(search: _Search, pieces: int) -> None:
+def _fewer(search: _Search, axis: str, pieces: int) -> None:
     case = search.best
-    items = list(range(case.q.shape[0]))
-    _fewest(items, lambda few: search.accept(part(case, batch=few)), pieces)
+    size = {"batch": case.q.shape[0], "row": case.q_len, "key": case.kv_len}[axis]
+    _fewest(size, lambda few: search.accept(part(case, **{axis: few})), pieces)
 
 
-def _keys(search: _Search, pieces: int) -> None:
-    case = search.best
-    rows = range(case.q_len)
-    keys = list(range(case.kv_len))
-    _fewest(keys, lambda few: search.accept(at_positions(case, rows, few)), pieces)
-
-
-def _rows(search: _Search, pieces: int) -> None:
-    case = search.best
-    keys = range(case.kv_len)
-    rows = list(range(case.q_len))
-    _fewest(rows, lambda few: search.accept(at_positions(case, few, keys)), pieces)
+def _fewest(size: int, shows: Callable[[list[int]], bool], pieces: int = 1 << 30) -> None:
+    """Leave out pieces of an axis, halves first, for as long as `shows` says yes; at most `pieces`
+    pieces. Never leaves nothing."""
+    items = list(range(size))
+    smallest = max(1, -(-size // pieces))
+    size = (size + 1) // 2
+    while len(items) > 1:
+        start = 0
+        while start < len(items):
+            fewer = items[:start] + items[start + size :]
+            if fewer and shows(fewer):
+                items = fewer
+            else:
+                start += size
+        if size <= smallest:
+            return
+        size = max(smallest, min(size, len(items)) // 2)
 
 
 def _ranges(search: _Search) -> None:
-    """Rows and keys off the ends: first the cuts that keep the offset (rows and keys together, at
-    the end and at the start; then one of them at the end), then those that move it."""
+    """Rows and keys off the ends, cut by cut."""
     square = search.best.q_len == search.best.kv_len
-    for rows_first, rows_last, keys_first, keys_last in CUTS[: 2 if square else None]:
+    for rows_first, rows_last, keys_first, keys_last in SQUARE_CUTS if square else CUTS:
         case = search.best
         n, m = case.q_len, case.kv_len
         moves_rows, moves_keys = rows_first or rows_last, keys_first or keys_last
@@ -191,10 +191,10 @@ def _by_explicit_mask(search: _Search) -> None:
     if flagged.q_len * flagged.kv_len <= 1 or not search.accept(with_explicit_mask(flagged)):
         return
     for pieces in PIECES:
-        _keys(search, pieces)
-        _rows(search, pieces)
-    found = search.best
-    if 2 * (found.q_len + found.kv_len) > flagged.q_len + flagged.kv_len:
+        _fewer(search, "key", pieces)
+        _fewer(search, "row", pieces)
+    best = search.best
+    if 2 * (best.q_len + best.kv_len) > flagged.q_len + flagged.kv_len:
         del search.history[length:]
 
 
@@ -208,44 +208,6 @@ def _without_what_hides_nothing(search: _Search) -> None:
     mask = search.best.mask
     if mask is not None and bool((mask if mask.dtype == torch.bool else mask == 0).all()):
         search.accept(dataclasses.replace(search.best, mask=None))
-
-
-def _fewest(items: list[int], shows: Callable[[list[int]], bool], pieces: int = 1 << 30) -> None:
-    """Leave out pieces of `items`, halves first, for as long as `shows` says yes; at most `pieces`
-    pieces. Never leaves nothing."""
-    smallest = max(1, -(-len(items) // pieces))
-    size = (len(items) + 1) // 2
-    while len(items) > 1:
-        start = 0
-        while start < len(items):
-            fewer = items[:start] + items[start + size :]
-            if fewer and shows(fewer):
-                items = fewer
-            else:
-                start += size
-        if size <= smallest:
-            return
-        size = max(smallest, min(size, len(items)) // 2)
-
-
-# --- parts of a case -----------------------------------------------------------------------------
-
-AXES = {
-    "q": ("batch", "head", "row", "feature"),
-    "k": ("batch", "kv_head", "key", "feature"),
-    "v": ("batch", "kv_head", "key", "feature"),
-    "grad_out": ("batch", "head", "row", "feature"),
-    "mask": ("batch", "head", "row", "key"),
-    "sinks": ("head",),
-}
-"""The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them."""
-
-
-def with_kv_heads(case: AttentionCase, kv_heads: Sequence[int]) -> AttentionCase:
-    """The call with some kv heads, each with all the query heads that read it."""
-    group = case.group
-    heads = [h * group + g for h in kv_heads for g in range(group)]
-    return part(case, head=heads, kv_head=kv_heads)
 
 
 def at_positions(case: AttentionCase, rows: Sequence[int], keys: Sequence[int]) -> AttentionCase:
@@ -265,8 +227,9 @@ def with_explicit_mask(case: AttentionCase) -> AttentionCase:
     return dataclasses.replace(case, mask=mask, is_causal=False, causal_offset=0, window=None)
 
 
-def part(case: AttentionCase, **kept: Sequence[int]) -> AttentionCase:
-    """The call with the given indices of some axes alone, its tensors copied.
+def part(case: AttentionCase, **indices: Sequence[int]) -> AttentionCase:
+    """The call with the given indices of some axes alone, its tensors copied, dense, in their own
+    order of axes in memory: kernels choose by it.
 
     Axes are `batch`, `head`, `kv_head`, `row` and `key`. Heads and kv heads must go together so
     that query head h still reads kv head h // group; positions are the caller's business.
@@ -278,15 +241,10 @@ def part(case: AttentionCase, **kept: Sequence[int]) -> AttentionCase:
             continue
         for dim, axis in enumerate(axes[-x.ndim :]):
             broadcasts = name == "mask" and x.shape[dim] == 1
-            if axis in kept and not broadcasts and len(kept[axis]) < x.shape[dim]:
-                x = _pick(x, dim, kept[axis])
+            if axis in indices and not broadcasts and len(indices[axis]) < x.shape[dim]:
+                order = storage_order(x)
+                index = torch.tensor(list(indices[axis]), device=x.device)
+                picked = x.detach().permute(order).index_select(order.index(dim), index)
+                x = picked.permute([order.index(axis) for axis in range(x.ndim)])
         parts[name] = x
     return dataclasses.replace(case, **parts)
-
-
-def _pick(x: Tensor, dim: int, items: Sequence[int]) -> Tensor:
-    """Some indices of one axis, dense, in x's own order of axes in memory: kernels choose by it."""
-    order = storage_order(x)
-    index = torch.tensor(list(items), device=x.device)
-    picked = x.detach().permute(order).index_select(order.index(dim), index)
-    return picked.permute([order.index(axis) for axis in range(x.ndim)])

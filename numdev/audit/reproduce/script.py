@@ -1,0 +1,362 @@
+"""A finding as a bug report: a short script that needs torch alone, its tensors, a few words.
+
+The script reads the tensors, computes the answer in fp64 by the definition, runs the kernel as a
+user would (PyTorch, the baseline, or a function of q, k and v are spelled out, with the arguments
+numdev gives them), prints the figure of the finding, and exits with 1 if it shows. Nothing of
+numdev is in it, unless the kernel itself is written for numdev. The text is in the template
+`data/reproducer/reproduce.py.j2`; here is what it is told. The case is written as it is given:
+`numdev.audit.reproduce.reduction` makes it small beforehand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import Tensor
+
+from numdev.audit.reproduce.functionsource import defined_again
+from numdev.audit.reproduce.reduction import with_explicit_mask
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, UsageError, closest
+from numdev.kernels import Kernel, imported
+from numdev.kernels.output import GRADIENTS
+from numdev.kernels.plain import adapt
+from numdev.sources import tensorwriter
+from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED
+from numdev.sources.tensorwriter import storage_order
+from numdev.system import System
+
+ENOUGH = 0.5  # a script shows a finding from this part of the reported figure on
+RUNS_OF_NOISE = 10
+# Figures that stand on a kernel's tensor and the exact one alone, in the words a script prints.
+FIGURES = {
+    "nonfinite": "elements that are finite or not against the exact result",
+    "max_abs": "largest error",
+    "mean_abs": "mean |error|",
+    "rms": "rms error",
+    "rel": "|error| / |exact|",
+    "row_rel": "rms over rows of |error| / |terms|",
+    "max_ulp": "largest error in ulps at the size of its terms",
+    "floor_ratio": "rms error / that of the exact result rounded once",
+    "bias": "mean of kernel - exact rounded once, in ulps at the size of the terms",
+    "bias_sign": "mean along the sign of kernel - exact rounded once, in ulps",
+    "bias_feature": "largest mean over a feature of kernel - exact rounded once, in ulps",
+}
+BIASES = ("bias", "bias_sign", "bias_feature")
+ULPS = ("max_ulp", *BIASES)
+# The figure in which a finding about another metric is shown.
+STANDS_FOR = {
+    "expected_ratio": "row_rel",
+    "worst_row": "row_rel",
+    "baseline_ratio": "rms",
+    "fa_rule": "max_abs",
+    "w1": "mean_abs",
+    "suspicion": "rel",
+    "noise_ratio": "noise",
+    "lse_error": "rms",
+}
+ABOUT_BIAS = ("bias_size", "bias_p", "bias_t")
+# The kernels that are a call of scaled_dot_product_attention, and the backend each forces.
+BACKENDS: Mapping[str, str | None] = {
+    "sdpa-math": "MATH",
+    "sdpa-flash": "FLASH_ATTENTION",
+    "sdpa-efficient": "EFFICIENT_ATTENTION",
+    "sdpa-cudnn": "CUDNN_ATTENTION",
+    "sdpa-default": None,
+}
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+Call = tuple[AttentionCase, dict[str, Any]]  # the case as the kernel was given it; the spelling
+
+
+def figure_for(metric: str, bias_of: str | None = None) -> str:
+    """The figure in which a finding about `metric` is shown: where the metric needs more than the
+    kernel's and the exact tensor, the absolute one it is a ratio of. `bias_of` is the report's word
+    for whose bias it is. Raises UsageError for a metric that is neither."""
+    if metric in ABOUT_BIAS:
+        return {"mean": "bias", "sign": "bias_sign"}.get(bias_of or "mean", "bias_feature")
+    figure = STANDS_FOR.get(metric, metric)
+    if figure not in (*FIGURES, "noise"):
+        known = [*FIGURES, *STANDS_FOR, *ABOUT_BIAS, "noise"]
+        raise UsageError(f"no finding is about {metric!r}", hint=closest(metric, known))
+    return figure
+
+
+def write(
+    directory: Path,
+    case: AttentionCase,
+    kernel: Kernel,
+    options: Mapping[str, Any],
+    *,
+    tensor: str,
+    head: int,
+    metric: str,
+    observed: float | None,
+    words: str,
+    system: System,
+    limit: float | None = None,
+    folder: Path | None = None,
+) -> Path:
+    """Write reproduce.py, tensors.safetensors and README.md into `directory`; returns the script.
+
+    `tensor` is out, lse, dq, dk or dv; `head` a query head, or a kv head for dk and dv. A case with
+    grad_out is a training step: inputs require gradients also where `tensor` is out or lse.
+    `metric` is one of FIGURES, `noise`, or `raises` for a kernel that refuses or fails; `observed`
+    is its value for this case, in the unit of the report. The script says that the deviation shows
+    from `limit` on: by default half of what was observed, and a single element for `nonfinite`.
+    `options` are those that are not the kernel's defaults. `folder` is where the module of the
+    kernel is looked for last.
+
+    Raises UsageError for a metric that no script can show and an option that has no spelling,
+    MeasurementError for a format that torch has no dtype for, gradients of inputs that are not
+    finite, and where the directory cannot be written.
+    """
+    if metric not in (*FIGURES, "noise", "raises"):
+        raise UsageError(
+            f"no script shows {metric!r}", hint=f"known: {', '.join(FIGURES)}, noise, raises"
+        )
+    if case.working is not None:
+        raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")
+    training, backward = case.grad_out is not None, tensor in GRADIENTS
+    if not backward:
+        case = dataclasses.replace(case, grad_out=None)
+    elif case.grad_out is None:
+        raise UsageError(f"case {case.ref.case!r} has no grad_out, so there is no {tensor}")
+    # Where P is 0 the reference lets nothing through; dense autograd would: 0 * NaN.
+    elif not all(bool(x.isfinite().all()) for x in (case.q, case.k, case.grad_out)):
+        raise MeasurementError(
+            "no reproducer: a short script cannot differentiate inputs that are not finite"
+        )
+    case, call = _call(kernel, options, case, tensor)
+    if limit is None:
+        limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
+    given = f" with {', '.join(f'{n} = {v!r}' for n, v in options.items())}" if options else ""
+    where = system.gpu or f"{system.cpu} ({system.cpu_capability})"
+    override = system.settings.get("cpu_capability_override")
+    facts: dict[str, Any] = {
+        **{"imports": (), "needs": "", "backend": None, "gives_gradient": False},
+        **call,
+        **_facts(case, tensor, metric),
+        "head": head,
+        "training": training,
+        "words": words,
+        "kernel": kernel.name,
+        "observed": literal(observed),
+        "limit": literal(limit),
+        "folder": None if folder is None else literal(str(folder)),
+        "runs": RUNS_OF_NOISE if metric == "noise" else 1,
+        "about": f"Measured: {kernel.name}{given}, torch {system.packages.get('torch', '?')}, "
+        f"{where}.",
+        "environment": _environment(system),
+        "environment_variable": f"ATEN_CPU_CAPABILITY={override} " if override else "",
+    }
+    templates = Environment(
+        loader=PackageLoader("numdev", "data/reproducer"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    comment = {**facts, "words": textwrap.wrap(words, 97) or [""]}
+    script = directory / "reproduce.py"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tensorwriter.write(directory / "tensors.safetensors", [case])
+        for path, told in ((script, comment), (directory / "README.md", facts)):
+            text = templates.get_template(f"{path.name}.j2").render(told)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeasurementError(f"{directory}: cannot be written ({error.strerror})") from error
+    return script
+
+
+def literal(value: Any) -> str:
+    """A value as Python source. Raises UsageError where it has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(literal, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    raise UsageError(f"a script cannot spell the option {value!r}")
+
+
+# --- how the kernel is called --------------------------------------------------------------------
+
+
+def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str) -> Call:
+    """How the template spells the call, and the case in the form in which the kernel was given it
+    (its mask explicit)."""
+    name = kernel.name
+    if name in BACKENDS:
+        return _sdpa(name, case, tensor)
+    if name == "baseline":
+        words = "plain attention as eager model code has it, every product in the working format"
+        return case, {"call": "baseline", "kernel_words": words}
+    if ":" not in name and kernel.adapted is not None:
+        return _function(name, kernel.adapted, options, case)
+    if ":" in name:
+        function = imported(name, "kernel")
+        if next(iter(inspect.signature(function).parameters), "") != "case":
+            return _function(name, function, options, case)
+    present = [n for n in ("mask", "sinks") if getattr(case, n) is not None]
+    flags = [n for n in ("is_causal", "causal_offset", "window") if getattr(case, n)]
+    fields = {n: n for n in ("q", "k", "v")} | {"scale": "SCALE"} | {n: n for n in present}
+    fields |= {n: literal(getattr(case, n)) for n in flags}
+    fields |= {"softcap": "SOFTCAP"} if case.softcap is not None else {}
+    fields |= {"grad_out": "grad_out"} if tensor in GRADIENTS else {}
+    return case, {
+        "call": "numdev",
+        "kernel_words": f"{name}, a kernel written for numdev",
+        "fields": fields,
+        "arguments": "".join(f", {n}={literal(x)}" for n, x in options.items()),
+        "imports": (
+            "from numdev.cases import AttentionCase, CaseRef",
+            "from numdev.kernels import find",
+        ),
+        "needs": "numdev",
+        "gives_gradient": tensor in GRADIENTS,
+    }
+
+
+def _sdpa(name: str, case: AttentionCase, tensor: str) -> Call:
+    backend = BACKENDS[name]
+    by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
+    if case.restricts_positions and not by_flag:
+        case = with_explicit_mask(case)
+    arguments = {
+        "attn_mask": "mask" if case.mask is not None else None,
+        "is_causal": "True" if case.is_causal else None,
+        "scale": "SCALE",
+        "enable_gqa": "True" if case.group > 1 else None,
+    }
+    given = ", ".join(f"{n}={x}" for n, x in arguments.items() if x)
+    contexts = [f"sdpa_kernel([SDPBackend.{backend}])"] if backend else []
+    contexts += ["Operator() as operator"] if tensor == "lse" else []
+    start = (8 if contexts else 4) * " " + ("" if tensor == "lse" else "return ")
+    forced = f"backend {backend}, forced alone" if backend else "whatever PyTorch picks"
+    return case, {
+        "call": "sdpa",
+        "kernel_words": f"PyTorch's SDPA, {forced}",
+        "contexts": ", ".join(contexts),
+        "start": f"{start}{SDPA}",
+        "arguments": given,
+        "fits": len(f"{start}{SDPA}(q, k, v, {given})") <= 100,
+        "backend": backend,
+    }
+
+
+def _function(
+    path: str, function: Callable[..., Any], options: Mapping[str, Any], case: AttentionCase
+) -> Call:
+    """A function of q, k, v: the arguments that numdev gives it, by their names."""
+    module, _, name = path.partition(":")
+    imports: tuple[str, ...] = (f"from {module} import {name}",)
+    if not name:  # no module has it under its name
+        module, name, imports = defined_again(function)
+    seen: dict[str, Any] = {}
+
+    def recorder(*args: Any, **named: Any) -> None:
+        seen.update(args=args, named=named)
+
+    recorder.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    adapt(path, recorder).function(case, **options)
+    whole, values = case, {}
+    for argument, x in seen["named"].items():
+        if not isinstance(x, Tensor):
+            values[argument] = "SCALE" if x is whole.scale else literal(x)
+        elif x is whole.sinks:
+            values[argument] = "sinks"
+        else:
+            values[argument] = "mask"
+            if x is not case.mask:  # positions, or a bool mask, as the function's one mask
+                case = dataclasses.replace(with_explicit_mask(case), mask=x)
+    return case, {
+        "call": "function",
+        "kernel_words": path,
+        "function": name,
+        "arguments": "".join(f", {n}={x}" for n, x in values.items()),
+        "repeats": seen["args"][1].shape != case.k.shape,
+        "imports": imports,
+        "needs": module,
+    }
+
+
+# --- what the script is told ---------------------------------------------------------------------
+
+
+def _facts(case: AttentionCase, tensor: str, metric: str) -> dict[str, Any]:
+    """Everything that a case, and what is looked at in it, decide."""
+    mask, backward = case.mask, tensor in GRADIENTS
+    more = "".join(f", {name}" for name in ("mask", "sinks") if getattr(case, name) is not None)
+    present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
+    terms = metric in ("row_rel", *ULPS)
+    return {
+        "tensor": tensor,
+        "figure": metric,
+        "figures": FIGURES,
+        "device": case.q.device.type,
+        "format": case.format.name,
+        "scale": literal(case.scale),
+        "softcap": literal(case.softcap) if case.softcap is not None else None,
+        "sinks": case.sinks is not None,
+        "mask": None if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        "group": case.group,
+        "positions": case.restricts_positions,
+        "offset": f" + {case.causal_offset}" if case.causal_offset else "",
+        "shown": _shown(case),
+        "hidden_values": not bool(case.v.isfinite().all()),
+        "backward": backward,
+        "gradient": GRADIENTS.index(tensor) if backward else None,
+        "args": f"q, k, v{more}",
+        "more_args": more,
+        "run_args": f"q, k, v{more}{', grad_out' if backward else ''}",
+        "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
+        "dtypes": {n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}},
+        "terms": terms,
+        "slope": terms and tensor in ("dq", "dk") and case.softcap is not None,
+        "floor": metric in ("nonfinite", "floor_ratio", *BIASES),
+        "ulps": metric in ULPS,
+    }
+
+
+def _view(x: Tensor) -> str:
+    """A stored tensor as a view with its axes in memory as the kernel saw them."""
+    order = storage_order(x)
+    inverse = ", ".join(str(order.index(axis)) for axis in range(x.ndim))
+    return "" if order == sorted(order) else f".permute({inverse})"
+
+
+def _shown(case: AttentionCase) -> str:
+    """Which keys a query may see, as an expression of i, j and mask; empty if it may see all."""
+    parts = ["(j <= i)"] if case.is_causal else []
+    left, right = case.window or (None, None)
+    parts += [f"(j >= i - {left})"] if left is not None else []
+    parts += [f"(j <= i + {right})"] if right is not None else []
+    if case.mask is not None:
+        additive = "(mask != torch.finfo(mask.dtype).min)"  # models write "hidden" so
+        parts.append("mask" if case.mask.dtype == torch.bool else additive)
+    return " & ".join(parts) if len(parts) > 1 else parts[0].strip("()") if parts else ""
+
+
+def _environment(system: System) -> list[tuple[str, str]]:
+    """The environment as pairs for a table."""
+    packages = {n: v for n, v in system.as_dict()["packages"].items() if n != "transformers"}
+    settings = {n: v for n, v in system.settings.items() if v is not None}
+    facts = {
+        "GPU": system.gpu,
+        "driver, CUDA, cuDNN": system.gpu and f"{system.driver}, {system.cuda}, {system.cudnn}",
+        "CPU": f"{system.cpu} ({system.cpu_capability}), {system.threads} threads",
+        "system": f"{system.platform}, Python {system.python}",
+        "packages": ", ".join(f"{n} {v}" for n, v in packages.items()),
+        "settings": ", ".join(f"{n} {v}" for n, v in settings.items()),
+    }
+    return [(name, value) for name, value in facts.items() if value]

@@ -1,0 +1,278 @@
+"""The rows of one measured kernel: each tensor's metrics, and what stands beside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from numdev.audit.attempt import Failure
+from numdev.audit.bench import Bench
+from numdev.audit.plan import Task
+from numdev.audit.records import recorded
+from numdev.audit.undeclared import Likeness, with_bias_explained
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, UsageError
+from numdev.explain.wrong_function import far_off, suspect
+from numdev.formats import Format, format_of
+from numdev.kernels import Kernel, Output
+from numdev.kernels.emulation.predict import returning, unexpected
+from numdev.kernels.output import GRADIENTS
+from numdev.metrics.bits import checksums
+from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain, measure_precision
+from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere
+from numdev.metrics.noise import noise
+from numdev.report import NOT_PREDICTED, DeviationRow
+
+# What measuring may raise on strange outputs, and costs the row, not the audit.
+COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
+OF_CASE = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What came of one task."""
+
+    rows: list[DeviationRow]
+    """One per head and tensor, or a single one that says why there is none."""
+    output: Output | None = None
+    """What the kernel returned first; None where it returned nothing."""
+    held_to: Mapping[str, Tensor] | None = None
+    """By tensor, the way of rounding the output was held to, where its claim predicts another."""
+    along: Mapping[str, Deviation] = field(default_factory=dict)
+    """By tensor, with sums by bin of positions."""
+
+
+def rows_of(
+    task: Task,
+    runs: Sequence[Output],
+    bench: Bench,
+    claim: Mapping[str, Any] | None,
+    like: Likeness | None = None,
+) -> Measured:
+    """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
+    claim's, or those of the way `like` that explains it. Raises MeasurementError for an output
+    that lacks a tensor."""
+    output, selection = runs[0], bench.selection
+    rest = _elsewhere(task, output, bench)
+    trained = any(getattr(output, name) is not None for name in GRADIENTS)
+    # What was computed of sampled queries alone has no dk and dv.
+    tensors = bench.by_row if task.role in ("baseline", "control") else bench.tensors
+    rows: list[DeviationRow] = []
+    along: dict[str, Deviation] = {}
+    for tensor in tensors if trained else ("out",):
+        x = getattr(output, tensor)
+        if x is None:
+            raise MeasurementError(f"it returned no {tensor}")
+        if task.role == "precision":
+            of = selection.sampled_from(tensor)
+            heads = measure_precision(bench.yardsticks[tensor], of=of).heads
+            rows += _rows(task, tensor, heads, output, bench)
+            continue
+        chosen = selection.select(x, tensor)
+        fmt = bench.format if task.role == "floor" else returned(x, bench.case)
+        heads, along[tensor] = _heads(task, tensor, chosen, fmt, output, bench, claim, like)
+        _say_of_the_rest(heads, rest.get(tensor, ()))
+        if task.role == "kernel" and tensor == "out":
+            _say_of_empty_rows(heads, chosen, bench)
+            _say_suspicion(heads, output, bench)
+        _say_bits_and_noise(heads, task, tensor, runs, bench)
+        if (response := bench.amplification.get(tensor)) is not None:
+            for head, its in zip(heads, response, strict=True):
+                head["amplification"] = its
+        rows += _rows(task, tensor, heads, output, bench, fmt)
+    if output.lse is not None and task.role not in ("precision", "control"):
+        lse, of = selection.select(output.lse), selection.sampled_from("lse")
+        heads = measure_plain(lse, bench.reference.lse, bench.reference.empty, of=of).heads
+        _say_of_the_rest(heads, rest.get("lse", ()))
+        _say_bits_and_noise(heads, task, "lse", runs, bench)
+        rows += _rows(task, "lse", heads, output, bench)
+    expected = None if like is None else like.expected
+    return Measured(rows=rows, output=output, held_to=expected, along=along)
+
+
+def _heads(
+    task: Task,
+    tensor: str,
+    x: Tensor,
+    fmt: Format,
+    output: Output,
+    bench: Bench,
+    claim: Mapping[str, Any] | None,
+    like: Likeness | None,
+) -> tuple[list[Metrics], Deviation]:
+    """One tensor's metrics beside what is predicted of it."""
+    y, selection = bench.yardsticks[tensor].for_format(fmt), bench.selection
+    of, bins = selection.sampled_from(tensor), selection.bins_of(tensor)
+    measured = functools.partial(measure, x, y, of=of, bins=bins)
+    if task.role == "floor":
+        deviation = measured()
+        return deviation.heads, deviation
+    lacking: tuple[str, ...] = ("expected_ratio", "worst_row")
+    why = unexpected(claim, bench.case.format, fmt)
+    if tensor not in bench.by_row:
+        lacking, why = (*lacking, "baseline_ratio", "amplification"), NOT_PREDICTED
+    if why is not None:
+        deviation = measured()
+        for head in deviation.heads:
+            _null(head, lacking, why)
+        return deviation.heads, deviation
+    if like is None:
+        changed = returning(claim, bench.case, formats_of(output, bench))
+        expected, whose = bench.predicted(changed)[tensor], str((claim or {}).get("preset", "fa2"))
+    else:
+        expected, whose = like.expected[tensor], like.words
+    deviation = measured(expected)
+    heads = deviation.heads
+    if like is not None and tensor == "out":
+        heads = with_bias_explained(heads, like, y)
+    for head in heads:
+        head["claim"] = whose
+    return heads, deviation
+
+
+# --- what rows say beside their metrics ----------------------------------------------------------
+
+
+def _null(head: Metrics, names: Iterable[str], why: str) -> None:
+    head["nulls"] = {**head["nulls"], **dict.fromkeys(names, why)}
+
+
+def _elsewhere(task: Task, output: Output, bench: Bench) -> dict[str, list[Elsewhere]]:
+    """What of a kernel's tensors is not finite in the rows that are not measured, by tensor;
+    nothing where all that came back is finite, as it should be."""
+    if task.role != "kernel" or not bench.sampled:
+        return {}
+    formats = formats_of(output, bench)
+    if output.lse is not None:
+        formats["lse"] = format_of(output.lse.dtype)
+    select = bench.selection
+    whole = {name: select.select_heads(getattr(output, name), name) for name in formats}
+    if bench.inputs_finite and all_finite(whole.values()):
+        return {}
+    case = select.with_heads(bench.case)
+    return {
+        name: elsewhere(x, name, case, select.rows_of(name), formats[name])
+        for name, x in whole.items()
+    }
+
+
+def _say_of_the_rest(heads: Sequence[Metrics], rest: Sequence[Elsewhere]) -> None:
+    """`nonfinite` over all rows; where those that are not measured leave it open, why."""
+    for head, there in zip(heads, rest, strict=bool(rest)):
+        count = head["nonfinite"] + there.nonfinite
+        is_open = there.unknown and not count
+        head["nonfinite"] = None if is_open else count
+        if is_open:
+            _null(head, ("nonfinite",), there.unknown or "")
+
+
+def _say_of_empty_rows(heads: Sequence[Metrics], x: Tensor, bench: Bench) -> None:
+    """How much of each head is not finite in rows that see no key."""
+    if any(head["empty_rows"] for head in heads):
+        wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
+        for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
+            head["empty_nonfinite"] = count
+
+
+def _say_suspicion(heads: Sequence[Metrics], output: Output, bench: Bench) -> None:
+    """What the kernel seems to compute instead, in heads that are far off."""
+    select = bench.selection
+    far = [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]
+    if not far:
+        return
+    causes = suspect(bench.case, output.out, bench.reference, select.heads, far, select.queries)
+    for h, head in zip(select.heads, heads, strict=True):
+        if h in causes:
+            head["suspicion"], head["suspicion_cut"] = causes[h].cause, causes[h].cut
+
+
+def _say_bits_and_noise(
+    heads: Sequence[Metrics], task: Task, tensor: str, runs: Sequence[Output], bench: Bench
+) -> None:
+    """The checksum of each whole head of the first run, and how far runs differ."""
+    if task.role in ("precision", "control"):
+        return
+    tensors = [getattr(run, tensor) for run in runs]
+    if any(x is None for x in tensors):
+        raise MeasurementError(f"runs on the same inputs differ in the kind of {tensor}")
+    whole = [bench.selection.select_heads(x, tensor) for x in tensors]
+    for head, bits in zip(heads, checksums(whole[0]), strict=True):
+        head["bits"] = bits
+    if len(runs) < 2:
+        return
+    for head, its in zip(heads, noise(whole), strict=True):
+        head["noise"] = None if its.flickering else its.noise
+        if its.flickering:
+            why = f"{its.flickering} elements are finite in some runs and not in others"
+            _null(head, ("noise",), why)
+        elif its.noise is None:
+            _null(head, ("noise",), "no element is finite")
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _rows(
+    task: Task,
+    tensor: str,
+    heads: Sequence[Metrics],
+    output: Output,
+    bench: Bench,
+    out_format: Format | None = None,
+) -> list[DeviationRow]:
+    limited = task.format == "float64" and task.role != "precision"
+    shared = {
+        **identity(task),
+        "tensor": tensor,
+        "status": "ok",
+        "reason": "reference-limited" if limited else None,
+        "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
+        "out_format": out_format.name if out_format else None,
+    }
+    rows = bench.selection.rows_of(tensor)
+    if rows is not None and bench.selection.sampled_from(tensor) is not None:
+        shared |= {"sampled": True, "rows_measured": len(rows)}
+    return [
+        DeviationRow.model_validate({**shared, "head": head, **values})
+        for head, values in zip(bench.selection.heads_of(tensor), heads, strict=True)
+    ]
+
+
+def bare_row(task: Task, failure: Failure, tensor: Literal["out", "dq"] = "out") -> DeviationRow:
+    """The only row of a task, or of its gradients, without a result."""
+    return DeviationRow(
+        **identity(task), head=None, tensor=tensor, status=failure.status, reason=failure.reason
+    )
+
+
+def identity(task: Task) -> dict[str, Any]:
+    """The fields of a row that say what the task was."""
+    return {
+        **{name: getattr(task.case, name) for name in OF_CASE},
+        "role": task.role,
+        "kernel": task.kernel,
+        "options": dict(task.options),
+        "format": task.format,
+    }
+
+
+def returned(out: Tensor, case: AttentionCase) -> Format:
+    """The format an output is in: its dtype's, unless it came in the dtype that stores the case's
+    working format. (What a kernel computes in a wider one it must then return in a wider dtype.)"""
+    return case.format if out.dtype == case.q.dtype else format_of(out.dtype)
+
+
+def formats_of(output: Output, bench: Bench) -> dict[str, Format]:
+    """The format of every tensor that came back."""
+    tensors = {name: getattr(output, name) for name in bench.tensors}
+    return {name: returned(x, bench.case) for name, x in tensors.items() if x is not None}
+
+
+def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
+    """The options to call the kernel with: those that are not its defaults."""
+    defaults = recorded(kernel.options)
+    return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}
