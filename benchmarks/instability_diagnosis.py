@@ -18,7 +18,7 @@ from instability_runs import Run
 from instability_warnings import SHARE_OF_DELTA, T_OF_DELTA
 
 CERTAIN = 4.0
-"""|t| from which an error of delta counts as of one sign: `numdev.diagnose.guilt` has it so."""
+"""|t| from which an error of delta counts as of one sign: `numdev.diagnose.heads` has it so."""
 SHOWN = {
     "dS row sum": "diagnose: dS row sum, median head",
     "dW_Q error": "diagnose: dW_Q error, median head",

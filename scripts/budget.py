@@ -23,7 +23,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/audit": (3100, 5360),
     "numdev/gate": (1900, 4350),
     "numdev/training": (3000, 4700),
-    "numdev/diagnose": (1500, 3060),
+    "numdev/diagnose": (1500, 2340),
     "numdev/report": (2900, 6250),
     "numdev": (28000, 47400),
     "tests": (20000, 45800),

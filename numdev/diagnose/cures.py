@@ -1,31 +1,48 @@
-"""Cures of biased rounding, each as a change of one thing in an attention: what Qiu & Yao (arXiv
-2510.04212) tried, what follows from their chain, and what others have proposed.
+"""Cures of biased rounding, what each changes on the call of a diagnosis, and what shows there of a
+real kernel.
 
-A cure is options of the kernel `emulated`, so `numdev audit`, `sweep` and `train` take it as any
-kernel's options. What it does to bias, gradients and cost is measured, not said here.
+A cure is a change of one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what
+follows from their chain, and what others have proposed. It is options of the kernel `emulated`, so
+`numdev audit`, `sweep` and `train` take it as any kernel's options. What it does to bias and
+gradients is measured: the inputs and the truth stay. A real kernel's sites cannot be reached, so of
+it there is what its output and its gradients tell: delta is that of its own output, summed in fp64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from numdev.audit.attempt import Failure, attempt
+from numdev.diagnose.chain import Diagnosis, biases, delta_errors, ds_row_sums, nulls
+from numdev.diagnose.passes import Computed, Truth, computed
+from numdev.diagnose.report import Bias, CureRow, KernelRow
+from numdev.diagnose.statistics import bias, by_head, mean, norm, rms, t_of
+from numdev.errors import NumdevError
+from numdev.kernels import Kernel
+from numdev.kernels.backward import upstream
+from numdev.kernels.emulation.forward import smallest_weight
 from numdev.kernels.emulation.recipe import Recipe, changed
+from numdev.kernels.emulation.rounding import plain_arithmetic
 from numdev.kernels.emulation.site_list import SITES
+from numdev.kernels.output import GRADIENTS
+
+NONE = "none"
+NUMBERS = ("delta_mean", "delta_rms", "delta_t", "ds_row_sum", "dq_rel", "dk_rel", "dv_rel",
+           "dw_q_error")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cure:
     """One change of an attention."""
 
-    name: str
-    about: str
-    """What is changed."""
-    breaks: str
-    """Where it fails, or what it costs."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `emulated`: a field of a recipe or a site, to its value."""
+    breaks: str  # where it fails, or what it costs
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields and sites of a recipe
 
     def of(self, made: Recipe) -> Recipe:
         """The recipe with this cure; raises UsageError where the two contradict one another."""
@@ -34,83 +51,167 @@ class Cure:
         return changed(made, sites=sites, **fields)
 
 
-def _cure(name: str, about: str, breaks: str, **options: Any) -> Cure:
-    return Cure(name=name, about=about, breaks=breaks, options=options)
+def _cure(breaks: str, **options: Any) -> Cure:
+    return Cure(breaks=breaks, options=options)
 
 
 _PV = dict.fromkeys(("pv", "accumulator", "state", "merge", "normalised"), "float32")
 
 CURES: Mapping[str, Cure] = {
-    cure.name: cure
-    for cure in (
-        _cure(
-            "stabilised, exact ties",
-            "the stabilised softmax of the paper's first runs: beta 7, where maxima are equal",
-            "not invariant under a shift of the scores; rows are lost where (beta - 1) r_m passes "
-            "what P's format holds; nothing changes at r_m = 0",
-            softmax="stabilised",
-            beta=7.0,
-            tie_tolerance=0.0,
-        ),
-        _cure(
-            "stabilised",
-            "the same as in its later runs: beta 2, where maxima lie within 1e-3",
-            "as with exact ties, but from a larger r_m on",
-            softmax="stabilised",
-            beta=2.0,
-            tie_tolerance=1e-3,
-        ),
-        _cure(
-            "guarded",
-            "P times a number of the row's own, one of 64 between 1/2 and 1 with odd significands, "
-            "which O / l takes back: no P is 1, whatever is tied",
-            "changes how P V is rounded, not the last cast of O; rows at one position have the "
-            "same number in all heads and batches; backward has P normalised, as ever",
-            softmax="guarded",
-        ),
-        _cure(
-            "l from rounded P",
-            "the row sum adds P as it is multiplied with V, so that the weights sum to 1",
-            "costs nothing; leaves the error of the product P V as it is",
-            l_from="rounded",
-        ),
-        _cure(
-            "P V in fp32",
-            "P V, its sum over tiles and its normalisation in fp32; O is still cast",
-            "an accumulator twice as large",
-            **_PV,
-        ),
-        _cure(
-            "O in fp32",
-            "the same, and delta reads O from before its cast",
-            "O is stored twice, or in fp32",
-            **_PV,
-            out="float32",
-            delta_o="float32",
-        ),
-        _cure(
-            "dP in fp32",
-            "dP = dO V^T is not rounded before delta is taken from it",
-            "what fused kernels do; where dP is stored it takes twice the room",
-            dp="float32",
-        ),
-        _cure(
-            "delta from dP",
-            "delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as are "
-            "S - m and l, so that P sums to 1 and each row of dS to zero",
-            "needs all of a row before any dS: one more pass over the keys",
-            delta_from="dP*P",
-            delta_product="wide",
-            exponent="wide",
-            row_sum="wide",
-        ),
-        _cure(
-            "stochastic rounding",
-            "every rounding up or down at random, with the exact value as its mean",
-            "no bias, but larger errors: up to twice where values lie anywhere, many times where "
-            "they lie next to a number of the format, as at ties; l and the S of forward and "
-            "backward no longer fit; not the same bits twice",
-            rounding="stochastic",
-        ),
+    # The stabilised softmax of the paper's first runs.
+    "stabilised, exact ties": _cure(
+        "not invariant under a shift of the scores; rows are lost where (beta - 1) r_m passes "
+        "what P's format holds; nothing changes at r_m = 0",
+        softmax="stabilised", beta=7.0, tie_tolerance=0.0,
+    ),
+    # And of its later runs.
+    "stabilised": _cure(
+        "as with exact ties, but from a larger r_m on",
+        softmax="stabilised", beta=2.0, tie_tolerance=1e-3,
+    ),
+    # P times a number of the row's own, one of 64 between 1/2 and 1 with odd significands, which
+    # O / l takes back: no P is 1, whatever is tied.
+    "guarded": _cure(
+        "changes how P V is rounded, not the last cast of O; rows at one position have the "
+        "same number in all heads and batches; backward has P normalised, as ever",
+        softmax="guarded",
+    ),
+    # The row sum adds P as it is multiplied with V, so that the weights sum to 1.
+    "l from rounded P": _cure(
+        "costs nothing; leaves the error of the product P V as it is", l_from="rounded"
+    ),
+    # P V, its sum over tiles and its normalisation; O is still cast.
+    "P V in fp32": _cure("an accumulator twice as large", **_PV),
+    # The same, and delta reads O from before its cast.
+    "O in fp32": _cure("O is stored twice, or in fp32", **_PV, out="float32", delta_o="float32"),
+    # dP = dO V^T is not rounded before delta is taken from it.
+    "dP in fp32": _cure(
+        "what fused kernels do; where dP is stored it takes twice the room", dp="float32"
+    ),
+    # delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as are S - m
+    # and l, so that P sums to 1 and each row of dS to zero.
+    "delta from dP": _cure(
+        "needs all of a row before any dS: one more pass over the keys",
+        delta_from="dP*P", delta_product="wide", exponent="wide", row_sum="wide",
+    ),
+    # Up or down at random, with the exact value as the mean.
+    "stochastic rounding": _cure(
+        "no bias, but larger errors: up to twice where values lie anywhere, many times where "
+        "they lie next to a number of the format, as at ties; l and the S of forward and "
+        "backward no longer fit; not the same bits twice",
+        rounding="stochastic",
+    ),
+}  # fmt: skip
+
+
+def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
+    """The attention as it is and with each cure, one row for every head. Where a cure contradicts
+    the recipe, or cannot be computed, all is null and `nulls` says why."""
+    rows = _rows(diagnosis, NONE, {}, diagnosis.found)
+    for name, cure in cures.items():
+        try:
+            found = computed(diagnosis.case, cure.of(diagnosis.made))
+        except NumdevError as error:
+            row = {"cure": name, "options": dict(cure.options), "pv": Bias(), "out": Bias(),
+                   "nulls": dict.fromkeys(("pv", "out", *NUMBERS), str(error))}  # fmt: skip
+            rows += [CureRow.model_validate({**head.place, **row}) for head in diagnosis.heads]
+        else:
+            rows += _rows(diagnosis, name, cure.options, found)
+    return tuple(rows)
+
+
+def _rows(
+    diagnosis: Diagnosis, name: str, options: Mapping[str, Any], found: Computed
+) -> list[CureRow]:
+    truth = diagnosis.truth
+    with torch.no_grad(), plain_arithmetic(truth.case.q.device):
+        error, outputs = truth.delta_error(found.delta), (found.out, found.dq, found.dk, found.dv)
+        broken = [_of_query_heads(truth, ~x.isfinite()).sum((0, 2, 3)) for x in outputs]
+        numbers = by_head({
+            "rows": truth.rows.sum(dim=(0, 2)),
+            "delta_mean": mean(error, truth.rows),
+            "delta_rms": rms(error, truth.rows),
+            "delta_t": t_of(error, truth.rows),
+            "ds_row_sum": ds_row_sums(truth, found)["ds_row_sum"],
+            **{f"{name}_rel": _relative(truth, name, getattr(found, name)) for name in GRADIENTS},
+            "dw_q_error": truth.moved(truth.weights(truth.dq_error(found.dq))),
+            "nonfinite": torch.stack(broken).sum(dim=0),
+        })  # fmt: skip
+        pv, out = biases(truth, found)
+    rows = []
+    for head, fields, p, o in zip(diagnosis.heads, numbers, pv, out, strict=True):
+        reasons = nulls(truth, found, fields, pv=[p], out=[o])
+        del fields["rows"]
+        why = _broken(truth, found, head.head) if fields["nonfinite"] else ""
+        row = {"cure": name, "options": dict(options), "pv": p, "out": o, "nulls": reasons}
+        rows.append(CureRow.model_validate({**head.place, **fields, **row, "broken": why}))
+    return rows
+
+
+def _relative(truth: Truth, name: str, found: Tensor) -> Tensor:
+    """[H]: |error| / |exact| of a gradient. Of dk and dv a query head has that of its kv head."""
+    exact = _of_query_heads(truth, getattr(truth.exact, name)).transpose(0, 1)
+    error = _of_query_heads(truth, found.detach().double()).transpose(0, 1) - exact
+    return norm(error) / norm(exact)
+
+
+def _of_query_heads(truth: Truth, x: Tensor) -> Tensor:
+    """What belongs to kv heads, once for every query head; other tensors as they are."""
+    repeats = truth.case.heads // x.shape[1]
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
+
+
+def _broken(truth: Truth, found: Computed, head: int) -> str:
+    """How many rows of a head lose every weight under the stabilised softmax, and from which
+    maximum on; empty where none does. It shifts a row by beta r where its maximum r > 0 is tied in
+    a tile, and by 0 where r < 0 is: every P of the row is then at most exp(-(beta - 1) r), or
+    exp(r), and may be below what P's format holds."""
+    made, kept = found.made, found.kept
+    if made.beta is None:
+        return ""
+    seen = ~truth.exact.empty[:, head] & truth.exact.lse[:, head].isfinite()
+    above = seen & kept.m[:, head].isnan()
+    below = seen & ~above & kept.l[:, head].isnan()
+    deepest = -math.log(smallest_weight(made, kept.case, kept.O.dtype))
+    parts = []
+    if above.any() and made.beta > 1:
+        parts.append(
+            f"in {int(above.sum())} rows of {int(seen.sum())} tied maxima r exceed "
+            f"{deepest / (made.beta - 1):.3g}, and exp(-(beta - 1) r) is no normal number of P's "
+            f"format (beta {made.beta:g})"
+        )
+    if below.any():
+        parts.append(
+            f"in {int(below.sum())} rows of {int(seen.sum())} a maximum r < 0 is tied, the shift "
+            "is 0, and every exp(S) is lost"
+        )
+    return "; ".join(parts)
+
+
+def seen_from_outside(
+    diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, Any]
+) -> tuple[KernelRow, ...]:
+    """A kernel's forward and backward pass on the call, one row for every head; where it refuses
+    the call or fails, the rows say why. Whether this machine has what the kernel needs
+    (`Kernel.missing`) is for the caller to ask."""
+    truth = diagnosis.truth
+    output = attempt(kernel, truth.case, options, gradients=True)
+    same: dict[str, Any] = {"kernel": kernel.name, "options": dict(options)}
+    if isinstance(output, Failure):
+        same |= {"status": output.status, "reason": output.reason}
+        return tuple(KernelRow.model_validate({**h.place, **same}) for h in diagnosis.heads)
+    assert output.dq is not None
+    with torch.no_grad(), plain_arithmetic(truth.case.q.device):
+        exact, out = truth.exact, output.out.detach().double()
+        delta = (upstream(truth.case).double() * out).sum(dim=-1)
+        numbers = by_head({
+            "dq_rel": _relative(truth, "dq", output.dq),
+            "dw_q_error": truth.moved(truth.weights(truth.dq_error(output.dq))),
+        })  # fmt: skip
+        outs = bias(out - exact.out, exact.out, exact.term_scale, truth.rows, truth.case.format)
+        deltas = delta_errors(truth, "dO*O", truth.delta_error(delta))
+    parts = zip(diagnosis.heads, numbers, outs, deltas, strict=True)
+    return tuple(
+        KernelRow(**head.place, **same, ran=output.ran, **fields, out=o, delta=d)
+        for head, fields, o, d in parts
     )
-}

@@ -2,101 +2,53 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from numdev.diagnose import guilt
-from numdev.diagnose.guilt import used_delta
+import pandas as pd
+
+from numdev.diagnose import heads as limits
+from numdev.diagnose.heads import moved, used_delta
 from numdev.diagnose.report import HeadRow, Ranked
 from numdev.report import Axis, Curve, Figure, Point, Tick
 
-Value = Callable[[HeadRow], float | None]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
+class Metric(NamedTuple):
     """A number of a head that is followed over training."""
 
-    name: str
     title: str
     y_title: str
-    of: Value
-    limit: float | None
-    """From where on it counts, as in `numdev.diagnose.guilt`; None where only its ratio has a
-    limit."""
-    what: str
-    """In the middle of a sentence."""
+    of: Callable[[HeadRow], float | None]
+    limit: float | None = None  # from where on it counts; None where only its ratio has a limit
+    what: str = ""  # in the middle of a sentence
 
 
-def _run(head: HeadRow) -> float | None:
-    used = used_delta(head)
-    return None if used is None else used.run
-
-
-def _bias(head: HeadRow) -> float | None:
-    return None if head.out.outward is None else abs(head.out.outward)
-
-
-METRICS = (
-    Metric(
-        name="tied",
-        title="Rows with tied maxima",
-        y_title="share of rows",
-        of=lambda head: head.tied,
-        limit=guilt.TIED,
-        what="tied maxima",
+METRICS: Mapping[str, Metric] = {
+    "tied": Metric(
+        "Rows with tied maxima", "share of rows", lambda h: h.tied, limits.TIED, "tied maxima"
     ),
-    Metric(
-        name="out_bias",
-        title="|Bias of O|",
-        y_title="ulp, along the sign of O",
-        of=_bias,
-        limit=guilt.BIASED,
-        what="the bias of O",
+    "out_bias": Metric(
+        "|Bias of O|", "ulp, along the sign of O",
+        lambda h: None if h.out.outward is None else abs(h.out.outward),
+        limits.BIASED, "the bias of O",
     ),
-    Metric(
-        name="delta_run",
-        title="Running sum of delta's error",
-        y_title="max |sum| / (rms √rows)",
-        of=_run,
-        limit=guilt.RUN,
-        what="the running sum of delta's error",
+    "delta_run": Metric(
+        "Running sum of delta's error", "max |sum| / (rms √rows)",
+        lambda h: getattr(used_delta(h), "run", None),
+        limits.RUN, "the running sum of delta's error",
     ),
-    Metric(
-        name="dw_q_predicted",
-        title="dW_Q error that delta's makes",
-        y_title="|error| / |dW_Q|",
-        of=guilt.moved,
-        limit=guilt.MOVED,
-        what="the error of dW_Q",
+    "dw_q_predicted": Metric(
+        "dW_Q error that delta's makes", "|error| / |dW_Q|", moved,
+        limits.MOVED, "the error of dW_Q",
     ),
-    Metric(
-        name="spectral_norm",
-        title="Spectral norm of a head's W_Q",
-        y_title="spectral norm",
-        of=lambda head: head.spectral_norm,
-        limit=None,
-        what="",
+    "spectral_norm": Metric(
+        "Spectral norm of a head's W_Q", "spectral norm", lambda h: h.spectral_norm
     ),
-    Metric(
-        name="spectral_ratio",
-        title="Spectral norm over the layer's median",
-        y_title="ratio",
-        of=lambda head: head.spectral_ratio,
-        limit=guilt.LOUDER,
-        what="the spectral norm beside its layer's",
+    "spectral_ratio": Metric(
+        "Spectral norm over the layer's median", "ratio", lambda h: h.spectral_ratio,
+        limits.LOUDER, "the spectral norm beside its layer's",
     ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Onset:
-    """When a number of the head that is followed passed its limit."""
-
-    what: str
-    step: int | None
-    """The first step from which on it never fell below again; None where it is below at the end."""
+}  # fmt: skip
 
 
 def axis_of(heads: Sequence[HeadRow]) -> Axis | None:
@@ -111,73 +63,55 @@ def axis_of(heads: Sequence[HeadRow]) -> Axis | None:
 def figures(heads: Sequence[HeadRow], first: Ranked) -> tuple[Figure, ...]:
     """Each number by step: of the head `first`, of the worst head where that is another, and the
     median."""
-    made = []
-    for metric in METRICS:
-        by_step = _by_step(heads, metric.of)
-        tracked = {step: x for step, x in _followed(heads, first, metric.of) if x is not None}
-        if len(by_step) < 2:
+    where = first.module or first.case if first.layer is None else f"layer {first.layer}"
+    drawn = []
+    for name, metric in METRICS.items():
+        everywhere, tracked = _by_step(heads, metric), _by_step(_same(heads, first), metric)
+        grouped = everywhere.groupby(level="step")
+        worst, median = grouped.max(), grouped.median()
+        if len(worst) < 2:
             continue
-        worst = {step: max(xs) for step, xs in by_step.items()}
         curves = [
-            _curve(_label(first), "kernel", tracked),
-            _curve("worst head", "kernel", {} if worst == tracked else worst),
-            _curve("median head", "floor", {s: statistics.median(x) for s, x in by_step.items()}),
+            _curve(f"{where}, head {first.head}", "kernel", tracked),
+            *([] if worst.equals(tracked) else [_curve("worst head", "kernel", worst)]),
+            _curve("median head", "floor", median),
         ]
-        made.append(
+        drawn.append(
             Figure(
-                title=metric.title,
-                metric=metric.name,
-                relative=False,
-                y_title=metric.y_title,
-                y_scale="linear",
-                curves=tuple(curve for curve in curves if curve.points),
+                title=metric.title, metric=name, relative=False, y_title=metric.y_title,
+                y_scale="linear", curves=tuple(curve for curve in curves if curve.points),
             )
-        )
-    return tuple(made)
+        )  # fmt: skip
+    return tuple(drawn)
 
 
-def onsets(heads: Sequence[HeadRow], first: Ranked) -> tuple[Onset, ...]:
-    """For each number with a limit that is known over the series, when the head passed it."""
-    found = []
-    for metric in METRICS:
-        values = [(s, x) for s, x in _followed(heads, first, metric.of) if x is not None]
-        if metric.limit is None or len(values) < 2:
-            continue
-        step = None
-        for at, value in reversed(values):
-            if value < metric.limit:
-                break
-            step = at
-        found.append(Onset(what=metric.what, step=step))
-    return tuple(found)
-
-
-def _followed(
-    heads: Sequence[HeadRow], first: Ranked, of: Value
-) -> Iterator[tuple[int, float | None]]:
-    """One head's values, by step."""
-    same = [h for h in heads if (h.case, h.head) == (first.case, first.head)]
-    for head in sorted((h for h in same if h.step is not None), key=lambda h: h.step or 0):
-        yield head.step or 0, of(head)
-
-
-def _by_step(heads: Sequence[HeadRow], of: Value) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for head in sorted((h for h in heads if h.step is not None), key=lambda h: h.step or 0):
-        value = of(head)
-        if value is not None:
-            found.setdefault(head.step or 0, []).append(value)
+def onsets(heads: Sequence[HeadRow], first: Ranked) -> dict[str, int | None]:
+    """For each number with a limit that is known over the series, the first step from which on the
+    head's never fell below it again; None where it is below at the end."""
+    found: dict[str, int | None] = {}
+    for metric in METRICS.values():
+        values = _by_step(_same(heads, first), metric)
+        if metric.limit is not None and len(values) >= 2:
+            beyond = (values >= metric.limit)[::-1].cummin()  # from the end: still beyond?
+            found[metric.what] = int(beyond[beyond].index[-1]) if beyond.any() else None
     return found
 
 
-def _curve(label: str, role: str, values: Mapping[int, float]) -> Curve:
+def _same(heads: Sequence[HeadRow], first: Ranked) -> list[HeadRow]:
+    return [head for head in heads if (head.case, head.head) == (first.case, first.head)]
+
+
+def _by_step(heads: Sequence[HeadRow], metric: Metric) -> pd.Series:
+    """What is known of a number, in the order of steps."""
+    known = [(h.step, x) for h in heads if h.step is not None and (x := metric.of(h)) is not None]
+    index = pd.Index([step for step, _ in known], name="step", dtype=int)
+    values = pd.Series([x for _, x in known], index=index, dtype=float)
+    return values.sort_index(kind="stable")
+
+
+def _curve(label: str, role: str, values: pd.Series) -> Curve:
     points = tuple(
         Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None, seeds=1)
-        for step, x in sorted(values.items())
+        for step, x in zip(values.index, values, strict=True)
     )
     return Curve.model_validate({"label": label, "role": role, "kernel": "", "points": points})
-
-
-def _label(first: Ranked) -> str:
-    where = first.module or first.case if first.layer is None else f"layer {first.layer}"
-    return f"{where}, head {first.head}"

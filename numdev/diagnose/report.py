@@ -2,10 +2,8 @@
 what the errors then do to delta and to the gradient of W_Q, and what each cure changes.
 
 Letters are those of Qiu & Yao (arXiv 2510.04212); docs/method.md has every formula. `error` is
-always the value computed less the exact one. An exact value is in fp64 from the same rounded q, k,
-v and dO. An ulp is that of the working format at the exact value's own size, or where that is what
-is left of larger terms, at a sixteenth of their sum |P V|. A t is over means of blocks of rows,
-which `numdev.diagnose.statistics` describes.
+the computed value less the exact one; an exact value is in fp64 from the same rounded q, k, v and
+dO. Ulps and t are those of `numdev.diagnose.statistics`. What is null has its reason in `nulls`.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from pydantic import Field, model_validator
 from numdev.report import Axis, Figure, Record, Report
 
 Formula = Literal["dO*O", "dP*P"]
+Value = float | None
 
 
 class Checkpoint(Record):
     """One set of weights that was diagnosed."""
 
     name: str
-    step: int | None = None
-    """Of training, where its name or the run it is from tells."""
+    step: int | None = None  # of training, where its name or the run it is from tells
     sha256: str | None = None
 
 
@@ -40,19 +38,25 @@ class Place(Record):
     call: int = 0
     head: int
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """The fields that say where, for another record of the same head."""
+        return {name: getattr(self, name) for name in Place.model_fields}
+
+    def is_of(self, other: Place) -> bool:
+        """Whether both are of one head of one checkpoint."""
+        mine, its = ((x.checkpoint, x.case, x.head) for x in (self, other))
+        return mine == its
+
 
 class Bias(Record):
     """Signed errors in ulps: the mean over all elements, and how sure it is."""
 
-    mean: float | None = None
-    rms: float | None = None
-    t: float | None = None
-    """Of the mean along the exact value's sign, over rows taken in blocks; null where there are too
-    few."""
-    outward: float | None = None
-    """The mean along the sign of the exact value: positive means away from zero."""
-    feature: float | None = None
-    """The mean of the feature in which it is largest."""
+    mean: Value = None
+    rms: Value = None
+    t: Value = None  # of `outward`, over blocks of rows; null where these are too few
+    outward: Value = None  # the mean along the exact value's sign: positive is away from zero
+    feature: Value = None  # the mean of the feature in which it is largest
     worst_feature: int | None = None
 
 
@@ -60,125 +64,94 @@ class DeltaError(Record):
     """The error of delta by one formula. Relative to the rms over rows of rowsum|dO o O|."""
 
     formula: Formula
-    mean: float | None = None
-    rms: float | None = None
-    t: float | None = None
-    """Of the mean, over rows taken in blocks."""
-    run: float | None = None
-    """max over T of |sum of the errors of rows up to T|, over rms sqrt(rows), worst sequence: near
-    1 for errors of random sign, up to sqrt(rows) for errors of one sign."""
-    dw_q: float | None = None
-    """|dW_Q error that it alone makes by formula 2| / |dW_Q|, Frobenius norms, this head's rows of
-    W_Q. Null where the call's projection is not known."""
+    mean: Value = None
+    rms: Value = None
+    t: Value = None  # of the mean, over blocks of rows
+    # max over T of |sum of the errors of rows up to T|, over rms sqrt(rows), worst sequence: near
+    # 1 for errors of random sign, up to sqrt(rows) for errors of one sign.
+    run: Value = None
+    # |dW_Q error| that it alone makes by formula 2, over |dW_Q|: Frobenius norms of this head's
+    # rows of W_Q. Null where the call's projection is not known.
+    dw_q: Value = None
 
 
 class Imbalance(Record):
     """Delta less the delta with which rows of dS sum to zero, rowsum(dP o P) / rowsum(P) of the dP
     and P that the attention has. Numbers as those of a `DeltaError`."""
 
-    mean: float | None = None
-    rms: float | None = None
-    t: float | None = None
-    run: float | None = None
+    mean: Value = None
+    rms: Value = None
+    t: Value = None
+    run: Value = None
 
 
 class HeadRow(Place):
     """The risk factors of one head, and what came of them."""
 
-    rows: int
-    """Query rows that see more than one key, over all sequences."""
+    rows: int  # query rows that see more than one key, over all sequences
     # Ties, and what P is at them.
-    tied: float | None = None
-    """The share of rows whose largest S, as it was rounded, is met by more than one key."""
-    nearly_tied: float | None = None
-    """The share whose largest S is within 1e-3 of that of another key."""
-    tied_keys: float | None = None
-    """Keys at the maximum, mean over tied rows."""
-    ones: float | None = None
-    """The share of rows with P-bar exactly 1 at two keys or more, as it meets V; in tiles that come
-    under a maximum no smaller than any other of the row's."""
-    powers: float | None = None
-    """The share of a row's probability that lies at keys where P (P-bar where it is not normalised
-    before V) is an exact power of two; mean over rows."""
+    tied: Value = None  # share of rows whose largest S, as rounded, is met by more than one key
+    nearly_tied: Value = None  # share whose largest S is within 1e-3 of that of another key
+    tied_keys: Value = None  # keys at the maximum, mean over tied rows
+    # The share of rows with P-bar exactly 1 at two keys or more, as it meets V; in tiles that come
+    # under a maximum no smaller than any other of the row's.
+    ones: Value = None
+    # The share of a row's probability that lies at keys where P (P-bar where it is not normalised
+    # before V) is an exact power of two; mean over rows.
+    powers: Value = None
     # Where attention goes.
-    sink_key: int | None = None
-    """The key that receives most probability."""
-    sink_mass: float | None = None
-    """Its share, mean over the rows that see it."""
-    sink_v: float | None = None
-    """|V| there over the median |V| of all keys that any row sees, mean over sequences."""
-    one_signed: float | None = None
-    """The share of V's features that have one sign over the keys at the maximum (within 1e-3), mean
-    over rows that have several; by chance 2^(1 - keys)."""
-    # What is wrong in forward.
-    pv: Bias
-    """The error that rounding the product P V (`pv`, `accumulator`, `state`) alone makes in
-    P-bar V."""
-    out: Bias
-    """The whole error of O."""
-    # What is wrong in backward.
-    dp_rel: float | None = None
-    """|dP error| / |dP|, over what rows see."""
-    ds_row_sum: float | None = None
-    """rms over rows of sum_j dS_ij, over the rms of sum_j |dS_ij|; exactly 0 without rounding."""
-    ds_row_sum_t: float | None = None
-    """Of its mean."""
-    delta: tuple[DeltaError, ...] = ()
-    """By the formula the attention uses, first; then by the other one, the rest unchanged."""
+    sink_key: int | None = None  # the key that receives most probability
+    sink_mass: Value = None  # its share, mean over the rows that see it
+    sink_v: Value = None  # |V| there over the median of all seen keys, mean over sequences
+    # The share of V's features that have one sign over the keys at the maximum (within 1e-3), mean
+    # over rows that have several; by chance 2^(1 - keys).
+    one_signed: Value = None
+    # Forward.
+    pv: Bias  # of P-bar V, by rounding the product alone (`pv`, `accumulator`, `state`)
+    out: Bias  # of O, by all roundings
+    # Backward.
+    dp_rel: Value = None  # |dP error| / |dP|, over what rows see
+    ds_row_sum: Value = None  # rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
+    ds_row_sum_t: Value = None  # of its mean
+    delta: tuple[DeltaError, ...] = ()  # by the formula in use, then the other, all else the same
+    # The part of delta's error that its own dP and P do not share: where S is rounded, P is
+    # another, and so, rightly, is its delta.
     delta_unbalanced: Imbalance = Imbalance()
-    """The part of delta's error that its own dP and P do not share: where S is rounded, P is
-    another, and so, rightly, is its delta."""
-    # What it does to the weights.
-    similarity: float | None = None
-    """The share of sum_T |R_T|^2 in the leading direction of R_T = (P K)[T]^T X[T], vectors of
-    head_dim * width: 1 where all are parallel, 1 / rank where none is preferred."""
-    similarity_cos: float | None = None
-    """The mean cosine of R_T and R_T' over pairs T != T'."""
-    similarity_tokens: int | None = None
-    """Of how many tokens these are: at most 2048, evenly spread over all sequences."""
-    dw_q_error: float | None = None
-    """|dW_Q error| / |dW_Q| of this head, with everything rounded that the recipe rounds."""
-    dw_q_predicted: float | None = None
-    """The part that formula 2 predicts from the measured error of delta, same unit."""
-    dw_q_cos: float | None = None
-    """The cosine of the predicted and the whole error."""
-    dw_q_unbalanced: float | None = None
-    """The part that formula 2 predicts from `delta_unbalanced`, same unit."""
-    dw_q_norm: float | None = None
-    """|dW_Q| of this head, exact: the unit of the three above and of `DeltaError.dw_q`."""
-    spectral_norm: float | None = None
-    """The largest singular value of the head's part of W_Q."""
-    spectral_ratio: float | None = None
-    """That over the median of the layer's heads."""
+    # The weights. R_T = (P K)[T]^T X[T], vectors of head_dim * width.
+    similarity: Value = None  # share of sum_T |R_T|^2 in one direction; all parallel: 1
+    similarity_cos: Value = None  # mean cosine of R_T and R_T' over pairs T != T'
+    similarity_tokens: int | None = None  # of how many: at most 2048, evenly spread
+    dw_q_error: Value = None  # |dW_Q error| / |dW_Q| of this head, by all roundings
+    dw_q_predicted: Value = None  # the part formula 2 predicts from delta's error, same unit
+    dw_q_cos: Value = None  # the cosine of the predicted and the whole error
+    dw_q_unbalanced: Value = None  # the part it predicts from `delta_unbalanced`
+    dw_q_norm: Value = None  # |dW_Q| of this head, exact: the unit
+    spectral_norm: Value = None  # the largest singular value of the head's part of W_Q
+    spectral_ratio: Value = None  # that over the median of the layer's heads
+    # Metric to why it is null: `pv`, `out`, `delta` where there is nothing of it, else such as
+    # `pv.t`.
     nulls: dict[str, str] = Field(default_factory=dict)
-    """Metric name to the reason it is null. Of `pv`, `out` and `delta` that is the name where there
-    is nothing of it, and such as `pv.t` where a part is missing."""
 
 
 class CureRow(Place):
     """What one cure does for one head: the same inputs, the attention with one thing changed."""
 
-    cure: str
-    """`none` is the attention as it is."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """What it changes in the options of `emulated`."""
+    cure: str  # `none` is the attention as it is
+    options: dict[str, Any] = Field(default_factory=dict)  # what it changes, of `emulated`
     pv: Bias
     out: Bias
-    delta_mean: float | None = None
-    delta_rms: float | None = None
-    delta_t: float | None = None
-    ds_row_sum: float | None = None
-    dq_rel: float | None = None
-    """|dQ error| / |dQ|."""
-    dk_rel: float | None = None
-    dv_rel: float | None = None
-    dw_q_error: float | None = None
-    nonfinite: int = 0
-    """Elements of O or a gradient that are not finite: where the cure breaks."""
-    broken: str = ""
-    """Why they are not, where that is known."""
+    delta_mean: Value = None
+    delta_rms: Value = None
+    delta_t: Value = None
+    ds_row_sum: Value = None
+    dq_rel: Value = None  # |dQ error| / |dQ|
+    dk_rel: Value = None
+    dv_rel: Value = None
+    dw_q_error: Value = None
+    nonfinite: int = 0  # elements of O or a gradient that are not finite: where the cure breaks
+    broken: str = ""  # why they are not, where that is known
+    # As a `HeadRow` has them; where the cure contradicts the attention, all, and why.
     nulls: dict[str, str] = Field(default_factory=dict)
-    """As a `HeadRow` has them; where the cure contradicts the attention, all, and why."""
 
 
 class KernelRow(Place):
@@ -190,10 +163,9 @@ class KernelRow(Place):
     reason: str | None = None
     ran: str | None = None
     out: Bias = Bias()
-    delta: DeltaError | None = None
-    """From its own O, the sum in fp64."""
-    dq_rel: float | None = None
-    dw_q_error: float | None = None
+    delta: DeltaError | None = None  # from its own O, summed in fp64
+    dq_rel: Value = None
+    dw_q_error: Value = None
 
 
 class RunningError(Place):
@@ -215,17 +187,13 @@ class Ranked(Place):
     """A head's place in the answer."""
 
     rank: int
+    # |dW_Q error| of this head, by all its roundings, over |dW_Q| of all heads of its call: by how
+    # much the head moves its layer's gradient. Where W_Q is not known, |delta's mean error|.
     score: float
-    """|dW_Q error| of this head, by all its roundings, over |dW_Q| of all heads of its call: by how
-    much the head moves its layer's gradient. Where W_Q is not known, |delta's mean error|."""
-    conditions: tuple[str, ...]
-    """Which conditions of the chain it meets, by name."""
-    missing: tuple[str, ...] = ()
-    """Which it does not."""
-    cured_by: tuple[str, ...] = ()
-    """Cures that take most of the error of delta away, best first."""
-    evidence: str
-    """One sentence."""
+    conditions: tuple[str, ...]  # of the chain that it meets, by name
+    missing: tuple[str, ...] = ()  # that it does not
+    cured_by: tuple[str, ...] = ()  # cures that take most of the error of delta away, best first
+    evidence: str  # one sentence
 
 
 class DiagnoseSummary(Record):
@@ -233,10 +201,8 @@ class DiagnoseSummary(Record):
 
     answer: tuple[str, ...]
     ranking: tuple[Ranked, ...]
-    notes: tuple[str, ...] = ()
-    """What could not be seen, and why."""
-    axis: Axis | None = None
-    """Steps of training, where there are several checkpoints with steps."""
+    notes: tuple[str, ...] = ()  # what could not be seen, and why
+    axis: Axis | None = None  # steps of training, where there are several checkpoints with steps
 
 
 class DiagnoseReport(Report):
@@ -244,24 +210,20 @@ class DiagnoseReport(Report):
 
     kind: Literal["diagnose"] = "diagnose"
     summary: DiagnoseSummary
-    attention: dict[str, Any]
-    """The options of `emulated` that were diagnosed."""
+    attention: dict[str, Any]  # the options of `emulated` that were diagnosed
     checkpoints: tuple[Checkpoint, ...]
     heads: tuple[HeadRow, ...]
     cures: tuple[CureRow, ...] = ()
-    costs: dict[str, str] = Field(default_factory=dict)
-    """Of each cure: where it fails, or what it takes."""
+    costs: dict[str, str] = Field(default_factory=dict)  # by cure: where it fails, what it takes
     kernels: tuple[KernelRow, ...] = ()
-    running: tuple[RunningError, ...] = ()
-    """Of the heads at fault, then of those that rank first; a few."""
-    figures: tuple[Figure, ...] = ()
-    """Over training, where there are several checkpoints with steps."""
+    running: tuple[RunningError, ...] = ()  # of a few heads: those at fault, then by rank
+    figures: tuple[Figure, ...] = ()  # over training
 
     @model_validator(mode="after")
     def _has_ranked(self) -> DiagnoseReport:
-        there = {(h.checkpoint, h.case, h.head) for h in self.heads}
+        heads = {(h.checkpoint, h.case, h.head) for h in self.heads}
         for r in self.summary.ranking:
-            if (r.checkpoint, r.case, r.head) not in there:
+            if (r.checkpoint, r.case, r.head) not in heads:
                 raise ValueError(f"{r.case} head {r.head} is ranked, and has no row")
         return self
 

@@ -15,24 +15,17 @@ from numdev.kernels import find
 from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
 from numdev.yamlfile import Scalar, Strict, read_yaml
 
-KERNELS = ("sdpa-flash", "baseline")
-"""Real kernels that are set beside the emulation where none is named."""
-
 
 class DiagnoseRequest(Strict):
     """A resolved diagnosis, with every default filled in."""
 
-    target: str
-    """What it is called."""
+    target: str  # what it is called
     targets: tuple[str, ...]
-    attention: dict[str, Scalar]
-    """The options of `emulated` that are diagnosed."""
+    attention: dict[str, Scalar]  # the options of `emulated` that are diagnosed
     format: str = "bfloat16"
-    kernels: tuple[Choice, ...] | None = None
-    """Real kernels on the same inputs; None: those of KERNELS that run here."""
+    kernels: tuple[Choice, ...] | None = None  # real ones beside it; None: those of study.KERNELS
     cures: bool = True
-    every_checkpoint: bool = False
-    """Whether cures and real kernels are for every checkpoint of a series, not the last alone."""
+    every_checkpoint: bool = False  # cures and real kernels not for the last of a series alone
     model: str | None = None
     model_dtype: str = "float32"
     text: tuple[str, ...] = ()
@@ -47,28 +40,33 @@ class DiagnoseRequest(Strict):
     def recipe(self) -> Recipe:
         """What `attention` describes; raises UsageError for what it cannot."""
         find("emulated").with_options(self.attention)  # names the closest of an unknown option
-        given: dict[str, Any] = dict(self.attention)
-        preset = str(given.pop("preset", "fa2"))
-        sites = {name: str(value) for name, value in given.items() if name in SITES}
-        fields = {name: value for name, value in given.items() if name not in SITES}
-        return recipe(preset, sites=sites, **fields)
+        options: dict[str, Any] = dict(self.attention)
+        preset = str(options.pop("preset", "fa2"))
+        sites = {name: str(options.pop(name)) for name in SITES if name in options}
+        return recipe(preset, sites=sites, **options)
 
     def source(self, stage: Stage) -> AuditRequest:
-        """What `numdev.sources` opens for one stage."""
+        """What `numdev.sources` opens for one stage. Raises UsageError for a YAML file that says
+        more than which cases to draw: it would be ignored."""
         path = Path(stage.target)
-        cases = _cases(path) if path.suffix in YAML else {"checkpoint": stage.target}
-        reading = ("model", "model_dtype", "text", "tokenizer", "inputs", "length", "sequences")
-        same = (*reading, "layers", "device", "seed")
+        same = ("model", "model_dtype", "text", "tokenizer", "inputs", "length", "sequences",
+                "layers", "device", "seed")  # fmt: skip
+        # Gradients of its loss need the model whole, however large it is.
+        cases: dict[str, Any] = {"checkpoint": stage.target, "stream": False}
+        if path.suffix in YAML:
+            config = read_yaml(path, AuditConfig)
+            cases = {"cases": config.cases}
+            other = next((n for n, x in config if n != "cases" and x is not None), None)
+            if other is not None:
+                raise UsageError(
+                    f"{path}: diagnose takes nothing but `cases` of a configuration, and it has "
+                    f"{other!r}",
+                    hint="leave it out, or give the checkpoint itself",
+                )
         return AuditRequest(
-            target=stage.name,
-            kernels=(),
-            formats=(self.format,),
-            gradients=True,
-            # Gradients of its loss need the model whole, however large it is.
-            stream=False if "checkpoint" in cases else None,
-            **cases,
+            target=stage.name, kernels=(), formats=(self.format,), gradients=True, **cases,
             **{name: getattr(self, name) for name in same},
-        )
+        )  # fmt: skip
 
 
 def attention_options(preset: str | None, given: Sequence[str]) -> dict[str, Scalar]:
@@ -76,39 +74,16 @@ def attention_options(preset: str | None, given: Sequence[str]) -> dict[str, Sca
     has no `=`, and for two different values of one name."""
     options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
     for item in given:
-        name, equals, value = item.partition("=")
+        name, equals, value = map(str.strip, item.partition("="))
+        what = f"--attention {item!r}"
         if not equals:
-            raise UsageError(
-                f"--attention {item!r}: is no NAME=VALUE", hint="write --attention block_kv=64"
-            )
-        name, chosen = name.strip(), _scalar(item, value)
-        if options.get(name, chosen) != chosen:
-            raise UsageError(
-                f"--attention {item!r}: {name} is {options[name]} already", hint="say it once"
-            )
-        options[name] = chosen
+            raise UsageError(f"{what}: is no NAME=VALUE", hint="write --attention block_kv=64")
+        try:
+            chosen = yaml.safe_load(value)  # a number, true, or a word
+        except yaml.YAMLError:
+            chosen = [value]
+        if chosen is not None and not isinstance(chosen, bool | int | float | str):
+            raise UsageError(f"{what}: its value is no number and no word")
+        if options.setdefault(name, chosen) != chosen:
+            raise UsageError(f"{what}: {name} is {options[name]} already", hint="say it once")
     return {"preset": "fa2", **options}
-
-
-def _scalar(item: str, text: str) -> Scalar:
-    """As YAML reads it: a number, true, or a word."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = [text]
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise UsageError(f"--attention {item!r}: its value is no number and no word")
-    return value
-
-
-def _cases(path: Path) -> dict[str, Any]:
-    """The cases that a YAML file draws. Raises UsageError for a file that says anything else: it
-    would be ignored."""
-    config = read_yaml(path, AuditConfig)
-    other = next((n for n, x in config if n != "cases" and x is not None), None)
-    if other is not None:
-        raise UsageError(
-            f"{path}: diagnose takes nothing but `cases` of a configuration, and it has {other!r}",
-            hint="leave it out, or give the checkpoint itself",
-        )
-    return {"cases": config.cases}

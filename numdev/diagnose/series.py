@@ -10,12 +10,14 @@ as training that broke leaves it, is left out and named.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources.checkpoint import WHOLE
@@ -33,13 +35,10 @@ GIVE = "give a checkpoint, a directory of checkpoints, a file of captured tensor
 class Stage:
     """One target: a set of weights, captured tensors, or a configuration that draws its cases."""
 
-    target: str
-    """As a source takes it: a path, or `demo`."""
-    name: str
-    """Of the directory or file; unique among the stages."""
+    target: str  # as a source takes it: a path, or `demo`
+    name: str  # of the directory or file; unique among the stages
     step: int | None = None
-    weights: bool = True
-    """Whether it is a set of weights, which a model is built from."""
+    weights: bool = True  # whether it is a set of weights, which a model is built from
     sha256: str | None = None
 
 
@@ -48,8 +47,7 @@ class Series:
     """Stages in the order of their steps, or as they were given."""
 
     stages: tuple[Stage, ...]
-    left_out: tuple[str, ...] = ()
-    """Which checkpoints are not among them, and why."""
+    left_out: tuple[str, ...] = ()  # which checkpoints are not among them, and why
 
 
 def series(targets: Sequence[str]) -> Series:
@@ -59,43 +57,46 @@ def series(targets: Sequence[str]) -> Series:
     are no series: of different shapes, of one step twice. Raises MeasurementError where weights are
     damaged, and where no checkpoint has finite weights.
     """
-    found = [stage for target in targets for stage in _stages(target)]
-    found = _by_step(_named_apart(found))
-    opened = [(stage, open_weights(stage.target)) for stage in found if stage.weights]
+    found = _in_order([stage for target in targets for stage in _stages(target)])
+    opened = {stage.name: open_weights(stage.target) for stage in found if stage.weights}
     _check_alike(opened)
-    damaged = {stage: words for stage, weights in opened if (words := _not_finite(stage, weights))}
-    if len(damaged) == len(found):
+    broken = {name: words for name, weights in opened.items() if (words := _not_finite(weights))}
+    if len(broken) == len(found):
+        name, words = next(iter(broken.items()))
         raise MeasurementError(
-            f"{next(iter(damaged.values()))}: nothing can be diagnosed",
+            f"{name}: {words}: nothing can be diagnosed",
             hint="diagnose a checkpoint from before that",
         )
-    known = {stage: weights.identity() for stage, weights in opened}
     return Series(
         stages=tuple(
-            dataclasses.replace(stage, sha256=known.get(stage))
-            for stage in found
-            if stage not in damaged
+            dataclasses.replace(s, sha256=opened[s.name].identity() if s.weights else None)
+            for s in found
+            if s.name not in broken
         ),
-        left_out=tuple(f"{words}; it was left out." for words in damaged.values()),
+        left_out=tuple(f"{name}: {words}; it was left out." for name, words in broken.items()),
     )
 
 
 def step_of(path: Path) -> int | None:
     """The step of training of a checkpoint; None where nothing tells it."""
-    try:
-        told = json.loads((path / "training.json").read_text(encoding="utf-8"))["step"]
-        if isinstance(told, int):
-            return told
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    told = _json(path / "training.json").get("step")
     named = STEP.search(path.name)
-    return int(named[1]) if named else None
+    return told if isinstance(told, int) else int(named[1]) if named else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _stages(target: str) -> list[Stage]:
+    path = Path(target)
     if target == "demo":
         return [Stage(target=target, name=target)]
-    path = Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=GIVE)
     if is_pipeline(path):  # else its text encoder would be taken for a checkpoint of a series
@@ -105,14 +106,13 @@ def _stages(target: str) -> list[Stage]:
         )
     if path.suffix in YAML or holds_cases(path):
         return [Stage(target=target, name=path.resolve().name, weights=False)]
-    if path.is_file() or _is_checkpoint(path):
+    alone = path.is_file() or _is_checkpoint(path)
+    found = [_stage(path)] if alone else _within(path / "checkpoints") or _within(path)
+    if alone or not found:
         _refuse_report(path)
-        return [_stage(path)]
-    within = _within(path / "checkpoints") or _within(path)
-    if not within:
-        _refuse_report(path)
+    if not found:
         raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
-    return within
+    return found
 
 
 def _stage(path: Path) -> Stage:
@@ -126,9 +126,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _within(path: Path) -> list[Stage]:
     """The checkpoints in a directory. Raises UsageError where they are of several series."""
-    if not path.is_dir():
-        return []
-    found = [_stage(held) for held in sorted(path.iterdir()) if _is_checkpoint(held)]
+    held = sorted(path.iterdir()) if path.is_dir() else []
+    found = [_stage(each) for each in held if _is_checkpoint(each)]
     kinds = sorted({STEP.sub("", stage.name).rstrip("-_") for stage in found})
     if len(kinds) > 1 and any(stage.step is not None for stage in found):
         raise UsageError(
@@ -143,67 +142,55 @@ def _refuse_report(path: Path) -> None:
     file = path / "report.json" if path.is_dir() else path
     if file.suffix != ".json" or file.name.endswith(".index.json") or not file.is_file():
         return
-    try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("kind")
-    except (ValueError, AttributeError):
-        kind = None
-    what = f"is the report of numdev {kind}" if kind else "is no checkpoint"
-    hint = "give the checkpoint itself"
+    kind, hint = _json(file).get("kind"), "give the checkpoint itself"
     if kind == "train":
         hint = "it kept no checkpoints; train with `checkpoints:` in its configuration"
+    what = f"is the report of numdev {kind}" if kind else "is no checkpoint"
     raise UsageError(f"{path}: {what}", hint=hint)
 
 
-def _named_apart(stages: Sequence[Stage]) -> list[Stage]:
-    """With the whole path as the name where two directories are called alike."""
-    twice = next((t for t, n in Counter(s.target for s in stages).items() if n > 1), None)
-    if twice is not None:
-        raise UsageError(f"{twice}: is given twice", hint="name every checkpoint once")
+def _in_order(stages: Sequence[Stage]) -> list[Stage]:
+    """By step where all have one; with the whole path as the name where two are called alike."""
+    twice = [t for t, n in Counter(s.target for s in stages).items() if n > 1]
+    if twice:
+        raise UsageError(f"{twice[0]}: is given twice", hint="name every checkpoint once")
     count = Counter(stage.name for stage in stages)
-    return [
+    stages = [
         dataclasses.replace(stage, name=stage.target) if count[stage.name] > 1 else stage
         for stage in stages
     ]
+    if len(stages) < 2 or any(stage.step is None for stage in stages):
+        return stages
+    ordered = sorted(stages, key=lambda stage: stage.step or 0)
+    for a, b in itertools.pairwise(ordered):
+        if a.step == b.step:
+            raise UsageError(
+                f"{a.target} and {b.target} are both of step {a.step}",
+                hint="diagnose one series at a time",
+            )
+    return ordered
 
 
-def _by_step(stages: Sequence[Stage]) -> list[Stage]:
-    """In the order of their steps, where all have one."""
-    steps = [stage.step for stage in stages]
-    if len(stages) < 2 or None in steps:
-        return list(stages)
-    twice = next((step for step, n in Counter(steps).items() if n > 1), None)
-    if twice is not None:
-        both = [stage.target for stage in stages if stage.step == twice]
-        raise UsageError(
-            f"{both[0]} and {both[1]} are both of step {twice}",
-            hint="diagnose one series at a time",
-        )
-    return sorted(stages, key=lambda stage: stage.step or 0)
-
-
-def _check_alike(opened: Sequence[tuple[Stage, Weights]]) -> None:
-    """Raises UsageError unless all have the same tensors."""
-    for stage, weights in opened:
+def _check_alike(opened: dict[str, Weights]) -> None:
+    """Raises UsageError unless all have the same tensors, MeasurementError for a damaged one."""
+    for name, weights in opened.items():
         if weights.damage:
-            raise MeasurementError(f"{stage.target}: {weights.damage[0].words}")
-        first, of_first = opened[0]
-        for name in sorted(weights.tensors.keys() | of_first.tensors.keys()):
-            a, b = (w.find(name) for w in (of_first, weights))
+            raise MeasurementError(f"{weights.name}: {weights.damage[0].words}")
+        first, of_first = next(iter(opened.items()))
+        for tensor in sorted(weights.tensors.keys() | of_first.tensors.keys()):
+            a, b = (w.find(tensor) for w in (of_first, weights))
             if a is None or b is None or a.shape != b.shape:
-                shapes = " and ".join(
-                    "missing" if x is None else str(list(x.shape)) for x in (a, b)
-                )
+                shapes = ("missing" if x is None else str(list(x.shape)) for x in (a, b))
                 raise UsageError(
-                    f"{first.name} and {stage.name} are no series: {name} is {shapes}",
+                    f"{first} and {name} are no series: {tensor} is {' and '.join(shapes)}",
                     hint="diagnose them one at a time",
                 )
 
 
-def _not_finite(stage: Stage, weights: Weights) -> str | None:
+def _not_finite(weights: Weights) -> str | None:
     """The first tensor with NaN or infinity, in words."""
     for name, stored in weights.tensors.items():
         values = stored.read()
-        if values.is_floating_point() and not bool(values.isfinite().all()):
-            count = int((~values.isfinite()).sum())
-            return f"{stage.name}: {name} holds {count} NaN or infinite elements"
+        if values.is_floating_point() and (count := int((~values.isfinite()).sum())):
+            return f"{name} holds {count} NaN or infinite elements"
     return None

@@ -1,0 +1,210 @@
+"""One call computed twice: in fp64, which is the truth that errors are held against, and as a
+recipe of `emulated` has it, with what a diagnosis asks of that beside O and the gradients.
+
+The recipe's steps are those of `numdev.kernels.emulation`. What a site alone does is the recipe's
+value less that of the same recipe with the site exact. Under stochastic rounding every site draws
+from a generator of its own here, so that the rest of the two is rounded alike; the numbers are then
+not bit for bit those of the kernel `emulated`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from numdev.cases import AttentionCase, additive, key_range, visible
+from numdev.diagnose.projection import weight_gradient
+from numdev.diagnose.statistics import norm, rms
+from numdev.kernels.backward import upstream
+from numdev.kernels.emulation import backward as bwd
+from numdev.kernels.emulation import forward as fwd
+from numdev.kernels.emulation.backward import Given, Kept
+from numdev.kernels.emulation.recipe import EXACT, SITES, DeltaFrom, Recipe
+from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
+from numdev.kernels.reference import gradients
+from numdev.kernels.reference.blocked import _per_kv_head, _products, _row_blocks, _scores, _slope
+from numdev.kernels.reference.results import Gradients
+from numdev.sources.projection import Projection
+
+BLOCKS_HELD = 8  # blocks of scores that are held at once, each so much smaller
+PRODUCT = ("pv", "accumulator", "state")  # the sites of the product P V
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Truth:
+    """A call in fp64."""
+
+    case: AttentionCase
+    projection: Projection | None
+    exact: Gradients
+    rows: Tensor  # bool [B, H, q_len]: rows that see more than one key
+    PK: Tensor  # [B, H, q_len, head_dim], 0 in rows that see none; P times a soft cap's slope
+    received: Tensor  # [B, H, kv_len]: the sum over `rows` of the probability that each key gets
+    seen_by: Tensor  # [B, H, kv_len]: how many of `rows` see each key
+    size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
+    dw_q: Tensor | None  # [H, head_dim, width]; None where the projection is not known
+
+    def weights(self, dq: Tensor) -> Tensor | None:
+        """dW_Q [H, head_dim, width] of a gradient at q; None where the projection is not known."""
+        return None if self.projection is None else weight_gradient(self.projection, dq)
+
+    def moved(self, dw_q: Tensor | None) -> Tensor:
+        """[H]: |an error of dW_Q| / |dW_Q|; NaN where the projection is not known."""
+        if dw_q is None or self.dw_q is None:
+            return torch.full_like(self.size, math.nan)
+        return norm(dw_q) / norm(self.dw_q)
+
+    def dq_error(self, dq: Tensor) -> Tensor:
+        """[B, H, q_len, head_dim] in fp64: what was computed less the exact."""
+        return dq.detach().double() - self.exact.dq
+
+    def delta_error(self, delta: Tensor) -> Tensor:
+        """[B, H, q_len] in fp64: computed less exact, over `size`; 0 in rows that see no key."""
+        error = (delta.double() - self.exact.delta) / self.size[:, None]
+        return error.masked_fill(self.exact.empty, 0.0)
+
+
+def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
+    """Raises UsageError for a case without grad_out. Memory: a few blocks of scores beyond what has
+    the shape of q, k, v and the output."""
+    dO = upstream(case).double()
+    exact = gradients(case)
+    b, h, n, d = case.q.shape
+    seen = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
+    PK = exact.dq.new_zeros(b, h, n, d)
+    received = exact.dq.new_zeros(b, h, case.kv_len)
+    seen_by = torch.zeros_like(received)
+    for rows in row_blocks(case):
+        keys = key_range(case, rows)
+        P, slope, shown = probabilities(case, exact, rows, keys)
+        seen[:, :, rows] = several = shown.sum(dim=-1) > 1
+        weights = P if slope is None else P * slope
+        product = _per_kv_head(case, weights) @ case.k[:, :, keys].double()
+        PK[:, :, rows] = product.view(b, h, -1, d)
+        received[:, :, keys] += torch.where(several[..., None], P, 0.0).sum(dim=2)
+        seen_by[:, :, keys] += (shown & several[..., None]).sum(dim=2)
+    return Truth(
+        case=case, projection=projection, exact=exact, rows=seen, PK=PK, received=received,
+        seen_by=seen_by, size=rms((dO * exact.out).abs().sum(dim=-1), seen),
+        dw_q=None if projection is None else weight_gradient(projection, exact.dq),
+    )  # fmt: skip
+
+
+def row_blocks(case: AttentionCase) -> list[slice]:
+    """Rows that are taken at once."""
+    return _row_blocks(case, BLOCKS_HELD)
+
+
+def probabilities(
+    case: AttentionCase, exact: Gradients, rows: slice, keys: slice
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """P [B, H, rows, keys] in fp64, 0 where hidden; the soft cap's slope; which keys are shown."""
+    X = _products(case, case.q.double(), case.k.double(), rows, keys)
+    slope = _slope(case, X)
+    S = _scores(case, X, rows, keys)
+    hidden = S.eq(-math.inf)
+    P = S.sub_(exact.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
+    return P, slope, ~hidden
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Computed:
+    """What a recipe computes, in its `compute` dtype, shaped as q, k, v and the output are. Sums
+    are over the keys that a row sees, [B, H, q_len] in fp64."""
+
+    made: Recipe
+    kept: Kept
+    given: Given
+    out: Tensor
+    product: Tensor | None  # P-bar V, or P V where P is normalised first; None of split keys
+    product_exact: Tensor | None  # the same with no rounding at PRODUCT
+    delta: Tensor  # [B, H, q_len], by the recipe's formula
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dp_error: Tensor  # sum of (dP - dP exact)^2
+    dp: Tensor  # sum of (dP exact)^2
+    ds: Tensor  # sum of dS, as it meets K and Q
+    ds_size: Tensor  # sum of |dS|
+    # The delta with which the sum of dS before it is rounded is zero: rowsum(dP o P) / rowsum(P),
+    # of the dP and P that dS is made of; a sink is among P, with a dP of 0. NaN where P is 0.
+    even: Tensor
+
+
+def rounder(case: AttentionCase, made: Recipe) -> Rounder:
+    """What rounds; raises Refused as `bwd.gradients` does."""
+    r = bwd.rounder(case, made)
+    if made.rounding == "stochastic":
+        for i, site in enumerate(SITES):
+            own = torch.Generator(case.q.device).manual_seed(made.seed * len(SITES) + i)
+            fmt = made.format_at(site, case.format)
+            r.steps[site] = rounding(fmt, fwd.dtype_of(made), made.rounding, own)
+    return r
+
+
+def computed(case: AttentionCase, made: Recipe) -> Computed:
+    """Both passes of the recipe. Runs without autograd. Raises Refused for a case that the recipe's
+    `compute` dtype does not hold, and for one without grad_out."""
+    with torch.no_grad(), plain_arithmetic(case.q.device):
+        r = rounder(case, made)
+        kept, product = _forward(r, case, made)
+        given = kept.with_upstream(r, upstream(case))
+        dq, dk, dv = bwd.cast(r, *bwd.backward(r, given))
+        without = dataclasses.replace(made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)})
+        exact = None if product is None else _forward(rounder(case, without), case, without)[1]
+        delta = delta_by(case, given, made.delta_from)
+        return Computed(
+            made=made, kept=kept, given=given, out=r("out", kept.O), product=product,
+            product_exact=exact, delta=delta, dq=dq, dk=dk, dv=dv, **_row_sums(given, delta),
+        )  # fmt: skip
+
+
+def _forward(r: Rounder, case: AttentionCase, made: Recipe) -> tuple[Kept, Tensor | None]:
+    """A forward pass with what backward needs, and O before it was normalised."""
+    products: list[Tensor | None] = []
+
+    def forward(*arguments: object) -> fwd.State:
+        state, product = fwd.forward_with_products(*arguments)  # type: ignore[arg-type]
+        products.append(product)
+        return state
+
+    return bwd.kept(r, case, made, forward), products[0]
+
+
+def delta_by(case: AttentionCase, given: Given, formula: DeltaFrom) -> Tensor:
+    """delta [B, H, q_len] by a formula, all else as the recipe has it."""
+    made = dataclasses.replace(given.made, delta_from=formula)
+    asked = dataclasses.replace(given, made=made)
+    return bwd.delta_of(rounder(case, made), asked, bwd.blocks(asked))
+
+
+def _row_sums(given: Given, delta: Tensor) -> dict[str, Tensor]:
+    """The sums of a `Computed`, in the blocks of the recipe's backward pass."""
+    case = given.case
+    sums = torch.zeros(6, *delta.shape, dtype=torch.float64, device=case.q.device)
+    if case.sinks is not None:
+        logits = case.sinks.double()[None, :, None]
+        P = (logits - fwd.finite(given.shift).double()).exp()
+        sums[5] = P if given.l is None else P / fwd.nonzero(given.l).double()
+    r = rounder(case, given.made)
+    dO, v = given.dO.double(), given.v.double()
+    for rows, keys in bwd.blocks(given):
+        P, dP, tanh = bwd.again(r, given, rows, keys)
+        exact = fwd.times(case, dO[:, :, rows], v[:, :, keys].mT)
+        error = dP.double() - exact
+        P = r("p_for_ds", P)
+        weights, weighed = P.double(), P.double() * dP.double()
+        dS = bwd.of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
+        shown, added = visible(case, rows, keys), additive(case, rows, keys)
+        seen = torch.ones((), dtype=torch.bool, device=case.q.device) if shown is None else shown
+        seen = seen if added is None else seen & (added > -math.inf)
+        terms = (error.square_(), exact.square_(), dS, dS.abs(), weighed, weights)
+        for total, term in zip(sums, terms, strict=True):
+            total[:, :, rows] += torch.where(seen, term, 0.0).sum(dim=-1)
+    dp_error, dp, ds, ds_size, weighed, weights = sums
+    even = weighed / weights
+    return {"dp_error": dp_error, "dp": dp, "ds": ds, "ds_size": ds_size, "even": even}

@@ -1,0 +1,451 @@
+"""Which heads of a diagnosis are ranked where, which conditions they meet, what is said of them and
+how it is shown: of records alone."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diagnosed_rows import cured, delta, guilty, innocent, real, running
+from rich.console import Console
+
+from numdev.diagnose import heads
+from numdev.diagnose.curves import axis_of, figures, onsets
+from numdev.diagnose.heads import answer, at_fault, evidence, percent, ranked, shares
+from numdev.diagnose.report import (
+    Bias,
+    Checkpoint,
+    CureRow,
+    DiagnoseReport,
+    DiagnoseSummary,
+    HeadRow,
+    KernelRow,
+)
+from numdev.report import Provenance, read, write
+from numdev.report.renderers import html, terminal
+from numdev.report.views import diagnose as view
+
+COSTS = {"delta from dP": "one more pass over the keys"}
+
+
+# --- conditions and order ------------------------------------------------------------------------
+
+
+def test_a_head_meets_all_conditions_or_none() -> None:
+    """In the order of the chain; what could not be measured (V at ties, without ties) is neither
+    met nor missing."""
+    (found,) = ranked([guilty()], ())
+    assert (found.conditions, found.missing) == (heads.CONDITIONS, ())
+    assert found.score == pytest.approx(1.2 * 0.031)
+    assert at_fault(found)
+    (found,) = ranked([innocent()], ())
+    assert found.conditions == ()
+    assert found.missing == tuple(name for name in heads.CONDITIONS if name != heads.SIGN)
+    assert not at_fault(found)
+
+
+BEYOND = Bias(outward=1.0, t=3.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "beyond", "below"),
+    [
+        (heads.TIES, {"tied": 0.05, "ones": None}, {"tied": 0.049, "ones": None}),
+        (heads.TIES, {"tied": 0.0, "ones": 0.05}, {"tied": 0.0, "ones": 0.049}),
+        (heads.EXACT, {"powers": 0.5}, {"powers": 0.49}),
+        (heads.SIGN, {"one_signed": 0.75}, {"one_signed": 0.74}),
+        (heads.OUTPUT, {"pv": Bias(outward=-0.0125, t=-4.0), "out": BEYOND},
+         {"pv": Bias(outward=0.012, t=9.0), "out": BEYOND}),
+        (heads.DELTA, {"delta": (delta(t=4.0, run=4.0),)}, {"delta": (delta(t=3.9),)}),
+        (heads.DELTA, {"delta": (delta(t=None, run=4.0),)}, {"delta": (delta(run=3.9),)}),
+        (heads.ALIKE, {"similarity": 0.1}, {"similarity": 0.09}),
+        (heads.NORM, {"spectral_ratio": 1.5}, {"spectral_ratio": 1.49}),
+        (heads.WRONG, {"dw_q_unbalanced": 2.0**-8, "delta": (delta(dw_q=0.0),)},
+         {"dw_q_unbalanced": 0.0039, "delta": (delta(dw_q=1.0),)}),
+        (heads.WRONG, {"dw_q_unbalanced": None, "delta": (delta(dw_q=2.0**-8),)},
+         {"dw_q_unbalanced": None, "delta": (delta(dw_q=0.0039),)}),
+    ],
+)  # fmt: skip
+def test_limits(name: str, beyond: dict[str, Any], below: dict[str, Any]) -> None:
+    """A condition is met from its limit on, and just below it is missing."""
+    assert name in ranked([guilty(**beyond)], ())[0].conditions
+    assert name in ranked([guilty(**below)], ())[0].missing
+
+
+def test_a_running_sum_as_far_as_the_limit_is_rare() -> None:
+    """RUN's reason: the largest |running sum| of a random walk over sqrt(rows) passes x with a
+    probability of at most 4 (1 - Phi(x)) (reflection), which at 4 is one in 7,900."""
+    assert 1 / (2 * math.erfc(heads.RUN / math.sqrt(2))) == pytest.approx(7893, rel=0.01)
+    assert 1 / math.erfc(heads.T / math.sqrt(2)) == pytest.approx(15787, rel=0.01)
+
+
+def test_a_head_is_held_against_its_whole_layer() -> None:
+    """|dW_Q error| over the root of the layer's squares, of one call and one checkpoint: a head of
+    hardly any gradient comes last, however large its error is beside it."""
+    found = ranked([
+        innocent(1, 0, dw_q_error=5.0, dw_q_norm=0.003),
+        innocent(1, 1, dw_q_error=0.01, dw_q_norm=3.0),
+        innocent(1, 2, dw_q_error=0.02, dw_q_norm=4.0),
+        innocent(2, 0, dw_q_error=0.015, dw_q_norm=1e-6),
+        innocent(1, 2, dw_q_error=0.5, dw_q_norm=4.0, checkpoint="before"),
+    ], ())  # fmt: skip
+    places = [("before", 1, 2), *(("run-step100", *p) for p in ((1, 2), (2, 0), (1, 1), (1, 0)))]
+    assert [(r.checkpoint, r.layer, r.head) for r in found] == places
+    size = math.sqrt(9.0 + 16.0 + 9e-6)
+    expected = [0.5, 0.08 / size, 0.015, 0.03 / size, 0.015 / size]
+    assert [r.score for r in found] == pytest.approx(expected, rel=1e-12)
+    assert [r.rank for r in found] == [1, 2, 3, 4, 5]
+
+
+def test_equals_are_in_the_order_of_layer_and_head() -> None:
+    """However the rows came; layer 10 after layer 9."""
+    places = [(10, 0), (9, 1), (0, 2), (9, 0), (0, 3), (10, 1)]
+    for order in (places, places[::-1]):
+        found = ranked([innocent(layer, head) for layer, head in order], ())
+        assert [(r.layer, r.head) for r in found] == sorted(places)
+
+
+def test_without_w_q_the_mean_error_of_delta_decides() -> None:
+    """Such heads come after those whose W_Q is known; a head without delta comes last, at 0."""
+    unknown = {"dw_q_error": None, "dw_q_unbalanced": None, "dw_q_norm": None}
+    rows = [
+        guilty(0, 0, delta=(), **unknown),
+        guilty(0, 1, moved=None),
+        guilty(0, 2, delta=(delta(dw_q=None, mean=-0.02),), **unknown),
+        innocent(0, 3),
+    ]
+    found = ranked(rows, ())
+    assert [(r.head, r.score) for r in found] == [(3, 3e-4), (2, 0.02), (1, 0.004), (0, 0.0)]
+    assert heads.WRONG not in (*found[2].conditions, *found[2].missing)
+    assert at_fault(found[2])
+
+
+def test_cures_that_take_more_than_half_are_named_best_first() -> None:
+    """Half is not enough, another head's cure is none, and one that gives NaN is none."""
+    head, other = guilty(3, 5), guilty(3, 6)
+    left = {"none": 1.0, "good": 0.3, "better": 0.1, "half": 0.5, "worse": 2.0}
+    rows = [cured(name, head, share) for name, share in left.items()]
+    rows += [cured("broken", head, 0.0, nonfinite=3), cured("elsewhere", other, 0.0)]
+    found = ranked([head, other], rows)
+    assert {(r.head, r.cured_by) for r in found} == {(5, ("better", "good")), (6, ())}
+
+
+def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
+    """Only where delta's error had one sign does less of it count; dW_Q's counts always."""
+    for head, least in ((innocent(), 1.0), (guilty(), pytest.approx(0.1))):
+        without = cured("none", head, 1.0)
+        cure = cured("c", head, 0.1, dw_q_error=head.dw_q_error)
+        assert min(shares(cure, without).values()) == least
+    assert shares(cured("c", innocent(), 0.1, dw_q_error=None), cured("none", innocent(), 1)) == {}
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def said(
+    rows: list[HeadRow],
+    cures: list[CureRow] | None = None,
+    kernels: list[KernelRow] | None = None,
+    moves: dict[str, int | None] | None = None,
+) -> tuple[str, ...]:
+    found = answer(ranked(rows, cures or ()), rows, cures or (), kernels or (), COSTS, moves)
+    words = " ".join(found).lower()
+    assert "stable" not in words.replace("stabilised", "")  # of training nothing is foretold
+    return found
+
+
+def test_evidence_names_what_was_measured() -> None:
+    """Every link with its number; nothing about what is null."""
+    assert evidence(guilty()) == (
+        "maxima are tied in 42 % of rows (2.3 keys each); V has one sign there in 90 % of "
+        "features; O errs by 0.09 ulp away from zero (t = 12); delta is off by −0.40 % (t = −14), "
+        "running sum 12 (random signs: near 1), which moves dW_Q by 3.1 % (all roundings: 3.7 %); "
+        "55 % of the terms of dW_Q point one way."
+    )
+    assert "moves dW_Q" not in evidence(guilty(moved=None))
+    bare = HeadRow(checkpoint="c", case="a#0", head=0, rows=0, pv=Bias(), out=Bias())
+    assert evidence(bare) == "Nothing could be measured."
+
+
+def test_the_finding_comes_first() -> None:
+    """The head, the side, how sure, and what it does to dW_Q; the others; a case's name stays."""
+    first, seen, origin, others = said([innocent(), guilty(3, 5), guilty(3, 7, moved=0.01)])
+    assert first == (
+        "Layer 3, head 5 loses most: rounding shifts its delta to one side, by −0.40 % of what it "
+        "is summed from (t = −14) and that alone moves its dW_Q by 3.1 %."
+    )
+    assert seen.startswith("Evidence: Maxima are tied in 42 % of rows")
+    assert origin == (
+        "It begins in forward: tied maxima, weights at powers of two and V of one sign; it meets "
+        "all 8 conditions that could be judged."
+    )
+    assert others == "So does 1 other head: layer 3, head 7, 0.85 % of its layer's dW_Q."
+    unnumbered = guilty().model_copy(update={"layer": None, "module": "", "case": "a"})
+    assert said([unnumbered])[0].startswith("a, head 5 is alone")
+
+
+def test_the_answer_is_about_the_first_head_whose_errors_do_not_cancel() -> None:
+    """Where others move their dW_Q more, by errors of random signs, its place is said."""
+    rows = [innocent(0, 0, moved=0.2), guilty(3, 5), innocent(1, 0, moved=0.1)]
+    found = said(rows)
+    assert found[0].startswith("Layer 3, head 5 has errors that do not cancel: rounding shifts")
+    assert found[0].endswith(
+        "It is number 3 by how far it moves its layer's dW_Q; in the heads before it delta's "
+        "errors have random signs, or are not what moves it."
+    )
+    assert [h.layer for h in heads.suspects(rows)] == [3, 0, 1]
+
+
+FEW = delta(mean=1e-3, rms=1e-3, t=None, run=1.0, dw_q=0.5)
+NONE = innocent(1, 0, delta=(), nulls={"delta": "no query sees more than one key"})
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([innocent(0, 1), innocent(2, 3, moved=1e-3)],
+         ("No head of 2 has an error of delta of one sign: with random signs it moves a dW_Q by at "
+          "most 0.10 % (layer 2, head 3, t = 0.6).",)),
+        ([guilty(1, 1, moved=1e-4), innocent(moved=0.2)],
+         ("Errors of one sign move no dW_Q by more than rounding it would: delta's error has one "
+          "sign in 1 head of 2, where it moves a dW_Q by at most 0.010 % (layer 1, head 1, t = "
+          "−14); with random signs it moves a dW_Q by at most 20 % (layer 0, head 0, t = 0.6).",)),
+        ([NONE], ("Whether delta's error has one sign is not known in 1 of 1 head (no query sees "
+                  "more than one key).",)),
+        ([innocent(0, 0), NONE, innocent(2, 0, delta=(FEW,), nulls={"delta.t": "too few blocks"})],
+         ("No head of 1 has an error of delta of one sign: with random signs it moves a dW_Q by at "
+          "most 0.030 % (layer 0, head 0, t = 0.6).",
+          "Whether delta's error has one sign is not known in 2 of 3 heads, layer 1, head 0 among "
+          "them (no query sees more than one key).")),
+        ([innocent(moved=None)],
+         ("No head of 1 has an error of delta of one sign: with random signs its mean is at most "
+          "0.002 % (layer 0, head 0, t = 0.6).",)),
+    ],
+    ids=["nothing", "no harm", "not known", "some not known", "no W_Q"],
+)  # fmt: skip
+def test_where_nothing_is_found(rows: list[HeadRow], words: tuple[str, ...]) -> None:
+    """How far the largest goes; what is not known is not called harmless."""
+    assert said(rows) == words
+
+
+def test_a_gradient_that_drowns_in_rounding() -> None:
+    """Errors of random sign that are as large as the layer's gradient come first, then whether
+    delta is why, and what helps; smaller ones are no finding."""
+    numbers = {"dw_q_error": 40.0, "dw_q_norm": 1.0, "ds_row_sum": 0.98, "dw_q_unbalanced": 30.0}
+    loud = innocent(1, 0, moved=0.01).model_copy(update=numbers)
+    quiet = innocent(1, 1, moved=0.01, dw_q_error=0.01, dw_q_norm=1.0, dw_q_unbalanced=0.001)
+    cures = [cured("none", loud, 1.0), cured("delta from dP", loud, 0.1)]
+    first, second, *rest = said([loud, quiet], cures)
+    assert first == (
+        "Layer 1, head 0 drowns in rounding: it moves dW_Q of its layer by 2828 %, with errors of "
+        "no common sign (t = 0.6)."
+    )
+    assert second == (
+        "Delta does not fit the dP and P that it is subtracted from: rows of dS sum to 98 % of "
+        "their size, not to 0, and that makes 75 % of the head's error."
+    )
+    assert any(sentence.startswith("What helps most") for sentence in rest)
+    assert said([quiet])[0].startswith("No head of 1")
+
+
+STILL = Bias(mean=0.0, rms=0.3, t=0.1, outward=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "origin"),
+    [
+        ({"tied": 0.0, "ones": 0.0, "powers": 0.1, "one_signed": None},
+         "Not the published cause: it lacks tied maxima and weights at powers of two; the rows of "
+         "its dS sum to 0.40 % of their size (t = 13), not to 0."),
+        ({"tied": 0.0, "ones": 0.0},
+         "It begins in forward: weights at powers of two and V of one sign; of the other "
+         "conditions it lacks tied maxima."),
+        ({"tied": 0.0, "ones": 0.0, "pv": STILL, "out": STILL},
+         "Not the published cause: it lacks tied maxima and biased output; the rows of its dS sum "
+         "to 0.40 % of their size (t = 13), not to 0."),
+    ],
+)  # fmt: skip
+def test_a_peaked_head_begins_in_forward_only_with_a_biased_output(
+    changes: dict[str, Any], origin: str
+) -> None:
+    """P is 1 wherever a row attends to one key: without ties that alone is no cause."""
+    assert said([guilty(**changes)])[2] == origin
+
+
+def test_the_cure_that_helps_most() -> None:
+    """With what it leaves, what it costs, which others help, and which give NaN; and of one that
+    helps by delta's mean error alone, what becomes of dW_Q."""
+    head = guilty()
+    left = {"none": 1.0, "delta from dP": 0.02, "O": 0.3, "weak": 0.7}
+    rows = [cured(name, head, share) for name, share in left.items()]
+    broken = cured("shifted", head, 0.0, nonfinite=4, broken="in 2 rows of 9 it does")
+    assert said([head], [*rows, cured("clamped", head, 0.0, nonfinite=4), broken])[-1] == (
+        "What helps most on the same inputs: delta from dP leaves 2.0 % of dW_Q's error (one more "
+        "pass over the keys). Less than half is also left by O. On these inputs clamped and "
+        "shifted (in 2 rows of 9 it does) gives NaN or infinity."
+    )
+    none = "No cure that was tried takes half of it away: see the table."
+    assert said([head], [rows[0], rows[3]])[-1] == none
+    drawn = cured("drawn", head, 2.0, delta_mean=0.0, dw_q_error=0.1)
+    assert said([head], [rows[0], drawn])[-1] == (
+        "What helps most on the same inputs: drawn leaves 0 % of delta's mean error; dW_Q is then "
+        "off by 10 %, without by 3.7 %."
+    )
+
+
+def test_real_kernels_and_training() -> None:
+    """What they do on that head, and in which order limits were passed; none at once."""
+    head = guilty(moved=None)
+    skipped = real("b", head, status="skipped", reason="needs CUDA", delta=None, out=Bias())
+    moves = {"x": 20, "y": 5, "z": 20, "w": None}
+    first, *_, kernels, training = said([head], None, [real("a", head), skipped], moves)
+    assert first.endswith("(t = −14); its W_Q is not known, so what that does to dW_Q is not.")
+    assert kernels == (
+        "Real kernels on the same inputs: a shifts its delta by −0.40 % (t = −14); b did not run "
+        "(needs CUDA)."
+    )
+    assert training == (
+        "Over training, limits were passed in this order: y at step 5, then x and z at step 20; w "
+        "never did."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "in_map"),
+    [(None, "–", "–"), (0.0, "0 %", "0.00"), (0.031, "3.1 %", "3.10"), (0.42, "42 %", "42"),
+     (0.0995, "10 %", "10"), (0.0994, "9.9 %", "9.94"), (3e-4, "0.030 %", "0.03"),
+     (2e-5, "0.002 %", "0.00"), (2e-7, "2e−5 %", "0.00"), (12.0, "1200 %", "1200"),
+     (3e5, "3e7 %", "3e7"), (3.43e39, "3e41 %", "3e41")],
+)  # fmt: skip
+def test_shares_in_words(value: float | None, text: str, in_map: str) -> None:
+    """Two digits, of small ones one, powers of ten where there would be many zeros."""
+    assert (percent(value), view.compact(value)) == (text, in_map)
+    if value:
+        assert (percent(-value), percent(value, sign=True)) == (f"−{text}", f"+{text}")
+
+
+# --- over training -------------------------------------------------------------------------------
+
+
+def grown(*tied: float) -> list[HeadRow]:
+    """One head whose share of tied rows is this at steps 10, 20, ..., beside one without."""
+    places = [{"checkpoint": f"c{i}", "step": 10 * i} for i in range(1, len(tied) + 1)]
+    pairs = [
+        (guilty(0, 0, tied=share, ones=None, **place), innocent(0, 1, **place))
+        for share, place in zip(tied, places, strict=True)
+    ]
+    return [row for pair in pairs for row in pair]
+
+
+def test_an_onset_is_where_a_limit_was_passed_for_good() -> None:
+    """Falling below again undoes it; on the limit counts."""
+    for tied, step in (((0.1, 0.01, 0.05, 0.2), 30), ((0.1, 0.2), 10), ((0.9, 0.0), None)):
+        rows = grown(*tied)
+        assert onsets(rows, ranked(rows[-2:], ())[0])["tied maxima"] == step
+
+
+def test_figures_by_step() -> None:
+    """The first head, the worst where that is another, and the median of all."""
+    rows = grown(0.1, 0.4)
+    first, other = ranked(rows[-2:], ())
+    axis = axis_of(rows)
+    assert axis is not None
+    assert [tick.x for tick in axis.ticks] == [10, 20]
+    found = {figure.metric: figure for figure in figures(rows, first)}
+    curves = {c.label: [p.mean for p in c.points] for c in found["tied"].curves}
+    assert curves == {"layer 0, head 0": [0.1, 0.4], "median head": [0.05, 0.2]}
+    labels = [c.label for c in figures(rows, other)[0].curves]
+    assert labels == ["layer 0, head 1", "worst head", "median head"]
+    assert axis_of(rows[:2]) is None
+
+
+# --- shown ---------------------------------------------------------------------------------------
+
+
+def report(rows: list[HeadRow], /, **changes: Any) -> DiagnoseReport:
+    last = [h for h in rows if h.step == rows[-1].step]
+    row, axis = last[0], axis_of(rows)
+    cures = [cured("none", row, 1.0), cured("delta from dP", row, 0.02)]
+    kernels, ranking = [real("sdpa-flash", row)], ranked(last, cures)
+    provenance = Provenance(numdev="0", command="numdev diagnose run", created="now",
+                            system={"cpu": "a laptop"}, source={"checkpoint": "run"})  # fmt: skip
+    said = answer(ranking, last, cures, kernels, COSTS)
+    made: dict[str, Any] = {
+        "provenance": provenance, "request": {"target": "<run>", "format": "bfloat16"},
+        "summary": DiagnoseSummary(answer=said, ranking=ranking, notes=("a note & more",),
+                                   axis=axis),
+        "attention": {"preset": "qiu2025"}, "checkpoints": (Checkpoint(name="c"),), "heads": rows,
+        "cures": cures, "costs": COSTS, "kernels": kernels, "running": running(row, 0.5),
+        "figures": figures(rows, ranking[0]) if axis else (),
+    }  # fmt: skip
+    return DiagnoseReport(**{**made, **changes})
+
+
+def shown(found: DiagnoseReport, width: int) -> str:
+    out = io.StringIO()
+    terminal.show(found, Console(file=out, width=width))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 100, 120, 200])
+def test_the_terminal_says_all_at_any_width(width: int) -> None:
+    """The answer first, then heads, sums, map, cures, kernels, training and notes; no line is too
+    long, and the legend is of the columns that are there."""
+    text = shown(report(grown(0.1, 0.4)), width)
+    parts = ("Layer 0, head 0 is alone", "Heads, by", "Running sum", "moved by each head",
+             "one thing", "real kernels", "Over training", "a note & more")  # fmt: skip
+    flat = " ".join(text.split())
+    places = [flat.index(part) for part in parts]
+    assert places == sorted(places)
+    assert max(map(len, text.splitlines())) <= width
+    for column in view.HEAD:
+        if column.says:
+            assert (f"{column.title.strip()}: {column.says}" in flat) == (column.width <= width)
+
+
+def test_the_page_holds_all_and_nothing_foreign(tmp_path: Path) -> None:
+    """It is read again from its file, escapes names, loads nothing, and has the picture."""
+    write(report(grown(0.1, 0.4)), tmp_path)
+    page = html.page(read(tmp_path))
+    assert "<run>" not in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert 'class="c0 dashed"' in page.replace("series ", "")
+    for part in ("&lt;run&gt;", "Running sum of delta", "dO∘O", "dP∘P", *COSTS, *COSTS.values()):
+        assert part in page
+    assert page.count("tied maxima: met") == 1
+    assert all(column.says in page.replace("&#39;", "'") for column in view.HEAD)
+
+
+def test_a_report_without_anything() -> None:
+    """No head, no running sum, no cure: it can be shown, and says that nothing was measured."""
+    empty = {"heads": (), "cures": (), "kernels": (), "running": (), "figures": ()}
+    summary = DiagnoseSummary(answer=answer((), (), (), (), {}), ranking=())
+    found = report([guilty()], **empty, summary=summary)
+    assert not found.measured
+    assert "Nothing was diagnosed" in shown(found, 100)
+    assert "Nothing was diagnosed" in html.page(found)
+    found = report([guilty(), NONE]).model_copy(update={"heads": (NONE,)})
+    assert found.unmeasured.endswith("could be measured: no query sees more than one key")
+
+
+def test_conditions_that_could_not_be_judged_are_not_counted() -> None:
+    """`meets` is of those that are known."""
+    found = shown(report([guilty(moved=None, similarity=None, spectral_ratio=None)]), 200)
+    assert "5 of 5" in found
+
+
+def test_the_map() -> None:
+    """Of dW_Q where that is known of any head; shades from a quarter of what counts on in steps of
+    four; calls of one layer by their names."""
+    without, known = innocent(moved=None), innocent(1, 0, moved=0.01)
+    assert "Heads, by the mean error of their delta" in shown(report([without]), 100)
+    assert view.score_map(report([without]))[1] == {"0": [2e-5]}
+    assert view.score_map(report([without, known]))[1] == {"0": [None], "1": [0.01]}
+    both = report([guilty(0, 0, case="self"), innocent(0, 0, case="cross")])
+    assert sorted(view.score_map(both)[1]) == ["cross", "self"]
+    scores = (None, 0.0, heads.MOVED / 4, heads.MOVED, 4 * heads.MOVED, 1.0)
+    assert [view.shade(score) for score in scores] == [0, 0, 1, 2, 3, 4]
