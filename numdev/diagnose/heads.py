@@ -303,8 +303,8 @@ def _finding(first: Ranked, row: HeadRow, count: int) -> str:
         )
     return (
         f"{_subject(first)} {most}: rounding shifts its delta to one side, by "
-        f"{percent(used.mean if used else None, sign=True)} of what it is summed from{_t(used)}{effect}."
-        f"{after}"
+        f"{percent(used.mean if used else None, sign=True)} of what it is summed from{_t(used)}"
+        f"{effect}.{after}"
     )
 
 
