@@ -22,7 +22,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/explain": (1100, 1400),
     "numdev/audit": (3100, 5360),
     "numdev/gate": (1900, 4350),
-    "numdev/training": (3000, 4700),
+    "numdev/training": (3000, 4560),
     "numdev/diagnose": (1500, 2340),
     "numdev/report": (2900, 6250),
     "numdev": (28000, 47400),

@@ -8,7 +8,6 @@ the step at which a curve bends can be written down.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 import re
@@ -23,7 +22,6 @@ import scipy.stats
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from test_html import HOSTILE, Seen
 from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
 
 from numdev import report as reports
@@ -33,7 +31,6 @@ from numdev.report.io import claim
 from numdev.report.renderers import html, terminal
 from numdev.training.bounds.checkpoints import kind
 from numdev.training.bounds.report import BoundsReport, Comparison, Delay
-from numdev.training.bounds.roles import found
 from numdev.training.bounds.saturation import Track, delays, first_passage, ratios, saturation
 from numdev.training.bounds.study import of_checkpoints, of_run
 from numdev.training.report import DistanceRow, TrainReport
@@ -113,47 +110,29 @@ def test_proportion_is_lost_where_the_model_says() -> None:
     assert mark.null == "null_ulp"
 
 
-def test_a_scale_changes_no_mark() -> None:
-    """Marks are of ratios: all distances times a thousand, and the same steps come out."""
-    tracks = [grown("flash", 1e-6), grown("null_ulp", 1e-9)]
-    scaled = [
-        track(t.role, *({s: 1e3 * v for s, v in series.items()} for series in t.by_seed.values()))
-        for t in tracks
-    ]
-    assert saturation("all", tracks).early == saturation("all", scaled).early
-
-
-def test_merging_must_last() -> None:
-    """One step at which curves happen to meet is no saturation; where they part again they have
-    not merged."""
-    null = dict.fromkeys((1, 2, 4, 8), 1.0)
-    meets = saturation(
-        "all", [track("flash", {1: 10.0, 2: 1.5, 4: 10.0, 8: 10.0}), track("null_ulp", null)]
-    )
-    assert (meets.bends, meets.saturated, meets.early) == (None, None, (1, 2, 4, 8))
-    stays = saturation(
-        "all", [track("flash", {1: 10.0, 2: 10.0, 4: 1.9, 8: 1.0}), track("null_ulp", null)]
-    )
-    assert (stays.bends, stays.saturated, stays.late) == (4, 4, (4, 8))
-
-
-def test_a_rise_before_the_peak_is_early() -> None:
-    """What is kicked at every step outgrows what was moved once; only after the peak can the
-    proportion be lost."""
-    mark = saturation(
-        "all",
-        [
-            track("flash", {1: 3.0, 2: 9.0, 4: 12.0, 8: 5.0, 16: 1.0}),
-            track("null_ulp", dict.fromkeys((1, 2, 4, 8, 16), 1.0)),
-        ],
-    )
-    assert (mark.early, mark.bends, mark.saturated) == ((1, 2, 4), 8, 16)
-
-
-def test_a_null_as_large_as_all_leaves_no_early_step() -> None:
-    """Then nothing tells a deviation from chance at any step."""
-    mark = saturation("all", [grown("flash", 1e-6), grown("null_rounding", 9e-7)])
-    assert (mark.early, mark.saturated) == ((), 1)
+@pytest.mark.parametrize(
+    ("flash", "bends", "saturated", "early"),
+    [
+        ((10.0, 1.5, 10.0, 10.0, 10.0), None, None, (1, 2, 4, 8, 16)),  # they part again
+        ((10.0, 10.0, 1.9, 1.0, 1.0), 4, 4, (1, 2)),
+        ((3.0, 9.0, 12.0, 5.0, 1.0), 8, 16, (1, 2, 4)),  # a rise before the peak is early
+        ((1.1, 1.1, 1.1, 1.1, 1.1), 1, 1, ()),  # a null as large as all
+    ],
+)
+def test_merging_must_last(
+    flash: tuple[float, ...], bends: int | None, saturated: int | None, early: tuple[int, ...]
+) -> None:
+    """Over a null of 1: one step at which curves meet is no saturation; what is kicked at every
+    step outgrows what was moved once, and only after the peak can proportion be lost. A scale
+    changes no mark, nor does another seed, which starts apart."""
+    steps = (1, 2, 4, 8, 16)
+    for scale in (1.0, 1e3):
+        curve = track("flash", {s: scale * v for s, v in zip(steps, flash, strict=True)})
+        null = track("null_ulp", dict.fromkeys(steps, scale))
+        mark = saturation("all", [curve, null])
+        assert (mark.bends, mark.saturated, mark.early) == (bends, saturated, early)
+        far = track("other_seed", dict.fromkeys(steps, 1e6))
+        assert saturation("all", [curve, null, far]) == mark
 
 
 @pytest.mark.parametrize(
@@ -214,34 +193,6 @@ def test_a_seed_in_which_chance_decides_early_ends_the_window(tmp_path: Path) ->
     assert "chance begins to decide</text>" in html.page(bounds)
 
 
-def test_the_conclusion_is_in_three_sentences(tmp_path: Path) -> None:
-    """The ratio, chance, and what merging leaves; all others are shorter than two lines of 200."""
-    answer = bounds_of(report(several(3)), tmp_path / "run").summary.answer
-    heads = [s.partition(": ")[0] for s in answer]
-    assert heads[0].startswith("Before step 100")
-    assert heads[1:3] == ["Beside chance", "From step 200 on"]
-    assert len(set(heads)) == len(heads)
-    assert max(map(len, answer)) < 400
-
-
-def test_a_wide_interval_does_not_show_equality(tmp_path: Path) -> None:
-    """One that holds 1 and reaches above 2 says that flash is not told apart from chance, and not
-    that it is no further."""
-    rows = []
-    for seed, factor in enumerate((0.2, 1.0, 5.0)):
-        rows += curves({**STARTS, "flash": 3e-9 * factor}, seed=seed)
-    text = said(bounds_of(report(rows), tmp_path / "run"))
-    assert "not told apart from re-rounding attention at random (1.0 x [" in text
-    assert "no further from the golden run than re-rounding" not in text
-
-
-def test_another_seed_is_no_perturbation() -> None:
-    """It starts apart, so it may not be what bends."""
-    tracks = [grown("flash", 1e-6), grown("null_ulp", 1e-9)]
-    far = track("other_seed", dict.fromkeys(STEPS[1:], 1.0))
-    assert saturation("all", tracks) == saturation("all", [*tracks, far])
-
-
 # --- ratios and delays ---------------------------------------------------------------------------
 
 
@@ -266,20 +217,15 @@ def test_first_passage_is_exact_on_power_laws() -> None:
 
 
 def test_a_delay_is_that_of_the_starts() -> None:
-    """ln(b/a) / rate, whichever is asked for, in every seed; dense steps make the lines exact."""
+    """ln(b/a) / rate, whichever is asked for, in every seed; dense steps make the lines exact. A
+    start that is off by a fifth is not the same."""
     exact = math.log(1e-6 / 2e-7) / RATE
     a, b = grown("flash", 2e-7, DENSE), grown("low_precision", 1e-6, DENSE)
     early = tuple(range(1, 60))
     assert delays(a, b, early) == pytest.approx({0: exact}, rel=0.01)
     assert delays(b, a, early) == pytest.approx({0: -exact}, rel=0.01)
     assert delays(a, a, early) == {0: 0.0}
-
-
-def test_the_check_of_a_delay_rejects_a_wrong_one() -> None:
-    """A start that is off by a fifth moves it beyond what the test above allows."""
-    exact = math.log(1e-6 / 2e-7) / RATE
-    off = delays(grown("flash", 2.4e-7, DENSE), grown("low_precision", 1e-6, DENSE), (1, 2, 5, 20))
-    assert off[0] != pytest.approx(exact, rel=0.01)
+    assert delays(grown("flash", 2.4e-7, DENSE), b, early)[0] != pytest.approx(exact, rel=0.01)
 
 
 def test_a_delay_survives_merging() -> None:
@@ -301,32 +247,35 @@ def test_a_delay_survives_merging() -> None:
 
 def test_the_known_ratios_come_back(tmp_path: Path) -> None:
     """Early ratios are those of the starts, to what the last early steps have lost (at most half of
-    the largest curve's lead, at the last alone); late ones are 1."""
+    the largest curve's lead, at the last alone); late ones are 1. Delays too, at the few steps that
+    a run records, whose lines in log-log axes lie above the curve. One seed has no interval. A null
+    of flash's size, and a late curve that stays apart, are seen."""
     bounds = bounds_of(report(curves()), tmp_path / "run")
-    for variant, against in itertools.permutations(
-        ("flash", "low-precision", "attention-precision"), 2
-    ):
-        if (variant, against) in (("flash", "low-precision"), ("flash", "attention-precision")):
-            exact = STARTS[variant] / STARTS[against]
-            first = comparison(bounds, variant, against, "first").ratio
-            early = comparison(bounds, variant, against, "early").ratio
-            assert first == pytest.approx(exact, rel=1e-3)
-            assert early == pytest.approx(exact, rel=0.15)
-            late = comparison(bounds, variant, against, "saturated").ratio
-            assert late == pytest.approx(1.0, abs=0.05)
-    null = comparison(bounds, "flash", "null: one ulp", "first").ratio
-    assert null == pytest.approx(3e-7 / 1e-9, rel=1e-3)
-    ensemble = comparison(bounds, "flash", "null: re-rounded", "first").ratio
-    assert ensemble == pytest.approx(3e-7 / 3e-9, rel=1e-3)
-
-
-def test_the_known_delay_comes_back(tmp_path: Path) -> None:
-    """Also at the few steps that a run records, whose lines in log-log axes lie above the curve."""
-    bounds = bounds_of(report(curves()), tmp_path / "run")
-    exact = math.log(1e-6 / 3e-7) / RATE
-    assert delay(bounds, "flash", "low-precision").steps == pytest.approx(exact, rel=0.2)
-    exact = math.log(3e-7 / 1e-9) / RATE
-    assert delay(bounds, "flash", "null: one ulp").steps == pytest.approx(-exact, rel=0.2)
+    for against in ("low-precision", "attention-precision"):
+        first, early, late = (
+            comparison(bounds, "flash", against, window)
+            for window in ("first", "early", "saturated")
+        )
+        exact = STARTS["flash"] / STARTS[against]
+        assert first.ratio == pytest.approx(exact, rel=1e-3)
+        assert early.ratio == pytest.approx(exact, rel=0.15)
+        assert late.ratio == pytest.approx(1.0, abs=0.05)
+        assert early.nulls == dict.fromkeys(("low", "high"), "one seed has no interval")
+    for null, start in (("null: one ulp", 1e-9), ("null: re-rounded", 3e-9)):
+        ratio = comparison(bounds, "flash", null, "first").ratio
+        assert ratio == pytest.approx(3e-7 / start, rel=1e-3)
+    for against, start in (("low-precision", 1e-6), ("null: one ulp", 1e-9)):
+        exact = math.log(start / 3e-7) / RATE
+        assert delay(bounds, "flash", against).steps == pytest.approx(exact, rel=0.2)
+    assert "one seed, so no interval" in said(bounds)
+    large = dict.fromkeys(("null-ulp", "null-rounding-1", "null-rounding-2"), 8e-7)
+    nulled = bounds_of(report(curves({**STARTS, **large})), tmp_path / "null")
+    assert comparison(nulled, "flash", "low-precision", "early").ratio is None
+    apart = [
+        r.model_copy(update={"mean_abs": 9 * (r.mean_abs or 0.0)}) if r.variant == "flash" else r
+        for r in curves()
+    ]
+    assert bounds_of(report(apart), tmp_path / "apart").saturations[0].saturated is None
 
 
 def test_intervals_are_those_of_a_t_test_on_logarithms(tmp_path: Path) -> None:
@@ -343,15 +292,6 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(tmp_path: Path) -> None:
     assert c.ratio == pytest.approx(math.exp(sum(logs) / 5))
     assert len(c.by_seed) == 5
     assert c.low < 0.3 < c.high < 0.9
-
-
-def test_one_seed_has_no_interval(tmp_path: Path) -> None:
-    """The number stands, the interval is null with its reason, and a sentence says so."""
-    bounds = bounds_of(report(curves()), tmp_path / "run")
-    c = comparison(bounds, "flash", "low-precision", "early")
-    assert (c.low, c.high) == (None, None)
-    assert c.nulls == {"low": "one seed has no interval", "high": "one seed has no interval"}
-    assert "one seed, so no interval" in said(bounds)
 
 
 def test_the_answer_comes_first_and_holds_both_windows(tmp_path: Path) -> None:
@@ -373,38 +313,42 @@ def test_the_answer_comes_first_and_holds_both_windows(tmp_path: Path) -> None:
     assert "stable" not in said(bounds).lower()
 
 
-def test_the_opposite_is_said_too(tmp_path: Path) -> None:
-    """Flash that moves weights more than low precision does is not hidden behind the paper."""
-    rows = [r for seed in range(3) for r in curves({**STARTS, "flash": 5e-6}, seed=seed)]
-    bounds = bounds_of(report(rows), tmp_path / "run")
-    assert comparison(bounds, "flash", "low-precision", "first").ratio == pytest.approx(5, rel=1e-3)
-    assert "more and not less, where the first paper reports" in bounds.summary.answer[0]
-
-
-def test_what_is_no_larger_than_chance_is_called_so(tmp_path: Path) -> None:
-    """Flash at the size of re-rounding, with one ulp far below, so that windows are known."""
-    rows = [r for seed in range(3) for r in curves({**STARTS, "flash": 2e-9}, seed=seed)]
-    text = said(bounds_of(report(rows), tmp_path / "run"))
-    assert "no further from the golden run than re-rounding attention at random (0.67 x" in text
-    assert "2.0 x [2.0 to 2.0] as far as one ulp on every weight" in text
+@pytest.mark.parametrize(
+    ("flash", "words"),
+    [
+        ((5e-6, 5e-6, 5e-6), "more and not less, where the first paper reports"),
+        (
+            (2e-9, 2e-9, 2e-9),
+            "0.67 x [0.67 to 0.67] as much as re-rounding attention at random, no larger",
+        ),
+        ((2e-9, 2e-9, 2e-9), "2.0 x [2.0 to 2.0] as much as one ulp on every weight"),
+        (
+            (6e-10, 3e-9, 15e-9),
+            "] as much as re-rounding attention at random, not told apart",
+        ),
+    ],
+)
+def test_the_opposite_is_said_too(tmp_path: Path, flash: tuple[float, ...], words: str) -> None:
+    """Flash that moves weights more than low precision does is not hidden behind the paper; at the
+    size of re-rounding it is called no larger; and an interval that holds 1 and reaches above 2
+    does not show equality. In each seed its start."""
+    rows = [r for s, x in enumerate(flash) for r in curves({**STARTS, "flash": x}, seed=s)]
+    assert words in said(bounds_of(report(rows), tmp_path / "run"))
 
 
 def test_a_repeat_that_differs_is_said_first(tmp_path: Path) -> None:
-    """A run that is not deterministic voids what follows."""
-    rows = [r for r in curves() if r.variant != "null-repeat"]
-    rows += [distance("null-repeat", s, chaotic(1e-12)(s) if s else 0.0) for s in STEPS]
-    bounds = bounds_of(report(rows), tmp_path / "run")
+    """A run that is not deterministic voids what follows, be it by one weight at any step."""
+    off = [
+        r.model_copy(update={"max_abs": 1e-30})
+        if (r.variant, r.step) == ("null-repeat", 400)
+        else r
+        for r in curves()
+    ]
+    bounds = bounds_of(report(off), tmp_path / "run")
     assert bounds.summary.deterministic is False
     assert bounds.summary.answer[0].startswith("NOT DETERMINISTIC: ")
     assert "gives the same bits" not in said(bounds)
     assert bounds_of(report(curves()), tmp_path / "sound").summary.deterministic is True
-
-
-def test_a_repeat_that_differs_in_one_weight_is_not_the_same(tmp_path: Path) -> None:
-    """Its largest difference decides, at any step."""
-    rows = [r.model_copy(update={"max_abs": 1e-30}) if (r.variant, r.step) == ("null-repeat", 400)
-            else r for r in curves()]  # fmt: skip
-    assert bounds_of(report(rows), tmp_path / "run").summary.deterministic is False
 
 
 def test_w1_never_stands_alone(tmp_path: Path) -> None:
@@ -452,30 +396,24 @@ def test_what_is_missing_is_named(tmp_path: Path, gone: set[str], words: str) ->
 
 
 def test_without_a_null_only_the_first_step_is_quoted(tmp_path: Path) -> None:
-    """Where curves merge is not known, so no window of several steps is believed."""
+    """Where curves merge is not known, so no window of several steps is believed. A run that ends
+    early has not merged, and one whose null is as large as flash has no early step."""
+
+    def late(bounds: BoundsReport) -> dict[str, str]:
+        return comparison(bounds, "flash", "low-precision", "saturated").nulls
+
     names = [n for n in ROLES if not n.startswith("null")]
-    bounds = bounds_of(report(curves(), names), tmp_path / "run")
+    bounds = bounds_of(report(curves(), names), tmp_path / "none")
     assert comparison(bounds, "flash", "low-precision", "early").steps == (1,)
     assert bounds.summary.answer[0].startswith("At step 1: ")
-    late = comparison(bounds, "flash", "low-precision", "saturated")
-    assert (late.ratio, late.nulls) == (None, {"ratio": "there is no null run"})
+    assert late(bounds) == {"ratio": "there is no null run"}
     assert "Merging: where curves merge is not known" in said(bounds)
-
-
-def test_a_run_that_ends_early_has_not_merged(tmp_path: Path) -> None:
-    """All its steps are early, and it says so."""
-    steps = tuple(s for s in STEPS if s <= 40)
-    bounds = bounds_of(report(curves(steps=steps)), tmp_path / "run")
-    assert bounds.summary.answer[0].startswith("Up to step 40, with no sign that curves merge: ")
-    late = comparison(bounds, "flash", "low-precision", "saturated")
-    assert late.nulls == {"ratio": "no curve has merged with the null by step 40"}
-
-
-def test_a_null_as_large_as_flash_leaves_nothing_early(tmp_path: Path) -> None:
-    """And the answer says that nothing can be said."""
+    short = bounds_of(report(curves(steps=[s for s in STEPS if s <= 40])), tmp_path / "short")
+    assert short.summary.answer[0].startswith("Up to step 40, with no sign that curves merge: ")
+    assert late(short) == {"ratio": "no curve has merged with the null by step 40"}
     same = {**dict.fromkeys(STARTS, 1e-6), "null-ulp": 9e-7}
-    bounds = bounds_of(report(curves(same)), tmp_path / "run")
-    assert "Early: nothing can be said, since curves are merged from step 1" in said(bounds)
+    text = said(bounds_of(report(curves(same)), tmp_path / "same"))
+    assert "Early: nothing can be said, since curves are merged from step 1" in text
 
 
 def test_the_first_gradient_has_a_ratio(tmp_path: Path) -> None:
@@ -500,59 +438,21 @@ def test_kinds_of_parameters_have_windows_of_their_own(tmp_path: Path) -> None:
     assert (marks["attention"].bends or 0) > (marks["all"].bends or 0)
 
 
-def test_a_diverged_seed_is_counted_out(tmp_path: Path) -> None:
-    """Distances that are not finite are null in a run; the seed gives no ratio, and that shows."""
+def test_a_run_that_diverged_is_not_missing_without_a_word(tmp_path: Path) -> None:
+    """With the step from which on it has no distance; its seed gives no ratio, and that shows. A
+    sound run is not accused."""
+    lost = {"mean_abs": None, "w1": None, "nulls": {"mean_abs": "not finite"}}
     rows = [
-        r.model_copy(update={"mean_abs": None, "nulls": {"mean_abs": "not finite"}})
-        if (r.seed, r.variant) == (2, "flash") else r
+        r.model_copy(update=lost) if (r.seed, r.variant) == (2, "flash") and r.step else r
         for r in several(3)
-    ]  # fmt: skip
-    bounds = bounds_of(report(rows), tmp_path / "run")
-    assert sorted(comparison(bounds, "flash", "low-precision", "early").by_seed) == [0, 1]
-    assert "95 % over 3 seeds, 2 for some" in said(bounds) or "95 % over 2 of 3" in said(bounds)
-    assert bounds.summary.answer[0].startswith("NOT FINITE: flash has no finite distance in seed 2")
-
-
-def test_a_run_that_diverged_everywhere_is_not_missing_without_a_word(tmp_path: Path) -> None:
-    """With the step from which on it has no distance; and a sound run is not accused."""
-    rows = [
-        r.model_copy(update={"mean_abs": None, "w1": None, "nulls": {"mean_abs": "not finite"}})
-        if r.variant == "flash" and r.step >= 10 else r
-        for r in curves()
-    ]  # fmt: skip
+    ]
     bounds = bounds_of(report(rows), tmp_path / "run")
     assert bounds.summary.answer[0].startswith(
-        "NOT FINITE: flash has no finite distance in seed 0 from step 10 on; "
+        "NOT FINITE: flash has no finite distance in seed 2 from step 1 on; "
     )
+    assert sorted(comparison(bounds, "flash", "low-precision", "early").by_seed) == [0, 1]
+    assert "95 % over 2 of 3" in said(bounds)
     assert "NOT FINITE" not in said(bounds_of(report(curves()), tmp_path / "sound"))
-
-
-@pytest.mark.parametrize("fault", ["ratio", "null", "level"])
-def test_planted_faults_are_seen(tmp_path: Path, fault: str) -> None:
-    """A ratio that is off by a third, a null of flash's size, a late curve that stays apart: each
-    changes what a sound report says."""
-    changed = {
-        "ratio": curves({**STARTS, "flash": 4e-7}),
-        "null": curves(
-            {**STARTS, "null-ulp": 8e-7, "null-rounding-1": 8e-7, "null-rounding-2": 8e-7}
-        ),
-        "level": [
-            r.model_copy(update={"mean_abs": 9 * (r.mean_abs or 0.0)})
-            if r.variant == "flash"
-            else r
-            for r in curves()
-        ],
-    }[fault]
-    sound = bounds_of(report(curves()), tmp_path / "sound")
-    planted = bounds_of(report(changed), tmp_path / "planted")
-    here, there = (comparison(b, "flash", "low-precision", "early").ratio for b in (sound, planted))
-    assert here == pytest.approx(0.3, rel=0.15)
-    if fault == "ratio":
-        assert there != pytest.approx(0.3, rel=0.15)
-    elif fault == "null":
-        assert there is None
-    else:
-        assert planted.saturations[0].saturated is None
 
 
 def test_the_table_that_asked_for_a_control(tmp_path: Path) -> None:
@@ -597,7 +497,7 @@ def test_a_report_survives_the_disk_and_is_shown(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.glob("*.csv")} == {
         "comparisons.csv", "delays.csv", "null_runs.csv"
     }  # fmt: skip
-    for width in (60, 80, 140):
+    for width in (60, 140):
         console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
         terminal.show(back, console)
         text = console.export_text()
@@ -605,30 +505,11 @@ def test_a_report_survives_the_disk_and_is_shown(tmp_path: Path) -> None:
         assert "low-precision" in text or width < 80  # where it is broken over lines
         assert max(map(len, text.splitlines())) <= width
     page = html.page(back)
-    Seen(page)
     assert page.count("<svg") == 3 + 1 + 3 + 1
     assert "curves begin to merge</text>" in page
     assert ">merged</text>" in page
     assert "Loss, by step" in page
     assert "stable" not in page.lower()
-
-
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda n: ascii(n)[:20])
-def test_names_are_text(tmp_path: Path, name: str) -> None:
-    """Whatever a variant is called, the page has no other element than with an ordinary name."""
-    plain, hostile = report(curves()), report(curves())
-    renamed = [v.model_copy(update={"name": name}) if v.name == "flash" else v
-               for v in hostile.variants]  # fmt: skip
-    rows = [d.model_copy(update={"variant": name}) if d.variant == "flash" else d
-            for d in hostile.distances]  # fmt: skip
-    hostile = hostile.model_copy(update={"variants": tuple(renamed), "distances": tuple(rows)})
-    pages = [
-        Seen(html.page(bounds_of(run, tmp_path / where)))
-        for run, where in ((plain, "plain"), (hostile, "hostile"))
-    ]
-    assert pages[0].tags == pages[1].tags
-    assert pages[0].attributes == pages[1].attributes
-    assert name in pages[1].text
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
@@ -742,48 +623,21 @@ def test_checkpoints_are_compared_by_role(tmp_path: Path) -> None:
     html.page(bounds)
 
 
-def test_a_directory_of_transformers_is_a_checkpoint(tmp_path: Path) -> None:
-    """Its weights are read without building the model."""
-    golden, flash = tmp_path / "golden", tmp_path / "flash"
-    for path, moved in ((golden, 0.0), (flash, 1e-3)):
-        path.mkdir()
-        (path / "config.json").write_text("{}")
-        stored(path / "model.safetensors", weights(0, moved))
-    bounds = of_checkpoints([golden], {"flash": [flash], "low_precision": [golden]})
-    c = comparison(bounds, "flash", "low_precision", "given")
-    assert c.nulls == {"ratio": "the distance of low_precision is 0"}
-
-
 def test_a_checkpoint_with_a_nan_has_no_distance(tmp_path: Path) -> None:
-    """One NaN is not averaged away: the groups it is in have no number, and the answer says so."""
-    broken = weights(0, 1e-6)
-    broken["wte.weight"][0, 0] = math.nan
-    golden = stored(tmp_path / "g.safetensors", weights(0))
-    bounds = of_checkpoints(
-        [golden],
-        {
-            "flash": [stored(tmp_path / "f.safetensors", broken)],
-            "low_precision": [stored(tmp_path / "l.safetensors", weights(0, 4e-6))],
-        },
-    )
-    ratios = {
-        c.group: c.ratio
-        for c in bounds.comparisons
-        if (c.variant, c.against, c.metric) == ("flash", "low_precision", "mean_abs")
-    }
+    """One NaN is not averaged away: the groups it is in have no number, and the answer says so.
+    What is no plain array is left out."""
+    odd = {"s": torch.eye(2).to_sparse(), "m": torch.empty(3, device="meta")}
+    golden, flash, low = (weights(0, moved) for moved in (0.0, 1e-6, 4e-6))
+    flash["wte.weight"][0, 0] = math.nan
+    paths = [tmp_path / f"{name}.pt" for name in "gfl"]
+    for path, state in zip(paths, (golden, flash, low), strict=True):
+        torch.save({**state, **odd}, path)
+    bounds = of_checkpoints([paths[0]], {"flash": [paths[1]], "low_precision": [paths[2]]})
+    pair = ("flash", "low_precision", "mean_abs")
+    here = [c for c in bounds.comparisons if (c.variant, c.against, c.metric) == pair]
+    ratios = {c.group: c.ratio for c in here}
     assert ratios == pytest.approx({"attention": 0.25, "norm": 0.25}, rel=0.6)
     assert bounds.summary.answer[0].startswith("NOT FINITE: flash has no finite distance in seed 0")
-
-
-def test_what_is_no_plain_array_is_left_out(tmp_path: Path) -> None:
-    """Sparse and without values: the rest of the checkpoint is compared."""
-    odd = {"s": torch.eye(2).to_sparse(), "m": torch.empty(3, device="meta")}
-    paths = [tmp_path / f"{n}.pt" for n in "gfl"]
-    for path, moved in zip(paths, (0.0, 1e-6, 4e-6), strict=True):
-        torch.save({**weights(0, moved), **odd}, path)
-    bounds = of_checkpoints([paths[0]], {"flash": [paths[1]], "low_precision": [paths[2]]})
-    ratio = comparison(bounds, "flash", "low_precision", "given").ratio
-    assert ratio == pytest.approx(0.25, rel=0.1)
 
 
 def test_checkpoints_that_do_not_pair_are_refused(tmp_path: Path) -> None:
@@ -819,20 +673,3 @@ def test_checkpoints_that_do_not_pair_are_refused(tmp_path: Path) -> None:
 def test_kinds_by_name(name: str, expected: str) -> None:
     """A literal table."""
     assert kind(name) == expected
-
-
-def test_found_takes_runs_of_one_null_together() -> None:
-    """The ensemble is one kind of run: its mean and its range over members and seeds."""
-    names = list(ROLES)
-    run = report(several(2), names)
-    facts = found(run.variants, run.distances)
-    [v] = [v for v in facts.variants if v.role == "null_rounding"]
-    assert v.runs == 4
-    [n] = [
-        n for n in facts.null_runs
-        if (n.role, n.metric, n.step) == ("null_rounding", "mean_abs", 1)
-    ]  # fmt: skip
-    rows = [r.mean_abs or 0.0 for r in run.distances
-            if r.variant.startswith("null-rounding") and r.step == 1]  # fmt: skip
-    assert (n.runs, n.smallest, n.largest) == (4, min(rows), max(rows))
-    assert n.mean == pytest.approx(sum(rows) / 4)

@@ -160,16 +160,6 @@ def test_a_recording_that_fails_names_its_variant(
     assert torch.equal(drawn, other)
 
 
-def test_a_repeat_is_the_golden_run(tmp_path: Path) -> None:
-    """Bit for bit, beside any other variants; and those differ from it."""
-    found = train(request(tmp_path, *VARIANTS), tmp_path / "out")
-    assert found is not None
-    last = {d.variant: d.max_abs for d in found.distances if d.of == "weights" and d.group == "all"}
-    assert last.pop("repeat") == 0.0
-    assert all(distance for distance in last.values())
-    assert len(last) == len(VARIANTS) - 2
-
-
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     """What was recorded after the stop equals what an undisturbed run recorded."""
     asked = request(tmp_path, *VARIANTS)

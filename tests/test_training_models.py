@@ -189,13 +189,6 @@ def test_token_files_are_read_as_they_are(tmp_path: Path) -> None:
         load(config.model_copy(update={"vocabulary": 39}), LLAMA, 2, CPU)
 
 
-def test_images_have_mean_0_and_variance_1() -> None:
-    data = load(DataConfig(source="images", images=16), DIT, 4, CPU)
-    flat = data.images.flatten(1).double()
-    assert torch.allclose(flat.mean(1), torch.zeros(16, dtype=torch.float64), atol=1e-6)
-    assert torch.allclose(flat.std(1), torch.ones(16, dtype=torch.float64), atol=1e-6)
-
-
 def test_every_bundled_configuration_is_valid() -> None:
     """configs/train/*.yaml validate, and the main experiment has ten million parameters."""
     folder = Path(__file__).parent.parent / "configs" / "train"

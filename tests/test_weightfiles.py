@@ -20,7 +20,6 @@ from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from numdev.errors import MeasurementError, UsageError
-from numdev.sources import files as storage
 from numdev.sources.dcp_metadata import read_metadata
 from numdev.training.weights.files import open_weights
 
@@ -131,24 +130,6 @@ def test_every_kind_of_file_gives_its_tensors(make: Callable[[Path], Path], tmp_
     assert not same(found, STATE | {"scale": STATE["scale"] + 1e-9})
     assert not same(found, STATE | {"scale": STATE["scale"].float()})
     assert not same(found, {**STATE, "more": torch.zeros(1)})
-
-
-def test_names_that_begin_like_a_wrapper_stay(tmp_path: Path) -> None:
-    """A Llama's own `model.` is no key of the saved dict."""
-    names = {"model.layers.0.w": torch.ones(2), "lm_head.weight": torch.ones(2)}
-    assert same(values(distributed(tmp_path / "d", dict(names))), names)
-
-
-def test_the_demo_by_its_name() -> None:
-    """`demo` is the bundled checkpoint."""
-    assert "model.embed_tokens.weight" in open_weights("demo").tensors
-
-
-def test_files_are_mapped_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are the same when each is read from a new map."""
-    monkeypatch.setattr(storage, "MAPPED_AT_ONCE", 0)
-    for make in (_safetensors, _pickle):
-        assert same(values(make(tmp_path)), STATE)
 
 
 def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
@@ -353,16 +334,6 @@ def test_a_truncated_shard_leaves_the_others(tmp_path: Path) -> None:
     (damage,) = found.damage
     assert "m-2.safetensors: is not a whole safetensors file" in damage.words
     assert set(damage.tensors) == {"layers.0.b", "scale"}
-
-
-def test_a_missing_shard_leaves_the_others(tmp_path: Path) -> None:
-    """So does one that is not there."""
-    directory = _sharded_directory(tmp_path)
-    (directory / "m-1.safetensors").unlink()
-    found = open_weights(str(directory))
-    assert set(found.tensors) == {"layers.0.b", "scale"}
-    assert found.damage[0].tensors == ("layers.0.w",)
-    assert "is missing" in found.damage[0].words
 
 
 def test_a_pickle_with_objects_is_damage(tmp_path: Path) -> None:

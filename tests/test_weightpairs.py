@@ -15,7 +15,7 @@ from torch import Tensor
 from numdev.audit.records import weight_row
 from numdev.formats import FORMATS
 from numdev.sources.kinds import KINDS, kind_of, layer_of
-from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled, unfit
+from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled
 
 RELATIVE = 1e-12
 """Sums of 10^4 fp64 terms, in whichever order: n u = 10^4 * 1.1e-16."""
@@ -97,14 +97,6 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
         pooled([])
 
 
-def test_a_permuted_tensor_has_no_w1_and_a_difference() -> None:
-    """W1 is 0 for a permutation, which the paired numbers see."""
-    b = normal(1000, seed=3)
-    found = measured(b[torch.randperm(1000, generator=torch.Generator().manual_seed(0))], b)
-    assert found["w1"] == 0
-    assert found["mean_abs"] > 0.01
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
     """NaN and infinity of either side are counted for it, and the rest gives the numbers that the
@@ -142,15 +134,6 @@ def test_formats_of_8_bits_and_of_64() -> None:
     assert measured(b, b.to(torch.float8_e4m3fn))["nulls"].keys() == {"float8_e4m3fn_times"} | {
         f"{name}_times" for name in CASTS
     }
-
-
-def test_what_is_no_floating_point_array_is_unfit() -> None:
-    """Integers, truth values and sparse tensors have a reason, floats none."""
-    assert "int64" in str(unfit(torch.arange(3)))
-    assert "bool" in str(unfit(torch.ones(2, dtype=torch.bool)))
-    assert "plain" in str(unfit(torch.eye(2).to_sparse()))
-    assert "plain" in str(unfit(torch.zeros(2, device="meta")))
-    assert unfit(torch.zeros(2, dtype=torch.float8_e5m2)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,9 +19,8 @@ from torch import Tensor
 from numdev import report
 from numdev.cli.main import main
 from numdev.report.renderers import html, terminal
-from numdev.training.weights import files as weightfiles
 from numdev.training.weights import study
-from numdev.training.weights.report import Remark, WeightsReport
+from numdev.training.weights.report import WeightsReport
 from numdev.training.weights.study import weights
 
 State = dict[str, Tensor]
@@ -135,25 +134,6 @@ def test_every_other_set_against_the_first(compare: Compare) -> None:
     assert (one.mean_abs, one.mean_w1, one.max_abs) == (row.mean_abs, row.w1, row.max_abs)
 
 
-def test_one_tensor_of_each_set_at_a_time(
-    compare: Compare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors are read in the order of the first file, each once a set, none before its turn."""
-    order = []
-    read = weightfiles._Reader.tensor
-
-    def noted(self: Any, file: Path, name: str) -> Tensor:
-        order.append((file.name, name))
-        return read(self, file, name)
-
-    monkeypatch.setattr(weightfiles._Reader, "tensor", noted)
-    found = compare(state(), state(1), state(2))
-    files = ("a.safetensors", "b.safetensors", "c.safetensors")
-    names = list(dict.fromkeys(row.tensor for row in found.rows))
-    assert order == [(file, name) for name in names for file in files]
-    assert sorted(names) == sorted(state())
-
-
 # --- what cannot be ------------------------------------------------------------------------------
 
 
@@ -184,18 +164,6 @@ def test_nan_weights_are_counted_and_the_rest_is_compared(compare: Compare) -> N
     assert all(row.mean_abs == 0 for row in found.rows)
 
 
-def test_tensors_without_elements_or_floats_are_named(compare: Compare) -> None:
-    """An empty tensor has a row of nulls; one of integers none."""
-    extra = {"nothing": torch.zeros(0, 3), "ids": torch.arange(4)}
-    found = compare(state() | extra, state(1) | extra)
-    row = next(row for row in found.rows if row.tensor == "nothing")
-    assert row.max_abs is None
-    assert row.nulls["max_abs"] == "holds no elements"
-    assert ("a.safetensors", "nothing") in matters(found, "empty")
-    assert ("a.safetensors", "ids") in matters(found, "not compared")
-    assert len(found.rows) == 5
-
-
 def test_what_a_pickle_holds_that_is_no_array_is_named(tmp_path: Path) -> None:
     """Sparse, nested, without values, quantised, complex; and a shape that the stored bytes are not
     enough for, which would take forever to compare. The rest is compared, and nothing is a bug."""
@@ -213,16 +181,6 @@ def test_what_a_pickle_holds_that_is_no_array_is_named(tmp_path: Path) -> None:
     named = {r.tensor: r.words for r in found.remarks if r.what == "not compared"}
     assert named.keys() == odd.keys()
     assert named["vast"] == "has 1000000000000 elements of which only 1 are stored"
-
-
-def test_a_reason_why_nothing_was_compared(run: Any, tmp_path: Path) -> None:
-    """Two files whose only tensor has no values that numdev measures: that is said, and not asked
-    whether they are one model's."""
-    for name in ("a.safetensors", "b.safetensors"):
-        save_file({"ids": torch.arange(4)}, tmp_path / name)
-    code, _, err = run("a.safetensors", "b.safetensors")
-    assert code == 3
-    assert "ids is stored as int64" in err
 
 
 def test_a_difference_beyond_float64_is_not_zero(compare: Compare) -> None:
@@ -260,15 +218,6 @@ def test_tied_weights_of_a_pickle_are_compared_once(tmp_path: Path) -> None:
         assert matters(found, "missing") == matters(found, "extra") == []
 
 
-def test_saved_parameters_record_no_graph(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Parameters in a pickle ask for gradients; comparing them does not, and warns of nothing."""
-    for seed, name in enumerate(("a.pt", "b.pt")):
-        torch.save({k: torch.nn.Parameter(x) for k, x in state(seed).items()}, tmp_path / name)
-    paths = [str(tmp_path / name) for name in ("a.pt", "b.pt")]
-    assert len(weights(paths, tmp_path / "out", device="cpu").rows) == 4
-    assert not list(recwarn)
-
-
 def test_one_that_cannot_be_read_stops_no_other(compare: Compare, tmp_path: Path) -> None:
     """Of three sets one is truncated: it is damaged, in words, and the third is compared."""
     compare(state(), state(1), state(2))
@@ -279,12 +228,6 @@ def test_one_that_cannot_be_read_stops_no_other(compare: Compare, tmp_path: Path
     assert [r.source for r in found.damage] == ["b.safetensors"]
     assert matters(found, "missing") == []
     assert found.summary.answer[2].startswith("Damaged in b.safetensors: b.safetensors: is not a")
-
-
-def test_the_same_remark_once() -> None:
-    """Remarks are kept as a set in order, so they must be told apart by their content."""
-    one, two = (Remark(source="a", tensor="t", what="empty", words="x") for _ in range(2))
-    assert list(dict.fromkeys([one, two])) == [one]
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -18,9 +18,7 @@ NOT_REPEATED = "differs from the run it repeats from step {step} on."
 
 
 def answer(
-    variants: Sequence[VariantRecord],
-    rows: Sequence[TrainRow],
-    distances: Sequence[DistanceRow],
+    variants: Sequence[VariantRecord], rows: Sequence[TrainRow], distances: Sequence[DistanceRow]
 ) -> tuple[str, ...]:
     """Each as `WHAT: what is said of it`; how far those that differ are from the golden run, beside
     chance, then that run's loss, then the nulls, then spikes and losses that were lost."""

@@ -42,6 +42,13 @@ NEEDS = {
 """What a variant in a role must give; but for the golden run the only thing that it may."""
 
 
+def _refuse(*rules: tuple[object, str]) -> None:
+    """Raise ValueError with the words of the first condition that holds."""
+    for wrong, words in rules:
+        if wrong:
+            raise ValueError(words)
+
+
 class ModelConfig(Strict):
     """The network. `llama`: RMSNorm, rotary positions, SwiGLU. `gpt2`: LayerNorm, learned
     positions, GELU. Both have tied embeddings. `dit`: a denoiser of images in patches."""
@@ -72,16 +79,22 @@ class ModelConfig(Strict):
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ValueError(f"{self.kind} needs {' and '.join(missing)}")
-        if self.image and self.patch and self.image % self.patch:
-            raise ValueError(f"image ({self.image}) must be a multiple of patch ({self.patch})")
-        if self.image == 1:
-            raise ValueError("image (1) must be 2 or more: one pixel has no variance")
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(f"width ({self.width}) must be heads ({self.heads}) x an even number")
-        if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
-            )
+        image, patch, width, heads, kv = (
+            self.image,
+            self.patch,
+            self.width,
+            self.heads,
+            self.kv_heads,
+        )
+        _refuse(
+            (
+                image and patch and image % patch,
+                f"image ({image}) must be a multiple of patch ({patch})",
+            ),
+            (image == 1, "image (1) must be 2 or more: one pixel has no variance"),
+            (width % (2 * heads), f"width ({width}) must be heads ({heads}) x an even number"),
+            (heads % (kv or heads), f"heads ({heads}) must be a multiple of kv_heads ({kv})"),
+        )
         return self
 
     @property
@@ -117,17 +130,16 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        bpe, vocabulary = self.tokenizer == "bpe", self.vocabulary
-        if (self.source in ("text", "tokens")) != bool(self.files):
-            raise ValueError("`files` go with the sources text and tokens, and with no other")
-        if self.source == "tokens" and vocabulary is None:
-            raise ValueError("tokens need their `vocabulary`, the number of ids")
-        if bpe and self.source not in ("stdlib", "text"):
-            raise ValueError("a tokenizer is trained on text: source stdlib or text")
-        if vocabulary is not None and not bpe and self.source != "tokens":
-            raise ValueError("`vocabulary` is of tokenizer bpe or source tokens")
-        if bpe and vocabulary is not None and vocabulary < LEAST_BPE:
-            raise ValueError(f"a bpe `vocabulary` is {LEAST_BPE} or more, not {vocabulary}")
+        bpe, tokens, size = self.tokenizer == "bpe", self.source == "tokens", self.vocabulary
+        has_files, is_text = tokens or self.source == "text", self.source in ("stdlib", "text")
+        least = f"a bpe `vocabulary` is {LEAST_BPE} or more, not {size}"
+        _refuse(
+            (has_files != bool(self.files), "`files` go with the sources text and tokens alone"),
+            (tokens and not size, "tokens need their `vocabulary`, the number of ids"),
+            (bpe and not is_text, "a tokenizer is trained on text: source stdlib or text"),
+            (size and not (bpe or tokens), "`vocabulary` is of tokenizer bpe or source tokens"),
+            (bpe and size and size < LEAST_BPE, least),
+        )
         return self
 
 
@@ -175,19 +187,27 @@ class VariantConfig(Strict):
         changed = {
             name for name, value in self if name not in ("name", "role") and value is not None
         }
-        needed = NEEDS.get(self.role)
-        if needed and needed not in changed:
-            raise ValueError(f"{self.name}: a variant in the role {self.role} gives its `{needed}`")
-        extra = sorted(changed - {needed})
-        if self.role == "golden" and changed & {"seed", "data_order"}:
-            raise ValueError(f"{self.name}: the golden run has the seeds of the run")
-        if self.role == "golden" and self.backward_kernel is not None:
-            raise ValueError(f"{self.name}: the golden run has the gradients of its own kernel")
-        if extra and self.role not in ("golden", "variant"):
-            raise ValueError(
-                f"{self.name}: the role {self.role} differs in {needed or 'nothing else'}, not in "
-                f"{', '.join(extra)}; the role variant may differ in anything"
-            )
+        needed, golden, name = NEEDS.get(self.role), self.role == "golden", self.name
+        extra = () if golden or self.role == "variant" else sorted(changed - {needed})
+        _refuse(
+            (
+                needed and needed not in changed,
+                f"{name}: a variant in the role {self.role} gives its `{needed}`",
+            ),
+            (
+                golden and changed & {"seed", "data_order"},
+                f"{name}: the golden run has the seeds of the run",
+            ),
+            (
+                golden and self.backward_kernel,
+                f"{name}: the golden run has the gradients of its own kernel",
+            ),
+            (
+                extra,
+                f"{name}: the role {self.role} differs in {needed or 'nothing else'}, not in "
+                f"{', '.join(extra)}; the role variant may differ in anything",
+            ),
+        )
         return self
 
 
@@ -338,22 +358,13 @@ def resolve(
 
 
 def _complete(v: VariantConfig, golden: VariantConfig, optimiser: Optimiser) -> Variant:
-    kernel = v.kernel or golden.kernel
-    assert kernel is not None  # the golden run gives its own
     for changes in (golden.optimiser, v.optimiser):
         if changes is not None:
             optimiser = optimiser.model_copy(update=changes.model_dump(exclude_unset=True))
-    return Variant(
-        name=v.name,
-        role=v.role,
-        kernel=kernel,
-        backward_kernel=v.backward_kernel,
-        format=v.format or golden.format or "bfloat16",
-        attention_format=v.attention_format or golden.attention_format,
-        seed=v.seed or 0,
-        data_order=v.data_order or 0,
-        optimiser=optimiser,
-    )
+    as_golden: dict[str, Any] = {"kernel": golden.kernel, "format": golden.format or "bfloat16"}
+    as_golden["attention_format"] = golden.attention_format
+    own = {name: value for name, value in v if value is not None}
+    return Variant(**{**as_golden, **own, "optimiser": optimiser})
 
 
 def recorded_steps(

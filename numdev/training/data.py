@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,23 +44,6 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(named[:7], "big")
 
 
-class Data(Protocol):
-    """What is learned, on its device."""
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """transformers' own, to be saved with a checkpoint; None where ids are bytes or given."""
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a report says was learned, and what identifies it."""
-
-    def batch(self, seed: int, step: int) -> dict[str, Tensor]: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
     """One long row of token ids, from which windows are drawn."""
@@ -72,7 +55,9 @@ class Tokens:
     """Windows in a batch."""
     context: int
     tokenizer: Any
+    """transformers' own, to be saved with a checkpoint; None where ids are bytes or given."""
     about: dict[str, Any]
+    """What a report says was learned, and what identifies it."""
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """`inputs` and `targets` [count, context], int64: of windows drawn anywhere. A trained
@@ -111,6 +96,9 @@ class Images:
         where = self.images.device
         images = self.images[chosen.to(where)]
         return {"images": images, "noise": noise.to(where), "times": times.to(where)}
+
+
+Data = Tokens | Images
 
 
 def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Data:

@@ -118,12 +118,7 @@ class Lane:
     """A variant at step 0, or wherever `load` puts it."""
 
     def __init__(
-        self,
-        variant: Variant,
-        model: ModelConfig,
-        vocabulary: int,
-        seed: int,
-        device: torch.device,
+        self, variant: Variant, model: ModelConfig, vocabulary: int, seed: int, device: torch.device
     ) -> None:
         self.variant, self.device = variant, device
         found = [find(choice.name) for choice in variant.kernels]

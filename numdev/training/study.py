@@ -32,13 +32,7 @@ from numdev.training.data import Data, load
 from numdev.training.lockstep import STATE, Lockstep, deterministic, partly, read_state
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
-from numdev.training.report import (
-    DistanceRow,
-    TrainReport,
-    TrainRow,
-    TrainSummary,
-    VariantRecord,
-)
+from numdev.training.report import DistanceRow, TrainReport, TrainRow, TrainSummary, VariantRecord
 
 
 def train(

@@ -4,7 +4,7 @@ null's, then the curves."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from numdev.report.document import (
     PAGE,
@@ -19,7 +19,6 @@ from numdev.report.document import (
     Node,
     Paragraph,
     Row,
-    Style,
     Table,
     charts,
     notes,
@@ -27,19 +26,16 @@ from numdev.report.document import (
     words,
 )
 from numdev.report.numbers import NONE, ratio
-from numdev.training.bounds.report import BoundsReport, Comparison, Delay, Saturation, Window
+from numdev.training.bounds.report import BoundsReport, Comparison, Saturation, Window
 
-WINDOWS: tuple[tuple[Window, str], ...] = (
-    ("given", "checkpoints"),
-    ("first", "step"),
-    ("early", "early"),
-    ("saturated", "merged"),
-    ("start", "gradient"),
-)
-WHOLE = ("given", "early")
-"""Where the terminal shows intervals."""
-WITH_W1 = ("given", "early", "saturated")
-METRICS = (("mean_abs", "mean |Δ|"), ("max_abs", "max |Δ|"), ("rel", "relative L2"), ("w1", "W1"))
+WINDOWS: dict[Window, str] = {
+    "given": "checkpoints",
+    "first": "step",
+    "early": "early",
+    "saturated": "merged",
+    "start": "gradient",
+}
+METRICS = {"mean_abs": "mean |Δ|", "max_abs": "max |Δ|", "rel": "relative L2", "w1": "W1"}
 LEGEND = (
     "Mean |difference| of weights from those of the golden run, which all others are held against, "
     "over another run's: the geometric mean over steps and seeds [95 %]. {windows}steps later: how "
@@ -51,30 +47,9 @@ MEANT: dict[Window, str] = {
     "saturated": "merged: from where they have",
     "start": "gradient: of the first step's gradients instead of weights",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One pair of runs, with all its ratios in one group."""
-
-    variant: str
-    against: str
-    ratios: dict[tuple[str, str], Comparison]
-    delay: Delay | None
-
-    def at(self, window: str, metric: str, *, whole: bool = True) -> str:
-        """A ratio, and unless it is to be brief its interval."""
-        c = self.ratios.get((window, metric))
-        if c is None or c.ratio is None:
-            return NONE
-        known = whole and c.low is not None and c.high is not None
-        ends = f" [{_short(c.low or 0.0)}, {_short(c.high or 0.0)}]" if known else ""
-        return _short(c.ratio) + ends
-
-    @property
-    def delayed(self) -> str:
-        d = self.delay
-        return NONE if d is None or d.steps is None else f"{d.steps:.2g}"
+MERGING = "Curves {begin} and {merge}{peak}{reason}."
+MARKS = ("chance begins to decide", "curves begin to merge", "merged")
+PEAK = "; the largest perturbation was at most {times} times the smallest null ({null})"
 
 
 def title(report: BoundsReport) -> str:
@@ -93,168 +68,163 @@ def line(report: BoundsReport) -> str:
 
 def blocks(report: BoundsReport) -> Iterator[Node]:
     groups = list(dict.fromkeys(c.group for c in report.comparisons))
-    drawn = _charts(report)
-    whole = tuple(c for c in drawn if c.figure.place.get("group") in ("all", None))
-    yield Figures(whole, PAGE)
+    drawn = [(chart, chart.figure.place.get("group")) for chart in _charts(report)]
+    yield Figures(tuple(chart for chart, group in drawn if group in ("all", None)), PAGE)
     for mark in report.saturations:
         if mark.group == "all":
             yield Paragraph(_merging(mark), "soft", PAGE)
     yield _terminal(report)
     if "all" in groups:
-        yield _table(report, "all", METRICS, "Ratios, all weights", PAGE)
+        yield _table(report, "all", list(METRICS), "Ratios, all weights", PAGE)
     brief = "Distance of one run over that of another, all weights: mean |difference|"
-    yield _table(report, "all", METRICS[:1], brief, ("markdown",))
-    yield from notes((_legend(report),), (*TERMINAL, *PAGE))
-    others = [group for group in groups if group != "all"]
-    if others:
+    yield _table(report, "all", ["mean_abs"], brief, ("markdown",))
+    said = "".join(f"{MEANT[window]}; " for window in _windows(report) if window in MEANT)
+    yield from notes((LEGEND.format(windows=said),), (*TERMINAL, *PAGE))
+    kinds = [group for group in groups if group != "all"]
+    if kinds:
         yield Heading("By kind of parameter", PAGE)
-    for group in others:
-        yield Fold(group, (_table(report, group, METRICS, "", PAGE),))
-    rest = tuple(c for c in drawn if c not in whole)
+    for group in kinds:
+        yield Fold(group, (_table(report, group, list(METRICS), "", PAGE),))
+    rest = tuple(chart for chart, group in drawn if group not in ("all", None))
     if rest:
         yield Fold("Curves by kind", (Figures(rest),))
-    mean = tuple(c for c in whole if c.figure.metric == "mean_abs")
-    yield Figures(tuple(c for c in mean if c.figure.place.get("group") == "all"), TERMINAL)
+    mean = (chart for chart, group in drawn if group == "all" and chart.figure.metric == "mean_abs")
+    yield Figures(tuple(mean), TERMINAL)
     yield words(
         ("run", "role", "kernel", "format", "attention", "runs"),
         (
-            (v.label, v.role.replace("_", " "), v.kernel or NONE, v.format or NONE,
-             v.attention_format or NONE, str(v.runs))
+            (
+                *(v.label, v.role.replace("_", " "), v.kernel or NONE, v.format or NONE),
+                *(v.attention_format or NONE, str(v.runs)),
+            )
             for v in report.summary.variants
         ),
         title="What was set beside what",
         only=PAGE,
-    )  # fmt: skip
+    )
 
 
 def _merging(mark: Saturation) -> str:
     """Where the curves of all weights merge, and how large a perturbation was before."""
-    merged = f"are merged from step {mark.saturated}" if mark.saturated else "do not merge"
-    begin = f"begin to merge at step {mark.bends}" if mark.bends else "do not begin to merge"
-    peak = (
-        f"; the largest perturbation was at most {ratio(mark.peak)} times the smallest null "
-        f"({mark.null})"
-        if mark.peak is not None
-        else ""
+    return MERGING.format(
+        begin=f"begin to merge at step {mark.bends}" if mark.bends else "do not begin to merge",
+        merge=f"are merged from step {mark.saturated}" if mark.saturated else "do not merge",
+        peak="" if mark.peak is None else PEAK.format(times=ratio(mark.peak), null=mark.null),
+        reason=f": {mark.reason}" if mark.reason else "",
     )
-    return f"Curves {begin} and {merged}{peak}{f': {mark.reason}' if mark.reason else ''}."
 
 
-def _legend(report: BoundsReport) -> str:
-    """What the columns that are there mean."""
-    said = [MEANT[window] for window, _ in _windows(report) if window in MEANT]
-    return LEGEND.format(windows="".join(f"{each}; " for each in said))
+Line = dict[tuple[Window, str], Comparison]
+"""All ratios of one pair of runs, by window and metric."""
+
+
+def _lines(report: BoundsReport, group: str) -> dict[tuple[str, str], Line]:
+    """Every pair of runs with a ratio in one group of parameters."""
+    here = [c for c in report.comparisons if c.group == group]
+    known: dict[tuple[str, str], Line] = {
+        (c.variant, c.against): {} for c in here if c.ratio is not None
+    }
+    for c in here:
+        known.get((c.variant, c.against), {})[c.window, c.metric] = c
+    return known
+
+
+def _ratio(each: Line, window: Window, metric: str, *, whole: bool = True) -> str:
+    """A ratio, and unless it is to be brief its interval."""
+    c = each.get((window, metric))
+    if c is None or c.ratio is None:
+        return NONE
+    known = whole and c.low is not None and c.high is not None
+    return _short(c.ratio) + (
+        f" [{_short(c.low or 0.0)}, {_short(c.high or 0.0)}]" if known else ""
+    )
+
+
+def _delays(report: BoundsReport, group: str) -> dict[tuple[str, str], str]:
+    """How many steps later, by pair of runs."""
+    here = (d for d in report.delays if (d.group, d.metric) == (group, "mean_abs"))
+    return {(d.variant, d.against): f"{d.steps:.2g}" for d in here if d.steps is not None}
 
 
 def _table(
-    report: BoundsReport,
-    group: str,
-    metrics: Sequence[tuple[str, str]],
-    title: str,
-    only: tuple[Medium, ...],
+    report: BoundsReport, group: str, metrics: Sequence[str], title: str, only: tuple[Medium, ...]
 ) -> Table:
     """Every ratio of one group of parameters, with its interval."""
-    windows = _windows(report)
-    names = [f"{each} {_steps(report, window)}".strip() for window, each in windows]
-    columns = (
-        [f"{name}, {metric}" for name in names for _, metric in metrics]
-        if len(metrics) > 1
-        else names
+    delays = _delays(report, group)
+    columns = [
+        f"{name}, {METRICS[metric]}" if len(metrics) > 1 else name
+        for name in _windows(report).values()
+        for metric in metrics
+    ]
+    rows = (
+        (
+            *map(Cell, pair),
+            *(
+                Cell(_ratio(each, window, m), style="strong" if m == "mean_abs" else "")
+                for window in _windows(report)
+                for m in metrics
+            ),
+            Cell(delays.get(pair, NONE)),
+        )
+        for pair, each in _lines(report, group).items()
     )
-
-    def cells(each: Line) -> Iterator[str | Cell]:
-        yield from (each.variant, each.against)
-        for window, _ in windows:
-            for metric, _ in metrics:
-                style: Style = "strong" if metric == "mean_abs" else ""
-                yield Cell(each.at(window, metric), style=style)
-        yield each.delayed
-
     against = Column("over that of", align="left")
-    titles: list[str | Column] = ["distance of", against, *columns, "steps later"]
-    return table(titles, map(cells, lines(report, group)), title=title, only=only)
+    return table(["distance of", against, *columns, "steps later"], rows, title=title, only=only)
 
 
 def _terminal(report: BoundsReport) -> Table:
     """The ratios of all weights, every window beside the others. Intervals of the paired mean
     alone; the page has all."""
-    windows = _windows(report)
-    columns = [Column("", align="left")]
-    for window, name in windows:
-        columns.append(Column(f"{name} {_steps(report, window)}".strip()))
-        columns += [Column("W1")] * (window in WITH_W1)
+    delays, columns = _delays(report, "all"), [Column("", align="left")]
+    for window, name in _windows(report).items():
+        columns += [Column(name), *([Column("W1")] if window in _WITH_W1 else [])]
+    columns += [Column("steps later")] * bool(report.delays)
     rows, last = [], None
-    for each in lines(report, "all"):
-        if each.variant != last:
-            empty = (Cell(""),) * (len(columns) if report.delays else len(columns) - 1)
-            rows.append(Row((Cell(each.variant, style="strong"), *empty)))
-        last = each.variant
-        cells = [Cell(f"  over {each.against}", style="soft")]
-        for window, _ in windows:
-            cells.append(Cell(each.at(window, "mean_abs", whole=window in WHOLE)))
-            cells += [Cell(each.at(window, "w1", whole=False), style="soft")] * (window in WITH_W1)
-        rows.append(Row((*cells, *([Cell(each.delayed)] if report.delays else []))))
-    return Table(
-        title="Distance of one run over that of another, all weights",
-        columns=(*columns, *([Column("steps later")] if report.delays else [])),
-        rows=tuple(rows),
-        kind="words",
-        only=TERMINAL,
-    )
+    for (variant, against), each in _lines(report, "all").items():
+        if variant != last:
+            empty = (Cell(""),) * (len(columns) - 1)
+            rows.append(Row((Cell(variant, style="strong"), *empty)))
+        last = variant
+        cells = [Cell(f"  over {against}", style="soft")]
+        for window in _windows(report):
+            cells.append(Cell(_ratio(each, window, "mean_abs", whole=window in ("given", "early"))))
+            w1 = Cell(_ratio(each, window, "w1", whole=False), style="soft")
+            cells += [w1] if window in _WITH_W1 else []
+        cells += [Cell(delays.get((variant, against), NONE))] * bool(report.delays)
+        rows.append(Row(tuple(cells)))
+    title = "Distance of one run over that of another, all weights"
+    return Table(tuple(columns), tuple(rows), title, kind="words", only=TERMINAL)
 
 
-def lines(report: BoundsReport, group: str) -> list[Line]:
-    """Every pair of runs of one group of parameters."""
-    here = [c for c in report.comparisons if c.group == group]
-    delays = {(d.variant, d.against): d for d in report.delays if _of_mean(d, group)}
-    return [
-        Line(
-            variant=pair[0],
-            against=pair[1],
-            ratios={(c.window, c.metric): c for c in here if (c.variant, c.against) == pair},
-            delay=delays.get(pair),
-        )
-        for pair in dict.fromkeys((c.variant, c.against) for c in here if c.ratio is not None)
-    ]
+_WITH_W1 = ("given", "early", "saturated")
+"""Where the terminal shows W1."""
 
 
-def _of_mean(delay: Delay, group: str) -> bool:
-    return delay.group == group and delay.metric == "mean_abs"
+def _windows(report: BoundsReport) -> dict[Window, str]:
+    """The windows that have a ratio, and their names with the steps they are, briefly."""
+    there = {c.window: c.steps for c in report.comparisons if c.ratio is not None}
+    whole = {c.window: c.steps for c in reversed(report.comparisons) if c.group == "all"}
+    named: dict[Window, str] = {}
+    for window in (window for window in WINDOWS if window in there):
+        steps = () if window in ("given", "start") else whole.get(window, ())
+        ends = "–".join(str(step) for step in dict.fromkeys((*steps[:1], *steps[-1:])))
+        named[window] = f"{WINDOWS[window]} {ends}".strip()
+    return named
 
 
-def _windows(report: BoundsReport) -> list[tuple[Window, str]]:
-    there = {c.window for c in report.comparisons if c.ratio is not None}
-    return [(window, name) for window, name in WINDOWS if window in there]
-
-
-def _steps(report: BoundsReport, window: Window) -> str:
-    """Which steps a window is, as briefly as can be."""
-    steps: Sequence[int] = next(
-        (c.steps for c in report.comparisons if c.window == window and c.group == "all"), ()
-    )
-    if window in ("given", "start", "first") or not steps:
-        return "" if window != "first" else str(*steps)
-    return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
-
-
-def _charts(report: BoundsReport) -> tuple[Chart, ...]:
+def _charts(report: BoundsReport) -> Iterator[Chart]:
     """Every figure; in those of distances it is marked where curves merge."""
     marks = {s.group: s for s in report.saturations}
-    made = []
     for chart in charts(report.figures, report.summary.axis, "golden"):
         mark = marks.get(chart.figure.place.get("group", ""))
-        steps = (
-            (
-                (mark.chance, "chance begins to decide"),
-                (mark.bends, "curves begin to merge"),
-                (mark.saturated, "merged"),
-            )
-            if mark
-            else ()
+        steps = {
+            "chance begins to decide": mark and mark.chance,
+            "curves begin to merge": mark and mark.bends,
+            "merged": mark and mark.saturated,
+        }
+        yield replace(
+            chart, marks=tuple((float(step), name) for name, step in steps.items() if step)
         )
-        places = tuple((float(step), name) for step, name in steps if step)
-        made.append(replace(chart, marks=places))
-    return tuple(made)
 
 
 def _short(value: float) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.report.document import (
+    MEDIA,
     PAGE,
     TERMINAL,
     TEXT,
@@ -14,7 +15,6 @@ from numdev.report.document import (
     Heading,
     Medium,
     Node,
-    Style,
     Table,
     bullets,
     notes,
@@ -62,8 +62,9 @@ def blocks(report: WeightsReport) -> Iterator[Node]:
             yield Fold("By layer", (_table("layer", layers, whole=True),), open=True)
         limited = f": the first {ON_PAGE} of {pair.tensors}, all in rows.csv"
         more = limited if pair.tensors > ON_PAGE else ""
-        table = _table("tensor", tensors[:ON_PAGE], whole=True)
-        yield Fold(f"By {most}{more}", (table,), open=True)
+        yield Fold(
+            f"By {most}{more}", (_table("tensor", tensors[:ON_PAGE], whole=True),), open=True
+        )
         moved = [row for row in tensors if row.equal != 1]
         yield _table(most, moved[: 3 if several else SHOWN], only=TERMINAL)
     yield words(
@@ -104,36 +105,46 @@ def _table(
     *,
     whole: bool = False,
     title: str = "",
-    only: tuple[Medium, ...] = ("terminal", "html", "markdown"),
+    only: tuple[Medium, ...] = MEDIA,
 ) -> Table:
     """Rows of tensors or of groups; `whole` with the columns that only a page has room for."""
-    casts = FORMATS.values()
-    names = ["mean", "max", "rel", "W1", *(f"×{name}" for name in casts)]
+    ratios = [f"×{name}" for name in FORMATS.values()]
+    names = ["mean", "max", "rel", "W1", *ratios]
     if whole:
-        names = ["mean |Δ|", "max |Δ|", "rel L2", "cosine", "W1", "equal"]
-        names += [*(f"×{n}" for n in casts), *(f"{n} cast" for n in casts), "NaN/inf"]
+        casts = [f"{name} cast" for name in FORMATS.values()]
+        names = [
+            "mean |Δ|",
+            "max |Δ|",
+            "rel L2",
+            "cosine",
+            "W1",
+            "equal",
+            *ratios,
+            *casts,
+            "NaN/inf",
+        ]
     cells = ([_name(row), *map(Cell, _numbers(row, whole))] for row in rows)
     return table([first, *names], cells, title=title, only=only)
 
 
 def _name(row: GroupRow | TensorRow) -> Cell:
     if isinstance(row, GroupRow):
-        style: Style = "strong" if row.group == "all" else ""
-        return Cell(row.name, style=style, after=f"({row.tensors})")
+        return Cell(
+            row.name, style="strong" if row.group == "all" else "", after=f"({row.tensors})"
+        )
     shape = " × ".join(map(str, row.shape))
-    stored = dict.fromkeys((row.stored_of, row.stored_against))
-    return Cell(row.tensor, after=f"{shape} {' / '.join(stored)}")
+    stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
+    return Cell(row.tensor, after=f"{shape} {stored}")
 
 
-def _numbers(row: GroupRow | TensorRow, whole: bool) -> Iterator[str]:
-    w1 = row.mean_w1 if isinstance(row, GroupRow) else row.w1
-    yield from map(si, (row.mean_abs, row.max_abs, row.rel))
-    if whole:
-        yield NONE if row.cosine is None else f"{row.cosine:.6g}"
-    yield si(w1)
-    if whole:
-        yield NONE if row.equal is None else f"{100 * row.equal:.1f} %"
-    yield from (times(row.times(name)) for name in FORMATS)
-    if whole:
-        yield from (si(getattr(row, f"{name}_mean_abs")) for name in FORMATS)
-        yield str(row.nonfinite_of + row.nonfinite_against or "")
+def _numbers(row: GroupRow | TensorRow, whole: bool) -> list[str]:
+    w1 = si(row.mean_w1 if isinstance(row, GroupRow) else row.w1)
+    sizes = [si(x) for x in (row.mean_abs, row.max_abs, row.rel)]
+    ratios = [times(row.times(name)) for name in FORMATS]
+    if not whole:
+        return [*sizes, w1, *ratios]
+    cosine = NONE if row.cosine is None else f"{row.cosine:.6g}"
+    equal = NONE if row.equal is None else f"{100 * row.equal:.1f} %"
+    casts = [si(getattr(row, f"{name}_mean_abs")) for name in FORMATS]
+    lost = str(row.nonfinite_of + row.nonfinite_against or "")
+    return [*sizes, cosine, w1, equal, *ratios, *casts, lost]

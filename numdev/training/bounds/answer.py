@@ -1,18 +1,16 @@
 """The first sentences of `numdev bounds`: what was found in words, and what cannot be said.
 
 The first three are the conclusion: flash over low precision before curves merge, flash beside
-chance, and what is left after merging. All others follow, each number once.
-
-Distances between weights are proxies, and called so. A ratio is quoted before curves merge and,
-apart from that, after; never one without the other where both are there. W1 stands behind the
-paired distance, and where the two disagree a sentence says so.
+chance, and what is left after merging. All others follow, each number once. Distances between
+weights are proxies, and called so; W1 stands behind the paired distance, and where the two disagree
+a sentence says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from numdev.training.bounds.report import BoundsVariant, Comparison, Delay, Window
+from numdev.training.bounds.report import Comparison, Delay, Saturation, Window
 from numdev.training.bounds.roles import PAIRED, WHOLE, Found
 from numdev.training.bounds.saturation import MERGED, NULLS
 from numdev.training.report import VariantRole
@@ -20,16 +18,10 @@ from numdev.training.report import VariantRole
 FORMATS = ("low_precision", "attention_precision")
 DISAGREE = 2.0
 """W1's ratio over that of the paired distance, or the inverse, from which on they disagree."""
-TINY = 0.01
-"""A ratio below this is told as its inverse."""
 BESIDE_ORDER: tuple[VariantRole, ...] = (
     "low_precision", "null_rounding", "attention_precision", "null_ulp", "null_repeat", "other_seed"
 )  # fmt: skip
 """What a distance is set beside, in the order of a sentence."""
-CHANCE = {
-    "no larger": "no further from the golden run than",
-    "not told apart": "not told apart from",
-}
 NAMED: Mapping[Window, str] = {
     "given": "here", "early": "early", "saturated": "merged", "start": "gradient"
 }  # fmt: skip
@@ -60,10 +52,10 @@ NOT_FINITE = (
 )
 RATIO = (
     "{where}: {flash} changes weights {times} as much as {other} does (mean |difference|; "
-    "{metrics}){more}, where the first paper reports 0.2 to 0.5{end}"
+    "{metrics}){more}, where the first paper reports 0.2 to 0.5; {over}."
 )
 """Flash over low precision; that paper says two to five times less."""
-FROM_THEN_ON = (
+MERGE = (
     "From step {step} on: {flash}on average over seeds all curves have merged to within {widest} x "
     "of the null's, so a distance there says how chaotic training is, not how large flash's "
     "deviation was."
@@ -71,9 +63,7 @@ FROM_THEN_ON = (
 NO_MARK = "Merging: where curves merge is not known, since {reason}."
 NOT_MERGED = "Merging: by step {step} the curves have not merged with the null's."
 DELAY = "Delay: {flash} reaches the same distances, {delays}; a size which merging does not hide."
-W1_DISAGREES = (
-    "W1 disagrees: {ratios}. W1 does not know which weight moved, so the paired number counts."
-)
+W1 = "W1 disagrees: {said}. W1 does not know which weight moved, so the paired number counts."
 PROXIES = (
     "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
     "al. 2024), and not whether either trains well."
@@ -100,38 +90,38 @@ class _Answer:
     def __init__(self, found: Found, seeds: Sequence[int]) -> None:
         self.found, self.seeds, self.mark = found, seeds, found.mark
         self.window: Window = "given" if self.mark is None else "early"
-        self.flash = [v.label for v in found.variants if v.role == "flash"]
 
     def sentences(self) -> Iterator[str]:
         yield from self.voids()
-        for flash in self.flash:
-            yield from self.ratio(flash)
+        flash = [v.label for v in self.found.variants if v.role == "flash"]
+        for label in flash:
+            yield from self.ratio(label)
         if self.mark is not None:
-            yield self.merged()
-        for flash in self.flash:
-            start = self.of(flash, "start")
+            yield self.merged(self.mark)
+        for label in flash:
+            start = self.of(label, "start")
             if start:
-                yield f"First gradient: {flash} changes the gradient {self.beside(start)}."
+                yield f"First gradient: {label} changes the gradient {self.beside(start)}."
             delays = [
                 f"those of {self.called(d.against)} {steps_later(d)}"
                 for d in self.found.delays
-                if (d.group, d.metric, d.variant) == (WHOLE, PAIRED, flash)
+                if (d.group, d.metric, d.variant) == (WHOLE, PAIRED, label)
                 and d.steps is not None
                 and d.against_role in FORMATS
             ]
             if delays:
-                yield DELAY.format(flash=flash, delays="; ".join(delays))
-        for v in (v for v in self.found.variants if v.role in FORMATS):
+                yield DELAY.format(flash=label, delays="; ".join(delays))
+        heads = {"low_precision": "Low precision", "attention_precision": "Through attention"}
+        for v in (v for v in self.found.variants if v.role in heads):
             here = [c for c in self.of(v.label, self.window) if c.ratio]
             if here:
-                head = "Low precision" if v.role == "low_precision" else "Through attention"
-                yield f"{head}: {self.called(v.label)} changes weights {self.beside(here)}."
+                what = self.called(v.label)
+                yield f"{heads[v.role]}: {what} changes weights {self.beside(here)}."
         yield from self.disagreeing()
         yield from self.nulls()
 
     def voids(self) -> Iterator[str]:
-        """What would void the rest: a golden run that is not deterministic, and runs that were
-        lost."""
+        """What would void the rest: a golden run that is not deterministic, runs that were lost."""
         if self.found.deterministic is False:
             off = [n for n in self.found.null_runs if n.role == "null_repeat" and n.largest > 0]
             whole = [n for n in off if (n.of, n.group, n.metric) == ("weights", WHOLE, "max_abs")]
@@ -147,19 +137,6 @@ class _Answer:
             where = [f"seed {seed}{since.format(step)}" for seed, step in sorted(seeds.items())]
             yield NOT_FINITE.format(label=label, where=", ".join(where))
 
-    def early(self) -> str:
-        """Which steps the first window is."""
-        mark = self.mark
-        if mark is None:
-            return "These checkpoints"
-        if mark.reason is not None:
-            return f"At step {mark.steps[0]}" if mark.steps else "Early"
-        if mark.chance is not None and (mark.bends is None or mark.chance < mark.bends):
-            return f"Before step {mark.chance}, where chance begins to decide"
-        if mark.bends is None:
-            return f"Up to step {mark.steps[-1]}, with no sign that curves merge"
-        return f"Before step {mark.bends}, where curves begin to merge"
-
     def ratio(self, flash: str) -> Iterator[str]:
         """Flash beside low precision, then beside chance and attention alone, in the early window
         or in checkpoints; why there is nothing where it is empty."""
@@ -167,9 +144,11 @@ class _Answer:
         known = [c for c in here if c.ratio is not None]
         if self.window == "early" and here and not known:
             yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
-        where, end = self.early(), f"; {over(known, self.seeds)}." if known else ""
-        others = [c for c in known if c.against_role != "low_precision"]
-        for c in (c for c in known if c.against_role == "low_precision"):
+        if not known:
+            return
+        where, intervals = early(self.mark), over(known, self.seeds)
+        low = [c for c in known if c.against_role == "low_precision"]
+        for c in low:
             twins = {"W1": self.twin(c, "w1", c.window), "max": self.twin(c, "max_abs", c.window)}
             metrics = ", ".join(
                 f"{name} {number(o.ratio)} x" if o and o.ratio is not None else f"no {name}"
@@ -180,44 +159,27 @@ class _Answer:
                 metrics += f"; at step {first.steps[0]} alone {number(first.ratio)} x"
             yield RATIO.format(
                 where=where, flash=flash, times=times(c), other=self.called(c.against),
-                metrics=metrics, more=", more and not less" if at_least(c) > 1 else "", end=end,
+                metrics=metrics, more=", more and not less" if at_least(c) > 1 else "",
+                over=intervals,
             )  # fmt: skip
-        if len(others) < len(known):
-            where, end = "Beside chance", "."
+        others = [c for c in known if c not in low]
         if others:
-            yield f"{where}: {flash} is {self.far(others)}{end}"
-
-    def far(self, comparisons: Sequence[Comparison]) -> str:
-        """`no further from the golden run than A (0.97 x [..]) or B (..), 1.1 x [..] as far as
-        C`."""
-        small: dict[str, list[str]] = {words: [] for words in CHANCE.values()}
-        rest = []
-        for c in _ordered(comparisons):
-            who = self.called(c.against)
-            if c.against_role in NULLS and at_least(c) <= 1:
-                small[CHANCE[chance(c)]].append(f"{who} ({times(c)})")
-            elif c.ratio is not None and 0 < c.ratio < TINY:
-                rest.append(f"{times_less(c)} nearer than {who}")
-            else:
-                rest.append(f"{times(c)} as far as {who}")
-        said = [f"{words} {' or '.join(these)}" for words, these in small.items() if these]
-        return "; ".join([*said, *rest])
+            head, end = ("Beside chance", "") if low else (where, f"; {intervals}")
+            yield f"{head}: {flash} changes weights {self.beside(others)}{end}."
 
     def beside(self, comparisons: Sequence[Comparison]) -> str:
-        """`0.97 x [..] as much as one null, no larger; 1.2 x [..] as much as attention alone`."""
+        """`0.97 x [..] as much as one null, no larger; 1.2 x [..] as much as attention alone`. An
+        interval that reaches far above a null shows as little that a distance is not larger."""
         said = []
-        for c in _ordered(comparisons):
-            who = self.called(c.against)
-            if c.ratio is not None and 0 < c.ratio < TINY:  # nobody reads such a fraction
-                said.append(f"{who} does {times_less(c)} as much")
-            else:
-                null = c.against_role in NULLS and at_least(c) <= 1
-                said.append(f"{times(c)} as much as {who}{f', {chance(c)}' if null else ''}")
+        for c in sorted(comparisons, key=lambda c: BESIDE_ORDER.index(c.against_role)):
+            chance = ""
+            if c.against_role in NULLS and at_least(c) <= 1:
+                small = c.high is None or c.high <= MERGED
+                chance = ", no larger" if small else ", not told apart"
+            said.append(f"{times(c)} as much as {self.called(c.against)}{chance}")
         return "; ".join(said)
 
-    def merged(self) -> str:
-        mark = self.mark
-        assert mark is not None
+    def merged(self, mark: Saturation) -> str:
         if mark.reason is not None:
             return NO_MARK.format(reason=mark.reason)
         if mark.saturated is None:
@@ -229,8 +191,8 @@ class _Answer:
             for c in here
             if c.role == "flash" and c.against_role == "low_precision"
         ]
-        widest = max((max(ratio, 1 / ratio) for ratio in of_nulls), default=1.0)
-        return FROM_THEN_ON.format(step=mark.saturated, flash="".join(flash), widest=number(widest))
+        widest = number(max((max(ratio, 1 / ratio) for ratio in of_nulls), default=1.0))
+        return MERGE.format(step=mark.saturated, flash="".join(flash), widest=widest)
 
     def disagreeing(self) -> Iterator[str]:
         """Where W1 says another thing than the paired distance of flash, in any window."""
@@ -245,7 +207,7 @@ class _Answer:
                         f"{number(c.ratio)} x in mean |difference| ({name})"
                     )
         if said:
-            yield W1_DISAGREES.format(ratios="; ".join(said))
+            yield W1.format(said="; ".join(said))
 
     def nulls(self) -> Iterator[str]:
         """Determinism, and how far null runs go: at the last early step, or in the checkpoints."""
@@ -288,22 +250,22 @@ class _Answer:
         said = f"the whole network in {v.format}" if v.format else "low precision"
         if v.role == "attention_precision":
             said = f"attention alone in {v.attention_format or 'another format'}"
-        alike = [o for o in self.found.variants if _formats(o) == _formats(v)]
-        return f"{said} ({label})" if len(alike) > 1 else said
+        kinds = [(o.role, o.format, o.attention_format) for o in self.found.variants]
+        alone = kinds.count((v.role, v.format, v.attention_format)) == 1
+        return said if alone else f"{said} ({label})"
 
 
-def _formats(v: BoundsVariant) -> tuple[VariantRole, str | None, str | None]:
-    return v.role, v.format, v.attention_format
-
-
-def _ordered(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    return sorted(comparisons, key=lambda c: BESIDE_ORDER.index(c.against_role))
-
-
-def chance(c: Comparison) -> str:
-    """What may be said of a distance that is not shown to be larger than a null's: an interval that
-    reaches far above it shows as little that it is not."""
-    return "no larger" if c.high is None or c.high <= MERGED else "not told apart"
+def early(mark: Saturation | None) -> str:
+    """Which steps the first window is."""
+    if mark is None:
+        return "These checkpoints"
+    if mark.reason is not None:
+        return f"At step {mark.steps[0]}" if mark.steps else "Early"
+    if mark.chance is not None and (mark.bends is None or mark.chance < mark.bends):
+        return f"Before step {mark.chance}, where chance begins to decide"
+    if mark.bends is None:
+        return f"Up to step {mark.steps[-1]}, with no sign that curves merge"
+    return f"Before step {mark.bends}, where curves begin to merge"
 
 
 def at_least(c: Comparison) -> float:
@@ -312,27 +274,15 @@ def at_least(c: Comparison) -> float:
 
 
 def steps_later(d: Delay) -> str:
-    """`12 [9 to 15] steps later`."""
-    steps, low, high = d.steps or 0.0, d.low, d.high
-    if low is None or high is None:
-        ends = ""
-    elif low < 0 < high:
-        return f"{steps:+.2g} [{low:+.2g} to {high:+.2g}] steps later"
-    else:
-        ends = " [{:.2g} to {:.2g}]".format(*sorted((abs(low), abs(high))))
-    return f"{abs(steps):.2g}{ends} steps {'earlier' if steps < 0 else 'later'}"
+    """`+12 [+9 to +15] steps later`."""
+    known = d.low is not None and d.high is not None
+    return f"{d.steps:+.2g}{f' [{d.low:+.2g} to {d.high:+.2g}]' if known else ''} steps later"
 
 
 def times(c: Comparison) -> str:
     """`0.31 x [0.22 to 0.44]`."""
     ends = "" if c.low is None or c.high is None else f" [{number(c.low)} to {number(c.high)}]"
     return f"{number(c.ratio)} x{ends}"
-
-
-def times_less(c: Comparison) -> str:
-    """`8,300 x [1,900 to 37,000]`: the inverse of a ratio that is not zero."""
-    ends = f" [{number(1 / c.high)} to {number(1 / c.low)}]" if c.low and c.high else ""
-    return f"{number(1 / (c.ratio or 1.0))} x{ends}"
 
 
 def over(known: Sequence[Comparison], seeds: Sequence[int]) -> str:
@@ -347,10 +297,8 @@ def over(known: Sequence[Comparison], seeds: Sequence[int]) -> str:
 
 def number(value: float | None) -> str:
     """Two digits, thousands in groups; in powers of ten what is below 0.001 or from 1e9 on."""
-    if value is None:
-        return "unknown"
-    if value == 0:
-        return "0"
+    if value is None or value == 0:
+        return "unknown" if value is None else "0"
     if 1e-3 <= abs(value) < 99.5:
         return f"{value:#.2g}".rstrip(".")
     return f"{float(f'{value:.2g}'):,.0f}" if 99.5 <= abs(value) < 1e9 else f"{value:.1e}"

@@ -20,8 +20,7 @@ from where they have merged; the first gradient, before any update; the one step
 
 
 class BoundsVariant(Record):
-    """One kind of run that is set beside the golden one; null runs of one kind are taken
-    together."""
+    """One kind of run that is set beside the golden one; null runs of one kind are one."""
 
     label: str
     role: VariantRole
@@ -33,23 +32,18 @@ class BoundsVariant(Record):
 
 
 class Saturation(Record):
-    """Where the curves of one group of parameters merge, by the paired mean |difference|."""
+    """Where the curves of one group of parameters merge, by the paired mean |difference|: the marks
+    that `numdev.training.bounds.saturation` defines."""
 
     group: str
     steps: tuple[int, ...]
     """Recorded, without step 0."""
     bends: int | None
-    """The first recorded step from which on the largest perturbation over the smallest null is at
-    most half of what it was at its peak: from here on curves do not keep their proportion."""
     saturated: int | None
-    """The first from which on it is at most 2: the curves have merged."""
     peak: float | None
-    """The largest that the ratio was."""
+    """The largest perturbation over the smallest null, at most; `null` is that null."""
     null: str | None
-    """The smallest null where it was."""
     chance: int | None = None
-    """The first at which in some seed null runs of one kind are more than twice as far apart as at
-    first: from here on equal causes do not lead equally far."""
     early: tuple[int, ...]
     """Steps before `bends` and `chance`; without a null the first recorded one."""
     late: tuple[int, ...]
@@ -58,42 +52,36 @@ class Saturation(Record):
     """Why it is not known."""
 
 
-class Comparison(Record):
-    """The distance of one kind of run over that of another, in the same seed."""
+class Pair(Record):
+    """A number of one kind of run beside another, in the same seed: the mean over seeds."""
 
-    of: Literal["weights", "gradient"]
     group: str
     metric: str
     variant: str
     role: VariantRole
     against: str
     against_role: VariantRole
+    low: float | None
+    """The 95 % interval over seeds, of a ratio by logarithms; null for one seed."""
+    high: float | None
+    by_seed: dict[int, float] = Field(default_factory=dict)
+    nulls: dict[str, str] = Field(default_factory=dict)
+
+
+class Comparison(Pair):
+    """The distance of one kind of run over that of another: geometric means."""
+
+    of: Literal["weights", "gradient"]
     window: Window
     steps: tuple[int, ...]
     ratio: float | None
-    """The geometric mean over steps, then over seeds."""
-    low: float | None
-    """The 95 % interval over seeds, from a t-distribution of logarithms; null for one seed."""
-    high: float | None
-    by_seed: dict[int, float] = Field(default_factory=dict)
-    nulls: dict[str, str] = Field(default_factory=dict)
 
 
-class Delay(Record):
-    """How many steps later one curve reaches the values that another has."""
+class Delay(Pair):
+    """How many steps later one curve reaches the values that another has early: the median over
+    values; negative: earlier."""
 
-    group: str
-    metric: str
-    variant: str
-    role: VariantRole
-    against: str
-    against_role: VariantRole
     steps: float | None
-    """The median over values of the early steps, then the mean over seeds; negative: earlier."""
-    low: float | None
-    high: float | None
-    by_seed: dict[int, float] = Field(default_factory=dict)
-    nulls: dict[str, str] = Field(default_factory=dict)
 
 
 class NullRow(Record):
@@ -147,8 +135,5 @@ class BoundsReport(Report):
         return "no distance could be set beside another"
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        return {
-            "comparisons": self.comparisons,
-            **({"delays": self.delays} if self.delays else {}),
-            **({"null_runs": self.null_runs} if self.null_runs else {}),
-        }
+        more = {"delays": self.delays, "null_runs": self.null_runs}
+        return {"comparisons": self.comparisons, **{k: rows for k, rows in more.items() if rows}}

@@ -11,15 +11,13 @@ were in it as far as anybody says, and whoever compares weights must report it.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor, strided
+from torch import Tensor
 
 from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
@@ -138,7 +136,21 @@ def _files(path: Path) -> dict[Path, tuple[str, ...]]:
 
 def _gathered(target: str, files: Mapping[Path, tuple[str, ...]]) -> Weights:
     """The tensors of all files that can be read, and what is to be said of the others."""
-    reader = _Reader()
+    pickled = lru_cache(maxsize=1)(_state)  # unpickled once, one at a time
+
+    def read(file: Path, name: str) -> Tensor:
+        """A safetensors file is mapped anew for each: what was read counts as memory until then."""
+        try:
+            if file.suffix in storage.PICKLES:
+                return pickled(file)[name]
+            with storage.open_safetensors(file) as handle:
+                found: Tensor = handle.get_tensor(name)
+            return found
+        except (SafetensorError, KeyError, AttributeError, RuntimeError) as error:
+            raise MeasurementError(
+                f"{file}: {name} cannot be read: {storage.one_line(error)}", hint=storage.FETCH
+            ) from error
+
     tensors: dict[str, Stored] = {}
     holder: dict[str, Path] = {}
     tied: dict[str, str] = {}
@@ -155,7 +167,7 @@ def _gathered(target: str, files: Mapping[Path, tuple[str, ...]]) -> Weights:
                     f"{holder[name]} and {file.name} both hold {name}", hint="give one of them"
                 )
             holder[name] = file
-            tensors[name] = Stored(shape=shape, read=partial(reader.tensor, file, name))
+            tensors[name] = Stored(shape=shape, read=partial(read, file, name))
         tied |= same
     there = tuple(file for file in files if file.is_file())
     return Weights(name=target, files=there, tensors=tensors, tied=tied, damage=tuple(damage))
@@ -199,31 +211,3 @@ def _unprefixed(weights: Weights) -> Weights:
         damage=tuple(replace(d, tensors=tuple(map(bare, d.tensors))) for d in weights.damage),
         prefix=prefix,
     )
-
-
-class _Reader:
-    """Reads tensors from files of which one is open at a time."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._open: Any = None
-        self._mapped = True
-        self._read = 0
-
-    def tensor(self, file: Path, name: str) -> Tensor:
-        if file != self._path or (self._mapped and self._read > storage.MAPPED_AT_ONCE):
-            self._path = self._open = None  # the old map goes before the new one comes
-            pickled = file.suffix in storage.PICKLES
-            self._open = _state(file) if pickled else storage.open_safetensors(file)
-            # Pickles from before torch 1.6 cannot be mapped and are read whole.
-            self._mapped = not pickled or zipfile.is_zipfile(file)
-            self._path, self._read = file, 0
-        try:
-            held = self._open
-            found: Tensor = held[name] if isinstance(held, dict) else held.get_tensor(name)
-        except (SafetensorError, KeyError, AttributeError, RuntimeError) as error:
-            raise MeasurementError(
-                f"{file}: {name} cannot be read: {storage.one_line(error)}", hint=storage.FETCH
-            ) from error
-        self._read += found.nbytes if found.layout is strided and not found.is_nested else 0
-        return found

@@ -16,13 +16,15 @@ from numdev.report import Record, Report
 
 
 class WeightNumbers(Record):
-    """What rows of one tensor and rows of several have in common."""
+    """What rows of one tensor and rows of several have in common. Elements that are NaN or infinite
+    in either are left out of every number. A cast is that of the tensor of `against`, over the
+    elements the format holds; W1 of a cast is its mean change, since rounding keeps the order;
+    `times` is mean_abs over that."""
 
     of: str
     against: str
     elements: int
     nonfinite_of: int
-    """NaN and infinite elements; where either has one, the pair is left out of every number."""
     nonfinite_against: int
     max_abs: float | None
     mean_abs: float | None
@@ -32,14 +34,10 @@ class WeightNumbers(Record):
     equal: float | None
     """The share of elements that are equal."""
     bfloat16_mean_abs: float | None
-    """What casting the tensor of `against` to bfloat16 changes, mean over elements the format
-    holds."""
     bfloat16_w1: float | None
-    """The same as W1: rounding keeps the order, so it equals the mean change."""
     bfloat16_nonfinite: int | None
     """Elements the format cannot hold, or that were not finite to begin with."""
     bfloat16_times: float | None
-    """mean_abs over bfloat16_mean_abs."""
     float16_mean_abs: float | None
     float16_w1: float | None
     float16_nonfinite: int | None
@@ -67,11 +65,10 @@ class TensorRow(WeightNumbers):
     stored_of: str
     stored_against: str
     w1: float | None
-    """Exact, between the two bags of values; blind to which value stands where."""
+    """Blind to which value stands where."""
     spread: float | None
-    """The mean absolute deviation of the values of `against` from their mean: the scale of W1."""
+    """The mean absolute deviation of `against` from its mean: the scale of W1."""
     w1_rel: float | None
-    """w1 over spread."""
 
 
 class GroupRow(WeightNumbers):
@@ -81,22 +78,13 @@ class GroupRow(WeightNumbers):
     name: str
     tensors: int
     mean_w1: float | None
-    """The mean of the tensors' W1, each counting by its elements. Not W1 of all their values, which
-    would need them at once; never below that."""
+    """The mean of the tensors' W1 by their elements: never below W1 of all their values."""
     mean_spread: float | None
     mean_w1_rel: float | None
-    """mean_w1 over mean_spread."""
 
 
 Matter = Literal[
-    "damaged",
-    "missing",
-    "extra",
-    "reshaped",
-    "not finite",
-    "empty",
-    "not compared",
-    "tied",
+    "damaged", "missing", "extra", "reshaped", "not finite", "empty", "not compared", "tied"
 ]
 
 
@@ -104,7 +92,6 @@ class Remark(Record):
     """What there is to say of one tensor of one set of weights, or of a whole file."""
 
     source: str
-    """The set of weights that lacks the tensor, or has it damaged, too much, or otherwise."""
     tensor: str | None
     what: Matter
     words: str
@@ -140,11 +127,10 @@ class PairSummary(Record):
     rel: float | None
     mean_w1: float | None
     yardstick: str | None
-    """The first of bfloat16, float16 and float8_e4m3fn with fewer significant bits than most
-    tensors of `against` are stored with; null where there is none."""
+    """The first format of casts coarser than most tensors of `against`; null: there is none."""
     times_median: float | None
-    """mean_abs of a tensor over what the cast to the yardstick changes: the median tensor, the
-    largest, and which that is."""
+    """mean_abs over what a cast to the yardstick changes, of the median tensor; then the largest,
+    and which tensor that is."""
     times_largest: float | None
     times_tensor: str | None
 
@@ -170,8 +156,7 @@ class WeightsReport(Report):
     kind: Literal["weights"] = "weights"
     summary: WeightsSummary
     tested: tuple[str, ...] = ()
-    """Nothing is judged: how far two sets of weights may be apart is for nobody but their user to
-    say."""
+    """Nothing is judged."""
     sources: Annotated[tuple[SourceRecord, ...], Field(min_length=1)]
     """The first is the one that all others are compared with."""
     rows: tuple[TensorRow, ...]

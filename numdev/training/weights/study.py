@@ -23,15 +23,7 @@ from numdev.sources.files import some
 from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
 from numdev.training.weights.files import Stored, Weights, open_weights
-from numdev.training.weights.pairs import (
-    Sums,
-    cast_costs,
-    compare,
-    numbers,
-    pooled,
-    stored,
-    unfit,
-)
+from numdev.training.weights.pairs import Sums, cast_costs, compare, numbers, pooled, stored, unfit
 from numdev.training.weights.report import (
     GroupRow,
     Matter,

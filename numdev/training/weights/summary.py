@@ -44,7 +44,7 @@ BESIDE = (
     "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
     "{p.times_tensor} ({largest} x)."
 )
-BAGS = "W1 of {p.of}: {w1:.1e}, {share:.2g} of the mean difference (mean of the tensors' W1)."
+BAGS = "W1 of {p.of}: {w1:.1e}, {share:.2g} of the mean difference (mean of its tensors).{blind}"
 IS_BLIND = (
     " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
     "two seeds for one cast. The mean difference is what the weights differ by."
@@ -66,43 +66,36 @@ def summarise(
     sources: Sequence[SourceRecord],
 ) -> WeightsSummary:
     """The pairs in the order of the sources, and sentences on them."""
-    pairs: list[PairSummary] = []
-    answer: list[str] = []
-    for total in (g for g in groups if g.group == "all"):
-        pairs.append(_pair(total, [row for row in rows if row.of == total.of]))
-        answer += _sentences(pairs[-1], total.nulls.get("mean_abs", ""))
-    answer += [*_remarked(remarks), *_formats(rows)]
-    notes = tuple(_notes(rows, pairs, sources, remarks))
-    return WeightsSummary(answer=tuple(answer), notes=notes, pairs=tuple(pairs))
-
-
-def yardstick(rows: Sequence[TensorRow]) -> str | None:
-    """The first of CASTS coarser than what most tensors of `against` are stored in: a cast to what
-    they are in already changes nothing, and one to a finer format next to nothing."""
-    for name in CASTS:
-        coarser = [FORMATS[name].precision < FORMATS[r.stored_against].precision for r in rows]
-        if 2 * sum(coarser) > len(coarser):
-            return name
-    return None
+    totals = [g for g in groups if g.group == "all"]
+    pairs = [_pair(total, [row for row in rows if row.of == total.of]) for total in totals]
+    answer = [
+        sentence
+        for pair, total in zip(pairs, totals, strict=True)
+        for sentence in _sentences(pair, total.nulls.get("mean_abs"))
+    ]
+    return WeightsSummary(
+        answer=(*answer, *_remarked(remarks), *_formats(rows)),
+        notes=tuple(_notes(rows, pairs, sources, remarks)),
+        pairs=tuple(pairs),
+    )
 
 
 def _pair(total: GroupRow, rows: Sequence[TensorRow]) -> PairSummary:
-    cast = yardstick(rows)
+    """The yardstick is the first of CASTS coarser than what most tensors of `against` are stored
+    in: a cast to what they are in already changes nothing, to a finer format next to nothing."""
+    halves = [FORMATS[row.stored_against].precision for row in rows]
+    coarser = {name: sum(FORMATS[name].precision < p for p in halves) for name in CASTS}
+    cast = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
     times = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
     largest = max(times, key=lambda name: times[name], default=None)
     apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
-    whole = [r for r in rows if not (r.nonfinite_of or r.nonfinite_against)]
+    finite = [r for r in rows if not (r.nonfinite_of or r.nonfinite_against)]
+    same = ("of", "against", "elements", "max_abs", "mean_abs", "rel", "mean_w1")
     return PairSummary(
-        of=total.of,
-        against=total.against,
+        **total.model_dump(include=set(same)),
         tensors=len(rows),
-        identical=sum(row.equal == 1 for row in whole),
-        elements=total.elements,
-        max_abs=total.max_abs,
+        identical=sum(row.equal == 1 for row in finite),
         max_tensor=max(apart, key=lambda name: apart[name], default=None),
-        mean_abs=total.mean_abs,
-        rel=total.rel,
-        mean_w1=total.mean_w1,
         yardstick=cast,
         times_median=statistics.median(times.values()) if times else None,
         times_largest=times[largest] if largest is not None else None,
@@ -110,35 +103,31 @@ def _pair(total: GroupRow, rows: Sequence[TensorRow]) -> PairSummary:
     )
 
 
-def _sentences(p: PairSummary, null: str) -> Iterator[str]:
+def _sentences(p: PairSummary, null: str | None) -> Iterator[str]:
     """How far apart, in units of a cast; then the same as bags of values."""
     if null == BEYOND:
         yield f"{p.of} differs from {p.against} by a mean that {BEYOND}."
-    elif p.mean_abs is None:
-        yield UNKNOWN.format(p=p)
-    elif p.max_abs == 0:
-        yield EQUAL.format(p=p)
+    elif p.mean_abs is None or p.max_abs == 0:
+        yield (UNKNOWN if p.mean_abs is None else EQUAL).format(p=p)
     else:
         beside = NO_CAST if p.yardstick is None else NO_CHANGE
-        median, largest = (_times(x) for x in (p.times_median, p.times_largest))
         if p.times_median is not None:
             beside = BESIDE
-        beside = beside.format(p=p, median=median, largest=largest)
-        yield DIFFERS.format(p=p, beside=beside)
+        median, largest = (_times(x or 0.0) for x in (p.times_median, p.times_largest))
+        yield DIFFERS.format(p=p, beside=beside.format(p=p, median=median, largest=largest))
         w1 = p.mean_w1 or 0.0
-        share = w1 / p.mean_abs
-        yield BAGS.format(p=p, w1=w1, share=share) + (IS_BLIND if share < BLIND else "")
+        blind = IS_BLIND if w1 / p.mean_abs < BLIND else ""
+        yield BAGS.format(p=p, w1=w1, share=w1 / p.mean_abs, blind=blind)
 
 
-def _times(value: float | None) -> str:
-    if value is None or value == 0 or 0.01 <= value < 100:
-        return f"{value or 0.0:.2f}"
+def _times(value: float) -> str:
+    if value == 0 or 0.01 <= value < 100:
+        return f"{value:.2f}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1e}"
 
 
 def _remarked(remarks: Sequence[Remark]) -> Iterator[str]:
-    """A sentence for each matter and each set of weights: names alone where no more is to be
-    said."""
+    """A sentence for each matter and each set: names alone where no more is to be said."""
     for what in LISTED:
         for source in dict.fromkeys(r.source for r in remarks if r.what == what):
             these = [r for r in remarks if r.what == what and r.source == source]
@@ -147,8 +136,8 @@ def _remarked(remarks: Sequence[Remark]) -> Iterator[str]:
                 listed = f"{len(these)} tensor{'s' if len(these) > 1 else ''}, {names}"
             else:
                 said = [f"{r.tensor} {r.words}" if r.tensor else r.words for r in these]
-                more = f"; and {len(said) - 4} more" if len(said) > 4 else ""
-                listed = "; ".join(said[:4]) + more
+                more = [f"and {len(said) - 4} more"] if len(said) > 4 else []
+                listed = "; ".join([*said[:4], *more])
             yield f"{what.capitalize()} in {source}: {listed}."
 
 
@@ -157,10 +146,8 @@ def _formats(rows: Sequence[TensorRow]) -> Iterator[str]:
     counts = Counter((r.of, r.against, r.stored_of, r.stored_against) for r in rows)
     for (of, against, its, others), count in counts.items():
         if its != others:
-            are = "s are" if count > 1 else " is"
-            yield STORED.format(
-                count=count, are=are, its=its, of=of, others=others, against=against
-            )
+            places = {"of": of, "against": against, "its": its, "others": others}
+            yield STORED.format(count=count, are="s are" if count > 1 else " is", **places)
 
 
 def _notes(
@@ -170,17 +157,15 @@ def _notes(
     remarks: Sequence[Remark],
 ) -> Iterator[str]:
     for p in pairs:
-        null = f"{p.yardstick}_times"
-        same = [r.tensor for r in rows if r.of == p.of and null in r.nulls]
+        same = [r.tensor for r in rows if r.of == p.of and f"{p.yardstick}_times" in r.nulls]
         if same:
             yield NO_RATIO.format(p=p, count=len(same), some=some(same))
-    for source in sources:
-        if source.prefix_removed:
-            taken = source.prefix_removed
-            yield f"{source.name}: all names began with {taken!r}; it was taken off."
-        if source.tied:
-            shared = some([f"{name} = {first}" for name, first in source.tied.items()])
-            yield f"{source.name}: stores shared weights once ({shared})."
-    for remark in remarks:
-        if remark.what in ("tied", "empty"):
-            yield f"{remark.source}: {remark.tensor} {remark.words}."
+    for s in sources:
+        if s.prefix_removed:
+            yield f"{s.name}: all names began with {s.prefix_removed!r}; it was taken off."
+        if s.tied:
+            shared = some([f"{name} = {first}" for name, first in s.tied.items()])
+            yield f"{s.name}: stores shared weights once ({shared})."
+    yield from (
+        f"{r.source}: {r.tensor} {r.words}." for r in remarks if r.what in ("tied", "empty")
+    )
