@@ -12,14 +12,15 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 def by_hand(bits: list[int]) -> str:
     """sum of (b_i + 1) w_i mod 2^64, in Python's integers."""
+
+    def signed(w: int) -> int:
+        return w if w < 2**63 else w - 2**64
+
     total = 0
     for i, b in enumerate(bits, 1):
-        w = i * _ODD[0] % 2**64
-        w = ((w if w < 2**63 else w - 2**64) >> 29) ^ (w if w < 2**63 else w - 2**64)
-        w = w * _ODD[1] % 2**64
-        w = w if w < 2**63 else w - 2**64
-        w = (w ^ (w >> 32)) | 1
-        total += (b + 1) * w
+        w = signed(i * _ODD[0] % 2**64)
+        w = signed(((w >> 29) ^ w) * _ODD[1] % 2**64)
+        total += (b + 1) * ((w ^ (w >> 32)) | 1)
     return f"{total % 2**64:016x}"
 
 
