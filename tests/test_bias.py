@@ -20,7 +20,7 @@ from scipy import stats
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS
-from numdev.kernels import Kernel, Output
+from numdev.kernels import Kernel
 from numdev.kernels.reference import attend
 from numdev.metrics.bias import MIN_BIAS_ULP
 from numdev.metrics.deviation import Metrics, Yardstick, measure
@@ -124,19 +124,6 @@ def test_shrinkage_is_seen_though_the_mean_is_not_moved() -> None:
     assert head["bias_p"] < 1e-6
 
 
-def test_the_sign_is_that_of_the_truth() -> None:
-    """An error that carries a small value across 0 counts as shrinkage, not as growth."""
-    y = around(torch.full((2, 1, 4, 2), 2.0**-20, dtype=torch.float64))
-    y = Yardstick(
-        reference=y.reference,
-        term_scale=torch.full_like(y.reference, 1.5),
-        empty=y.empty,
-        format=BF16,
-    )
-    (head,) = measure(y.floor - 2.0**-7, y).heads
-    assert head["bias"] == head["bias_sign"] == -1.0
-
-
 def test_large_biases_come_before_certain_ones() -> None:
     """A certain bias of 0.01 ulp does not hide a less certain one above the least size."""
     ulps = torch.zeros(8, 200, 2, dtype=torch.float64)
@@ -145,12 +132,6 @@ def test_large_biases_come_before_certain_ones() -> None:
     head = judged(ulps)
     assert head["bias_of"] == "feature 1" or abs(head["bias_size"]) > 0.3
     assert abs(head["bias_size"]) >= MIN_BIAS_ULP
-
-
-def test_no_difference_is_no_evidence() -> None:
-    """The floor itself: bias 0, t 0, p 1."""
-    head = judged(torch.zeros(8, 4, 4, dtype=torch.float64))
-    assert (head["bias"], head["bias_t"], head["bias_p"]) == (0.0, 0.0, 1.0)
 
 
 def test_agreement_of_a_few_coarse_values_is_no_certainty() -> None:
@@ -204,14 +185,6 @@ def test_v_of_ones_is_no_repetition() -> None:
     assert head["bias_p"] < 1e-4
 
 
-def test_sequences_weigh_alike() -> None:
-    """The mean is that of the sequences' means: one with fewer usable rows counts as one."""
-    ulps = torch.zeros(2, 10, 1, dtype=torch.float64)
-    ulps[0, :, 0] = 1.0
-    ulps[1, 2:, 0] = math.nan
-    assert judged(ulps)["bias"] == 0.5
-
-
 def test_rows_are_no_independent_observations() -> None:
     """Repeating every row a hundred times, as rows that share their keys do, proves nothing new."""
     few = coins(8, 4, 4, rate=0.9, seed=3)
@@ -259,24 +232,23 @@ def accused(benchmark: ModuleType, regime: str, name: str, kernels: list[Kernel]
     return {kernel: tally.accused for kernel, tally in found.items()}
 
 
-@pytest.mark.parametrize("regime", ["normal", "sink", "ties", "ties, strength 16"])
-def test_the_sound_go_free_and_the_guilty_do_not(benchmark: ModuleType, regime: str) -> None:
-    """bf16, 104 heads for each regime: sdpa-math and fp32 with one rounding are accused in none,
-    truncation and a drift of a tenth of an ulp in all."""
+@pytest.mark.parametrize(
+    ("regime", "fmt"),
+    [("normal", "bfloat16"), ("ties, strength 16", "bfloat16"), ("ties, strength 16", "float16")],
+)
+def test_the_sound_go_free_and_the_guilty_do_not(
+    benchmark: ModuleType, regime: str, fmt: str
+) -> None:
+    """104 heads each: sdpa-math and fp32 with one rounding are accused in none, truncation and a
+    drift of a tenth of an ulp in all. The un-normalised product errs to one side only where few
+    terms are added, on sharp ties, and in bfloat16: the narrow exponent of float16 loses the tail
+    of P."""
     kernels = {k.name: k for k in (*benchmark.SOUND, *benchmark.GUILTY)}
-    found = accused(benchmark, regime, "bfloat16", list(kernels.values()))
+    found = accused(benchmark, regime, fmt, list(kernels.values()))
     assert (found["sdpa-math"], found["fp32"]) == (0, 0)
     assert (found["truncated"], found["drift"]) == (HEADS, HEADS)
-    # The un-normalised product errs to one side only where few terms are added: on sharp ties.
-    assert found["unnormalised"] == (HEADS if regime == "ties, strength 16" else 0)
-
-
-def test_float16_is_judged_alike(benchmark: ModuleType) -> None:
-    """The same on ties in float16 (whose narrow exponent loses the tail of P, and with it most of
-    what makes the un-normalised product err to one side)."""
-    kernels = [*benchmark.SOUND, *benchmark.GUILTY[1:]]
-    found = accused(benchmark, "ties, strength 16", "float16", kernels)
-    assert found == {"sdpa-math": 0, "fp32": 0, "truncated": HEADS, "drift": HEADS}
+    if fmt == "bfloat16":
+        assert found["unnormalised"] == (0 if regime == "normal" else HEADS)
 
 
 def test_fp32_is_not_judged(benchmark: ModuleType) -> None:
@@ -308,26 +280,3 @@ def sharp_ties() -> AttentionCase:
     q, k, v = draw("ties", shapes, seed=0, options={"strength": 16.0})
     case = AttentionCase(ref=CaseRef(case="ties"), q=q, k=k, v=v, scale=32**-0.5)
     return case.rounded_to(BF16)
-
-
-def test_the_planted_kernels_are_what_they_say(benchmark: ModuleType) -> None:
-    """drift is a tenth of an ulp high on average, truncated never exceeds the truth, fp32 is the
-    floor nearly everywhere."""
-    case = sharp_ties()
-    exact = attend(case)
-    y = Yardstick(
-        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=case.format
-    )
-
-    def out(function: object) -> torch.Tensor:
-        assert callable(function)
-        result = function(case)
-        assert isinstance(result, Output)
-        assert result.out.dtype == torch.bfloat16
-        return result.out.double()
-
-    off = (out(benchmark.drift) - y.floor) / y.spacing
-    assert float(off.mean()) == pytest.approx(0.1, abs=0.01)
-    assert bool((out(benchmark.truncated).abs() <= exact.out.abs()).all())
-    assert float((out(benchmark.fp32) == y.floor).double().mean()) > 0.98
-    assert not torch.equal(out(benchmark.unnormalised), y.floor)

@@ -41,14 +41,11 @@ def counted(case: AttentionCase, tensor: str, *places: tuple[Any, float]) -> lis
     return [(f.nonfinite, f.unknown is not None) for f in found]
 
 
-def test_a_finite_output_has_nothing() -> None:
-    """Neither counts nor doubts."""
-    assert counted(case_of(), "out") == [(0, False)] * 4
-
-
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 def test_what_is_not_measured_is_counted_by_head(value: float) -> None:
-    """Elements in sampled rows are not counted here again."""
+    """Elements in sampled rows are not counted here again; a finite output has neither counts nor
+    doubts."""
+    assert counted(case_of(), "out") == [(0, False)] * 4
     places = [((0, 1, 2, 0), value), ((0, 1, 5, 1), value), ((0, 2, 3, 0), value)]
     assert counted(case_of(), "out", *places) == [(0, False), (2, False), (0, False), (0, False)]
     assert counted(case_of(), "lse", ((0, 3, 1), value))[3] == (1, False)
@@ -88,18 +85,13 @@ def test_the_bound_is_one(tensor: str, softcap: float | None) -> None:
         assert softcap or (bound <= 200 * largest.amax()).all()
 
 
-@pytest.mark.parametrize("name", ["q", "v", "grad_out"])
-def test_inputs_that_are_not_finite_leave_it_open(name: str) -> None:
-    """Then the exact result may rightly be NaN, and a finite one wrong."""
-    case = case_of()
-    x = getattr(case, name).clone()
-    x[0, 0, 0, 0] = nan
-    changed: dict[str, Any] = {name: x}
-    assert counted(dataclasses.replace(case, **changed), "out") == [(0, True)] * 4
-
-
-def test_minus_infinity_in_a_mask_hides() -> None:
-    """It is no input that is not finite; NaN is."""
+def test_inputs_that_are_not_finite_leave_it_open() -> None:
+    """Then the exact result may rightly be NaN, and a finite one wrong; minus infinity in a mask
+    hides and leaves nothing open, NaN does."""
+    for name in ("q", "v", "grad_out"):
+        x = getattr(case_of(), name).clone()
+        x[0, 0, 0, 0] = nan
+        assert counted(dataclasses.replace(case_of(), **{name: x}), "out") == [(0, True)] * 4
     for value, open_ in ((-inf, False), (nan, True)):
         mask = torch.zeros(6, 6, dtype=torch.float16)
         mask[1, 2] = value

@@ -71,33 +71,26 @@ def prepared(regime: str = "normal", *, causal: bool, batch: int = 1) -> Any:
 
 def test_a_formula_of_all_rows_is_the_metric() -> None:
     """From the sums of all rows every formula gives what `deviation.measure` gives, to fp64
-    rounding, so that an interval is about the number beside it: of n of n rows it has no width."""
+    rounding, so that an interval is about the number beside it: of n of n rows it has no width. The
+    same of a log-sum-exp, of which one is infinite."""
     out, y, expected = prepared(causal=True, batch=2)
     y.empty[:, :, :5] = True
     out[0, 1, 7, 3] = math.nan
-    whole = measure(out, y, expected).heads
-    found = of(measure(out, y, expected, of=LENGTH).heads)
-    for head, ends in zip(whole, found, strict=True):
-        assert ends.keys() == FORMULAS.keys()
-        for metric, (low, high) in ends.items():
-            assert math.isclose(low, head[metric], rel_tol=1e-12), metric
-            assert math.isclose(high, head[metric], rel_tol=1e-12), metric
-
-
-def test_plain_distances_are_the_metric_too() -> None:
-    """The same of a log-sum-exp, [B, H, rows], of which one is infinite."""
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.randn(2, 3, 50, generator=generator, dtype=torch.float64)
-    got = exact + 1e-6 * torch.randn(exact.shape, generator=generator, dtype=torch.float64)
-    got[0, 0, 4] = math.inf
-    empty = torch.zeros(exact.shape, dtype=torch.bool)
-    empty[1, 2, 9] = True
-    whole = measure_plain(got, exact, empty).heads
-    for head, ends in zip(whole, of(measure_plain(got, exact, empty, of=50).heads), strict=True):
-        assert ends.keys() == {"mean_abs", "rms"}
-        for metric, (low, high) in ends.items():
-            assert math.isclose(low, head[metric], rel_tol=1e-12)
-            assert math.isclose(high, head[metric], rel_tol=1e-12)
+    lse = y.reference[..., 0]
+    got = lse + 1e-6 * expected[..., 0].double()
+    got[0, 0, 400] = math.inf
+    metrics = [FORMULAS.keys(), {"mean_abs", "rms"}]
+    whole = [measure(out, y, expected).heads, measure_plain(got, lse, y.empty).heads]
+    parts = [
+        measure(out, y, expected, of=LENGTH).heads,
+        measure_plain(got, lse, y.empty, of=LENGTH).heads,
+    ]
+    for names, heads, found in zip(metrics, whole, parts, strict=True):
+        for head, ends in zip(heads, of(found), strict=True):
+            assert ends.keys() == names
+            for metric, (low, high) in ends.items():
+                assert math.isclose(low, head[metric], rel_tol=1e-12), metric
+                assert math.isclose(high, head[metric], rel_tol=1e-12), metric
 
 
 def ends(absolute: Tensor, *, rows_of: int) -> tuple[float, float]:
@@ -163,7 +156,7 @@ def test_no_error_has_no_interval_but_itself() -> None:
 def test_intervals_hold_as_often_as_they_say(regime: str, causal: bool) -> None:
     """Of 128 of 1024 rows, over 60 samples and 4 heads, 90 % of the intervals of expected_ratio
     hold what all rows give (to 0.1 %), and 80 % of all others. 95 % is wanted; the standard error
-    is 3 %, and with outliers a few rows rule a sum (benchmarks/sampling_coverage.py: 86 % of rms).
+    is 3 %, and with outliers a few rows rule a sum (86 % of rms).
     Intervals a third as wide would not pass."""
     out, y, expected = prepared(regime, causal=causal)
     whole = measure(out, y, expected).heads
