@@ -195,11 +195,11 @@ def test_a_schema_says_what_it_is(name: str) -> None:
 
 
 def test_fields_are_described() -> None:
-    """By the docstrings that stand under them, for an editor to show."""
+    """By the comment beside them or the docstring under them, for an editor to show."""
     sweep = schema.schema_of("sweep")["properties"]
     assert sweep["seeds"]["description"].startswith("A list, or how many, counted from 0.")
     rows = schema.schema_of("report")["$defs"]["DeviationRow"]["properties"]
-    assert rows["noise"]["description"] == "rms difference of repeated runs; 0 is bitwise the same."
+    assert rows["noise"]["description"] == "rms difference of repeated runs; 0 is bitwise the same"
     case = schema.schema_of("config")["$defs"]["CaseConfig"]["properties"]
     assert "sliding windows" in case["window"]["description"]
     assert "axes" not in case

@@ -3,7 +3,7 @@
 They come from the models that validate the files, so that they cannot disagree, and are widened by
 what a file may say besides: a list where a scalar belongs (a grid), a name in place of a mapping.
 What a validator decides with code (two cases of one name, heads that do not divide) is in no
-schema. Descriptions are the models' own docstrings, read from their source.
+schema. Descriptions are what stands beside or under the models' fields, read from their source.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _gridded(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(made: dict[str, Any], roots: set[type[BaseModel]]) -> None:
-    """Give every property of every model the docstring that stands under its field."""
+    """Give every property of every model the words beside or under its field."""
     parts = made.get("$defs", {})
     for model in _reached(roots):
         target = parts.get(model.__name__, made if made.get("title") == model.__name__ else None)
@@ -138,7 +138,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 @functools.cache
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Field to the string that stands under it, in the model's class and those it is made of."""
+    """Field to what stands beside or under it, in the model's class and those it is made of."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base.__module__.startswith("numdev"):
@@ -147,11 +147,16 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _written(model: Callable[..., Any]) -> dict[str, str]:
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    source = textwrap.dedent(inspect.getsource(model))
+    (body,) = ast.parse(source).body
     lines = body.body if isinstance(body, ast.ClassDef) else []
+    text = source.encode().splitlines()
     found = {}
-    for field, after in itertools.pairwise(lines):
+    for field, after in itertools.pairwise([*lines, None]):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            beside = text[(field.end_lineno or 1) - 1][field.end_col_offset :].decode()
+            if "# " in beside:
+                found[field.target.id] = beside.partition("# ")[2]
             words = after.value if isinstance(after, ast.Expr) else None
             if isinstance(words, ast.Constant) and isinstance(words.value, str):
                 found[field.target.id] = " ".join(words.value.split())

@@ -20,32 +20,17 @@ else the first of these that ran."""
 def answer(ranked: Sequence[KernelSummary]) -> tuple[str, ...]:
     """`FORMAT: sentences`, for each format in the order given."""
     formats = dict.fromkeys(k.format for k in ranked)
-    return tuple(f"{f}: {_paragraph([k for k in ranked if k.format == f])}" for f in formats)
+    return tuple(f"{f}: {' '.join(_of([k for k in ranked if k.format == f]))}" for f in formats)
 
 
-def headline_kernel(kernels: Sequence[KernelSummary]) -> KernelSummary | None:
-    """The kernel the paragraph speaks of; None when none could be measured."""
-    measured = [k for k in kernels if k.role == "kernel" and k.max_abs is not None]
-    named = [k for k in measured if k.kernel not in HEADLINE]
-    usual = sorted(
-        (k for k in measured if k.kernel in HEADLINE), key=lambda k: HEADLINE.index(k.kernel)
-    )
-    return next(iter(named or usual), None)
-
-
-def _paragraph(here: Sequence[KernelSummary]) -> str:
-    kernel = headline_kernel(here)
+def _of(here: Sequence[KernelSummary]) -> Iterator[str]:
+    measured = [k for k in here if k.role == "kernel" and k.max_abs is not None]
+    usual = {name: place for place, name in enumerate(HEADLINE)}
+    kernel = min(measured, key=lambda k: usual.get(k.kernel, -1), default=None)
     precision = next((k for k in here if k.role == "precision"), None)
     baseline = next((k for k in here if k.role == "baseline" and k.max_abs is not None), None)
-    sentences = [*_not_finite(here, precision)]
     if kernel is None:
-        sentences.insert(0, "No kernel under audit could be measured.")
-    else:
-        sentences += [_distance(kernel, baseline), _beside_precision(kernel, baseline, precision)]
-    return " ".join(sentences)
-
-
-def _not_finite(here: Sequence[KernelSummary], precision: KernelSummary | None) -> Iterator[str]:
+        yield "No kernel under audit could be measured."
     if precision is not None and precision.nonfinite:
         yield (
             f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
@@ -54,10 +39,13 @@ def _not_finite(here: Sequence[KernelSummary], precision: KernelSummary | None) 
     for k in here:  # a kernel's are a finding
         if k.role == "baseline" and k.nonfinite:
             yield f"{k.kernel} has {k.nonfinite} elements that are not finite and should be."
+    if kernel is not None:
+        yield _distance(kernel, baseline)
+        yield _beside_precision(kernel, baseline, precision)
 
 
 def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
-    """How far from fp64, in units of the least error possible."""
+    """How far from fp64, in units of the least error possible and of what roundings predict."""
     if kernel.floor_ratio is None:
         return f"The exact result is 0 everywhere; {kernel.kernel} is off by {kernel.max_abs:.1e}."
     if kernel.format == "float64":
@@ -65,23 +53,17 @@ def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
     beside = ""
     if baseline is not None and baseline.floor_ratio is not None:
         beside = f", the plain baseline {baseline.floor_ratio:.2f} x"
-    return (
+    text = (
         f"{kernel.kernel} errs {kernel.floor_ratio:.2f} x the floor, the least error possible "
         f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where}){beside}."
-        f"{_expected(kernel)}"
     )
-
-
-def _expected(kernel: KernelSummary) -> str:
-    """Its error beside what the roundings it claims to make predict."""
-    if kernel.expected_ratio is None or kernel.expected_ratio_worst is None:
-        return ""
-    if kernel.format not in BIAS_FORMATS:  # what its arithmetic may err is a bound, no prediction
-        return ""
+    # In other formats what a kernel's arithmetic may err is a bound, no prediction.
+    if kernel.expected_ratio is None or kernel.format not in BIAS_FORMATS:
+        return text
     ends = kernel.expected_ratio_interval
     known = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
     return (
-        f" That is {kernel.expected_ratio:.2f} x what its roundings predict "
+        f"{text} That is {kernel.expected_ratio:.2f} x what its roundings predict "
         f"(worst {kernel.expected_ratio_worst:.2f}{known}, {kernel.expected_ratio_where})."
     )
 
@@ -90,15 +72,13 @@ def _beside_precision(
     kernel: KernelSummary, baseline: KernelSummary | None, precision: KernelSummary | None
 ) -> str:
     """Flash deviation beside the deviation of low precision."""
-    if kernel.flash_vs_precision is None:
-        if precision is not None and precision.rms == 0:
-            return f"The inputs are {kernel.format} already, so the format itself costs nothing."
+    if kernel.flash_vs_precision is not None:
+        ratio = kernel.baseline_ratio if baseline is not None else None
+        whose = ", mostly the baseline's own error" if ratio is not None and ratio < 0.5 else ""
         return (
-            f"The baseline did not run, so {kernel.kernel} cannot be set beside the format's cost."
+            f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, "
+            f"k, v to {kernel.format} costs{whose}."
         )
-    ratio = kernel.baseline_ratio if baseline is not None else None
-    whose = ", mostly the baseline's own error" if ratio is not None and ratio < 0.5 else ""
-    return (
-        f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, k, v "
-        f"to {kernel.format} costs{whose}."
-    )
+    if precision is not None and precision.rms == 0:
+        return f"The inputs are {kernel.format} already, so the format itself costs nothing."
+    return f"The baseline did not run, so {kernel.kernel} cannot be set beside the format's cost."

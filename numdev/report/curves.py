@@ -12,10 +12,9 @@ kernels with their options are the lines within a figure. The sentences are made
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -62,12 +61,12 @@ AXIS_WORDS = {
     "block_q": "queries in a tile",
     "memory": "on-chip elements",
     "kv_heads": "kv heads",
-    "inputs": "inputs",
 }
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
 SHORT |= {"float64": "fp64", "float8_e4m3fn": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}
-KEY = ["case", "seed", "role", "kernel", "chosen", "format"]
 CELL = ["case", "role", "kernel", "chosen", "format"]
+Place = tuple[tuple[str, str], ...]
+"""Where a figure stands on the axes that no curve runs along."""
 
 
 def words(metric: str) -> str:
@@ -75,7 +74,14 @@ def words(metric: str) -> str:
     return WORDS.get(metric, metric.replace("_", " "))
 
 
-@dataclasses.dataclass(frozen=True)
+def check_metrics(names: Iterable[str], where: str) -> None:
+    """Raises UsageError for a metric that cannot be drawn, naming the closest."""
+    for name in names:
+        if name not in METRICS:
+            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, METRICS))
+
+
+@dataclass(frozen=True)
 class Grid:
     """A sweep's axes: which there are, which one curves run along, and where a cell stands."""
 
@@ -86,18 +92,16 @@ class Grid:
     @cached_property
     def axes(self) -> dict[str, list[str]]:
         """Every axis with more than one value, and its values in order."""
-        found: dict[str, dict[str, None]] = {}
-        for case in self.request.cases:
-            for name, value in case.axes.items():
-                found.setdefault(name, {})[str(value)] = None
-        if len({case.entry for case in self.request.cases}) > 1:
-            found["case"] = dict.fromkeys(case.entry for case in self.request.cases)
-        found["format"] = dict.fromkeys(self.request.formats)
-        for name, options in self.kernels:
-            for option in self.shown.get(name, ()):
-                if options.get(option) is not None:
-                    found.setdefault(option, {})[str(options[option])] = None
-        return {name: list(values) for name, values in found.items() if len(values) > 1}
+        pairs = [pair for case in self.request.cases for pair in case.axes.items()]
+        pairs += [("case", case.entry) for case in self.request.cases]
+        pairs += [("format", name) for name in self.request.formats]
+        for kernel, options in self.kernels:
+            given = {name: options.get(name) for name in self.shown.get(kernel, ())}
+            pairs += [(name, value) for name, value in given.items() if value is not None]
+        values: dict[str, dict[str, None]] = {}
+        for name, value in pairs:
+            values.setdefault(name, {})[str(value)] = None
+        return {name: list(own) for name, own in values.items() if len(own) > 1}
 
     @cached_property
     def shown(self) -> dict[str, list[str]]:
@@ -128,75 +132,72 @@ class Grid:
             )
         return self.request.x
 
+    def _numbers(self, name: str) -> list[float] | None:
+        """An axis' values as numbers; None where one is none, or not finite."""
+        try:
+            numbers = [float(value) for value in self.axes[name]]
+        except ValueError:
+            return None
+        return numbers if all(map(math.isfinite, numbers)) else None
+
+    @cached_property
+    def _ticks(self) -> dict[str, Tick]:
+        """Each value of the axis and its tick, in the order they are drawn. Formats stand at their
+        significant bits; as categories, like what is no number, where two have as many."""
+        values = self.axes[self.x]
+        if self.x == "format":
+            formats = {name: format_named(name) for name in values}
+            if len({fmt.precision for fmt in formats.values()}) == len(values):
+                values = sorted(values, key=lambda n: (formats[n].precision, formats[n].emax))
+                return {
+                    name: Tick(x=float(formats[name].precision), label=str(formats[name].precision),
+                               below=SHORT.get(formats[name].name, ""))
+                    for name in values
+                }  # fmt: skip
+        elif (numbers := self._numbers(self.x)) is not None:
+            placed = sorted(zip(numbers, values, strict=True))
+            return {value: Tick(x=number, label=value) for number, value in placed}
+        names = SHORT if self.x == "format" else {}
+        return {v: Tick(x=float(i), label=names.get(v, v)) for i, v in enumerate(values)}
+
     @cached_property
     def axis(self) -> Axis:
         """The axis of the curves, with its ticks."""
-        values = self.axes[self.x]
-        if self.x == "format":
-            return _format_axis(values)
+        ticks = tuple(self._ticks.values())
+        low, high = min(tick.x for tick in ticks), max(tick.x for tick in ticks)
         title = AXIS_WORDS.get(self.x, self.x.replace("_", " "))
-        numbers = self._numbers(self.x)
-        if numbers is None:
-            ticks = tuple(Tick(x=float(i), label=v) for i, v in enumerate(values))
-            return Axis(name=self.x, title=title, scale="category", ticks=ticks)
-        wide = min(numbers) > 0 and max(numbers) / min(numbers) >= 8
-        places = zip(numbers, values, strict=True)
-        ticks = tuple(Tick(x=n, label=v) for n, v in sorted(places))
-        return Axis(name=self.x, title=title, scale="log" if wide else "linear", ticks=ticks)
-
-    def _numbers(self, name: str) -> list[float] | None:
-        try:
-            found = [float(value) for value in self.axes[name]]
-        except ValueError:
-            return None
-        return found if all(map(math.isfinite, found)) else None
+        scale: Literal["linear", "log", "category"] = "category"
+        if self.x == "format":
+            numbered = ticks[0].label == str(format_named(next(iter(self._ticks))).precision)
+            scale, title = ("linear", title) if numbered else ("category", "format")
+        elif self._numbers(self.x) is not None:
+            scale = "log" if low > 0 and high / low >= 8 else "linear"
+        return Axis(name=self.x, title=title, scale=scale, ticks=ticks)
 
     @cached_property
     def configs(self) -> dict[str, CaseConfig]:
         return {case.name: case for case in self.request.cases}
 
-    def at(self, row: Any) -> tuple[float | None, str]:
+    def at(self, row: DeviationRow) -> tuple[float | None, str]:
         """A row's place on the axis (None where it does not move it), and what that is called."""
+        config = self.configs[row.case]
+        value: Any = None
         if self.x == "format":
-            value: Any = row.format
+            value = row.format
         elif self.x == "case":
-            value = self.configs[row.case].entry
+            value = config.entry
         elif any(self.x in case.axes for case in self.request.cases):
-            config = self.configs[row.case]
             value = config.axes.get(self.x, getattr(config, self.x, None))
-        else:
-            value = row.options.get(self.x) if self.x in self.shown.get(row.kernel, ()) else None
+        elif self.x in self.shown.get(row.kernel, ()):
+            value = row.options.get(self.x)
         tick = self._ticks.get(str(value))
         return (None, "") if tick is None else (tick.x, str(value))
 
-    @cached_property
-    def _ticks(self) -> dict[str, Tick]:
-        return dict(zip(self._in_order, self.axis.ticks, strict=True))
-
-    @cached_property
-    def _in_order(self) -> list[str]:
-        """The axis' values in the order of its ticks."""
-        values = self.axes[self.x]
-        if self.x == "format":
-            return sorted(values, key=_by_precision) if _distinct(values) else values
-        numbers = self._numbers(self.x)
-        if numbers is None:
-            return values
-        return [value for _, value in sorted(zip(numbers, values, strict=True))]
-
-    def place(self, row: Any) -> tuple[tuple[str, str], ...]:
+    def place(self, row: DeviationRow) -> Place:
         """Where a row stands on the other axes of cases and formats: which figure it is in."""
-        config, found = self.configs[row.case], {}
-        for name in self.axes:
-            if name == self.x:
-                continue
-            if name == "case":
-                found[name] = config.entry
-            elif name == "format":
-                found[name] = row.format
-            elif name in config.axes:
-                found[name] = str(config.axes[name])
-        return tuple(found.items())
+        config = self.configs[row.case]
+        values = {**config.axes, "case": config.entry, "format": row.format}
+        return tuple((n, str(values[n])) for n in self.axes if n != self.x and n in values)
 
     def label(self, kernel: str, options: Mapping[str, Any]) -> str:
         """A kernel with the options that tell it from others, but for the axis."""
@@ -208,70 +209,39 @@ class Grid:
         return " ".join(parts)
 
 
-def _by_precision(name: str) -> tuple[int, int]:
-    fmt = format_named(name)
-    return fmt.precision, fmt.emax
-
-
-def _distinct(names: Sequence[str]) -> bool:
-    return len({format_named(name).precision for name in names}) == len(names)
-
-
-def _format_axis(names: Sequence[str]) -> Axis:
-    """Formats by their significant bits; as categories where two have as many."""
-    if not _distinct(names):
-        ticks = tuple(Tick(x=float(i), label=SHORT.get(n, n)) for i, n in enumerate(names))
-        return Axis(name="format", title="format", scale="category", ticks=ticks)
-    ordered = [format_named(name) for name in sorted(names, key=_by_precision)]
-    ticks = tuple(
-        Tick(x=float(f.precision), label=str(f.precision), below=SHORT.get(f.name, ""))
-        for f in ordered
-    )
-    return Axis(name="format", title="significant bits", scale="linear", ticks=ticks)
-
-
-def check_metrics(names: Iterable[str], where: str) -> None:
-    """Raises UsageError for a metric that cannot be drawn, naming the closest."""
-    for name in names:
-        if name not in METRICS:
-            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, METRICS))
-
-
 def pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
     """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
-    wanted = {"case", "seed", "role", "kernel", "format", "elements", "reason", *metrics}
     ok = [row for row in rows if row.status == "ok" and row.tensor == "out"]
-    table = pd.DataFrame([row.model_dump(include=wanted) for row in ok], columns=sorted(wanted))
-    table["chosen"] = [_frozen(row.options) for row in ok]
-    numbers = table[[*metrics, "elements"]].astype(float)
-    work = table[KEY].copy()
+    names = ["case", "seed", "role", "kernel", "format"]
+    table = pd.DataFrame([[getattr(row, name) for name in names] for row in ok], columns=names)
+    table["chosen"] = [_chosen(row.options) for row in ok]
+    table["limited"] = [row.reason == "reference-limited" for row in ok]
+    elements = pd.Series([row.elements for row in ok], dtype=float)
     for metric in metrics:
-        values = numbers[metric]
-        power = 2 if metric in SQUARED else 1
-        weighted = metric in SQUARED or metric == "mean_abs"
-        work[metric] = values**power * numbers["elements"] if weighted else values
-        work[f"{metric} weight"] = numbers["elements"].where(values.notna())
-    work["limited"] = table["reason"].eq("reference-limited")
-    groups = work.groupby(KEY, sort=False, dropna=False)
-    found = pd.DataFrame({"limited": groups["limited"].any()})
-    for metric in metrics:
+        values = pd.Series([getattr(row, metric) for row in ok], dtype=float)
+        table[metric] = values
         if metric in SQUARED or metric == "mean_abs":
-            mean = groups[metric].sum(min_count=1) / groups[f"{metric} weight"].sum()
-            found[metric] = mean**0.5 if metric in SQUARED else mean
-        elif metric in LARGEST:
-            found[metric] = groups[metric].max()
+            table[metric] = values ** (2 if metric in SQUARED else 1) * elements
+            table[f"{metric} weight"] = elements.where(values.notna())
+    groups = table.groupby([*CELL, "seed"], sort=False, dropna=False)
+    means = groups["limited"].any().to_frame()
+    for metric in metrics:
+        of = groups[metric]
+        if f"{metric} weight" in table:
+            means[metric] = of.sum(min_count=1) / groups[f"{metric} weight"].sum()
+            means[metric] **= 0.5 if metric in SQUARED else 1
         elif metric == "nonfinite":
-            found[metric] = groups[metric].sum(min_count=1)
+            means[metric] = of.sum(min_count=1)
         else:
-            found[metric] = groups[metric].median()
-    return found.reset_index()
+            means[metric] = of.max() if metric in LARGEST else of.median()
+    return means.reset_index()
 
 
-def _frozen(options: Mapping[str, Any]) -> str:
+def _chosen(options: Mapping[str, Any]) -> str:
     return repr(sorted(options.items()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """One metric of one kernel in one cell, over seeds; by seed, for what is taken in pairs."""
 
@@ -285,21 +255,13 @@ class Estimate:
     def cell(self, axes: Mapping[str, Any]) -> CellRow:
         mean = interval(list(self.by_seed.values())) if self.by_seed else (None, None, None)
         ratio = factor(list(self.ratios.values())) if self.ratios else (None, None, None)
+        names = ("mean", "low", "high", "ratio", "ratio_low", "ratio_high")
         return CellRow(
-            case=self.row.case,
             axes=dict(axes),
-            role=self.row.role,
-            kernel=self.row.kernel,
-            options=self.row.options,
-            format=self.row.format,
+            **{n: getattr(self.row, n) for n in ("case", "role", "kernel", "options", "format")},
             metric=self.metric,
             seeds=len(self.by_seed),
-            mean=mean[0],
-            low=mean[1],
-            high=mean[2],
-            ratio=ratio[0],
-            ratio_low=ratio[1],
-            ratio_high=ratio[2],
+            **dict(zip(names, (*mean, *ratio), strict=True)),
         )
 
 
@@ -310,37 +272,36 @@ def estimates(
     table = pooled(rows, metrics)
     first: dict[tuple[Any, ...], DeviationRow] = {}
     for row in rows:
-        key = (row.case, row.role, row.kernel, _frozen(row.options), row.format)
-        first.setdefault(key, row)
+        first.setdefault((row.case, row.role, row.kernel, _chosen(row.options), row.format), row)
     name, options = baseline
-    plain = table[(table["kernel"] == name) & (table["chosen"] == _frozen(options))]
-    base: dict[tuple[Any, ...], float] = collections.defaultdict(float)
-    for at in plain.to_dict("records"):
-        for metric in metrics:
-            base[at["case"], at["seed"], at["format"], metric] = at[metric]
-    found = []
+    plain = table[(table["kernel"] == name) & (table["chosen"] == _chosen(options))]
+    base = plain.drop_duplicates(["case", "format", "seed"], keep="last")
+    base = base.set_index(["case", "format", "seed"])[list(metrics)]
+    estimates = []
     for cell, group in table.groupby(CELL, sort=False):
-        row = first[tuple(cell)]
-        seeds = group["seed"].astype(int)
+        row, group = first[tuple(cell)], group.assign(seed=group["seed"].astype(int))
         for metric in metrics:
-            mine = dict(zip(seeds, group[metric].astype(float), strict=True))
-            mine = {seed: value for seed, value in mine.items() if math.isfinite(value)}
-            theirs = {s: base[row.case, s, row.format, metric] for s in mine}
-            ratios = {s: v / theirs[s] for s, v in mine.items() if theirs[s] > 0}
-            limited = bool(group["limited"].any())
-            found.append(
-                Estimate(row=row, metric=metric, by_seed=mine, ratios=ratios, limited=limited)
+            mine = {s: v for s, v in zip(group["seed"], group[metric]) if math.isfinite(v)}  # noqa: B905
+            theirs = {s: base[metric].get((row.case, row.format, s), 0.0) for s in mine}
+            estimates.append(
+                Estimate(
+                    row=row,
+                    metric=metric,
+                    by_seed=mine,
+                    ratios={s: v / theirs[s] for s, v in mine.items() if theirs[s] > 0},
+                    limited=bool(group["limited"].any()),
+                )
             )
-    return found
+    return estimates
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """One curve before it is drawn: its estimates by place on the axis."""
 
     label: str
     metric: str
-    place: tuple[tuple[str, str], ...]
+    place: Place
     at: Mapping[float | None, tuple[str, Estimate]]
 
     @property
@@ -352,24 +313,24 @@ class Line:
         return None in self.at and len(self.at) == 1
 
 
-def lines(found: Sequence[Estimate], grid: Grid) -> list[Line]:
+def lines(estimates: Sequence[Estimate], grid: Grid) -> list[Line]:
     """The estimates as curves along the grid's axis, in the order they came."""
     collected: dict[tuple[Any, ...], dict[float | None, tuple[str, Estimate]]] = {}
-    for estimate in found:
+    for estimate in estimates:
         row = estimate.row
         x, called = grid.at(row)
-        label = grid.label(row.kernel, row.options)
-        key = (label, row.role, estimate.metric, grid.place(row))
-        collected.setdefault(key, {})[x] = (called, estimate)
-    order = {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
+        label = "input rounding" if row.role == "precision" else None
+        key = (label or grid.label(row.kernel, row.options), estimate.metric, grid.place(row))
+        collected.setdefault((*key, row.role, row.kernel), {})[x] = (called, estimate)
+    order: dict[float | None, int] = {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
     return [
         Line(
-            label="input rounding" if role == "precision" else label,
+            label=label,
             metric=metric,
             place=place,
-            at=dict(sorted(at.items(), key=lambda item: -1 if item[0] is None else order[item[0]])),
+            at=dict(sorted(at.items(), key=lambda item: order.get(item[0], -1))),
         )
-        for (label, role, metric, place), at in collected.items()
+        for (label, metric, place, *_), at in collected.items()
     ]
 
 
@@ -381,30 +342,28 @@ def figures(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[Figure, 
             here = [line for line in curves if line.place == place and line.metric == metric]
             for relative in (False, True):
                 drawn = [c for line in here if (c := _curve(line, relative, baseline)) is not None]
-                worth = any(c.role == "kernel" for c in drawn) if relative else bool(drawn)
-                if worth:
+                if any(c.role == "kernel" or not relative for c in drawn):
                     made.append(_figure(drawn, grid, metric, dict(place), relative, baseline))
     return tuple(made)
 
 
 def _figure(
-    curves: list[Curve],
-    grid: Grid,
-    metric: str,
-    place: dict[str, str],
-    relative: bool,
+    curves: list[Curve], grid: Grid, metric: str, place: dict[str, str], relative: bool,
     baseline: str,
-) -> Figure:
+) -> Figure:  # fmt: skip
     what = words(metric)
     where = ", ".join(placed(place))
     title = f"{what[0].upper()}{what[1:]}{f' over that of {baseline}' if relative else ''}"
+    values = [p.mean for curve in curves for p in curve.points]
+    positive = [v for v in values if v > 0]
+    wide = positive and not min(values) < 0 and max(positive) / min(positive) >= 4
     return Figure(
         title=f"{title}, by {grid.axis.title}{f' ({where})' if where else ''}",
         metric=metric,
         relative=relative,
         place=place,
         y_title=f"{what}, times {baseline}'s" if relative else f"{what} against fp64",
-        y_scale=_scale([p.mean for curve in curves for p in curve.points]),
+        y_scale="log" if wide else "linear",
         curves=tuple(curves),
     )
 
@@ -419,13 +378,6 @@ def placed(place: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _scale(values: Sequence[float]) -> Literal["linear", "log"]:
-    positive = [v for v in values if v > 0]
-    if not positive or len(positive) < len([v for v in values if v]):
-        return "linear"
-    return "log" if max(positive) / min(positive) >= 4 else "linear"
-
-
 def _curve(line: Line, relative: bool, baseline: str) -> Curve | None:
     """A line as the report holds it; None where it has no number, or is no ratio worth drawing."""
     role: Role = line.row.role
@@ -433,15 +385,11 @@ def _curve(line: Line, relative: bool, baseline: str) -> Curve | None:
         return None
     points = []
     for x, (called, estimate) in line.at.items():
-        values = estimate.ratios if relative else estimate.by_seed
+        values = list((estimate.ratios if relative else estimate.by_seed).values())
         if values and (x is not None or line.constant):
-            mean, low, high = (factor if relative else interval)(list(values.values()))
-            limited, seeds = estimate.limited, len(values)
-            points.append(
-                Point(
-                    x=x, label=called, mean=mean, low=low, high=high, seeds=seeds, limited=limited
-                )
-            )
+            mean, low, high = (factor if relative else interval)(values)
+            points.append(Point(x=x, label=called, mean=mean, low=low, high=high, seeds=len(values),
+                                limited=estimate.limited))  # fmt: skip
     if not points:
         return None
     return Curve(

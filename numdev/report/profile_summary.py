@@ -7,8 +7,7 @@ calls have are kept; the rows of the report have all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -31,124 +30,98 @@ Numbers = Sequence[float | None]
 def pooled(rows: Iterable[ProfileRow]) -> tuple[ProfileSummary, ...]:
     """A summary of every kernel and tensor for each length that is kept, the length that most calls
     have first; kernels in the order they came."""
-    whole: dict[Any, list[ProfileRow]] = {}
-    for row in rows:
-        whole.setdefault((row.format, row.attends, row.tensor), []).append(row)
+    whole = _grouped(rows, lambda row: (row.format, row.attends, row.tensor))
     formats = list(dict.fromkeys(fmt for fmt, _, _ in whole))
     order = sorted(whole, key=lambda key: (formats.index(key[0]), TENSORS.index(key[2])))
-    return tuple(
-        _summary([row for row in own if row.length == length])
-        for key in order
-        for length in _lengths(whole[key])
-        for own in _by_kernel(whole[key])
-        if any(row.length == length for row in own)
-    )
+    summaries = []
+    for key in order:
+        kernels = _grouped(whole[key], lambda row: (row.role, row.kernel, _chosen(row)))
+        calls = _grouped({(row.length, row.case): row for row in whole[key]}.values(), _length)
+        for length in sorted(calls, key=lambda n: (-len(calls[n]), -n))[:LENGTHS]:
+            groups = ([row for row in own if row.length == length] for own in kernels.values())
+            summaries += [_summary(group) for group in groups if group]
+    return tuple(summaries)
 
 
 def remark(summaries: Iterable[ProfileSummary]) -> str | None:
     """The first or last bin that stands out most from the middle one, as a sentence, each error
     being taken over what is predicted there; None where none does."""
-    found = (end for s in summaries for end in _ends(s))
-    worst = max(found, key=lambda end: end.ratio / end.usual, default=None)
-    return None if worst is None else worst.sentence
+    ends = (end for summary in summaries for end in _ends(summary))
+    return max(ends, key=lambda end: end[0], default=(0.0, None))[1]
 
 
-@dataclass(frozen=True)
-class _End:
-    of: ProfileSummary
-    bin: int
-    ratio: float
-    middle: float
-
-    @property
-    def usual(self) -> float:
-        """What is less than half of what is predicted counts as half: an end that errs no more than
-        predicted is none to speak of."""
-        return max(self.middle, 1 / NOTABLE)
-
-    @property
-    def sentence(self) -> str:
-        s = self.of
-        options = "".join(f" {k}={v}" for k, v in s.options.items() if v is not None)
-        first, last = s.starts[self.bin], s.ends[self.bin]
-        what = "key" if s.tensor in ("dk", "dv") else "row"
-        where = f"{what}s {first} to {last}" if last > first else f"{what} {first}"
-        verb = "err" if last > first else "errs"
-        return (
-            f"Along its calls of {s.length} {what}s {s.kernel}{options} ({s.format}, {s.tensor}) "
-            f"does not err evenly: {where} {verb} {self.ratio:.2g} x what is predicted there, the "
-            f"median bin {self.middle:.2g} x."
-        )
-
-
-def _ends(s: ProfileSummary) -> Iterator[_End]:
-    """The first bin that errs and the last, where they stand out, and not only because next to
-    nothing is predicted there: they must err more than is predicted of the median bin, too. (dq of
-    a row that sees one key is 0 exactly, and what a kernel errs there is fp32's.) In formats whose
-    predictions are bounds rather than predictions none does."""
-    if s.role != "kernel" or s.format not in BIAS_FORMATS:
+def _ends(s: ProfileSummary) -> Iterator[tuple[float, str]]:
+    """The first bin that errs and the last, where they stand out, and by how much. They must err
+    more than is predicted of the median bin, too: dq of a row that sees one key is 0 exactly, and
+    what a kernel errs there is fp32's. In formats whose predictions are bounds none does."""
+    if s.role != "kernel" or s.format not in BIAS_FORMATS or not s.ratios:
         return
-    judged = [
-        (i, ratio)
-        for i, (ratio, count) in enumerate(zip(s.ratios, s.counts if s.ratios else (), strict=True))
-        if ratio is not None and count >= ROWS
-    ]
+    judged = [(i, r) for i, r in enumerate(s.ratios) if r is not None and s.counts[i] >= ROWS]
     erring = [at for at in judged if at[1] > 0]
     if len(judged) < BINS or not erring:
         return
     middle = median(ratio for _, ratio in judged)
     typical = median(s.predicted[i] or 0.0 for i, _ in judged)
+    # A middle below half of what is predicted counts as half: an end that errs no more than
+    # predicted is none to speak of.
+    limit = NOTABLE * max(middle, 1 / NOTABLE)
     for i, ratio in dict.fromkeys((erring[0], judged[-1])):
-        end = _End(s, i, ratio, middle)
-        if ratio > NOTABLE * end.usual and (s.errors[i] or 0.0) > NOTABLE * end.usual * typical:
-            yield end
+        if ratio > limit and (s.errors[i] or 0.0) > limit * typical:
+            yield ratio / limit, _sentence(s, i, ratio, middle)
 
 
-def _lengths(rows: Sequence[ProfileRow]) -> list[int]:
-    """Those that most calls have, of as many the longest."""
-    calls: dict[int, set[str]] = {}
-    for row in rows:
-        calls.setdefault(row.length, set()).add(row.case)
-    return sorted(calls, key=lambda n: (-len(calls[n]), -n))[:LENGTHS]
+def _sentence(s: ProfileSummary, i: int, ratio: float, middle: float) -> str:
+    options = "".join(f" {k}={v}" for k, v in s.options.items() if v is not None)
+    first, last = s.starts[i], s.ends[i]
+    what = "key" if s.tensor in ("dk", "dv") else "row"
+    errs = f"{what}s {first} to {last} err" if last > first else f"{what} {first} errs"
+    return (
+        f"Along its calls of {s.length} {what}s {s.kernel}{options} ({s.format}, {s.tensor}) "
+        f"does not err evenly: {errs} {ratio:.2g} x what is predicted there, the "
+        f"median bin {middle:.2g} x."
+    )
 
 
-def _by_kernel(rows: Sequence[ProfileRow]) -> Iterable[list[ProfileRow]]:
+def _grouped(
+    rows: Iterable[ProfileRow], key: Callable[[ProfileRow], Any]
+) -> dict[Any, list[ProfileRow]]:
     groups: dict[Any, list[ProfileRow]] = {}
     for row in rows:
-        groups.setdefault((row.role, row.kernel, repr(sorted(row.options.items()))), []).append(row)
-    return groups.values()
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _length(row: ProfileRow) -> int:
+    return row.length
+
+
+def _chosen(row: ProfileRow) -> str:
+    return repr(sorted(row.options.items()))
 
 
 def _summary(rows: Sequence[ProfileRow]) -> ProfileSummary:
     """Of one kernel in calls of one length."""
-    first = rows[0]
-    ratios = [_over(row.errors, row.predicted) for row in rows if row.predicted is not None]
+    predicted = [row for row in rows if row.predicted is not None]
+    ratios = [
+        [None if e is None or not p else e / p for e, p in zip(row.errors, own, strict=True)]
+        for row in predicted
+        if (own := row.predicted) is not None
+    ]
     errors, lows, highs = _over_calls([row.errors for row in rows])
     over, over_lows, over_highs = _over_calls(ratios)
-    predicted, _, _ = _over_calls([row.predicted for row in rows if row.predicted is not None])
+    shared = ("kernel", "options", "role", "format", "tensor", "attends", "length", "starts")
     return ProfileSummary(
-        kernel=first.kernel,
-        options=first.options,
-        role=first.role,
-        format=first.format,
-        tensor=first.tensor,
-        attends=first.attends,
-        length=first.length,
+        **{name: getattr(rows[0], name) for name in shared},
         calls=len({row.case for row in rows}),
-        starts=first.starts,
         counts=tuple(map(sum, zip(*(row.counts for row in rows), strict=True))),
         errors=errors,
         lows=lows,
         highs=highs,
-        predicted=predicted,
+        predicted=_over_calls([row.predicted or () for row in predicted])[0],
         ratios=over,
         ratio_lows=over_lows,
         ratio_highs=over_highs,
     )
-
-
-def _over(errors: Numbers, predicted: Numbers) -> list[float | None]:
-    return [None if e is None or not p else e / p for e, p in zip(errors, predicted, strict=True)]
 
 
 def _over_calls(calls: Sequence[Numbers]) -> tuple[tuple[float | None, ...], ...]:

@@ -29,8 +29,7 @@ Mean = tuple[float, float | None, float | None]
 
 def interval(values: Sequence[float]) -> Mean:
     """The mean of at least one value, and its 95 % interval; without one for a single value."""
-    mean = float(np.mean(values))
-    n = len(values)
+    mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return mean, None, None
     half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(n))
@@ -43,8 +42,9 @@ def factor(ratios: Sequence[float]) -> Mean:
     if min(ratios) <= 0:
         return interval(ratios)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
-    ends = [None if end is None else math.exp(end) for end in (low, high)]
-    return math.exp(mean), ends[0], ends[1]
+    if low is None or high is None:
+        return math.exp(mean), None, None
+    return math.exp(mean), math.exp(low), math.exp(high)
 
 
 def noise_ratio(row: DeviationRow) -> float | None:
@@ -64,9 +64,8 @@ def holm(p: Sequence[float], alpha: float) -> list[bool]:
 
     S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
     """
-    rejected = [False] * len(p)
-    for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        if p[index] > alpha / (len(p) - step):
-            break
-        rejected[index] = True
-    return rejected
+    order = np.argsort(p, kind="stable")
+    below = np.asarray(p)[order] <= alpha / (len(p) - np.arange(len(p)))
+    rejected = np.empty(len(p), dtype=bool)
+    rejected[order] = np.logical_and.accumulate(below)
+    return list(map(bool, rejected))

@@ -1,23 +1,19 @@
 """From rows to what a reader wants first: the kernels ranked, the map of the worst one.
 
 Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
-one head with large values would rule a pooled one. The sentences are made in
-`numdev.report.answer`.
-
-Rows are gone through as they are: a table of them costs more to make than all that is asked of it.
+one head with large values would rule a pooled one. The sentences are made in `answer`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter, itemgetter
-from statistics import median
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from numdev.report import (
     AuditSummary,
@@ -44,10 +40,29 @@ from numdev.report.statistics import (
     noise_ratio,
 )
 
-Rows = Sequence[DeviationRow]
-Ranked = Sequence[tuple[KernelSummary, Rows]]
+Ranked = Sequence[tuple[KernelSummary, pd.DataFrame]]
 """Kernels in the order they are shown, each with the heads of its output that were measured."""
-_PART = attrgetter("phase", "step", "attends")
+MEDIAN, WORST, WHERE = 0, 1, 2
+"""What is kept of a metric over heads: the median; the largest too; and where that is."""
+OF_KERNEL = {
+    "row_rel": MEDIAN, "w1": MEDIAN, "floor_ratio": WHERE, "baseline_ratio": WORST,
+    "expected_ratio": WHERE, "worst_row": WHERE, "flash_vs_precision": WHERE,
+    "flash_vs_precision_w1": MEDIAN, "flash_vs_low_precision": MEDIAN,
+    "flash_vs_low_precision_w1": MEDIAN, "flash_vs_lower": MEDIAN, "flash_vs_lower_w1": MEDIAN,
+}  # fmt: skip
+OF_GRADIENT = {
+    "floor_ratio": WHERE, "baseline_ratio": MEDIAN, "expected_ratio": WHERE, "row_rel": MEDIAN,
+    "amplification": MEDIAN,
+}  # fmt: skip
+OF_PART = {
+    "row_rel": MEDIAN, "floor_ratio": WHERE, "baseline_ratio": MEDIAN, "expected_ratio": WORST
+}  # fmt: skip
+NUMBERS = [*{**OF_KERNEL, **OF_GRADIENT}, "mean_abs", "max_abs", "rms", "nonfinite", "elements",
+           "bias_p"]  # fmt: skip
+COLUMNS = [*NUMBERS, "role", "kernel", "format", "tensor", "status", "reason", "ran", "out_format",
+           "lower_format", "fa_rule", "rows_measured", "case", "head", "phase", "step", "attends",
+           "sequences"]  # fmt: skip
+PART = ["phase", "step", "attends"]
 
 
 def summarise(
@@ -61,18 +76,20 @@ def summarise(
     are the gate's business, and left out."""
     rows = [row for row in rows if row.role != "control"]
     places = places_of(rows)
-    groups = _grouped(rows, _kernel_of).values()
-    kernels = [(_kernel(group, places), _measured(group, "out")) for group in groups]
-    formats = list(dict.fromkeys(row.format for row in rows))
+    table = _table(rows)
+    groups = table.groupby(["role", "kernel", "chosen", "format"], sort=False)
+    kernels = [(_kernel(group, places), _measured(group, "out")) for _, group in groups]
+    formats = list(table["format"].unique())
     ranked = sorted(kernels, key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])))
     summaries = tuple(summary for summary, _ in ranked)
     along = pooled(profiles)
+    sequences = table["sequences"].min()
     return AuditSummary(
         answer=answer(summaries),
         kernels=summaries,
         map=_map(ranked, places),
-        weights=tuple(_weights(weights)),
-        sequences=min(_known(rows, "sequences"), default=None),
+        weights=tuple(map(_weights, *zip(*_by_format(weights), strict=True))) if weights else (),
+        sequences=None if pd.isna(sequences) else int(sequences),
         explanations=tuple(explanations),
         worst_rows=tuple(worst),
         parts=tuple(_parts(ranked, places)),
@@ -81,20 +98,13 @@ def summarise(
     )
 
 
-def _kernel_of(row: DeviationRow) -> tuple[str, ...]:
-    """Whose row it is: role, kernel, options and format."""
-    options = str(sorted(row.options.items())) if row.options else ""
-    return row.role, row.kernel, options, row.format
-
-
-def _grouped(
-    rows: Sequence[DeviationRow], key: Callable[[DeviationRow], Any]
-) -> dict[Any, list[DeviationRow]]:
-    """Rows of equal keys, in the order they first came."""
-    groups: dict[Any, list[DeviationRow]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
+def _table(rows: Sequence[Any]) -> pd.DataFrame:
+    """A line for each row, with the row itself in `row` and its options as text in `chosen`."""
+    table = pd.DataFrame({name: [getattr(row, name) for row in rows] for name in COLUMNS})
+    numbers = table[[*NUMBERS, "sequences", "rows_measured"]].astype(float)
+    table[numbers.columns] = numbers
+    chosen = [str(sorted(row.options.items())) for row in rows]
+    return table.assign(chosen=chosen, row=list(rows))
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
@@ -108,250 +118,196 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
     return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
 
 
-def _kernel(rows: Rows, places: Places) -> KernelSummary:
-    first = rows[0]
-    status = Counter(row.status for row in rows)
-    ok = _measured(rows, "out")
+def _kernel(table: pd.DataFrame, places: Places) -> KernelSummary:
+    first: DeviationRow = table["row"].iloc[0]
+    ok = _measured(table, "out")
     base: dict[str, Any] = {
-        "kernel": first.kernel,
-        "options": first.options,
-        "role": first.role,
-        "format": first.format,
+        **{name: getattr(first, name) for name in ("kernel", "options", "role", "format")},
         "ok": len(ok),
-        "skipped": status["skipped"],
-        "failed": status["failed"],
-        "reasons": _distinct([row for row in rows if row.status != "ok"], "reason"),
-        "ran": _distinct(rows, "ran"),
-        "out_formats": _distinct(ok, "out_format"),
+        "skipped": int((table["status"] == "skipped").sum()),
+        "failed": int((table["status"] == "failed").sum()),
+        "reasons": _distinct(table[table["status"] != "ok"]["reason"]),
+        "ran": _distinct(table["ran"]),
+        "out_formats": _distinct(ok["out_format"]),
     }
-    if not ok:
+    if ok.empty:
         return KernelSummary(**base)
-    fa_rule = _known(ok, "fa_rule")
-    return KernelSummary(
-        **base,
-        mean_abs=_pooled(ok, "mean_abs"),
-        max_abs=max(_known(ok, "max_abs"), default=None),
-        rms=_pooled(ok, "rms", power=2),
-        **_spread(ok, "row_rel"),
-        **_spread(ok, "w1"),
-        nonfinite=sum(_known(ok, "nonfinite")),
-        **_spread(ok, "floor_ratio", worst=True, named=places),
-        **_spread(ok, "baseline_ratio", worst=True),
-        **_spread(ok, "expected_ratio", worst=True, named=places),
-        **_sampled(ok),
-        **_worst_row(ok, places),
-        **_noise(rows),
-        gradients=tuple(_gradients(rows, places)),
-        **_spread(ok, "flash_vs_precision", worst=True, named=places),
-        **_spread(ok, "flash_vs_precision_w1"),
-        **_bounds(ok),
-        fa_rule_heads=sum(fa_rule) if fa_rule else None,
-        **_bias(ok, places),
-    )
+    spread = _spread(ok, OF_KERNEL, places)
+    if "worst_row" in spread:
+        spread["worst_row"] = spread["worst_row_worst"]
+    fa_rule = ok["fa_rule"].dropna()
+    base |= {
+        **{name: x for name, x in spread.items() if name in KernelSummary.model_fields},
+        "mean_abs": _power_mean(ok, "mean_abs", 1),
+        "max_abs": _or_none(ok["max_abs"].max()),
+        "rms": _power_mean(ok, "rms", 2),
+        "nonfinite": int(ok["nonfinite"].sum()),
+        "lower_format": next(iter(_distinct(ok["lower_format"])), None),
+        "fa_rule_heads": int(fa_rule.sum()) if len(fa_rule) else None,
+        "gradients": tuple(_gradients(table, places)),
+    }
+    return KernelSummary(**base, **_sampled(ok), **_noise(list(table["row"])), **_bias(ok, places))
 
 
 def _parts(ranked: Ranked, places: Places) -> Iterator[PartSummary]:
     """Every kernel's numbers for each phase or step, in the ranking's order; nothing where all
     calls are of one part."""
-    whole = [(kernel, ok) for kernel, ok in ranked if kernel.role != "precision"]
-    if len({_PART(row) for _, ok in whole for row in ok}) > 1:
-        for kernel, ok in whole:
-            for part in _grouped(ok, _PART).values():
-                yield _part(kernel, part, places)
-
-
-def _part(kernel: KernelSummary, ok: Rows, places: Places) -> PartSummary:
-    first = ok[0]
-    return PartSummary(
-        kernel=kernel.kernel,
-        options=kernel.options,
-        role=kernel.role,
-        format=kernel.format,
-        phase=first.phase,
-        step=first.step,
-        attends=first.attends,
-        calls=len({row.case for row in ok}),
-        ok=len(ok),
-        **_spread(ok, "row_rel"),
-        **_spread(ok, "floor_ratio", worst=True, named=places),
-        **_spread(ok, "baseline_ratio"),
-        **_spread(ok, "expected_ratio", worst=True),
-    )
-
-
-def _measured(rows: Rows, tensor: str) -> Rows:
-    return [row for row in rows if row.tensor == tensor and row.status == "ok"]
-
-
-def _known(rows: Rows, name: str) -> list[Any]:
-    """The values of a field where it has one."""
-    return [value for value in map(attrgetter(name), rows) if value is not None]
-
-
-def _distinct(rows: Rows, name: str) -> tuple[str, ...]:
-    """The same, each once, in the order they first came."""
-    return tuple(dict.fromkeys(_known(rows, name)))
-
-
-def _pooled(ok: Rows, metric: str, *, power: int = 1) -> float | None:
-    """The power mean of a metric over all elements; None when no head has a number."""
-    known = [row for row in ok if getattr(row, metric) is not None]
-    if not known:
-        return None
-    # Not summed in Python: its order, and with it the last bit, is NumPy's.
-    values = np.array(_known(known, metric))
-    weight = np.array([row.elements or 0 for row in known], dtype=float)
-    with np.errstate(over="ignore"):
-        mean = (values**power * weight).sum() / weight.sum()
-    return _number(mean ** (1 / power))
-
-
-def _spread(
-    ok: Rows, metric: str, *, worst: bool = False, named: Places | None = None
-) -> dict[str, Any]:
-    """The median of a metric over heads, and on request its largest value and where that is."""
-    known = [(value, row) for row in ok if (value := getattr(row, metric)) is not None]
-    if not known:
-        return {}
-    largest, there = max(known, key=itemgetter(0))
-    found: dict[str, Any] = {metric: _number(median(value for value, _ in known))}
-    if worst:
-        found[f"{metric}_worst"] = largest
-    if named is not None:
-        found[f"{metric}_where"] = where(there, named)
-    return found
-
-
-def _bounds(ok: Rows) -> dict[str, Any]:
-    """How far a kernel is from the baseline, beside what a change of format does to the latter."""
-    lower = _known(ok, "lower_format")
-    found = {"lower_format": lower[0]} if lower else {}
-    for metric in ("flash_vs_low_precision", "flash_vs_lower"):
-        found |= _spread(ok, metric) | _spread(ok, f"{metric}_w1")
-    return found
-
-
-def _sampled(ok: Rows) -> dict[str, Any]:
-    """How many rows were measured at most, and how well the worst expected_ratio is known."""
-    sampled = [row for row in ok if row.sampled]
-    if not sampled:
-        return {}
-    found: dict[str, Any] = {"rows_measured": max(_known(sampled, "rows_measured"))}
-    known = [row for row in ok if row.expected_ratio is not None]
-    if known:
-        worst = max(known, key=attrgetter("expected_ratio"))
-        found["expected_ratio_interval"] = worst.interval.get("expected_ratio")
-    return found
-
-
-def _gradients(rows: Rows, places: Places) -> Iterator[GradientSummary]:
-    for tensor in ("dq", "dk", "dv"):
-        ok = _measured(rows, tensor)
-        if ok:
-            yield GradientSummary(
-                tensor=tensor,
-                ok=len(ok),
-                **_spread(ok, "floor_ratio", worst=True, named=places),
-                **_spread(ok, "baseline_ratio"),
-                **_spread(ok, "expected_ratio", worst=True, named=places),
-                **_spread(ok, "row_rel"),
-                **_spread(ok, "amplification"),
-                nonfinite=sum(_known(ok, "nonfinite")),
+    whole = [(kernel, ok) for kernel, ok in ranked if kernel.role != "precision" and len(ok)]
+    if not whole or len(pd.concat([ok[PART] for _, ok in whole]).drop_duplicates()) < 2:
+        return
+    for kernel, ok in whole:
+        for _, part in ok.groupby(PART, sort=False, dropna=False):
+            row: DeviationRow = part["row"].iloc[0]
+            yield PartSummary(
+                **{name: getattr(kernel, name) for name in ("kernel", "options", "role", "format")},
+                **{name: getattr(row, name) for name in PART},
+                calls=part["case"].nunique(),
+                ok=len(part),
+                **_spread(part, OF_PART, places),
             )
 
 
-def _noise(rows: Rows) -> dict[str, Any]:
+def _measured(table: pd.DataFrame, tensor: str) -> pd.DataFrame:
+    return table[(table["tensor"] == tensor) & (table["status"] == "ok")]
+
+
+def _distinct(column: pd.Series[Any]) -> tuple[str, ...]:
+    """The values of a column, each once, in the order they first came."""
+    return tuple(column.dropna().unique())
+
+
+def _power_mean(ok: pd.DataFrame, metric: str, power: int) -> float | None:
+    """The power mean of a metric over all elements; None when no head has a number."""
+    known = ok[ok[metric].notna()]
+    if known.empty:
+        return None
+    values, weight = known[metric].to_numpy(), known["elements"].fillna(0).to_numpy()
+    with np.errstate(over="ignore"):
+        mean = (values**power * weight).sum() / weight.sum()
+    return _or_none(mean ** (1 / power))
+
+
+def _spread(ok: pd.DataFrame, wanted: Mapping[str, int], places: Places) -> dict[str, Any]:
+    """Of each metric what is wanted of it over heads; nothing where no head has a number."""
+    spread: dict[str, Any] = {}
+    for metric, level in wanted.items():
+        values = ok[metric].dropna()
+        if values.empty:
+            continue
+        with np.errstate(over="ignore"):
+            spread[metric] = _or_none(values.median())
+        if level >= WORST:
+            spread[f"{metric}_worst"] = float(values.max())
+        if level == WHERE:
+            spread[f"{metric}_where"] = where(_largest(ok, metric), places)
+    return spread
+
+
+def _largest(ok: pd.DataFrame, metric: str) -> DeviationRow:
+    """The row where a metric is largest, the first of several."""
+    row: DeviationRow = ok["row"].iloc[int(np.nanargmax(ok[metric]))]
+    return row
+
+
+def _sampled(ok: pd.DataFrame) -> dict[str, Any]:
+    """How many rows were measured at most, and how well the worst expected_ratio is known."""
+    sampled = ok[[row.sampled for row in ok["row"]]]
+    if sampled.empty:
+        return {}
+    summary: dict[str, Any] = {"rows_measured": int(sampled["rows_measured"].max())}
+    if ok["expected_ratio"].notna().any():
+        worst = _largest(ok, "expected_ratio")
+        summary["expected_ratio_interval"] = worst.interval.get("expected_ratio")
+    return summary
+
+
+def _gradients(table: pd.DataFrame, places: Places) -> Iterator[GradientSummary]:
+    for tensor in ("dq", "dk", "dv"):
+        ok = _measured(table, tensor)
+        if len(ok):
+            yield GradientSummary(
+                tensor=tensor,
+                ok=len(ok),
+                **_spread(ok, OF_GRADIENT, places),
+                nonfinite=int(ok["nonfinite"].sum()),
+            )
+
+
+def _noise(rows: Sequence[DeviationRow]) -> dict[str, Any]:
     """The largest noise over heads and tensors, and where; 0 if all were the same bits."""
-    found = [(noise_ratio(row), row) for row in rows if row.noise is not None]
-    sized = [(value, row) for value, row in found if value is not None]
+    noisy = [(noise_ratio(row), row) for row in rows if row.noise is not None]
+    sized = [(value, row) for value, row in noisy if value is not None]
     if not sized:
-        return {"noise": 0.0} if found else {}
+        return {"noise": 0.0} if noisy else {}
     value, row = max(sized, key=itemgetter(0))
     place = f"{row.tensor}, {row.module or row.case} head {row.head}" if value else None
     return {"noise": value, "noise_where": place}
 
 
-def _worst_row(ok: Rows, places: Places) -> dict[str, Any]:
-    found = _spread(ok, "worst_row", worst=True, named=places)
-    if not found:
-        return {}
-    return {"worst_row": found["worst_row_worst"], "worst_row_where": found["worst_row_where"]}
-
-
-def _bias(ok: Rows, places: Places) -> dict[str, Any]:
+def _bias(ok: pd.DataFrame, places: Places) -> dict[str, Any]:
     """How many heads are biased, Holm-corrected over the heads of this kernel and format."""
-    tested = [
-        row
-        for row in ok
-        if row.bias_p is not None
-        and (row.sequences or 0) >= BIAS_SEQUENCES
-        and row.out_format in BIAS_FORMATS
-    ]
-    if not tested:
+    enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
+    tested = ok[enough & ok["out_format"].isin(BIAS_FORMATS)]
+    if tested.empty:
         return {}
-    significant = compress(tested, holm(_known(tested, "bias_p"), BIAS_ALPHA))
+    significant = compress(tested["row"], holm(list(tested["bias_p"]), BIAS_ALPHA))
     accused = [row for row in significant if abs(row.bias_size or 0.0) >= BIAS_ULP]
-    found: dict[str, Any] = {"bias_testable": True, "biased_heads": len(accused)}
+    summary: dict[str, Any] = {"bias_testable": True, "biased_heads": len(accused)}
     if accused:
         worst = max(accused, key=lambda row: abs(row.bias_size or 0.0))
-        found["biased_worst"] = worst.bias_size
-        found["biased_where"] = f"{where(worst, places)}, {worst.bias_of}"
-    return found
+        summary["biased_worst"] = worst.bias_size
+        summary["biased_where"] = f"{where(worst, places)}, {worst.bias_of}"
+    return summary
 
 
 def _map(ranked: Ranked, places: Places) -> HeadMap | None:
     """Floor ratios, layer by head, of the kernel under audit that is farthest from the truth, in
     the first format audited (a wider format's floor is so low that it would always win)."""
-    first = ranked[0][0].format
     measured = [
-        (k.floor_ratio, k, ok)
-        for k, ok in ranked
-        if k.role == "kernel" and k.format == first and k.floor_ratio is not None
+        (kernel.floor_ratio, kernel, ok)
+        for kernel, ok in ranked
+        if (kernel.role, kernel.format) == ("kernel", ranked[0][0].format)
+        and kernel.floor_ratio is not None
     ]
     if not measured:
         return None
     _, worst, ok = max(measured, key=itemgetter(0))
-    grid: dict[str, dict[int, float]] = {}
-    for row in ok:
-        line = grid.setdefault(place_of(row, places).removeprefix("layer "), {})
-        if row.head is not None and row.floor_ratio is not None:
-            line[row.head] = max(row.floor_ratio, line.get(row.head, 0.0))
-    lines = {place: line for place, line in grid.items() if line}
-    heads = sorted({head for line in lines.values() for head in line})
+    layers = ok["row"].map(lambda row: place_of(row, places).removeprefix("layer "))
+    largest = ok.groupby([layers, "head"])["floor_ratio"].max().dropna().unstack()
+    named = [layer for layer in layers.unique() if layer in largest.index]
     return HeadMap(
         kernel=worst.kernel,
         format=worst.format,
         metric="floor_ratio",
-        layers=tuple(lines),
-        heads=tuple(heads),
-        values=tuple(tuple(map(line.get, heads)) for line in lines.values()),
+        layers=tuple(named),
+        heads=tuple(map(int, largest.columns)),
+        values=tuple(tuple(map(_or_none, line)) for line in largest.loc[named].to_numpy()),
     )
 
 
-def _weights(rows: Sequence[WeightRow]) -> list[WeightSummary]:
-    summaries = []
+def _by_format(rows: Sequence[WeightRow]) -> Iterator[tuple[str, list[WeightRow]]]:
     for name in dict.fromkeys(row.format for row in rows):
-        here = [row for row in rows if row.format == name]
-        elements = sum(row.elements for row in here)
-        sized = [row for row in here if row.max_abs is not None]
-        worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
-        held = sum(row.elements - row.nonfinite for row in sized)
-        mean = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
-        summaries.append(
-            WeightSummary(
-                format=name,
-                tensors=len(here),
-                elements=elements,
-                nonfinite=sum(row.nonfinite for row in here),
-                max_abs=worst.max_abs if worst else None,
-                max_tensor=worst.tensor if worst else None,
-                mean_abs=mean / held if held else None,
-                w1=mean / held if held else None,
-            )
-        )
-    return summaries
+        yield name, [row for row in rows if row.format == name]
 
 
-def _number(value: float) -> float | None:
+def _weights(name: str, rows: Sequence[WeightRow]) -> WeightSummary:
+    sized = [row for row in rows if row.max_abs is not None]
+    worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
+    held = sum(row.elements - row.nonfinite for row in sized)
+    total = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
+    mean = total / held if held else None
+    return WeightSummary(
+        format=name,
+        tensors=len(rows),
+        elements=sum(row.elements for row in rows),
+        nonfinite=sum(row.nonfinite for row in rows),
+        max_abs=worst.max_abs if worst else None,
+        max_tensor=worst.tensor if worst else None,
+        mean_abs=mean,
+        w1=mean,
+    )
+
+
+def _or_none(value: float) -> float | None:
     """A float for JSON, None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None

@@ -6,11 +6,11 @@ called no clear change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from numdev.report import DeviationRow
 from numdev.report.curves import Estimate, Grid, Line, placed, words
-from numdev.report.statistics import factor, interval
+from numdev.report.statistics import Mean, factor, interval
 
 SENTENCES = 12
 """More than these are not read; the others are in the report's figures."""
@@ -18,65 +18,74 @@ SENTENCES = 12
 
 def sentences(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[str, ...]:
     """One for each curve of the first metric, `WHERE LABEL: what it does`."""
-    metric = grid.request.y[0]
     kernels = [
         line
         for line in curves
-        if line.metric == metric and (line.row.role == "kernel" or line.label == baseline)
+        if line.metric == grid.request.y[0]
+        and (line.row.role == "kernel" or line.label == baseline)
     ]
     kernels.sort(key=lambda line: line.label == baseline)
-    said = [f"{_name(line)}: {_trend(line, grid, baseline)}" for line in kernels]
-    more = len(said) - SENTENCES
-    return (*said[:SENTENCES], *([f"and {more} curves more: see the figures"] if more > 0 else ()))
+    text = []
+    for line in kernels:
+        where = ", ".join(placed(dict(line.place)))
+        name = f"{line.label} ({where})" if where else line.label
+        text.append(f"{name}: {_trend(line, grid, baseline)}")
+    more = len(text) - SENTENCES
+    return (*text[:SENTENCES], *([f"and {more} curves more: see the figures"] if more > 0 else ()))
 
 
 def notes(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     """Who could not be measured, in which format, and why; each reason once."""
-    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    formats: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         if row.status != "ok":
             # A reason that names the format is the same reason in all of them.
             reason = (row.reason or "no reason given").replace(f" {row.format}", " it")
-            key = (row.kernel, row.status, reason)
-            found.setdefault(key, {})[row.format] = None
+            formats.setdefault((row.kernel, row.status, reason), {})[row.format] = None
     sampled = max((row.rows_measured or 0 for row in rows), default=0)
-    some = (
-        f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
-        "maxima are lower bounds, and the intervals over seeds have the sampling in them.",
-    )
-    return (
-        *(some if sampled else ()),
-        *(
-            f"{kernel} {status} in {', '.join(formats)}: {reason}"
-            for (kernel, status, reason), formats in found.items()
-        ),
-    )
-
-
-def _name(line: Line) -> str:
-    where = ", ".join(placed(dict(line.place)))
-    return f"{line.label} ({where})" if where else line.label
+    text = [
+        f"{kernel} {status} in {', '.join(own)}: {reason}"
+        for (kernel, status, reason), own in formats.items()
+    ]
+    if sampled:
+        text.insert(
+            0,
+            f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
+            "maxima are lower bounds, and the intervals over seeds have the sampling in them.",
+        )
+    return tuple(text)
 
 
 def _trend(line: Line, grid: Grid, baseline: str) -> str:
     what = words(line.metric)
-    measured = [(called, e) for called, e in line.at.values() if e.by_seed]
+    measured = [(called, estimate) for called, estimate in line.at.values() if estimate.by_seed]
     if not measured:
         return "not measured"
+
+    def at(called: str) -> str:
+        return called if grid.x == "format" else f"{grid.axis.title} {called}"
+
     if line.constant or len(measured) == 1:
-        called, only = measured[0]
-        at = f" at {_at(called, grid)}" if called else f", whatever the {grid.axis.title}"
-        return f"{what} {_number(only)}{at}{''.join(_beside(line, [(called, only)], baseline))}"
-    if grid.axis.scale == "category":
-        ends = sorted(measured, key=lambda point: _mean(point[1]))
-        (low, least), (high, most) = ends[0], ends[-1]
-        said = f"{what} least in {low} ({_number(least)}), largest in {high} ({_number(most)})"
-        return said + "".join(_beside(line, [ends[0], ends[-1]], baseline))
-    ends = [measured[0], measured[-1]]
-    (start, first), (end, last) = ends
-    said = f"{what} {_change(first, last)} from {_at(start, grid)} ({_number(first)}) to "
-    said += f"{end} ({_number(last)})"
-    return said + "".join(_beside(line, ends, baseline))
+        ends = measured[:1]
+        called, only = ends[0]
+        where = f" at {at(called)}" if called else f", whatever the {grid.axis.title}"
+        text = f"{what} {_mean(only):.2g}{where}"
+    elif grid.axis.scale == "category":
+        measured.sort(key=lambda point: _mean(point[1]))
+        ends = [measured[0], measured[-1]]
+        least, most = (f"{called} ({_mean(estimate):.2g})" for called, estimate in ends)
+        text = f"{what} least in {least}, largest in {most}"
+    else:
+        ends = [measured[0], measured[-1]]
+        (start, first), (end, last) = ends
+        text = f"{what} {_change(first, last)} from {at(start)} ({_mean(first):.2g}) to "
+        text += f"{end} ({_mean(last):.2g})"
+    ratios = [(called, factor(list(e.ratios.values()))) for called, e in ends if e.ratios]
+    if line.label == baseline or not ratios:
+        return text
+    (called, ratio), *rest = ratios
+    text += f"; {_times(ratio)} {baseline}'s" + (f" at {called}" if called else "")
+    return text + "".join(f", {_times(ratio)} at {called}" for called, ratio in rest)
 
 
 def _change(first: Estimate, last: Estimate) -> str:
@@ -94,39 +103,13 @@ def _change(first: Estimate, last: Estimate) -> str:
     return f"falls {_times(factor([first.by_seed[s] / last.by_seed[s] for s in shared]))}"
 
 
-def _beside(line: Line, ends: Sequence[tuple[str, Estimate]], baseline: str) -> Iterator[str]:
-    """The ratio to the baseline at the first and the last point."""
-    if line.label == baseline:
-        return
-    ratios = [(called, factor(list(e.ratios.values()))) for called, e in ends if e.ratios]
-    if not ratios:
-        return
-    yield f"; {_times(ratios[0][1])}"
-    if ratios[0][0]:
-        yield f" {baseline}'s at {ratios[0][0]}"
-    else:
-        yield f" {baseline}'s"
-    if len(ratios) > 1:
-        yield f", {_times(ratios[-1][1])} at {ratios[-1][0]}"
-
-
-def _at(called: str, grid: Grid) -> str:
-    return called if grid.x == "format" else f"{grid.axis.title} {called}"
-
-
 def _mean(estimate: Estimate) -> float:
     return interval(list(estimate.by_seed.values()))[0]
 
 
-def _number(estimate: Estimate) -> str:
-    return f"{_mean(estimate):.2g}"
-
-
-def _times(ratio: tuple[float, float | None, float | None]) -> str:
-    mean, low, high = ratio
-    if low is None or high is None:
-        return f"{_plain(mean)} x"
-    return f"{_plain(mean)} x [{_plain(low)} to {_plain(high)}]"
+def _times(ratio: Mean) -> str:
+    mean, *ends = (_plain(x) for x in ratio if x is not None)
+    return f"{mean} x [{' to '.join(ends)}]" if ends else f"{mean} x"
 
 
 def _plain(value: float) -> str:

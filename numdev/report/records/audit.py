@@ -22,8 +22,7 @@ class AuditReport(Report):
 
     kind: Literal["audit"] = "audit"
     summary: AuditSummary
-    tested: tuple[str, ...] = ()
-    """By which rules, and which could not be applied."""
+    tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
     cases: tuple[CaseRecord, ...] = ()
     rows: tuple[DeviationRow, ...]
     weights: tuple[WeightRow, ...] = ()
@@ -57,8 +56,7 @@ class FeatureRecord(Record):
 
     feature: str
     verdict: Literal["right", "wrong", "raises", "refuses", "partly"]
-    words: str
-    """The cause, the reason, or a convention; empty where there is nothing to say."""
+    words: str  # the cause, the reason, or a convention; may be empty
     right: int
     checks: int
 

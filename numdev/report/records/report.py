@@ -34,25 +34,20 @@ class Place(Record):
 class Finding(Record):
     """One thing wrong with one kernel, as a sentence and as data."""
 
-    rule: str
-    """The threshold's name; `runs` for a kernel that failed, `refuses` for calls it declined."""
+    rule: str  # the threshold's name; `runs` for a kernel that failed, `refuses` for declined calls
     severity: Literal["exceeded", "unmeasured", "note"]
     sentence: str
     kernel: str
-    also: tuple[str, ...] = ()
-    """Other kernels with the same numbers, as the default dispatch has those of what it ran."""
+    also: tuple[str, ...] = ()  # kernels with the same numbers, as the default dispatch has
     options: dict[str, Any] = Field(default_factory=dict)
     formats: tuple[str, ...]
     tensor: str | None = None
     metric: str | None = None
-    observed: float | None = None
-    """The worst."""
+    observed: float | None = None  # the worst
     limit: float | None = None
-    count: int
-    """Of `judged` heads; for `runs` and `refuses` of calls."""
+    count: int  # of `judged` heads; for `runs` and `refuses` of calls
     judged: int
-    place: Place | None = None
-    """The worst one."""
+    place: Place | None = None  # the worst one
 
     @property
     def folder(self) -> str:
@@ -66,11 +61,9 @@ class Provenance(Record):
 
     numdev: str
     command: str
-    created: str
-    """UTC, ISO 8601."""
+    created: str  # UTC, ISO 8601
     system: dict[str, Any]
-    source: dict[str, Any]
-    """The checkpoint's name and hash and the prompt, or the configuration's name."""
+    source: dict[str, Any]  # the checkpoint's name and hash and the prompt, or the configuration's
 
     @field_validator("system")
     @classmethod
@@ -88,8 +81,7 @@ class Report(Record):
     provenance: Provenance
     request: dict[str, Any]
     timings: dict[str, float] = Field(default_factory=dict)
-    """Seconds by section (`numdev.audit.timing`), and `total`: of the run that made the report,
-    without what an earlier one had finished."""
+    """Seconds by section, and `total`: of the run that made the report, not of one it resumed."""
     findings: tuple[Finding, ...] = ()
 
     @property

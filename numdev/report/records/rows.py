@@ -20,8 +20,7 @@ class CaseRecord(Record):
     kv_len: int
     head_dim: int
     v_dim: int
-    source_format: str
-    """The format its tensors came in, before they were rounded to the audited ones."""
+    source_format: str  # of its tensors before they were rounded to the audited formats
     mask: Literal["none", "bool", "additive"]
     is_causal: bool
     causal_offset: int
@@ -29,14 +28,12 @@ class CaseRecord(Record):
     softcap: float | None
     sinks: bool
     scale: float
-    grad_out: str | None = None
-    """Where the gradient with respect to its output comes from, where there is one."""
-    axes: dict[str, Any] = Field(default_factory=dict)
-    """For a cell of a grid: the value on every axis."""
+    grad_out: str | None = None  # where the gradient with respect to its output comes from
+    axes: dict[str, Any] = Field(default_factory=dict)  # of a grid's cell: its value on every axis
 
 
-class DeviationRow(Record):
-    """One head of one call, through one kernel, in one format. No numbers unless `ok`."""
+class _OfCall(Record):
+    """Which call a row is of."""
 
     case: str
     source: str
@@ -44,42 +41,37 @@ class DeviationRow(Record):
     layer: int | None
     call: int
     seed: int | None
-    phase: Phase | None = None
-    """Of a generation: its first pass, or one of those that follow."""
-    step: int | None = None
-    """Of a diffusion pipeline: the denoising step, from 0."""
-    attends: Attends | None = None
-    """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
+    phase: Phase | None = None  # of a generation
+    step: int | None = None  # of a diffusion pipeline: the denoising step, from 0
+    attends: Attends | None = None  # of a pipeline: to the image, the text, or both as one
+
+
+class DeviationRow(_OfCall):
+    """One head of one call, through one kernel, in one format. No numbers unless `ok`.
+
+    `head` is a query head for out, lse and dq, a key head for dk and dv, and None on a row that
+    stands for the whole call. Of sampled rows maxima are lower bounds, and averages estimates.
+    """
+
     head: int | None
-    """Query head for out, lse and dq, key head for dk and dv; None on a row that stands for the
-    whole call."""
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
     tensor: Tensor
     status: Status
-    reason: str | None = None
-    """Why it was skipped or failed; on an `ok` row, a limit of the measurement."""
-    ran: str | None = None
-    """Evidence of what ran, for example the operator the dispatcher chose."""
-    out_format: str | None = None
-    """The format the kernel returned; its floor is the one `floor_ratio` divides by."""
+    reason: str | None = None  # why it was skipped or failed; if `ok`, a limit of the measurement
+    ran: str | None = None  # evidence, for example the operator the dispatcher chose
+    out_format: str | None = None  # what the kernel returned: of which its floor is
 
-    sampled: bool = False
-    """Whether only some rows were measured (keys, for dk and dv): then a maximum is a lower bound,
-    and averages are estimates."""
-    rows_measured: Count | None = None
-    """How many of each head, where they are sampled."""
-    interval: dict[str, tuple[float, float]] = Field(default_factory=dict)
-    """Metric name to the 95 % interval of its estimate from sampled rows."""
+    sampled: bool = False  # whether only some rows were measured (keys, for dk and dv)
+    rows_measured: Count | None = None  # of each head, where they are sampled
+    interval: dict[str, tuple[float, float]] = Field(default_factory=dict)  # 95 %, by metric
     elements: Count | None = None
     sequences: Count | None = None
     empty_rows: Count | None = None
     nonfinite: Count | None = None
-    empty_nonfinite: Count | None = None
-    """Of a kernel's output: elements of the measured rows that see no key that are NaN or infinite;
-    `nonfinite` leaves those out. None where every row sees a key."""
+    empty_nonfinite: Count | None = None  # in rows that see no key; None where every row sees one
     max_abs: float | None = None
     mean_abs: float | None = None
     rms: float | None = None
@@ -96,15 +88,12 @@ class DeviationRow(Record):
     precision_w1: float | None = None
     flash_vs_precision: float | None = None
     flash_vs_precision_w1: float | None = None
-    low_precision_rms: float | None = None
-    """The baseline here from the baseline in float32."""
+    low_precision_rms: float | None = None  # the baseline here from the baseline in float32
     low_precision_w1: float | None = None
-    flash_vs_low_precision: float | None = None
-    """from_baseline_rms over low_precision_rms."""
+    flash_vs_low_precision: float | None = None  # from_baseline_rms over low_precision_rms
     flash_vs_low_precision_w1: float | None = None
     lower_format: str | None = None
-    lower_rms: float | None = None
-    """The baseline of inputs in this lower format from the baseline here."""
+    lower_rms: float | None = None  # the baseline in this lower format from the baseline here
     lower_w1: float | None = None
     flash_vs_lower: float | None = None
     flash_vs_lower_w1: float | None = None
@@ -117,22 +106,13 @@ class DeviationRow(Record):
     bias_p: float | None = None
     expected_ratio: float | None = None
     worst_row: float | None = None
-    claim: str | None = None
-    """The preset of `emulated` whose roundings are expected of the kernel; of one that declares
-    none and errs beyond `fa2`, the way that explains it: `as sdpa-flash rounds on this CPU`."""
-    noise: float | None = None
-    """rms difference of repeated runs; 0 is bitwise the same."""
-    bits: str | None = None
-    """Checksum of the bits of the head as it came back (`numdev.metrics.bits`), rows that were not
-    measured included: as long as it is the same, so is the output."""
-    amplification: float | None = None
-    """Of a gradient: row_rel of its exact response to one ulp on every input."""
-    suspicion: str | None = None
-    """What the kernel seems to compute instead, as a clause: `the causal mask is ignored`."""
-    suspicion_cut: float | None = None
-    """How many times smaller the residual is against that function's reference."""
-    nulls: dict[str, str] = Field(default_factory=dict)
-    """Metric name to the reason it is null."""
+    claim: str | None = None  # the preset whose roundings are expected, or the way that explains it
+    noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same
+    bits: str | None = None  # checksum (metrics.bits) of all rows, measured or not
+    amplification: float | None = None  # row_rel of a gradient's exact response to one input ulp
+    suspicion: str | None = None  # what it seems to compute instead: `the causal mask is ignored`
+    suspicion_cut: float | None = None  # how many times smaller that function's residual is
+    nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null
 
 
 class SiteShare(Record):
@@ -140,105 +120,63 @@ class SiteShare(Record):
 
     site: str
     rounds: str
-    share: float
-    """Of the explanation's squared error: what goes when the site is exact."""
-    residual: float
-    """Of the kernel, against the explanation with this site exact."""
+    share: float  # of the explanation's squared error: what goes when the site is exact
+    residual: float  # of the kernel, against the explanation with this site exact
 
 
-class AttributionRow(Record):
+class AttributionRow(_OfCall):
     """Which roundings explain one kernel's errors in one call; rows count alike (as in row_rel)."""
 
-    case: str
-    source: str
-    module: str
-    layer: int | None
-    call: int
-    seed: int | None
-    phase: Phase | None = None
-    step: int | None = None
-    attends: Attends | None = None
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
     tensor: Tensor = "out"
-    heads: tuple[int, ...]
-    """The query heads that were compared."""
-    explained_by: str | None
-    """The preset whose emulation makes these errors; null: unknown, and `reason` says why."""
+    heads: tuple[int, ...]  # the query heads that were compared
+    explained_by: str | None  # the preset that makes these errors; null: unknown, see `reason`
     reason: str | None = None
     nearest: str | None = None
-    recipe: dict[str, Any] = Field(default_factory=dict)
-    """The options of `emulated` that fit best."""
-    residual: float | None = None
-    """|o - emulation| / |o - r|."""
-    size: float | None = None
-    """|o - r| over the emulation's: the ratio of sizes."""
+    recipe: dict[str, Any] = Field(default_factory=dict)  # options of `emulated` that fit best
+    residual: float | None = None  # |o - emulation| / |o - r|
+    size: float | None = None  # |o - r| over the emulation's: the ratio of sizes
     next_preset: str | None = None
     next_residual: float | None = None
     sites: tuple[SiteShare, ...] = ()
     sentence: str
 
 
-class WorstRow(Record):
+class WorstRow(_OfCall):
     """A row that errs most, of the head of a call where one errs most, and what is special about
     it. For dk and dv a row is a key, and what is said of queries' rows is null; and the reverse."""
 
-    case: str
-    source: str
-    module: str
-    layer: int | None
-    call: int
-    seed: int | None
-    phase: Phase | None = None
-    step: int | None = None
-    attends: Attends | None = None
     role: Role = "kernel"
     kernel: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
     tensor: Tensor
-    head: int
-    """Query head for out and dq, key head for dk and dv."""
+    head: int  # query head for out and dq, key head for dk and dv
     batch: int
     row: int
-    rows: int
-    """How many there are: the number of queries, or of keys."""
-    nonfinite: int
-    """Elements that are not finite where the exact ones, rounded once, are."""
-    error: float | None
-    """|o_i - r_i| over finite elements."""
-    ratio: float | None
-    """To what is predicted for the row; without a prediction, to the size of its terms. Null where
-    that is 0."""
+    rows: int  # how many there are: queries, or keys
+    nonfinite: int  # elements that are not finite where the exact ones, rounded once, are
+    error: float | None  # |o_i - r_i| over finite elements
+    ratio: float | None  # to what is predicted, else to the size of its terms; null where that is 0
     predicted: bool
-    cancellation: float | None
-    """|r_i| over the size of its terms: 1 where nothing cancels."""
-    sees: int
-    """Keys a query sees; queries that see a key, counted in every query head that reads it."""
-    position: int
-    """How many of them come before the row's own place (query row + causal_offset)."""
+    cancellation: float | None  # |r_i| over the size of its terms: 1 where nothing cancels
+    sees: int  # keys a query sees; queries that see a key, of every query head that reads it
+    position: int  # how many of them come before the row's own place (query row + causal_offset)
     max_probability: float
     lse: float | None = None
-    tied: int | None = None
-    """Keys that have the maximum score, the first included."""
-    nearly_tied: int | None = None
-    """Keys within 0.001 of the maximum score, those that have it included."""
-    first_key: float | None = None
-    """The probability of key 0."""
-    sink: float | None = None
-    """The probability of the attention sink, where there is one."""
-    entropy: float | None = None
-    """In nats, the sink being one outcome."""
-    carriers: int | None = None
-    """The fewest keys that carry 90 % of what probability keys have; for dk and dv the fewest
-    queries that carry 90 % of what the key receives."""
+    tied: int | None = None  # keys that have the maximum score, the first included
+    nearly_tied: int | None = None  # keys within 0.001 of the maximum score, those at it included
+    first_key: float | None = None  # the probability of key 0
+    sink: float | None = None  # the probability of the attention sink, where there is one
+    entropy: float | None = None  # in nats, the sink being one outcome
+    carriers: int | None = None  # the fewest keys with 90 % of keys' probability; for keys, queries
     one_sign: float | None = None
     """How far V keeps its sign over the carriers: mean over features of |sum_j P_ij sign(V_jd)| /
     sum_j P_ij; 1 where every feature has one sign."""
-    mass: float | None = None
-    """The probability a key receives, summed over queries."""
+    mass: float | None = None  # the probability a key receives, summed over queries
     sentence: str
 
 
@@ -254,16 +192,11 @@ class ProfileRow(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
     tensor: Tensor
-    length: int
-    """Rows of the call: queries, or keys for dk and dv."""
-    starts: tuple[int, ...]
-    """The first row of each bin, which ends before the next, and the last one with the call."""
-    counts: tuple[int, ...]
-    """Rows of each bin that were measured and have a relative error."""
-    errors: tuple[float | None, ...]
-    """Root mean square."""
-    predicted: tuple[float | None, ...] | None = None
-    """The same of what its roundings predict; null where nothing is predicted."""
+    length: int  # rows of the call: queries, or keys for dk and dv
+    starts: tuple[int, ...]  # of each bin; it ends before the next, the last one with the call
+    counts: tuple[int, ...]  # rows of each bin that were measured and have a relative error
+    errors: tuple[float | None, ...]  # root mean square
+    predicted: tuple[float | None, ...] | None = None  # the same of what its roundings predict
 
 
 class WeightRow(Record):
@@ -275,8 +208,7 @@ class WeightRow(Record):
     stored: str
     format: str
     elements: int
-    nonfinite: int
-    """Finite weights that the format cannot hold, plus weights that were not finite to begin."""
+    nonfinite: int  # those the format cannot hold, plus those that were not finite to begin
     max_abs: float | None
     mean_abs: float | None
     rel: float | None

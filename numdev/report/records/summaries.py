@@ -19,17 +19,13 @@ class Explanation(Record):
     format: str
     tensor: Tensor
     known: bool
-    nearest: str | None
-    """The emulation that makes its errors, or unless `known` comes nearest to it, in words."""
-    residual: float | None
-    """Medians over its calls, here and below."""
+    nearest: str | None  # the emulation that makes its errors, or comes nearest, in words
+    residual: float | None  # medians over its calls, here and below
     next_preset: str | None
     next_residual: float | None
     explained: int
-    calls: int
-    """With an error to explain; `explained` of them are."""
-    reason: str | None = None
-    """Why nothing could be compared; null where there is no error at all."""
+    calls: int  # with an error to explain; `explained` of them are
+    reason: str | None = None  # why nothing could be compared; null where there is no error at all
     sites: tuple[SiteShare, ...] = ()
     sentence: str
 
@@ -51,20 +47,25 @@ class GradientSummary(Record):
     nonfinite: int = 0
 
 
-class KernelSummary(Record):
-    """One kernel in one format over all heads and calls."""
+class _OfKernel(Record):
+    """Whose numbers they are."""
 
     kernel: str
     options: dict[str, Any]
     role: Role
     format: str
+
+
+class KernelSummary(_OfKernel):
+    """One kernel in one format over all heads and calls: a metric is its median over heads,
+    `_worst` the largest and `_where` the layer and head of that."""
+
     ok: int
     skipped: int
     failed: int
     reasons: tuple[str, ...]
     ran: tuple[str, ...]
-    rows_measured: int | None = None
-    """Query rows of each head, where they are sampled: then maxima are lower bounds."""
+    rows_measured: int | None = None  # of each head, where sampled: then maxima are lower bounds
     out_formats: tuple[str, ...] = ()
     mean_abs: float | None = None
     max_abs: float | None = None
@@ -73,7 +74,6 @@ class KernelSummary(Record):
     w1: float | None = None
     nonfinite: int = 0
     floor_ratio: float | None = None
-    """Median over heads; `_worst` the largest, `_where` its layer and head."""
     floor_ratio_worst: float | None = None
     floor_ratio_where: str | None = None
     baseline_ratio: float | None = None
@@ -82,51 +82,37 @@ class KernelSummary(Record):
     flash_vs_precision_worst: float | None = None
     flash_vs_precision_where: str | None = None
     flash_vs_precision_w1: float | None = None
-    flash_vs_low_precision: float | None = None
-    """Median over heads, as the following: how far it is from the baseline, over how far the
-    baseline is from itself in float32; and from itself in `lower_format`."""
+    flash_vs_low_precision: float | None = None  # from the baseline, over its way from float32
     flash_vs_low_precision_w1: float | None = None
     lower_format: str | None = None
-    flash_vs_lower: float | None = None
+    flash_vs_lower: float | None = None  # from the baseline, over its way on to `lower_format`
     flash_vs_lower_w1: float | None = None
     expected_ratio: float | None = None
     expected_ratio_worst: float | None = None
     expected_ratio_where: str | None = None
-    expected_ratio_interval: tuple[float, float] | None = None
-    """Of the worst head, where rows are sampled."""
-    worst_row: float | None = None
-    """The largest over heads, and where."""
+    expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
+    worst_row: float | None = None  # the largest over heads
     worst_row_where: str | None = None
     gradients: tuple[GradientSummary, ...] = ()
-    noise: float | None = None
-    """The largest over heads and tensors, in units of the floor's rms; 0 is bitwise reproducible.
-    None where no kernel ran twice."""
+    noise: float | None = None  # the largest, over the floor's rms; 0: same bits; None: ran once
     noise_where: str | None = None
-    fa_rule_heads: int | None = None
-    """Heads that pass flash-attention's own rule, of `ok` ones."""
+    fa_rule_heads: int | None = None  # that pass flash-attention's own rule, of `ok` ones
     biased_heads: int = 0
     biased_worst: float | None = None
     biased_where: str | None = None
-    bias_testable: bool = False
-    """Whether there were enough independent sequences to say anything about bias in general."""
+    bias_testable: bool = False  # whether there were independent sequences enough to judge bias
 
 
-class PartSummary(Record):
+class PartSummary(_OfKernel):
     """One kernel in one format over some of its calls: a phase of a generation, or what attends
-    alike in one denoising step."""
+    alike in one denoising step. Medians over heads; `_worst` the largest."""
 
-    kernel: str
-    options: dict[str, Any]
-    role: Role
-    format: str
     phase: Phase | None = None
     step: int | None = None
     attends: Attends | None = None
     calls: int
-    ok: int
-    """Heads that were measured, of all these calls."""
+    ok: int  # heads that were measured, of all these calls
     row_rel: float | None = None
-    """Median over heads, as the following; `_worst` the largest."""
     floor_ratio: float | None = None
     floor_ratio_worst: float | None = None
     floor_ratio_where: str | None = None
@@ -135,34 +121,24 @@ class PartSummary(Record):
     expected_ratio_worst: float | None = None
 
 
-OF_A_BIN = (
-    *("first", "last", "rows", "error", "low", "high"),
-    *("predicted", "ratio", "ratio_low", "ratio_high"),
-)
-
-
-class ProfileSummary(Record):
-    """How one kernel errs along the rows of calls of one length: of each bin the median over these
-    calls, the least and the largest. Null where no call has a number."""
-
-    kernel: str
-    options: dict[str, Any]
-    role: Role
-    format: str
+class _OfLength(_OfKernel):
     tensor: Tensor
     attends: Attends | None = None
     length: int
     calls: int
+
+
+class ProfileSummary(_OfLength):
+    """How one kernel errs along the rows of calls of one length: of each bin the median over these
+    calls, the least and the largest. Null where no call has a number."""
+
     starts: tuple[int, ...]
-    counts: tuple[int, ...]
-    """Rows of each bin, of all calls together."""
+    counts: tuple[int, ...]  # rows of each bin, of all calls together
     errors: tuple[float | None, ...]
     lows: tuple[float | None, ...]
     highs: tuple[float | None, ...]
-    predicted: tuple[float | None, ...] = ()
-    """The median of what is predicted; empty, as the following, where nothing is."""
-    ratios: tuple[float | None, ...] = ()
-    """Error over what is predicted, taken call by call."""
+    predicted: tuple[float | None, ...] = ()  # empty, as the following, where nothing is
+    ratios: tuple[float | None, ...] = ()  # error over what is predicted, taken call by call
     ratio_lows: tuple[float | None, ...] = ()
     ratio_highs: tuple[float | None, ...] = ()
 
@@ -185,27 +161,18 @@ class ProfileSummary(Record):
 
     def bins(self) -> Iterator[ProfileBin]:
         """A record for each bin."""
-        names = [name for name in ProfileBin.model_fields if name not in OF_A_BIN]
-        shared = {name: getattr(self, name) for name in names}
+        shared = {name: getattr(self, name) for name in _OfLength.model_fields}
+        names = [name for name in ProfileBin.model_fields if name not in shared]
         none = (None,) * len(self.starts)
         always = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs)
         ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
-        columns = (*always, *(x or none for x in ratios))
-        for own in zip(*columns, strict=True):
-            yield ProfileBin(**shared, **dict(zip(OF_A_BIN, own, strict=True)))
+        for own in zip(*always, *(x or none for x in ratios), strict=True):
+            yield ProfileBin(**shared, **dict(zip(names, own, strict=True)))
 
 
-class ProfileBin(Record):
+class ProfileBin(_OfLength):
     """One bin of a ProfileSummary, as a line of profiles.csv."""
 
-    kernel: str
-    options: dict[str, Any]
-    role: Role
-    format: str
-    tensor: Tensor
-    attends: str | None
-    length: int
-    calls: int
     first: int
     last: int
     rows: int
@@ -258,12 +225,8 @@ class AuditSummary(Record):
     map: HeadMap | None = None
     weights: tuple[WeightSummary, ...] = ()
     sequences: int | None = None
-    explanations: tuple[Explanation, ...] = ()
-    """For `--explain`: which roundings make each kernel's errors."""
+    explanations: tuple[Explanation, ...] = ()  # for `--explain`
     worst_rows: tuple[WorstRow, ...] = ()
-    parts: tuple[PartSummary, ...] = ()
-    """Of a generation by phase; of a diffusion pipeline by denoising step and what attends."""
-    profiles: tuple[ProfileSummary, ...] = ()
-    """Of the lengths that most calls have."""
-    along: str | None = None
-    """What is remarkable of them, as a sentence."""
+    parts: tuple[PartSummary, ...] = ()  # by phase, or by denoising step and what attends
+    profiles: tuple[ProfileSummary, ...] = ()  # of the lengths that most calls have
+    along: str | None = None  # what is remarkable of them, as a sentence

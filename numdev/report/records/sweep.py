@@ -13,7 +13,8 @@ from numdev.report.records.rows import CaseRecord, DeviationRow
 
 
 class CellRow(Record):
-    """One metric of one kernel in one cell of a sweep: heads pooled, then the mean over seeds."""
+    """One metric of one kernel in one cell of a sweep: heads pooled, then the mean over seeds with
+    its 95 % interval from a t-distribution, null for a single seed."""
 
     case: str
     axes: dict[str, Any] = Field(default_factory=dict)
@@ -22,14 +23,11 @@ class CellRow(Record):
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
     metric: str
-    seeds: int
-    """With a number; the mean and the interval are over these."""
+    seeds: int  # with a number
     mean: float | None
     low: float | None
-    """The 95 % interval of the mean, from a t-distribution over seeds; null for a single one."""
     high: float | None
-    ratio: float | None
-    """To the baseline's, seed by seed, and then the mean."""
+    ratio: float | None  # to the baseline's, seed by seed, and then the mean
     ratio_low: float | None
     ratio_high: float | None
 
@@ -37,8 +35,7 @@ class CellRow(Record):
 class Tick(Record):
     x: float
     label: str
-    below: str = ""
-    """A second line, for example the usual name of a format."""
+    below: str = ""  # a second line, for example the usual name of a format
 
 
 class Axis(Record):
@@ -59,15 +56,13 @@ class Axis(Record):
 class Point(Record):
     """A curve at one place: the mean over seeds and its 95 % interval."""
 
-    x: float | None
-    """Null on a curve that the axis does not move."""
+    x: float | None  # null on a curve that the axis does not move
     label: str
     mean: float
     low: float | None
     high: float | None
     seeds: int
-    limited: bool = False
-    """Whether the reference is no more exact than what it judges."""
+    limited: bool = False  # whether the reference is no more exact than what it judges
 
 
 class Curve(Record):
@@ -75,8 +70,7 @@ class Curve(Record):
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
-    constant: bool = False
-    """One point, which holds all along the axis."""
+    constant: bool = False  # one point, which holds all along the axis
     points: tuple[Point, ...]
 
 
@@ -85,8 +79,7 @@ class Figure(Record):
 
     title: str
     metric: str
-    relative: bool
-    """Whether it is the ratio to the baseline."""
+    relative: bool  # whether it is the ratio to the baseline
     place: dict[str, str] = Field(default_factory=dict)
     y_title: str
     y_scale: Literal["linear", "log"]
@@ -95,8 +88,7 @@ class Figure(Record):
 
 class SweepSummary(Record):
     answer: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    """Who could not be measured where, and why."""
+    notes: tuple[str, ...] = ()  # who could not be measured where, and why
     axis: Axis
     cells: int
     seeds: tuple[int, ...]
@@ -112,8 +104,7 @@ class SweepReport(Report):
     figures: tuple[Figure, ...]
     cells: tuple[CellRow, ...]
     cases: tuple[CaseRecord, ...] = ()
-    rows: tuple[DeviationRow, ...] = ()
-    """Empty where only cells were asked for."""
+    rows: tuple[DeviationRow, ...] = ()  # empty where only cells were asked for
 
     @property
     def measured(self) -> bool:
