@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,7 @@ from numdev.audit.explain_rows import explain, whole_groups
 from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli
-from numdev.explain.attribution import PRESETS, Attribution, attribute
-from numdev.explain.contributions import rounding_sites
+from numdev.explain.attribution import PRESETS, Attribution, attribute, rounding_sites
 from numdev.explain.words import explanations
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
@@ -32,13 +32,36 @@ from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 
-def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:
+def made(
+    regime: str,
+    options: dict[str, Any],
+    *,
+    length: int,
+    heads: int,
+    kv: int,
+    seed: int,
+    **more: Any,
+) -> AttentionCase:
+    """A case in bfloat16, with an upstream gradient."""
+    dim = more.pop("dim", 32)
     shapes = Shapes(
-        batch=1, heads=2, kv_heads=2, q_len=length, kv_len=length, head_dim=32, v_dim=32
+        batch=1, heads=heads, kv_heads=kv, q_len=length, kv_len=length, head_dim=dim, v_dim=dim
     )
-    q, k, v = draw(regime, shapes, seed=0, options=options)
-    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.3)
+    x = draw(regime, shapes, seed=seed, options=options, gradients=True)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out}
+    case = AttentionCase(ref=CaseRef(case="x"), **tensors, **more)
     return case.rounded_to(format_named("bfloat16"))
+
+
+def drawn(regime: str = "normal", *, length: int = 300, **options: Any) -> AttentionCase:
+    return made(regime, options, length=length, heads=2, kv=2, seed=0, scale=0.3)
+
+
+def training(length: int = 260, *, heads: int = 2, kv: int = 1, **options: Any) -> AttentionCase:
+    # In one draw of four the errors of dq's sites cancel in part, and their shares do not add up.
+    options = {"logits": 3.0, **options}
+    return made("normal", options, length=length, heads=heads, kv=kv, seed=1, scale=0.2,
+                is_causal=True)  # fmt: skip
 
 
 def explained(
@@ -112,14 +135,8 @@ def test_what_the_data_cannot_tell_apart_is_unknown() -> None:
     assert found.why_not is not None
 
 
-def test_no_error_needs_no_explanation() -> None:
-    """One key: the output is V, exactly."""
-    case = drawn(length=1)
-    assert explained(case.v.clone(), case) is None
-
-
-def test_rows_that_are_not_finite_are_left_out() -> None:
-    """NaN in one row hides nothing of the others."""
+def test_what_is_left_out() -> None:
+    """NaN in one row hides nothing of the others; with one key the output is V, without error."""
     case = drawn()
     output = find("emulated").attend(case).out
     output[0, 1, 17] = float("nan")
@@ -127,6 +144,7 @@ def test_rows_that_are_not_finite_are_left_out() -> None:
     assert found is not None
     assert found.best.preset == "fa2"
     assert found.best.residual < 0.1
+    assert explained(drawn(length=1).v.clone(), drawn(length=1)) is None
 
 
 def test_shares_are_what_goes_with_a_site() -> None:
@@ -162,24 +180,6 @@ def test_the_scores_roundings_are_one_site() -> None:
 
 
 # --- gradients -----------------------------------------------------------------------------------
-
-
-def training(length: int = 260, *, heads: int = 2, kv: int = 1, **options: Any) -> AttentionCase:
-    shapes = Shapes(
-        batch=1, heads=heads, kv_heads=kv, q_len=length, kv_len=length, head_dim=32, v_dim=32
-    )
-    # In one draw of four the errors of dq's sites cancel in part, and their shares do not add up.
-    x = draw("normal", shapes, seed=1, options={"logits": 3.0, **options}, gradients=True)
-    case = AttentionCase(
-        ref=CaseRef(case="x"),
-        q=x.q,
-        k=x.k,
-        v=x.v,
-        scale=0.2,
-        is_causal=True,
-        grad_out=x.grad_out,
-    )
-    return case.rounded_to(format_named("bfloat16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,26 +222,17 @@ def test_gradients_of_known_roundings_are_recognised(preset: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "tensors", "words"),
     [
-        (
-            {"dq": "working", "dk": "working", "dv": "working", "block_q": 32, "block_kv": 64},
-            ("dq", "dk", "dv"),
-            "summed in the working format",
-        ),
-        (
-            {"dk": "working", "dv": "working", "group_sum": "running", "block_q": 64},
-            ("dk", "dv"),
-            "on through a group",
-        ),
-        (
-            {"dk_partial": "exact", "dv_partial": "exact"},
-            ("dk", "dv"),
-            "of a group summed before its cast",
-        ),
+        ({"dq": "working", "dk": "working", "dv": "working", "block_q": 32, "block_kv": 64},
+         ("dq", "dk", "dv"), "summed in the working format"),
+        ({"dk": "working", "dv": "working", "group_sum": "running", "block_q": 64},
+         ("dk", "dv"), "on through a group"),
+        ({"dk_partial": "exact", "dv_partial": "exact"}, ("dk", "dv"),
+         "of a group summed before its cast"),
         ({"delta_from": "dP*P"}, ("dq", "dk"), "with delta from dP ∘ P"),
         ({"delta_o": "exact"}, ("dq", "dk"), "with delta from O before its cast"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
+)  # fmt: skip
 def test_other_sums_and_deltas_are_found(
     recipe: dict[str, Any], tensors: tuple[str, ...], words: str
 ) -> None:
@@ -257,18 +248,18 @@ def test_other_sums_and_deltas_are_found(
 
 
 def test_a_wrong_gradient_is_unknown_and_a_right_one_is_not() -> None:
-    """One tensor's fault is its own."""
+    """One tensor's fault is its own; a kernel without a backward is not asked for more."""
 
     def spoilt(case: AttentionCase) -> Any:
         step = find("sdpa-flash").gradients(case)
-        assert step.dk is not None
-        return type(step)(out=step.out, dq=step.dq, dk=step.dk * 1.01, dv=step.dv)
+        return dataclasses.replace(step, dk=step.dk * 1.01)  # type: ignore[operator]
 
     kernel = Kernel(name="spoilt", function=find("sdpa-flash").attend, backward=spoilt)
     rows = rows_of(kernel, training())
-    assert rows["dk"].explained_by is None
     assert rows["dk"].reason == "no known way of rounding makes these errors"
     assert {t for t, row in rows.items() if row.explained_by} == {"out", "dq", "dv"}
+    half = Kernel(name="half", function=find("emulated").attend)
+    assert list(rows_of(half, training(60))) == ["out"]
 
 
 def test_delta_from_the_cast_output_explains_dq_on_wide_logits() -> None:
@@ -292,13 +283,6 @@ def test_rows_that_underflow_are_left_out() -> None:
         assert rows[tensor].residual < 0.5  # type: ignore[operator]
 
 
-def test_without_a_backward_the_output_is_explained() -> None:
-    """A kernel that has none is not asked for more than it has."""
-    kernel = Kernel(name="half", function=find("emulated").attend)
-    rows = rows_of(kernel, training(60))
-    assert list(rows) == ["out"]
-
-
 def test_heads_come_in_whole_groups() -> None:
     """dK and dV are sums over a group, so all its query heads are compared, and no half."""
     assert whole_groups((0, 1, 2, 3), 1) == ((0, 1, 2, 3), (0, 1, 2, 3))
@@ -313,19 +297,8 @@ def test_heads_come_in_whole_groups() -> None:
 def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str) -> None:
     """By brute force, with every site rounding: a coarser one changes the tensor, or leads
     elsewhere."""
-    shapes = Shapes(batch=1, heads=2, kv_heads=1, q_len=20, kv_len=20, head_dim=8, v_dim=8)
-    x = draw("normal", shapes, seed=0, options={}, gradients=True)
-    case = AttentionCase(
-        ref=CaseRef(case="x"),
-        q=x.q,
-        k=x.k,
-        v=x.v,
-        scale=0.4,
-        softcap=3.0,
-        mask=torch.linspace(-1, 1, 20),
-        sinks=torch.tensor([0.3, 0.7]),
-        grad_out=x.grad_out,
-    ).rounded_to(format_named("bfloat16"))
+    case = made("normal", {}, length=20, heads=2, kv=1, seed=0, dim=8, scale=0.4, softcap=3.0,
+                mask=torch.linspace(-1, 1, 20), sinks=torch.tensor([0.3, 0.7]))  # fmt: skip
     tiles = {} if preset == "eager" else {"block_kv": 8}
     claim = {**dict.fromkeys(SITES, "working"), "preset": preset, **tiles}
     if preset == "fa2":
@@ -348,31 +321,15 @@ def said(rows: list[AttributionRow]) -> tuple[str, ...]:
 
 
 def row(**parts: Any) -> AttributionRow:
+    shares = (("out", "O as returned", 0.7, 0.8), ("p", "P", 0.299, 0.6), ("scores", "S", 0.001, 0))
+    sites = tuple(SiteShare(site=s, rounds=r, share=x, residual=y) for s, r, x, y in shares)
     base: dict[str, Any] = {
-        "case": "x",
-        "source": "s",
-        "module": "m",
-        "layer": 0,
-        "call": 0,
-        "seed": 0,
-        "role": "kernel",
-        "kernel": "sdpa-flash",
-        "format": "bfloat16",
-        "heads": (0,),
-        "explained_by": "fa2",
-        "nearest": "fa2",
-        "recipe": {"preset": "fa2", "block_kv": 64, "kv_order": "descending"},
-        "residual": 0.04,
-        "size": 1.0,
-        "next_preset": "fa2-consistent",
-        "next_residual": 0.5,
-        "sites": (
-            SiteShare(site="out", rounds="O as returned", share=0.7, residual=0.8),
-            SiteShare(site="p", rounds="P", share=0.299, residual=0.6),
-            SiteShare(site="scores", rounds="S", share=0.001, residual=0.04),
-        ),
-        "sentence": "",
-    }
+        "case": "x", "source": "s", "module": "m", "layer": 0, "call": 0, "seed": 0,
+        "role": "kernel", "kernel": "sdpa-flash", "format": "bfloat16", "heads": (0,),
+        "explained_by": "fa2", "nearest": "fa2", "residual": 0.04, "size": 1.0,
+        "recipe": {"preset": "fa2", "block_kv": 64, "kv_order": "descending"}, "sites": sites,
+        "next_preset": "fa2-consistent", "next_residual": 0.5, "sentence": "",
+    }  # fmt: skip
     return AttributionRow(**{**base, **parts})
 
 

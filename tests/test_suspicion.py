@@ -18,7 +18,7 @@ from on_bench import measured_rows
 from oracles import make_case
 
 from numdev.audit.plan import Task
-from numdev.explain.probe import MAX_ROWS, _blocks
+from numdev.explain.probe import MAX_ROWS, blocks_of
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import format_named, round_to
 from numdev.gate.findings import findings_of
@@ -158,7 +158,7 @@ def test_when_a_search_begins(floors: float | None, baselines: float | None, far
 def test_the_rows_that_are_looked_at(length: int, worst: float) -> None:
     """At most MAX_ROWS distinct rows, in order, among them the first, the last and the worst."""
     at = int(worst * (length - 1))
-    rows = [i for b in _blocks(length, MAX_ROWS, at) for i in range(b.start, b.stop)]
+    rows = [i for b in blocks_of(length, MAX_ROWS, at) for i in range(b.start, b.stop)]
     assert rows == sorted(set(rows))
     assert len(rows) <= MAX_ROWS
     assert {0, length - 1, at} <= set(rows)

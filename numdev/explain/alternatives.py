@@ -2,15 +2,17 @@
 
 Most alternatives are another case (`numdev.explain.mistakes`), answered by its fp64 reference.
 The rest are here: no case describes an output that was not divided by the row sum, or memory read
-in another order than it was written in; their answers are made from references. What an alternative
-explains, and which of several is named, is for `numdev.explain.wrong_function` to judge.
+in another order than it was written in; and factors of the scale and of the output, estimated from
+what the kernel returned. What an alternative explains, and which of several is named, is for
+`numdev.explain.wrong_function` to judge.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +23,21 @@ from numdev.explain.mistakes import variants
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.results import Reference
+from numdev.metrics.yardstick import finite
 
-WHOLE = 1 << 22
-"""Up to this many scores a whole reference is computed for an alternative that mixes all rows."""
+WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
+LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
+# The grid's best point must leave less than the first of the residual of what was asked, or the
+# second part of its square must lie along the slope: next to a right factor nearly all does, of
+# another mistake hardly anything.
+LESS, ALONG = 0.5, 0.1
 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
     """Every named mistake that is possible in this call and would change what is computed."""
     case = probe.case
     for cause, variant in variants(case):
-        yield cause, lambda p, variant=variant: p.answer(variant)  # type: ignore[misc]
+        yield cause, partial(_answer, case=variant)
     yield "the output is 0 everywhere", lambda p: p.with_out(p.exact.out * 0)
     yield "the output is not divided by the row sum", lambda p: _times(p, _row_sum(p))
     yield (
@@ -40,82 +47,8 @@ def alternatives(probe: Probe) -> Iterator[Alternative]:
     yield from _layouts(case)
 
 
-def _layouts(case: AttentionCase) -> Iterator[Alternative]:
-    """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in memory."""
-    same = case.q_len == case.kv_len
-    if case.heads == 1 and case.kv_heads == 1:
-        return
-    if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
-        yield "the heads' axis is taken for the sequence's", _across_heads
-    for names, words in (
-        (("q",), "q"),
-        (("k",), "k"),
-        (("v",), "v"),
-        (("k", "v"), "k and v"),
-        (("q", "k", "v"), "q, k and v"),
-    ):
-        changed: dict[str, Any] = {n: _reread(getattr(case, n)) for n in names}
-        if all(torch.equal(x, getattr(case, n)) for n, x in changed.items()):
-            continue
-        variant = dataclasses.replace(case, **changed)
-        verb = "is" if len(names) == 1 else "are"
-        cause = f"{words} {verb} read as [batch, length, heads, dim] in memory"
-        yield cause, lambda p, variant=variant: p.answer(variant)  # type: ignore[misc]
-        if len(names) == 3 and _scores_of(case) <= WHOLE:
-            yield (
-                "q, k, v and the output have [batch, length, heads, dim] in memory",
-                lambda p, variant=variant: p.with_out(  # type: ignore[misc]
-                    p.take(_rewritten(attend(variant).out))
-                ),
-            )
-    if case.heads > 1 and case.q_len > 1:
-        yield (
-            "the output is laid out as [batch, length, heads, dim]",
-            lambda p: p.with_out(p.take(_rewritten(_whole(p)))),
-        )
-
-
-def _across_heads(p: Probe) -> Reference:
-    case = p.case
-    rows = [i for block in p.blocks for i in range(block.start, block.stop)]
-    q, k, v = (x.transpose(1, 2) for x in (case.q, case.k, case.v))
-    found = attend(dataclasses.replace(case, q=q, k=k, v=v).select_heads(rows))
-
-    def back(x: Tensor) -> Tensor:
-        return x.transpose(1, 2)[p.batch][:, p.heads]
-
-    return Reference(
-        out=back(found.out),
-        lse=back(found.lse),
-        term_scale=back(found.term_scale),
-        empty=back(found.empty),
-    )
-
-
-def _reread(x: Tensor) -> Tensor:
-    """Memory of [B, H, N, D] read as [B, N, H, D]."""
-    b, h, n, d = x.shape
-    return x.reshape(b, n, h, d).transpose(1, 2)
-
-
-def _rewritten(x: Tensor) -> Tensor:
-    """Written as [B, N, H, D], read as [B, H, N, D]."""
-    return x.transpose(1, 2).reshape(x.shape)
-
-
-def _whole(p: Probe) -> Tensor:
-    """The whole call's reference; NaN, which explains nothing, where it would be too expensive."""
-    if p.whole is not None:
-        return p.whole
-    if _scores_of(p.case) <= WHOLE:
-        return attend(p.case).out
-    return torch.full((*p.case.q.shape[:3], p.case.v.shape[-1]), math.nan, dtype=torch.float64).to(
-        p.case.q.device
-    )
-
-
-def _scores_of(case: AttentionCase) -> int:
-    return case.q.shape[0] * case.heads * case.q_len * case.kv_len
+def _answer(p: Probe, case: AttentionCase) -> Reference:
+    return p.answer(case)
 
 
 def _times(p: Probe, factor: Tensor) -> Reference:
@@ -128,13 +61,168 @@ def _row_sum(p: Probe) -> Tensor:
     tops = []
     for rows in p.blocks:
         part = p.part(p.case, rows)
-        all_rows, keys = slice(0, part.q_len), slice(0, part.kv_len)
+        everything = slice(0, part.q_len), slice(0, part.kv_len)
         S = (part.q.double() @ part.k.double().transpose(-1, -2)) * part.scale
         if part.softcap is not None:
             S = torch.tanh(S / part.softcap) * part.softcap
-        bias, shown = additive(part, all_rows, keys), visible(part, all_rows, keys)
+        bias, shown = additive(part, *everything), visible(part, *everything)
         S = S if bias is None else S + bias.double()
         S = S if shown is None else S.masked_fill(~shown, -math.inf)
         tops.append(S.amax(dim=-1))
     total: Tensor = (p.exact.lse - torch.cat(tops, dim=2)).exp()
     return total
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def _layouts(case: AttentionCase) -> Iterator[Alternative]:
+    """[batch, heads, length, dim] taken for [batch, length, heads, dim], in shape or in memory."""
+    same = case.q_len == case.kv_len
+    if case.heads == 1 and case.kv_heads == 1:
+        return
+    if same and case.mask is None and case.sinks is None and case.heads == case.kv_heads:
+        yield "the heads' axis is taken for the sequence's", _across_heads
+    for words in ("q is", "k is", "v is", "k and v are", "q, k and v are"):
+        names = [name for name in "qkv" if name in words.replace(",", "").split()]
+        changed: dict[str, Any] = {n: _reread(getattr(case, n)) for n in names}
+        if all(torch.equal(x, getattr(case, n)) for n, x in changed.items()):
+            continue
+        variant = dataclasses.replace(case, **changed)
+        memory = "[batch, length, heads, dim] in memory"
+        yield f"{words} read as {memory}", partial(_answer, case=variant)
+        if len(names) == 3 and _scores_of(case) <= WHOLE:
+            cause = f"q, k, v and the output have {memory}"
+            yield cause, lambda p, v=variant: _rewritten(p, attend(v).out)  # type: ignore[misc]
+    if case.heads > 1 and case.q_len > 1:
+        cause = "the output is laid out as [batch, length, heads, dim]"
+        yield cause, lambda p: _rewritten(p, _whole(p))
+
+
+def _across_heads(p: Probe) -> Reference:
+    rows = [i for block in p.blocks for i in range(block.start, block.stop)]
+    q, k, v = (x.transpose(1, 2) for x in (p.case.q, p.case.k, p.case.v))
+    found = attend(dataclasses.replace(p.case, q=q, k=k, v=v).select_heads(rows))
+    names = ("out", "lse", "term_scale", "empty")
+    back = {n: getattr(found, n).transpose(1, 2)[p.batch][:, p.heads] for n in names}
+    return Reference(**back)
+
+
+def _reread(x: Tensor) -> Tensor:
+    """Memory of [B, H, N, D] read as [B, N, H, D]."""
+    b, h, n, d = x.shape
+    return x.reshape(b, n, h, d).transpose(1, 2)
+
+
+def _rewritten(p: Probe, x: Tensor) -> Reference:
+    """Written as [B, N, H, D], read as [B, H, N, D]."""
+    return p.with_out(p.take(x.transpose(1, 2).reshape(x.shape)))
+
+
+def _whole(p: Probe) -> Tensor:
+    """The whole call's reference; NaN, which explains nothing, where it would be too expensive."""
+    if p.whole is not None:
+        return p.whole
+    if _scores_of(p.case) <= WHOLE:
+        return attend(p.case).out
+    shape = (*p.case.q.shape[:3], p.case.v.shape[-1])
+    return torch.full(shape, math.nan, dtype=torch.float64, device=p.case.q.device)
+
+
+def _scores_of(case: AttentionCase) -> int:
+    return case.q.shape[0] * case.heads * case.q_len * case.kv_len
+
+
+# --- factors -------------------------------------------------------------------------------------
+
+
+def estimated(probe: Probe) -> Iterator[tuple[Alternative, float]]:
+    """The factors of the scale and of the output that fit every other row, with their cuts on the
+    rest: an estimate gives the data a say in the alternative. A factor that differs from 1 by no
+    more than two roundings of the scores (2u) is none. Wrong scales that have a name need no
+    estimate: they are in `numdev.explain.mistakes`."""
+    shape = probe.exact.empty.shape
+    if int((~probe.exact.empty).sum()) < LEAST_ROWS:
+        return
+    index = torch.arange(math.prod(shape), device=probe.out.device).reshape(shape)
+    fit, judge = index % 2 == 0, index % 2 == 1
+    least = 2 * probe.case.format.unit_roundoff
+    for factor, words, apply in (
+        (_scale_factor(probe, fit), "the scale is {} times what was asked", _scaled),
+        (_out_factor(probe, fit), "the output is {} times too large", _multiplied),
+    ):
+        if factor is not None and abs(factor - 1) > least:
+            shown = f"{factor:.{3 if factor < 10 else 4}f}" if factor >= 0.1 else f"{factor:.3g}"
+            again = partial(apply, factor=factor)
+            yield (words.format(shown), again), probe.cut(again(probe), judge)
+
+
+def _scaled(p: Probe, factor: float) -> Reference:
+    return p.scaled(factor)
+
+
+def _multiplied(p: Probe, factor: float) -> Reference:
+    return p.with_out(p.exact.out * factor)
+
+
+def _out_factor(p: Probe, fit: Tensor) -> float | None:
+    """The least-squares factor between the exact output and the kernel's."""
+    where = p.usable & fit[..., None]
+    r, o = (torch.where(where, x, 0.0) for x in (p.exact.out, p.out))
+    size = float((r * r).sum())
+    return float((r * o).sum()) / size if size > 0 else None
+
+
+def _scale_factor(p: Probe, fit: Tensor) -> float | None:
+    """The factor of the scale that leaves the least residual: a coarse grid, a golden-section
+    search around its best point, and three Gauss-Newton steps. None where no factor nearby would
+    leave much less."""
+    where = p.usable & fit[..., None]
+    if p.case.scale == 0 or not bool(where.any()):
+        return None
+
+    def error(logarithm: float) -> Tensor:
+        x = p.scaled(math.exp(logarithm)).out
+        return torch.where(where & finite(x), (p.out - x) / p.unit, 0.0)
+
+    def residual(logarithm: float) -> float:
+        return float(error(logarithm).norm())
+
+    def slope(at: float, here: Tensor) -> tuple[float, float]:
+        """The product of the residual `here` with its derivative, and the latter squared."""
+        rise = (error(at + 1e-5) - here) / 1e-5
+        return float((rise * here).sum()), float((rise * rise).sum())
+
+    step = 0.5 * math.log(2)
+    best = min((i * step for i in range(-10, 11)), key=residual)
+    here = error(best)
+    left = float(here.norm())
+    if left >= LESS * residual(0.0):
+        along, size = slope(best, here)
+        if along**2 < ALONG * size * left**2:
+            return None
+    at = _golden(residual, best - step, best + step)
+    for _ in range(3):
+        along, size = slope(at, error(at))
+        move = -along / size if size > 0 else 0.0
+        if abs(move) > step or residual(at + move) > residual(at):
+            break
+        at += move
+    return math.exp(at)
+
+
+def _golden(f: Callable[[float], float], low: float, high: float, *, steps: int = 14) -> float:
+    """Where f is least between low and high, by golden-section search."""
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    fa, fb = f(a), f(b)
+    for _ in range(steps):
+        if fa <= fb:
+            high, b, fb = b, a, fa
+            a = high - ratio * (high - low)
+            fa = f(a)
+        else:
+            low, a, fa = a, b, fb
+            b = low + ratio * (high - low)
+            fb = f(b)
+    return a if fa <= fb else b

@@ -8,14 +8,14 @@ is not enough, and a wrong tile correlates too. Otherwise the answer is "unknown
 
 Rows count alike (each is divided by its term scale), as in row_rel. Where a kernel is explained,
 one site at a time is made exact, and the share of the squared error that goes with it is the
-site's. Roundings are independent, so shares add up to about 1.
+site's. Roundings are independent, so shares add up to about 1. Where several roundings follow one
+another on the same number, the next takes over when one is left out: they are one site here.
 
 A preset is tried with its own tiles, then over tile sizes, both orders of the keys, and the exps
-and rounding modes real kernels have; only then is it called a worse explanation than another.
-
-A gradient depends on the sites of both passes that lead to it. There tiles tell where a sum over
-them is rounded from one to the next, so what is tried is where FlashAttention-2 may keep its
-sums (in the working format, those of a group apart or not), with tiles, and whence its delta is.
+and rounding modes real kernels have; only then is it called a worse explanation than another. A
+gradient depends on the sites of both passes that lead to it. There tiles tell where a sum over them
+is rounded from one to the next, so what is tried is where FlashAttention-2 may keep its sums (in
+the working format, those of a group apart or not), with tiles, and whence its delta is.
 """
 
 from __future__ import annotations
@@ -28,47 +28,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.explain.contributions import ends_of, rounding_sites
-from numdev.formats import Format
+from numdev.formats import FORMATS, Format
 from numdev.kernels.emulation.predict import CASTS, recipe_of
+from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, Recipe
 
 Claim = Mapping[str, Any]
 Emulate = Callable[[Claim], Tensor]
 """The tensor in question, as the emulation with these options has it on the kernel's inputs."""
 
-EXPLAINS = 0.5
-"""The largest residual of an explanation."""
-CLEARLY = 0.8
-"""And it is at most this share of the next preset's."""
-ENOUGH = 0.1
-"""With a residual below this no further variant of the preset is tried."""
+EXPLAINS = 0.5  # the largest residual of an explanation
+CLEARLY = 0.8  # and it is at most this share of the next preset's
+ENOUGH = 0.1  # with a residual below this no further variant of the preset is tried
 PRESETS: Mapping[str, Claim] = {
-    "fa2": {"preset": "fa2"},
-    "fa2-consistent": {"preset": "fa2-consistent"},
-    "eager": {"preset": "eager"},
-    "golden2024": {"preset": "golden2024"},
-    "qiu2025": {"preset": "qiu2025"},
+    **{name: {"preset": name}
+       for name in ("fa2", "fa2-consistent", "eager", "golden2024", "qiu2025")},
     "one cast": {"preset": "exact", **dict.fromkeys(CASTS.values(), "working")},
-}
+}  # fmt: skip
 """What is tried, by the name it has in a sentence."""
-TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)
-"""Keys in a tile that are tried with presets that have tiles."""
-ROWS = (32, 64, 128, 256, 512)
-"""Rows in a tile, tried where dk or dv is rounded after every tile of rows."""
-SUMS: tuple[Claim, ...] = tuple(
+TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)  # keys, tried with presets that have tiles
+ROWS = (32, 64, 128, 256, 512)  # tried where dk or dv is rounded after every tile of rows
+SUMS: tuple[Claim, ...] = tuple(  # gradients that are summed in the working format
     {**dict.fromkeys(("dq", "dk", "dv"), "working"), "group_sum": group}
     for group in ("separate", "running")
 )
-"""Gradients that are summed in the working format."""
+# A group's gradients are summed before they are cast.
 WHOLE: Claim = dict.fromkeys(("dk_partial", "dv_partial"), "exact")
-"""A group's gradients are summed before they are cast."""
+# Other ways to have delta than from the O that is returned.
 DELTAS: tuple[Claim, ...] = ({"delta_o": "exact"}, {"delta_from": "dP*P"})
-"""Other ways to have delta than from the O that is returned."""
 FORWARD_VARIED = ("block_kv", "kv_order", "splits", "exponential", "rounding")
 VARIED = (*FORWARD_VARIED, "block_q", *SUMS[0], *WHOLE, "delta_o", "delta_from")
 SUMMED = ("fa2", "fa2-consistent")
 TILED = (*SUMMED, "golden2024", "qiu2025")
-WHOLLY = ({"exponential": "fexp_u20"}, {"rounding": "toward_zero"})
+WHOLLY: tuple[Claim, ...] = ({"exponential": "fexp_u20"}, {"rounding": "toward_zero"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +69,7 @@ class Fit:
     preset: str
     claim: Claim
     residual: float
-    ratio: float
-    """The kernel's error over the emulation's."""
+    ratio: float  # the kernel's error over the emulation's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +77,8 @@ class Share:
     """What one rounding site contributes to the errors of the explanation."""
 
     site: str
-    share: float
-    """Of the squared error: what goes when the site is exact."""
-    residual: float
-    """Of the kernel, when the site is exact."""
+    share: float  # of the squared error: what goes when the site is exact
+    residual: float  # of the kernel, when the site is exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +104,9 @@ def attribute(
 ) -> Attribution | None:
     """Which roundings explain `output` [B, H, rows, d] against `exact`; None where it has no error.
 
-    `scale` [B, H, rows] is what a row's errors are divided by. Rows where it is 0 are left out, and
-    those where it is below the format's smallest normal: such errors are no roundings but what the
-    format, or fp32, has no room for, and one of them outweighs all others. `fmt` is the working
-    format. `claim` is tried first, under its preset's name. `tensor` says
-    what it is: out, dq, dk or dv, of `group` query heads to a kv head.
+    `scale` [B, H, rows] is what a row's errors are divided by (`row_weights`). `fmt` is the working
+    format. `claim` is tried first, under its preset's name. `tensor` says what it is: out, dq, dk
+    or dv, of `group` query heads to a kv head.
     """
     weight = row_weights(output, exact, scale, fmt)
     error = weighed(output.double() - exact, weight)
@@ -128,51 +114,51 @@ def attribute(
     if size == 0 or not math.isfinite(size):
         return None
 
-    def fit(name: str, tried: Claim) -> Fit:
-        predicted = weighed(emulate(tried).double() - exact, weight)
-        norm = float(predicted.norm())
-        return Fit(
-            preset=name,
-            claim=tried,
-            residual=float((error - predicted).norm()) / size,
-            ratio=size / norm if norm else math.inf,
-        )
+    def errors(tried: Claim) -> Tensor:
+        return weighed(emulate(tried).double() - exact, weight)
 
-    ranked = _search(claim, fit, tensor, group)
-    best, other = ranked[0], ranked[1]
-    why_not = _why_not(best, other)
-    if why_not:
+    def fit(name: str, tried: Claim) -> Fit:
+        predicted = errors(tried)
+        norm = float(predicted.norm())
+        residual = float((error - predicted).norm()) / size
+        ratio = size / norm if norm else math.inf
+        return Fit(preset=name, claim=tried, residual=residual, ratio=ratio)
+
+    best, other = _search(claim, fit, tensor, group)[:2]
+    if best.residual > EXPLAINS:
+        why_not = "no known way of rounding makes these errors"
         return Attribution(best=best, next=other, why_not=why_not)
-    base = weighed(emulate(best.claim).double() - exact, weight)
-    shares = []
-    for site, together in rounding_sites(best.claim, fmt, tensor, group).items():
-        without = {**best.claim, **dict.fromkeys(together, "exact")}
-        left = weighed(emulate(without).double() - exact, weight)
-        shares.append(
-            Share(
-                site=site,
-                share=1 - float(left.square().sum() / base.square().sum()),
-                residual=float((error - left).norm()) / size,
-            )
+    if best.residual > CLEARLY * other.residual:
+        why_not = (
+            f"`{best.preset}` and `{other.preset}` fit these data equally well (residuals "
+            f"{best.residual:.2f} and {other.residual:.2f})"
         )
-    shares.sort(key=lambda s: -s.share)
-    return Attribution(best=best, next=other, shares=tuple(shares))
+        return Attribution(best=best, next=other, why_not=why_not)
+    base, shares = errors(best.claim), []
+    for site, together in rounding_sites(best.claim, fmt, tensor, group).items():
+        left = errors({**best.claim, **dict.fromkeys(together, "exact")})
+        share = 1 - float(left.square().sum() / base.square().sum())
+        residual = float((error - left).norm()) / size
+        shares.append(Share(site=site, share=share, residual=residual))
+    return Attribution(best=best, next=other, shares=tuple(sorted(shares, key=lambda s: -s.share)))
 
 
 def row_weights(output: Tensor, exact: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 of the others, as `attribute`
-    has it."""
-    usable = (
-        (scale >= fmt.smallest_normal)
-        & output.double().isfinite().all(-1)
-        & exact.isfinite().all(-1)
-    )
+    """[B, H, rows, 1]: 1 / scale of every row that is compared, and 0 of the others: where the
+    scale is below the format's smallest normal, or something is not finite. Errors below it are no
+    roundings but what the format, or fp32, has no room for, and one of them outweighs all others.
+    """
+    finite = output.double().isfinite().all(-1) & exact.isfinite().all(-1)
+    usable = (scale >= fmt.smallest_normal) & finite
     return torch.where(usable, 1 / torch.where(usable, scale, 1.0), 0.0)[..., None]
 
 
 def weighed(x: Tensor, weight: Tensor) -> Tensor:
     """x times the rows' weights, and 0 where that is 0, whatever x is there."""
     return torch.where(weight > 0, x * weight, 0.0)
+
+
+# --- what is tried -------------------------------------------------------------------------------
 
 
 def _search(
@@ -183,29 +169,36 @@ def _search(
     Where some preset fits as it is, the others get its tiles, order and exp too, so that it wins
     by how it rounds. Else sums, tiles and orders are tried, and then the exps and modes.
     """
-    best = {name: fit(name, _start(name, claim)) for name in PRESETS}
+    start = dict(PRESETS)  # a preset as it is, or as the kernel claims to be it
+    for name, base in PRESETS.items():
+        if claim is not None and claim.get("preset", "fa2") == base["preset"]:
+            start[name] = {**base, **claim}
+    best = {name: fit(name, start[name]) for name in PRESETS}
+
+    def residual(found: Fit) -> float:
+        return found.residual
 
     def better(name: str, tried: Claim) -> None:
         if best[name].residual > ENOUGH and dict(tried) != dict(best[name].claim):
-            best[name] = min(best[name], fit(name, tried), key=_residual)
+            best[name] = min(best[name], fit(name, tried), key=residual)
 
-    first = min(best.values(), key=_residual)
+    first = min(best.values(), key=residual)
     if first.residual > ENOUGH:
         for name in SUMMED:
-            for variant in _sums(_start(name, claim), tensor, group):
+            for variant in _sums(start[name], tensor, group):
                 better(name, variant)
         for name in TILED:
             for variant in _tiles(best[name].claim, tensor):
                 better(name, variant)
         for name in PRESETS:
             for change in WHOLLY:  # with its own tiles too: under another exp no tile fitted well
-                better(name, {**_start(name, claim), **change})
+                better(name, {**start[name], **change})
                 better(name, {**best[name].claim, **change})
-        first = min(best.values(), key=_residual)
+        first = min(best.values(), key=residual)
     same = {k: v for k, v in first.claim.items() if k in VARIED}
     for name in TILED:
         better(name, {**best[name].claim, **same})
-    return sorted(best.values(), key=_residual)
+    return sorted(best.values(), key=residual)
 
 
 def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
@@ -222,22 +215,10 @@ def _sums(claim: Claim, tensor: str, group: int) -> Iterator[Claim]:
         yield {**claim, **change}
 
 
-def _residual(fit: Fit) -> float:
-    return fit.residual
-
-
-def _start(name: str, claim: Claim | None) -> Claim:
-    """A preset as it is, or as the kernel claims to be it."""
-    base = PRESETS[name]
-    same = claim is not None and claim.get("preset", "fa2") == base["preset"]
-    return {**base, **(claim or {})} if same else base
-
-
 def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
     """The tiles that can matter to a tensor: in a gradient, those its sum is rounded after."""
     made = recipe_of(claim)
-    summed = tensor == "out" or any(made.sites[s] == "working" for s in ends_of(tensor)[:2])
-    if not summed:
+    if tensor != "out" and all(made.sites[s] != "working" for s in _ends_of(tensor)[:2]):
         return
     if tensor in ("dk", "dv"):
         for rows in ROWS:
@@ -249,12 +230,83 @@ def _tiles(claim: Claim, tensor: str) -> Iterator[Claim]:
             yield {**rest, "block_kv": tile, "kv_order": order}
 
 
-def _why_not(best: Fit, other: Fit) -> str | None:
-    if best.residual > EXPLAINS:
-        return "no known way of rounding makes these errors"
-    if best.residual > CLEARLY * other.residual:
-        return (
-            f"`{best.preset}` and `{other.preset}` fit these data equally well (residuals "
-            f"{best.residual:.2f} and {other.residual:.2f})"
-        )
-    return None
+# --- the sites of a tensor -----------------------------------------------------------------------
+
+SCORES = ("scores", "scaled", "softcap", "bias")
+DS = ("ds_softmax", "ds_softcap", "ds_scaled", "ds")
+
+
+def rounding_sites(
+    claim: Claim, fmt: Format, tensor: str = "out", group: int = 1
+) -> dict[str, tuple[str, ...]]:
+    """The sites on the way to a tensor at which an emulation of inputs in `fmt` rounds to less than
+    fp32, each with those that are made exact with it: successive roundings of one number.
+
+    out depends on the sites of forward; a gradient on those of its own sum, and on those of both
+    passes that lead to P, dP, delta and dS as far as it is made of them."""
+    made = recipe_of(claim)
+
+    def narrow(site: str) -> bool:
+        to = made.format_at(site, fmt)
+        return to is not None and not to.contains(FORMATS["float32"])
+
+    found: dict[str, tuple[str, ...]] = {}
+    for site in filter(narrow, _leading_to(tensor, made, group)):
+        name, ends = site, _ends_of(tensor)
+        together: tuple[str, ...] = (site,)
+        if tensor == "out":
+            name, together = ("scores", SCORES) if site in SCORES else (name, together)
+        elif site in (*SCORES, "s"):
+            name, together = "scores", (*SCORES, "s")
+        elif site in DS:
+            name, together = "ds", DS
+        elif site in ends and narrow(tensor):
+            # A running sum in the format of its cast is cast already; a sum of several is another
+            # number, and without several nothing is partial.
+            ends = ends[:-1] if _apart(tensor, made, group) else (*ends[:2], ends[-1])
+            name, together = (tensor, ends) if site in ends else (name, together)
+        found[name] = together
+    return found
+
+
+def _leading_to(tensor: str, made: Recipe, group: int) -> list[str]:
+    """The sites a tensor depends on, in the order of the pass."""
+    skipped = {
+        "q_scaled": made.scale_in != "q",
+        "scaled": made.scale_in == "q",
+        "state": made.loop_order != "kv",
+        "merge": made.splits in (None, 1),
+    }
+    if tensor == "out":
+        return [site for site in FORWARD if site != "lse" and not skipped.get(site)]
+    from_o = tensor != "dv" and made.delta_from == "dO*O"
+    only_o = () if from_o else ("pv", "accumulator", "normalised", "state", "merge")
+    skipped |= {
+        "out": True,  # backward has O from before its cast, and a cast of its own: delta_o
+        "lse": made.p_from != "lse",
+        "p": not from_o and made.l_from != "rounded",
+        "delta_o": not from_o,
+        "ds_scaled": made.ds_scale != "before",
+        **dict.fromkeys(only_o, True),
+        "dq_partial": made.splits in (None, 1),
+        **dict.fromkeys(("dk_partial", "dv_partial"), not _apart("dk", made, group)),
+    }
+    others = {site for name in ("dq", "dk", "dv") if name != tensor for site in _ends_of(name)}
+    of_ds = BACKWARD[BACKWARD.index("dp") : BACKWARD.index("ds") + 1]
+    others |= set(of_ds) if tensor == "dv" else {"p_for_dv"}
+    sites = (*FORWARD, *(site for site in BACKWARD if site not in others))
+    return [site for site in sites if not skipped.get(site)]
+
+
+def _ends_of(gradient: str) -> tuple[str, ...]:
+    """The sites of a gradient's sum, from a tile's product to the cast."""
+    return (f"{gradient}_product", gradient, f"{gradient}_partial", f"{gradient}_out")
+
+
+def _apart(gradient: str, made: Recipe, group: int) -> bool:
+    """Whether a gradient is a sum of several, each rounded: of splits of the keys, of parts of the
+    queries, of a group's heads."""
+    if gradient == "dq":
+        return made.splits not in (None, 1)
+    grouped = group > 1 and made.group_sum == "separate"
+    return grouped or made.q_splits not in (None, 1)

@@ -3,9 +3,8 @@
 Each family takes an `AttentionCase` and yields a cause in words with the fields it changes, where
 the mistake is possible in this call and would change what is computed. The same call under the
 wrong scale, mask, head mapping or length is a case like any other, so its answer is the fp64
-reference's, and nothing is computed here. Mistakes that are no case (layouts, a missing division)
-are in `numdev.explain.alternatives`; a factor that is estimated from the data, in
-`numdev.explain.factors`.
+reference's, and nothing is computed here. Mistakes that are no case (layouts, a missing division,
+factors estimated from the data) are in `numdev.explain.alternatives`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from numdev.cases import AttentionCase
 
@@ -27,7 +25,7 @@ Changes = Iterator[tuple[str, dict[str, Any]]]
 def variants(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
     """Every mistake that is another case, with that case."""
     families = (
-        *(scales, _alignment, _causality, _window, _masks, _kv_heads, _batches),
+        *(scales, _positions, _window, _masks, _kv_heads, _batches),
         *(_keys, _values, _features, _softcap, _sinks),
     )
     for family in families:
@@ -58,18 +56,14 @@ def scales(case: AttentionCase) -> Changes:
             yield cause, {"scale": scale}
 
 
-def _alignment(case: AttentionCase) -> Changes:
-    if not case.restricts_positions:
-        return
-    what = "causal mask" if case.is_causal else "window"
-    for offset, where in ((0, "top-left"), (_bottom_right(case), "bottom-right")):
-        if offset != case.causal_offset:
-            cause = f"the {what} is aligned {where}"
-            yield cause, {"causal_offset": offset}
-
-
-def _causality(case: AttentionCase) -> Changes:
-    right = _bottom_right(case)
+def _positions(case: AttentionCase) -> Changes:
+    """The causal mask, and which query sees which key."""
+    right = case.kv_len - case.q_len  # the offset with which the last query sees the last key
+    if case.restricts_positions:
+        what = "causal mask" if case.is_causal else "window"
+        for offset, where in ((0, "top-left"), (right, "bottom-right")):
+            if offset != case.causal_offset:
+                yield f"the {what} is aligned {where}", {"causal_offset": offset}
     if case.is_causal:
         yield "the causal mask is ignored", {"is_causal": False}
         for step, words in ((1, "one key too many"), (-1, "one key too few")):
@@ -108,11 +102,6 @@ def _window(case: AttentionCase) -> Changes:
         yield "the window is one-sided: only keys before the query", {"window": (left, 0)}
 
 
-def _bottom_right(case: AttentionCase) -> int:
-    """The causal offset with which the last query sees the last key."""
-    return case.kv_len - case.q_len
-
-
 def _shifted(case: AttentionCase, step: int) -> Any:
     """The window, kept in place when the offset it is counted from moves by -step."""
     if case.window is None:
@@ -149,20 +138,16 @@ def _kv_heads(case: AttentionCase) -> Changes:
     kv, group = case.kv_heads, case.group
     if kv == 1:
         return
-    read = {h: h // group for h in range(case.heads)}
+    every = range(case.heads)
     mappings = {
-        "query head h reads kv head h % kv_heads instead of h // group": [
-            h % kv for h in range(case.heads)
-        ],
-        "every query head reads kv head 0": [0] * case.heads,
-        "query heads read the next kv head": [(h // group + 1) % kv for h in range(case.heads)],
-        "query heads read the previous kv head": [(h // group - 1) % kv for h in range(case.heads)],
-        "query head h reads kv head h, the last one beyond": [
-            min(h, kv - 1) for h in range(case.heads)
-        ],
-        "kv heads are read in reverse order": [kv - 1 - h // group for h in range(case.heads)],
+        "query head h reads kv head h % kv_heads instead of h // group": [h % kv for h in every],
+        "every query head reads kv head 0": [0 for h in every],
+        "query heads read the next kv head": [(h // group + 1) % kv for h in every],
+        "query heads read the previous kv head": [(h // group - 1) % kv for h in every],
+        "query head h reads kv head h, the last one beyond": [min(h, kv - 1) for h in every],
+        "kv heads are read in reverse order": [kv - 1 - h // group for h in every],
     }
-    seen = [list(read.values())]
+    seen = [[h // group for h in every]]
     for cause, mapping in mappings.items():
         if mapping not in seen:
             seen.append(mapping)
@@ -174,10 +159,8 @@ def _batches(case: AttentionCase) -> Changes:
         return
     first = [0] * case.q.shape[0]
     yield "every batch entry reads entry 0's k and v", {"k": case.k[first], "v": case.v[first]}
-    yield (
-        "every batch entry reads entry 0's q, k and v",
-        {"q": case.q[first], "k": case.k[first], "v": case.v[first]},
-    )
+    zeroth = {name: getattr(case, name)[first] for name in ("q", "k", "v")}
+    yield "every batch entry reads entry 0's q, k and v", zeroth
 
 
 def _keys(case: AttentionCase) -> Changes:
@@ -187,23 +170,16 @@ def _keys(case: AttentionCase) -> Changes:
     for lost in sorted(tails):
         if 0 < lost < n:
             words = "the last key is" if lost == 1 else f"the last {lost} keys are"
-            yield f"{words} dropped", {**_cut_keys(case, slice(0, n - lost))}
+            mask = case.mask
+            if mask is not None and mask.shape[-1] > 1:
+                mask = mask[..., : n - lost]
+            k, v = (x[:, :, : n - lost] for x in (case.k, case.v))
+            yield f"{words} dropped", {"k": k, "v": v, "mask": mask}
     if n > 1:
-        yield "the first key is dropped", {**_hidden(case, 0)}
-    for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)}):
-        if padded > n:
-            more = padded - n
-            yield (
-                f"the keys are padded with zeros to {padded}, and the padding takes part",
-                {**_padded(case, more)},
-            )
-
-
-def _cut_keys(case: AttentionCase, keys: slice) -> dict[str, Any]:
-    mask = case.mask
-    if mask is not None and mask.shape[-1] > 1:
-        mask = mask[..., keys]
-    return {"k": case.k[:, :, keys], "v": case.v[:, :, keys], "mask": mask}
+        yield "the first key is dropped", _hidden(case, 0)
+    for padded in sorted({-(-n // tile) * tile for tile in (16, 32, 64, 128)} - {n}):
+        cause = f"the keys are padded with zeros to {padded}, and the padding takes part"
+        yield cause, _padded(case, padded - n)
 
 
 def _hidden(case: AttentionCase, key: int) -> dict[str, Any]:
@@ -218,14 +194,12 @@ def _hidden(case: AttentionCase, key: int) -> dict[str, Any]:
 
 
 def _padded(case: AttentionCase, more: int) -> dict[str, Any]:
-    def pad(x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, (0, 0, 0, more))
-
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (case.k, case.v))
     mask = case.mask
     if mask is not None and mask.shape[-1] > 1:
         shown = torch.ones_like(mask[..., :1]) if mask.dtype == torch.bool else mask[..., :1] * 0
         mask = torch.cat([mask, shown.nan_to_num(0.0).expand(*mask.shape[:-1], more)], dim=-1)
-    return {"k": pad(case.k), "v": pad(case.v), "mask": mask}
+    return {"k": k, "v": v, "mask": mask}
 
 
 def _values(case: AttentionCase) -> Changes:
@@ -239,13 +213,8 @@ def _values(case: AttentionCase) -> Changes:
         yield "V stands in K's place", {"k": case.v}
         yield "K and V are swapped", {"k": case.v, "v": case.k}
     if case.q.shape == case.k.shape and case.q_len > 1:
-        yield (
-            "Q and K are swapped (the softmax is over the wrong axis)",
-            {
-                "q": case.k,
-                "k": case.q,
-            },
-        )
+        cause = "Q and K are swapped (the softmax is over the wrong axis)"
+        yield cause, {"q": case.k, "k": case.q}
 
 
 def _features(case: AttentionCase) -> Changes:

@@ -7,21 +7,13 @@ Pure functions of report rows; what is compared, and when it is an explanation, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from numdev.report import AttributionRow, Explanation, SiteShare
 
-DEFAULT = "sdpa-default"
-"""PyTorch's own choice, which is one of the others: not said twice."""
-SMALL = 0.005
-"""A site's share of the squared error that is not worth naming."""
-
-
-def sentence(row: AttributionRow) -> str:
-    """What was found in one call."""
-    return _sentence([row])
+DEFAULT = "sdpa-default"  # PyTorch's own choice, which is one of the others: not said twice
+SMALL = 0.005  # a site's share of the squared error that is not worth naming
 
 
 def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
@@ -32,98 +24,96 @@ def explanations(rows: Sequence[AttributionRow]) -> tuple[Explanation, ...]:
         groups.setdefault(f"{row.kernel} {row.options} {row.format} {row.tensor}", []).append(row)
     found: list[Explanation] = []
     others: list[str] = []
-    for group in groups.values():
-        made, name = _explanation(group), group[0].kernel
-        of_anybody = made.sentence.replace(f"{name} ", "", 1)
-        if name != DEFAULT or of_anybody not in others:
+    for made in map(_explanation, groups.values()):
+        of_anybody = made.sentence.replace(f"{made.kernel} ", "", 1)
+        if made.kernel != DEFAULT or of_anybody not in others:
             found.append(made)
         others.append(of_anybody)
     return tuple(found)
 
 
+def sentence(row: AttributionRow) -> str:
+    """What was found in one call."""
+    return _explanation([row]).sentence
+
+
 def _explanation(rows: Sequence[AttributionRow]) -> Explanation:
-    compared = [row for row in rows if row.residual is not None]
+    first, compared = rows[0], [row for row in rows if row.residual is not None]
     explained = [row for row in compared if row.explained_by]
+    unknown = [row for row in compared if not row.explained_by]
     known = bool(explained) and 2 * len(explained) >= len(compared)
-    same = _most(explained if known else [r for r in compared if not r.explained_by] or compared)
+    same = _most(explained if known else unknown)
+    sites = tuple(_sites(same)) if known else ()
+    residual, following = (_median(same, name) for name in ("residual", "next_residual"))
+    reason = None if compared else next((row.reason for row in rows if row.reason), None)
+    several = f"{len(explained)} of {len(compared)} calls"
+
+    kernel = f"{first.kernel} ({first.format})"
+    kernel = kernel if first.tensor == "out" else f"{first.tensor} of {kernel}"
+    if not compared:
+        said = f"{kernel}: unknown; {reason}." if reason else f"{kernel} makes no error."
+    elif known:
+        calls = f" in {several}" if len(compared) > 1 else ""
+        shares = ", ".join(f"{100 * s.share:.0f} % from `{s.site}` ({s.rounds})" for s in sites)
+        said = (
+            f"{kernel} makes the errors of {_name(same[0])}{calls}: residual {residual:.2f}, next "
+            f"`{same[0].next_preset}` {following:.2f}. "
+            f"{f'The squared error comes {shares}.' if shares else 'It rounds nowhere.'}"
+        )
+    else:
+        why = Counter(row.reason for row in compared if row.reason).most_common(1)[0][0]
+        calls = f" ({several} are explained)" if len(compared) > 1 else ""
+        said = (
+            f"{kernel}: unknown{calls}; {why}. Nearest is {_name(same[0])}: residual "
+            f"{residual:.2f}, {_median(same, 'size'):.2f} x its size."
+        )
     return Explanation(
-        kernel=rows[0].kernel,
-        options=rows[0].options,
-        format=rows[0].format,
-        tensor=rows[0].tensor,
+        kernel=first.kernel,
+        options=first.options,
+        format=first.format,
+        tensor=first.tensor,
         known=known,
         nearest=_name(same[0]) if same else None,
-        residual=_median(same, "residual") if same else None,
+        residual=residual if same else None,
         next_preset=same[0].next_preset if same else None,
-        next_residual=_median(same, "next_residual") if same else None,
+        next_residual=following if same else None,
         explained=len(explained),
         calls=len(compared),
-        reason=None if compared else next((r.reason for r in rows if r.reason), None),
-        sites=tuple(_sites(same)) if known else (),
-        sentence=_sentence(rows),
-    )
-
-
-def _sentence(rows: Sequence[AttributionRow]) -> str:
-    first = rows[0]
-    kernel = f"{first.kernel} ({first.format})"
-    if first.tensor != "out":
-        kernel = f"{first.tensor} of {kernel}"
-    compared = [row for row in rows if row.residual is not None]
-    if not compared:
-        why = next((row.reason for row in rows if row.reason), None)
-        return f"{kernel}: unknown; {why}." if why else f"{kernel} makes no error."
-    explained = [row for row in compared if row.explained_by]
-    calls = f" in {len(explained)} of {len(compared)} calls" if len(compared) > 1 else ""
-    if 2 * len(explained) < len(compared):
-        why = Counter(row.reason for row in compared if row.reason).most_common(1)[0][0]
-        near = _most([row for row in compared if not row.explained_by])
-        others = f" ({len(explained)} of {len(compared)} calls are explained)" if calls else ""
-        return (
-            f"{kernel}: unknown{others}; {why}. Nearest is {_name(near[0])}: residual "
-            f"{_median(near, 'residual'):.2f}, {_median(near, 'size'):.2f} x its size."
-        )
-    same = _most(explained)
-    return (
-        f"{kernel} makes the errors of {_name(same[0])}{calls}: residual "
-        f"{_median(same, 'residual'):.2f}, next `{same[0].next_preset}` "
-        f"{_median(same, 'next_residual'):.2f}. {_shares(same)}"
+        reason=reason,
+        sites=sites,
+        sentence=said,
     )
 
 
 def _most(rows: Sequence[AttributionRow]) -> list[AttributionRow]:
     """The rows of the explanation that most of them have."""
-    if not rows:
-        return []
-    common = Counter(_name(row) for row in rows).most_common(1)[0][0]
-    return [row for row in rows if _name(row) == common]
+    common = Counter(map(_name, rows)).most_common(1)
+    return [row for row in rows if _name(row) == common[0][0]]
 
 
-def _shares(rows: Sequence[AttributionRow]) -> str:
-    parts = [f"{100 * s.share:.0f} % from `{s.site}` ({s.rounds})" for s in _sites(rows)]
-    return f"The squared error comes {', '.join(parts)}." if parts else "It rounds nowhere."
+def _median(rows: Sequence[AttributionRow], field: str) -> float:
+    return median([float(getattr(row, field) or 0.0) for row in rows] or [0.0])
 
 
 def _sites(rows: Sequence[AttributionRow]) -> list[SiteShare]:
     """Medians over the calls, the largest share first, those that are too small left out."""
-    named = {s.site: s.rounds for row in rows for s in row.sites}
-    found = []
-    for site, rounds in named.items():
-        here = [s for row in rows for s in row.sites if s.site == site]
-        share = median(s.share for s in here)
-        if share >= SMALL:
-            left = median(s.residual for s in here)
-            found.append(SiteShare(site=site, rounds=rounds, share=share, residual=left))
-    return sorted(found, key=lambda s: -s.share)
+    sites: dict[str, list[SiteShare]] = {}
+    for site in (s for row in rows for s in row.sites):
+        sites.setdefault(site.site, []).append(site)
+    found = [
+        of_calls[-1].model_copy(
+            update={
+                name: median(getattr(s, name) for s in of_calls) for name in ("share", "residual")
+            }
+        )
+        for of_calls in sites.values()
+    ]
+    return sorted((s for s in found if s.share >= SMALL), key=lambda s: -s.share)
 
 
 def _name(row: AttributionRow) -> str:
-    return f"`{row.nearest}`{_variant(row.recipe, row.tensor)}"
-
-
-def _variant(recipe: Mapping[str, Any], tensor: str) -> str:
-    """What a recipe says beside its preset, in words, as far as it bears on the tensor."""
-    said = []
+    """The nearest preset, and what its recipe says beside it, as far as it bears on the tensor."""
+    recipe, tensor, said = row.recipe, row.tensor, []
     if tensor != "out" and recipe.get(tensor) == "working":
         said.append(f"{tensor} summed in the working format")
         if tensor != "dq":
@@ -144,8 +134,5 @@ def _variant(recipe: Mapping[str, Any], tensor: str) -> str:
         said.append(f"exp {recipe['exponential']}")
     if recipe.get("rounding", "nearest") != "nearest":
         said.append("rounding toward zero")
-    return f" with {', '.join(said)}" if said else ""
-
-
-def _median(rows: Sequence[AttributionRow], field: str) -> float:
-    return median(float(getattr(row, field) or 0.0) for row in rows)
+    variant = f" with {', '.join(said)}" if said else ""
+    return f"`{row.nearest}`{variant}"

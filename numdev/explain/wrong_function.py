@@ -13,12 +13,6 @@ two of the best) are all named, since the data do not tell them apart.
 When it searches (`far_off`). The alternative is at least a rounding floor away from any output, so
 a tenfold cut needs an error of ten floors; and an error that the plain baseline makes too, on the
 same data, is what rounding costs there, however large. Both only save time: the rule accuses.
-
-This file has the rule and the search. The alternatives are elsewhere:
-`numdev.explain.alternatives`, most of them other cases (`numdev.explain.mistakes`), and, where
-none of these is named, factors estimated from the data (`numdev.explain.factors`). They are
-evaluated on a `Probe` (`numdev.explain.probe`), a small part of the call; a search is at most
-some 100 references of that size.
 """
 
 from __future__ import annotations
@@ -32,29 +26,23 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.explain.alternatives import alternatives
-from numdev.explain.factors import estimated
+from numdev.explain.alternatives import alternatives, estimated
 from numdev.explain.mistakes import scales
 from numdev.explain.probe import Alternative, Probe, room_for_heads
 from numdev.kernels.reference.results import Reference
 from numdev.metrics.yardstick import finite
 
-CUT = 10.0
-"""How much smaller the residual must be against the alternative's reference."""
-FLOORS = 10.0
-BASELINES = 2.0
-ALIKE = 2.0
-"""Alternatives whose residual is within this factor of the best one's are not told apart."""
+CUT = 10.0  # how much smaller the residual must be against the alternative's reference
+FLOORS, BASELINES = 10.0, 2.0  # from where on a search is worth it
+ALIKE = 2.0  # alternatives with a residual within this factor of the best one's are not told apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspicion:
     """What one head of a kernel seems to compute instead."""
 
-    cause: str
-    """A clause: `the causal mask is ignored`."""
-    cut: float
-    """How many times smaller the residual is against that."""
+    cause: str  # a clause: `the causal mask is ignored`
+    cut: float  # how many times smaller the residual is against that
 
 
 def far_off(metrics: dict[str, Any]) -> bool:
@@ -87,10 +75,17 @@ def suspect(
     worst = [h for h in order if h in far]
     for chosen in dict.fromkeys((tuple(order[:room]), tuple(worst[:room]), tuple(worst[:1]))):
         at = errors[:, [heads.index(h) for h in chosen]]
-        probe = Probe.of(case, out, list(chosen), at, whole)
-        found = _search(probe)
-        if found:
-            return _by_head(found, worst, case, out, errors, heads, whole)
+        found = _search(Probe.of(case, out, list(chosen), at, whole))
+        if not found:
+            continue
+        cause, (_, best) = ", or ".join(name for (name, _), _ in found), found[0][0]
+        suspicions = {}
+        for head in worst:  # held to the rule in every head that is far off
+            probe = Probe.of(case, out, [head], errors[:, [heads.index(head)]], whole)
+            cut = probe.cut(best(probe))
+            if cut >= CUT:
+                suspicions[head] = Suspicion(cause=cause, cut=cut)
+        return suspicions
     return {}
 
 
@@ -117,27 +112,6 @@ def _any_scale(
     how = "too large" if larger else "wrong"
     cause = f"the scale is {how} (as if {', or '.join(wrong)}; the data do not tell by how much)"
     return [((cause, alike[0][0][1]), alike[0][1])]
-
-
-def _by_head(
-    found: Sequence[tuple[Alternative, float]],
-    far: Sequence[int],
-    case: AttentionCase,
-    out: Tensor,
-    errors: Tensor,
-    heads: Sequence[int],
-    whole: Tensor | None,
-) -> dict[int, Suspicion]:
-    """What was found, held to the rule in every head that is far off."""
-    cause = ", or ".join(name for (name, _), _ in found)
-    best = found[0][0][1]
-    held = {}
-    for head in far:
-        probe = Probe.of(case, out, [head], errors[:, [heads.index(head)]], whole)
-        cut = probe.cut(best(probe))
-        if cut >= CUT:
-            held[head] = Suspicion(cause=cause, cut=cut)
-    return held
 
 
 def _row_errors(out: Tensor, exact: Reference, rows: Tensor | None) -> Tensor:
