@@ -21,7 +21,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, 5360),
-    "numdev/gate": (1900, 4350),
+    "numdev/gate": (1900, 3740),
     "numdev/training": (3000, 4560),
     "numdev/diagnose": (1500, 2340),
     "numdev/report": (2900, 6250),

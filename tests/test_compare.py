@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -408,38 +404,3 @@ def test_findings_that_only_one_has() -> None:
 
 def test_nothing_in_common() -> None:
     assert first((head(),), (head(kernel="other"),)).startswith("Nothing was measured in both")
-
-
-# --- speed ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_ten_thousand_rows_are_compared_at_once(same: bool) -> None:
-    """In twice the time that one of the two takes to be written as JSON (half a second), and with
-    other inputs, when heads are held to their scatter too, in three times; twice that is left."""
-    draw = random.Random(0)
-    places: list[dict[str, Any]] = [
-        {"layer": layer, "module": f"m{layer}", "tensor": tensor, "kernel": kernel}
-        for layer in range(20) for tensor in ("out", "dq", "dk", "dv", "lse")
-        for kernel in ("one", "two", "three", "four", "five")
-    ]  # fmt: skip
-
-    def rows() -> tuple[DeviationRow, ...]:
-        floors = [
-            floor(h, layer=layer, module=f"m{layer}", tensor=t, rms=1e-3 if same else draw.random())
-            for layer in range(20) for t in ("out", "dq", "dk", "dv") for h in range(20)
-        ]  # fmt: skip
-        measured = [head(h, expected_ratio=draw.uniform(0.9, 1.1), **p)
-                    for p in places for h in range(20)]  # fmt: skip
-        return (*measured, *floors)
-
-    a, b = audit(*rows()), audit(*rows())
-    written, seconds = [], []
-    for _ in range(3):
-        start = time.process_time()
-        json.dumps([row.model_dump(mode="json") for row in a.rows])
-        written.append(time.process_time() - start)
-        seen = compared(a, b)
-        seconds.append(time.process_time() - start - written[-1])
-    assert sum(g.pairs for g in seen.groups) == 10_000
-    assert min(seconds) < (4 if same else 6) * min(written)

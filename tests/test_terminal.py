@@ -464,7 +464,7 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
     """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit does."""
     from gate_rows import row
 
-    from numdev.gate.findings import findings_in, named_in
+    from numdev.gate.findings import Places, findings_in
     from numdev.gate.judging import decide
     from numdev.gate.rules import Rules
     from numdev.report.views.gate import document
@@ -475,7 +475,7 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
     decided = decide(rows, Rules.model_validate({"thresholds": [nothing]}))
     stream = io.StringIO()
     console = Console(file=stream, width=100)
-    terminal.print_document(document(decided, *findings_in(decided, rows), named_in(rows)), console)
+    terminal.print_document(document(decided, *findings_in(decided, rows), Places(rows)), console)
     assert decided.judgement.exit_code == 3
     assert "NOT MEASURED" in stream.getvalue()
     assert "No rule could be applied to any row" in " ".join(stream.getvalue().split())

@@ -3,19 +3,16 @@ is not passed is said with the line of its rule."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_rows import SOUND, control, lse, report, row
+from gate_rows import control, report, row
 
 from numdev.cli.main import main
 from numdev.errors import UsageError
-from numdev.gate import holding
-from numdev.gate.cells import Around
-from numdev.gate.judging import decide, judge, judge_report
-from numdev.gate.rules import Rules, Threshold, default_rules, default_rules_against, read_rules
+from numdev.gate.judging import judge, judge_report
+from numdev.gate.rules import Rules, Threshold, default_rules, read_rules
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
 from numdev.yamlfile import bundled
@@ -186,12 +183,6 @@ def test_what_matches_no_row_is_told_beside_what_there_is(where: Any, said: str)
     assert (judgement.exit_code, only(judgement).reasons) == (3, (said,))
 
 
-@pytest.mark.parametrize("tensor", ["d*", "[d]q", "!lse", "out", ["dq", "!dk"]])
-def test_patterns_of_tensors_are_patterns(tensor: Any) -> None:
-    """Each of which fits one that there is."""
-    assert Threshold(name="a", metric="rms", at_most=1, where={"tensor": tensor}).where.tensor
-
-
 # --- what the gate must catch --------------------------------------------------------------------
 
 
@@ -296,62 +287,12 @@ def test_a_list_from_a_merge_key_has_a_line_all_the_same(tmp_path: Path) -> None
     assert [t.line for t in read_rules(path).thresholds] == [1]
 
 
-# --- one look at a column says what a look at each row does ---------------------------------------
-
-
-def test_what_the_quick_parser_refuses_has_lines_all_the_same(tmp_path: Path) -> None:
-    """libyaml, which finds the lines, takes fewer files than the parser that reads them."""
-    path = tmp_path / "rules.yaml"
-    path.write_text("%YAML 1.3\n---\nthresholds:\n- {name: a, metric: rms, at_most: 1}\n")
-    assert [t.line for t in read_rules(path).thresholds] == [4]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_what_is_seen_at_a_glance_is_what_every_row_says(seed: int, monkeypatch: Any) -> None:
-    """Random rows, some without numbers, beyond limits, sampled, in float32; every default rule,
-    and those on a change from others like them."""
-    draw = random.Random(seed)
-    heads = range(draw.choice((3, 12, 40)))
-    rows = [_drawn(draw, head) for head in heads]
-    old = [r.model_copy(update={"row_rel": r.row_rel * draw.uniform(0.9, 1.1)}) if r.row_rel else r
-           for r in rows]  # fmt: skip
-    if draw.random() < 0.2:
-        del old[draw.randrange(len(old))]
-    around = Around(rows=rows, old=old)
-    quick = decide(rows, default_rules_against(), around)
-    monkeypatch.setattr(holding, "_at_a_glance", lambda *_: None)
-    slow = decide(rows, default_rules_against(), around)
-    assert quick.judgement == slow.judgement
-    assert [j.offending for j in quick.judged] == [j.offending for j in slow.judged]
-
-
-def _drawn(draw: random.Random, head: int) -> DeviationRow:
-    odd = draw.random() < 0.1
-    changes: dict[str, Any] = {"expected_ratio": draw.uniform(0.8, 1.2 if odd else 1.04)}
-    if draw.random() < 0.05:
-        changes[draw.choice([*SOUND, "suspicion"])] = None
-    if odd and draw.random() < 0.3:
-        changes |= {"bias_size": draw.uniform(-1, 1), "bias_p": draw.choice((0.0, 0.5)),
-                    "noise": draw.choice((0.0, 1e-9)), "sampled": draw.random() < 0.2}  # fmt: skip
-    tensor = draw.choice(("out", "dq", "lse"))
-    if tensor == "lse":
-        return lse(head, rms=draw.choice((1e-6, 1e-3)) if odd else 1e-6)
-    return row(head, tensor=tensor, format=draw.choice(("bfloat16", "float32")), **changes)
-
-
 def test_a_number_that_is_none_never_passes() -> None:
     """NaN that came in past validation is beyond every limit; what is infinite is said in words."""
     for value in (float("nan"), float("inf")):
         rows = [row(h).model_copy(update={"rms": value if h == 1 else 1.0}) for h in range(3)]
         found = judge(rows, rules(metric="rms", at_most=2))
         assert (found.exit_code, only(found).observed) == (1, str(value))
-
-
-def test_around_knows_nothing_of_planted_faults() -> None:
-    """A control is no kernel to be divided by."""
-    book = rules(metric="rms", over={"kernel": "control:scale"}, at_most=1)
-    assert judge([row(), control("scale", 1, 1.0)], book).exit_code == 3
-    assert Around(rows=[control("scale", 1, 1.0)])._kernels == {}
 
 
 def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from numdev.audit.run import measure_source, provenance
 from numdev.audit.timing import stopwatch
 from numdev.errors import Refused
 from numdev.gate.findings import findings_of
-from numdev.gate.judging import GRADIENTS, judge_report
+from numdev.gate.judging import judge_report
+from numdev.gate.rows import GRADIENTS
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel

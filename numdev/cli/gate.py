@@ -11,10 +11,9 @@ import click
 from numdev.cli.ending import end
 from numdev.cli.places import Places, place_options, write_file
 from numdev.errors import UsageError
-from numdev.gate.ahead import Ahead
 
 if TYPE_CHECKING:
-    from numdev.gate.cells import Older
+    from numdev.gate.comparable import Measured
 
 INIT = Path("thresholds.yaml")
 
@@ -91,8 +90,6 @@ def _judge(
     *,
     as_json: bool,
 ) -> int:
-    ahead = Ahead(path)  # while what follows is imported
-
     import json
 
     from numdev.gate import findings as sentences
@@ -110,9 +107,8 @@ def _judge(
                 f"{rules}: has no threshold on a change, so --against would be ignored",
                 hint="give one `over: before`, or leave --against out",
             )
-    every = not chosen.about_kernels_alone
-    found = _read(path, every=every, ahead=ahead)
-    decided = decide_report(found, chosen, _read(against, every=every) if against else None)
+    found = _read(path)
+    decided = decide_report(found, chosen, _read(against) if against else None)
     judged = decided.judgement
     findings, tested = sentences.findings_in(decided, found.rows)
     file = rules or bundled("gate/default.yaml")
@@ -123,8 +119,7 @@ def _judge(
         click.echo(json.dumps(parts))
     else:
         with elsewhere.printing():
-            named = sentences.named_in(found.rows)
-            print_document(document(decided, findings, tested, named))
+            print_document(document(decided, findings, tested, sentences.Places(found.rows)))
     # Afterwards, so that a file that cannot be written hides no verdict.
     for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
         click.echo(line, err=as_json)  # GitHub reads both streams
@@ -132,11 +127,10 @@ def _judge(
     return judged.exit_code
 
 
-def _read(path: Path, *, every: bool, ahead: Ahead | None = None) -> Older:
-    from numdev.gate.rowparts import read_judged
-    from numdev.report import AuditReport, SweepReport
+def _read(path: Path) -> Measured:
+    from numdev.report import AuditReport, SweepReport, read
 
-    found = read_judged(path, every=every, ahead=ahead)
+    found = read(path)
     if not isinstance(found, AuditReport | SweepReport):
         raise UsageError(
             f"{path}: is a report of numdev {found.kind}, which has no rows to judge",
@@ -150,6 +144,6 @@ def _init(path: Path, file: Path, *, overwrite: bool) -> None:
 
     if file.exists() and not overwrite:
         raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another file")
-    text = fitted(_read(path, every=True), str(path))
+    text = fitted(_read(path), str(path))
     write_file(file, text)
     click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")

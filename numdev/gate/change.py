@@ -22,67 +22,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import attrgetter
 
+from scipy.special import stdtrit
+
 from numdev.errors import MeasurementError
-from numdev.gate.cells import Older
-from numdev.gate.columns import column, largest
-from numdev.gate.comparable import APART, MUST, differences
-from numdev.gate.held import Held, Lacking
+from numdev.gate.comparable import APART, MUST, Measured, differences
+from numdev.gate.rows import NOT_MEASURED, grouped
 from numdev.gate.rules import ERRORS, ESTIMATED, MAXIMA, Threshold, parts_of, value_of
+from numdev.gate.verdict import Held, Lacking
 from numdev.report import DeviationRow
 
 SEEDS = 3
-Place = tuple[str, str, int | None, int, str | None, int | None]
-QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""97.5 % points of Student's t, from 1 degree of freedom on."""
-NORMAL = 1.959964
-
-
-def quantile(freedom: int) -> float:
-    """The 97.5 % point of Student's t, to 1e-3; beyond the table by its expansion in 1 / freedom
-    (M. Abramowitz and I. Stegun, 26.7.5)."""
-    if freedom <= len(QUANTILES):
-        return QUANTILES[freedom - 1]
-    z, v = NORMAL, freedom
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    return z + (z**3 + z) / (4 * v) + second + third
-
-
-def allowance(old: Sequence[float], new: int) -> float:
-    """How far the mean of `new` more seeds may lie from that of the old ones, by chance."""
-    if len(old) < SEEDS:
-        return 0.0
-    spread = quantile(len(old) - 1) * statistics.stdev(old)
-    return spread * math.sqrt(1 / new + 1 / len(old))
-
-
-def changes(
-    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
-) -> tuple[list[Held], list[Lacking]]:
-    """Each cell of a kernel held to the same one in the older report; and what is in one alone, or
-    lacks the number there. All rows share kernel, options, format and tensor."""
-    held: list[Held] = []
-    lacking: list[Lacking] = []
-    before = _by_place(older)
-    for place, mine in _by_place(rows).items():
-        theirs = before.pop(place, [])
-        found = _change(threshold, mine, theirs)
-        if isinstance(found, str):
-            lacking += [(row, found) for row in mine]
-        else:
-            held.append(found)
-    gone = [row for theirs in before.values() for row in theirs]
-    return held, [*lacking, *((row, GONE) for row in gone)]
-
-
 GONE = "measured in the old report, and not in this one"
 NEW = "not measured in the old report"
 
 
-def refuse_other(new: Older, old: Older) -> None:
+def refuse_other(new: Measured, old: Measured) -> None:
     """Raises MeasurementError unless both are about the same inputs. The seeds may be others."""
     apart = differences(old, new, [key for key in MUST if key not in APART])
     if apart:
@@ -93,56 +49,44 @@ def refuse_other(new: Older, old: Older) -> None:
         )
 
 
-def unmoved(
+def allowance(old: Sequence[float], new: int) -> float:
+    """How far the mean of `new` more seeds may lie from that of the old ones, by chance."""
+    if len(old) < SEEDS:
+        return 0.0
+    spread = float(stdtrit(len(old) - 1, 0.975)) * statistics.stdev(old)
+    return spread * math.sqrt(1 / new + 1 / len(old))
+
+
+def changes(
     threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
-) -> Held | None:
-    """What stands beside the limit where every cell, of one seed, is the same one in both reports,
-    in the same order, has its number, whole, and none is beyond; None of any others."""
-    if threshold.equals is not None or len(rows) < (threshold.heads or 1):
-        return None
-    places = list(map(_PLACE, rows))
-    if places != list(map(_PLACE, older)) or len(set(places)) < len(places):
-        return None
-    sides = [column(threshold.metric, side) for side in (rows, older)]
-    if any(side is None or None in side for side in sides):
-        return None
-    if any(map(_SAMPLED, (*rows, *older))) and not _whole(threshold.metric):
-        return None
-    ratios = [_over(abs(new), abs(old)) for new, old in zip(*sides, strict=True)]
-    if math.isnan(sum(ratios)) or not threshold.excess(max(ratios)) < 1 - CLOSE:
-        return None
-    at = largest(ratios, median=threshold.heads is not None)
-    found = _change(threshold, rows[at : at + 1], older[at : at + 1])
-    return found if isinstance(found, Held) else None
-
-
-CLOSE = 1e-9
-"""So near to the limit a quotient is left to `changes`, which rounds otherwise."""
-_PLACE = attrgetter("case", "module", "layer", "call", "phase", "head")
-_SAMPLED = attrgetter("sampled")
-
-
-def _over(new: float, old: float) -> float:
-    return new / old if old else (math.inf if new else 1.0)
-
-
-def _by_place(rows: Sequence[DeviationRow]) -> dict[Place, list[DeviationRow]]:
-    """Rows of all seeds, by where they were measured."""
-    found: dict[Place, list[DeviationRow]] = {}
-    for place, row in zip(map(_PLACE, rows), rows, strict=True):
-        found.setdefault(place, []).append(row)
-    return found
+) -> tuple[list[Held], list[Lacking]]:
+    """Each cell of a kernel held to the same one in the older report; and what is in one alone, or
+    lacks the number there. All rows share kernel, options, format and tensor."""
+    held: list[Held] = []
+    lacking: list[Lacking] = []
+    place = attrgetter("case", "module", "layer", "call", "phase", "head")
+    now, before = grouped(rows, place), grouped(older, place)
+    for key, mine in now.items():
+        change = _change(threshold, mine, before.pop(key, []))
+        if isinstance(change, str):
+            lacking += [(row, change) for row in mine]
+        else:
+            held.append(change)
+    gone = [row for theirs in before.values() for row in theirs]
+    return held, [*lacking, *((row, GONE) for row in gone)]
 
 
 def _change(
     threshold: Threshold, mine: Sequence[DeviationRow], theirs: Sequence[DeviationRow]
 ) -> Held | str:
     """A cell's change; or why there is none."""
+    metric = threshold.metric
     if not theirs:
         return NEW
-    if any(row.sampled for row in (*mine, *theirs)) and not _whole(threshold.metric):
+    sampled = any(row.sampled for row in (*mine, *theirs))
+    if sampled and not (ESTIMATED | MAXIMA).isdisjoint(parts_of(metric)):
         return f"{threshold.named} of sampled rows has no interval"
-    new, old = (_sizes(threshold.metric, side) for side in (mine, theirs))
+    new, old = (_sizes(metric, side) for side in (mine, theirs))
     if isinstance(new, str):
         return new
     if isinstance(old, str):
@@ -157,37 +101,19 @@ def _change(
     else:
         value = now / before if before else 1.0
         excess = threshold.excess(value)
-    excused = False
     if excess > 1:
         room = allowance([x / unit for x in old], len(new))
-        if _error(threshold.metric):
-            room += 2 * before * _noise(theirs)
-        excused = abs(now - before) <= room
-    return Held(worst, threshold, value, 1.0 if excused else excess, excused=excused)
+        if metric in (ESTIMATED | MAXIMA | ERRORS) - {"precision_rms", "fa_rule"}:
+            # It grows as the error does, so noise is a share of it: at most all.
+            shares = [row.noise / row.rms for row in theirs if row.noise and row.rms]
+            room += 2 * before * min(1.0, max(shares, default=0.0))
+        if abs(now - before) <= room:
+            return Held(worst, threshold, value, 1.0, excused=True)
+    return Held(worst, threshold, value, excess)
 
 
 def _sizes(metric: str, rows: Sequence[DeviationRow]) -> list[float] | str:
     """Of every seed; or why one has none."""
-    found: list[float] = []
-    for row in rows:
-        value, why = value_of(row, metric)
-        if value is None:
-            return why or "not measured"
-        found.append(abs(float(value)))
-    return found
-
-
-@lru_cache(maxsize=256)
-def _whole(metric: str) -> bool:
-    return (ESTIMATED | MAXIMA).isdisjoint(parts_of(metric))
-
-
-def _error(metric: str) -> bool:
-    """Whether it grows as the error does."""
-    return metric in (ESTIMATED | MAXIMA | ERRORS) - {"precision_rms", "fa_rule"}
-
-
-def _noise(rows: Sequence[DeviationRow]) -> float:
-    """What repeated runs differ by, as a share of the error; at most all of it."""
-    shares = [row.noise / row.rms for row in rows if row.noise and row.rms]
-    return min(1.0, max(shares, default=0.0))
+    read = [value_of(row, metric) for row in rows]
+    why = next((why or NOT_MEASURED for value, why in read if value is None), None)
+    return why or [abs(float(value or 0.0)) for value, _ in read]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from numdev.gate.verdict import Judgement
-from numdev.gate.wording import found_to_round, listed
+from numdev.gate.words import found_to_round, listed
 from numdev.report import AuditReport, DeviationRow, Finding, Place
 from numdev.report.foreign import plain
 

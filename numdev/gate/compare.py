@@ -18,8 +18,7 @@ from numdev.gate.compare_audits import compared
 from numdev.gate.compare_report import CompareReport, CompareSummary, Side
 from numdev.gate.compare_words import answer, notes, threshold
 from numdev.gate.presence import news
-from numdev.gate.rowparts import read_judged
-from numdev.report import AuditReport, Provenance, SweepReport
+from numdev.report import AuditReport, Provenance, SweepReport, read
 
 
 def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
@@ -63,7 +62,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
 
 
 def _measured(path: Path) -> Measured:
-    found = read_judged(path, every=True)
+    found = read(path)
     if not isinstance(found, AuditReport | SweepReport):
         raise UsageError(
             f"{path}: is a report of numdev {found.kind}, and compare takes audits or sweeps",

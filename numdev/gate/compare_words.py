@@ -13,7 +13,7 @@ from numdev.gate.compare_audits import Compared
 from numdev.gate.compare_report import Group, Move, NewsOfFinding, Presence
 from numdev.gate.findings import Places
 from numdev.gate.movement import ALPHA, LEAST, WORST, WORST_ELSE
-from numdev.gate.wording import listed
+from numdev.gate.words import listed
 from numdev.report import DeviationRow
 
 NAMED = 3

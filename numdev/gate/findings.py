@@ -1,9 +1,8 @@
-"""From verdicts to sentences: what is wrong with which kernel, where it is worst, what it means.
+"""From verdicts to findings: what is wrong with which kernel, where it is worst, what it means.
 
-The rules are the gate's, so a finding is a verdict in words and there is one rule book. What one
-fault brings about is one finding: heads that an earlier rule has named already are not accused by a
-later one again, which is added to the sentence instead; and the default dispatch joins the kernel
-that it ran.
+What one fault brings about is one finding: heads that an earlier rule has named already are not
+accused by a later one again, which is added to the sentence instead; and the default dispatch joins
+the kernel that it ran.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 
-from numdev.gate.judging import NOTHING, Decided, Judged, decide
+from numdev.gate.judging import NOTHING, decide
 from numdev.gate.rules import Rules, default_rules
-from numdev.gate.verdict import Calls, Power, Verdict
-from numdev.gate.wording import found_to_round, label, listed, wrong
+from numdev.gate.verdict import Calls, Decided, Judged, Power, Verdict
+from numdev.gate.words import found_to_round, label, listed, wrong
 from numdev.report import DeviationRow, Finding, Place
+
+Named = Callable[[Place], str]
 
 
 def findings_of(
@@ -31,41 +32,38 @@ def findings_of(
     """
     decided = decide(rows, rules or default_rules())
     findings, tested = findings_in(decided, rows)
-    return findings, (*tested, *_power(decided.judgement.power))
+    caught = [_caught(each) for each in decided.judgement.power]
+    if not caught:
+        return findings, tested
+    return findings, (*tested, f"Of faults planted here, these rules catch: {'; '.join(caught)}.")
 
 
 def findings_in(
     decided: Decided, rows: Sequence[DeviationRow]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """The same of what is decided of these rows already, without what planted faults showed."""
-    judged, judgement = decided.judged, decided.judgement
-    found = [*_exceeded(judged, named_in(rows)), *_not_run(judgement.calls)]
-    return tuple(_merged(found)), (*_tested(judged, found), *found_to_round(rows))
-
-
-def named_in(rows: Sequence[DeviationRow]) -> Callable[[Place], str]:
-    """What to call a place in a report of these rows."""
-    return Places(rows)
+    judged, calls = decided.judged, decided.judgement.calls
+    findings = [*_exceeded(judged, Places(rows)), *_not_run(calls)]
+    return tuple(_merged(findings)), (*_tested(judged, findings), *found_to_round(rows))
 
 
 class Places:
-    """What to call where something is."""
+    """What to call a place in a report of these rows."""
 
     def __init__(self, rows: Sequence[DeviationRow]) -> None:
         self._rows = rows
 
     @cached_property
-    def _told(self) -> tuple[set[int | None], bool, bool]:
-        """Layers whose number several modules share; whether there are several seeds, and calls.
-        Found out when the first place is named: a report that passes names none."""
-        known = set(map(attrgetter("layer", "module"), self._rows))
-        layers = Counter(layer for layer, _ in known)
+    def _ambiguous(self) -> tuple[set[int | None], bool, bool]:
+        """Layers whose number several modules share; whether there are several seeds, and calls."""
+        modules = set(map(attrgetter("layer", "module"), self._rows))
+        layers = Counter(layer for layer, _ in modules)
         several = [len(set(map(attrgetter(x), self._rows))) > 1 for x in ("seed", "call")]
         return {layer for layer, count in layers.items() if count > 1}, several[0], several[1]
 
     def __call__(self, place: Place) -> str:
         """`layer 3 head 2`; the module where layers share a number, the case where it was drawn."""
-        shared, seeds, calls = self._told
+        shared, seeds, calls = self._ambiguous
         if place.layer is None:
             words = place.case
         else:
@@ -77,24 +75,26 @@ class Places:
         return words + (f", seed {place.seed}" if seeds else "")
 
 
-def _exceeded(judged: Sequence[Judged], named: Callable[[Place], str]) -> Iterator[Finding]:
+# --- what exceeds a limit ------------------------------------------------------------------------
+
+
+def _exceeded(judged: Sequence[Judged], named: Named) -> Iterator[Finding]:
     """A finding for each thing wrong, in the order of the rules."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     named_by: dict[int, int] = {}  # a row to the finding that names it first
-    also: dict[int, list[str]] = {}
+    also: dict[int, dict[str, None]] = {}
     for group in _by_fault(judged):
-        offending = [r for each in group for r in each.offending]
+        offending = [row for each in group for row in each.offending]
         mine = None
-        if any(id(r) not in named_by for r in offending):
-            mine = len(found)
-            found.append(_finding(group, named))
+        if any(id(row) not in named_by for row in offending):
+            mine = len(findings)
+            findings.append(_finding(group, named))
         for row in offending:
-            first = named_by.setdefault(id(row), len(found) - 1)
+            first = named_by.setdefault(id(row), len(findings) - 1)
             if first != mine:
-                also.setdefault(first, []).append(group[0].verdict.rule)
-    for at, finding in enumerate(found):
-        more = dict.fromkeys(also.get(at, ()))
-        added = f" These heads fail {listed(more)} too." if more else ""
+                also.setdefault(first, {})[group[0].verdict.rule] = None
+    for at, finding in enumerate(findings):
+        added = f" These heads fail {listed(also[at])} too." if at in also else ""
         yield finding.model_copy(update={"sentence": finding.sentence + added})
 
 
@@ -109,31 +109,27 @@ def _by_fault(judged: Sequence[Judged]) -> Iterator[list[Judged]]:
             continue
         causes: dict[str, list[Judged]] = {}
         for each in same:
-            for cause in dict.fromkeys(r.suspicion or "" for r in each.offending):
-                rows = tuple(r for r in each.offending if r.suspicion == cause)
+            for cause in dict.fromkeys(h.row.suspicion or "" for h in each.beyond):
+                beyond = tuple(h for h in each.beyond if h.row.suspicion == cause)
                 key = f"{label(each.verdict)} {cause}"
-                causes.setdefault(key, []).append(Judged(verdict=each.verdict, offending=rows))
-        yield from sorted(causes.values(), key=lambda c: -sum(len(j.offending) for j in c))
+                causes.setdefault(key, []).append(Judged(verdict=each.verdict, beyond=beyond))
+        yield from sorted(causes.values(), key=lambda c: -sum(len(j.beyond) for j in c))
 
 
-def _finding(group: Sequence[Judged], named: Callable[[Place], str]) -> Finding:
+def _finding(group: Sequence[Judged], named: Named) -> Finding:
     verdict = group[0].verdict
-    worst = group[0].offending[0]
+    rows = [row for each in group for row in each.offending]
     formats = tuple(each.verdict.format or "" for each in group)
-    count = sum(len(each.offending) for each in group)
     judged = sum(each.verdict.judged for each in group)
-    place = Place.of(worst)
+    place = Place.of(rows[0])
+    heads, kinds = f"{len(rows)} of {judged} heads", ", ".join(formats)
+    where = f"{kinds}; {heads}, worst at {named(place)}"
     if verdict.metric == "suspicion":
-        said = f"{count} of {judged} heads, {', '.join(formats)}; first at {named(place)}"
-        rows = [r for each in group for r in each.offending]
-    else:
-        said = f"{', '.join(formats)}; {count} of {judged} heads, worst at {named(place)}"
-        rows = list(group[0].offending)
-    sentence = f"{label(verdict)} {wrong(verdict, rows, said)}."
+        where = f"{heads}, {kinds}; first at {named(place)}"
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
-        sentence=sentence,
+        sentence=f"{label(verdict)} {wrong(verdict, rows, where)}.",
         kernel=verdict.kernel or "",
         options=verdict.options,
         formats=formats,
@@ -141,19 +137,38 @@ def _finding(group: Sequence[Judged], named: Callable[[Place], str]) -> Finding:
         metric=verdict.metric,
         observed=verdict.observed if isinstance(verdict.observed, float | int) else None,
         limit=verdict.bound,
-        count=count,
+        count=len(rows),
         judged=judged,
         place=place,
     )
+
+
+def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Findings of several kernels that differ in the name alone become one, of the first."""
+    merged: dict[str, Finding] = {}
+    for finding in findings:
+        rest = finding.sentence.removeprefix(finding.kernel)
+        bare = {"kernel": "", "also": (), "sentence": rest}
+        first = merged.setdefault(finding.model_copy(update=bare).model_dump_json(), finding)
+        if first is not finding:
+            also = (*first.also, finding.kernel)
+            sentence = f"{first.kernel} (and {listed(also)}, with the same numbers){rest}"
+            key = first.model_copy(update=bare).model_dump_json()
+            merged[key] = first.model_copy(update={"also": also, "sentence": sentence})
+    yield from merged.values()
+
+
+# --- calls that did not run ----------------------------------------------------------------------
 
 
 def _not_run(calls: Sequence[Calls]) -> Iterator[Finding]:
     """Calls in which a kernel failed; then those that it declined, where it ran others."""
     for call in calls:
         if call.outcome == "unmeasured":
-            words = "failed in" if call.failed else "is required, and skipped"
-            empty = "is required, and has nothing to judge in"
-            yield _call(call, "runs", words if call.failed or call.skipped else empty)
+            words = "is required, and has nothing to judge in"
+            if call.failed or call.skipped:
+                words = "failed in" if call.failed else "is required, and skipped"
+            yield _call(call, "runs", words)
     for call in calls:
         if call.ok and call.skipped and not (call.failed or call.required):
             yield _call(call, "refuses", "refuses")
@@ -180,63 +195,42 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
     )
 
 
-def _merged(found: Iterable[Finding]) -> Iterator[Finding]:
-    """Findings of several kernels that differ in the name alone become one, said of the first."""
-    kept: dict[str, Finding] = {}
-    for finding in found:
-        bare = finding.model_copy(update={"kernel": "", "also": ()})
-        key = bare.model_copy(
-            update={"sentence": finding.sentence.removeprefix(finding.kernel)}
-        ).model_dump_json()
-        if key not in kept:
-            kept[key] = finding
-            continue
-        first = kept[key]
-        also = (*first.also, finding.kernel)
-        rest = finding.sentence.removeprefix(finding.kernel)
-        sentence = f"{first.kernel} (and {listed(also)}, with the same numbers){rest}"
-        kept[key] = first.model_copy(update={"also": also, "sentence": sentence})
-    yield from kept.values()
+# --- what was tested -----------------------------------------------------------------------------
 
 
-def _tested(judged: Sequence[Judged], found: Sequence[Finding]) -> Iterator[str]:
+def _tested(judged: Sequence[Judged], findings: Sequence[Finding]) -> Iterator[str]:
     """Whom the rules cleared of what, and which rules could not be applied."""
     verdicts = [each.verdict for each in judged]
+    by_rule: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_rule.setdefault(verdict.rule, []).append(verdict)
+    heads = {rule: sum(v.judged for v in these) for rule, these in by_rule.items()}
+    applied = [rule for rule, count in heads.items() if count]
+    if not applied:
+        return
     kernels = dict.fromkeys(v.kernel or "" for v in verdicts if v.judged)
     formats = dict.fromkeys(v.format or "" for v in verdicts if v.judged)
-    rules = dict.fromkeys(v.rule for v in verdicts)
-    applied = [rule for rule in rules if any(v.judged for v in verdicts if v.rule == rule)]
-    lacking = [words for rule in rules if (words := _lacking(rule, verdicts))]
-    wrong = any(f.severity != "note" for f in found)
-    if applied:
-        heads = max(sum(v.judged for v in verdicts if v.rule == rule) for rule in applied)
-        start = "Judged" if wrong else "No finding"
-        yield (
-            f"{start}: {listed(kernels)} in {listed(formats)}, {heads} rows, by {listed(applied)}."
-            + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
-        )
-
-
-def _power(power: Iterable[Power]) -> Iterator[str]:
-    """Which planted faults the rules catch."""
-    caught = [_caught(each) for each in power]
-    if caught:
-        yield f"Of faults planted here, these rules catch: {'; '.join(caught)}."
+    lacking = [words for rule, these in by_rule.items() if (words := _lacking(rule, these))]
+    start = "Judged" if any(f.severity != "note" for f in findings) else "No finding"
+    yield (
+        f"{start}: {listed(kernels)} in {listed(formats)}, {max(heads.values())} rows, by "
+        f"{listed(applied)}." + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
+    )
 
 
 def _lacking(rule: str, verdicts: Sequence[Verdict]) -> str:
     """`bias (independent sequences: 4, and it takes 8)`; empty where every row was judged."""
-    these = [v for v in verdicts if v.rule == rule]
-    reasons = dict.fromkeys(chain.from_iterable(v.reasons for v in these))
+    reasons = dict.fromkeys(chain.from_iterable(v.reasons for v in verdicts))
     if not reasons:
         return ""
     if any(why.startswith(NOTHING) for why in reasons):
         return f"{rule} (nothing here to apply it to)"
-    partly = "in part: " if any(v.judged for v in these) else ""
+    partly = "in part: " if any(v.judged for v in verdicts) else ""
     return f"{rule} ({partly}{'; '.join(list(reasons)[:2])})"
 
 
 def _caught(power: Power) -> str:
+    """From which dose on the rules catch a planted fault."""
     measured = [dose.dose for dose in power.doses if dose.outcome != "unmeasured"]
     what = f"{power.fault} ({power.format})"
     if not measured:

@@ -22,8 +22,9 @@ from typing import Any
 import yaml
 
 from numdev.errors import MeasurementError
-from numdev.gate.cells import Around, Groups, Older, by_tensor, measured
+from numdev.gate.comparable import Measured
 from numdev.gate.judging import judge_report, power_of, verdicts_of
+from numdev.gate.rows import Around, Groups, by_tensor, measured
 from numdev.gate.rules import ESTIMATED, MAXIMA, Rules, default_rules, interval_of, value_of
 from numdev.gate.verdict import Power
 from numdev.report import DeviationRow
@@ -124,7 +125,7 @@ thresholds:
 """
 
 
-def fitted(report: Older, name: str) -> str:
+def fitted(report: Measured, name: str) -> str:
     """The YAML file; `name` is what to call the report in it.
 
     Raises MeasurementError where nothing was measured, or a kernel is wrong outright.
@@ -156,7 +157,7 @@ def _parsed(text: str) -> Rules:
     return Rules.model_validate(yaml.safe_load(text))
 
 
-def _refuse_outright(report: Older, name: str) -> None:
+def _refuse_outright(report: Measured, name: str) -> None:
     rules = default_rules()
     hard = tuple(t for t in rules.thresholds if t.name in OUTRIGHT)
     strict = rules.model_copy(update={"thresholds": hard})
@@ -170,7 +171,7 @@ def _refuse_outright(report: Older, name: str) -> None:
             )
 
 
-def _scope(report: Older) -> Iterator[str]:
+def _scope(report: Measured) -> Iterator[str]:
     """What the file holds for, and who must be in a report."""
     system = report.provenance.system
     for key in ("gpu", "cpu_capability"):

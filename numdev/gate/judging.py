@@ -1,12 +1,15 @@
 """What is decided: a report's rows held to the rules, and the exit code.
 
 Reads rows and nothing else, so it runs where there is no torch and no GPU. It fails closed: what
-could not be judged is `unmeasured`, never passed, unless a rule says that it may lack. How one rule
-is applied to the heads of one tensor is `numdev.gate.holding`'s business.
+could not be judged is `unmeasured`, never passed, unless a rule says that it may lack.
 
 Only kernels under audit are judged (a rule may ask for the baseline, the floor or the cost of the
 format too). Planted faults (`role: control`) are put through the same rules, each by itself, and
 what comes of that is the gate's power: from which dose on it catches each fault on this data.
+
+Where rows were sampled, an estimate passes if the upper end of its 95 % interval is within the
+limit and fails if the lower end is beyond; between them it is undecided, and so not judged. A
+maximum over a sample is a lower bound: beyond its limit it fails, and else it says nothing.
 """
 
 from __future__ import annotations
@@ -14,51 +17,64 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
 from numdev.errors import MeasurementError
-from numdev.gate.cells import Around, Groups, Older, by_tensor, grouped, key_of, measured, something
-from numdev.gate.change import GONE, NEW, refuse_other
-from numdev.gate.held import Held, Lacking
-from numdev.gate.holding import Holding, hold
-from numdev.gate.rules import Rules, Threshold, Value, default_rules
-from numdev.gate.selecting import Selector, matches
-from numdev.gate.verdict import Calls, Dose, Judgement, Outcome, Power, Verdict
+from numdev.gate.change import GONE, NEW, changes, refuse_other
+from numdev.gate.comparable import Measured, spelt
+from numdev.gate.rows import (
+    GRADIENTS,
+    NOT_MEASURED,
+    Around,
+    Groups,
+    by_tensor,
+    grouped,
+    measured,
+    something,
+)
+from numdev.gate.rules import (
+    ESTIMATED,
+    MAXIMA,
+    Rules,
+    Selector,
+    Threshold,
+    default_rules,
+    interval_of,
+    matches,
+    parts_of,
+    value_of,
+)
+from numdev.gate.verdict import (
+    Calls,
+    Decided,
+    Dose,
+    Held,
+    Judged,
+    Judgement,
+    Lacking,
+    Outcome,
+    Power,
+    Verdict,
+)
 from numdev.gate.wholeness import check_whole
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
+from numdev.report.io import uncollected
+from numdev.report.statistics import holm
 
-PLACES = 3
-"""So many places of offending rows are named."""
-GRADIENTS = ("dq", "dk", "dv")
+PLACES = 3  # of offending rows that are named
 NOTHING = "no row matches"
 NOT_GIVEN = "it is about a change, and no older report was given (--against)"
+NOT_PLANTED = "no such planted fault in this report: audit with --control"
+EMPTY = "no element of it could be judged"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A verdict and the rows behind it."""
-
-    verdict: Verdict
-    offending: tuple[DeviationRow, ...] = field(default=(), repr=False)
-    """The worst first."""
-    beyond: tuple[Held, ...] = field(default=(), repr=False)
-    """The same, with the number and its limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """A judgement, and the rows behind each of its verdicts."""
-
-    judgement: Judgement
-    judged: tuple[Judged, ...] = field(repr=False)
+# --- a report ------------------------------------------------------------------------------------
 
 
 def judge_report(
-    report: Older, rules: Rules | None = None, against: Older | None = None
+    report: Measured, rules: Rules | None = None, against: Measured | None = None
 ) -> Judgement:
     """A report's rows held to the rules, and where rules ask for it to those of an older one.
 
@@ -68,7 +84,7 @@ def judge_report(
     return decide_report(report, rules or default_rules(), against).judgement
 
 
-def decide_report(report: Older, rules: Rules, against: Older | None = None) -> Decided:
+def decide_report(report: Measured, rules: Rules, against: Measured | None = None) -> Decided:
     """As `judge_report`, with the rows."""
     _refuse_elsewhere(report.provenance.system, rules)
     around = Around.of(report, against)
@@ -76,24 +92,23 @@ def decide_report(report: Older, rules: Rules, against: Older | None = None) -> 
     if against is not None:
         refuse_other(report, against)
         check_whole(against, around.old_groups, "the older report")
-    return decide(report.rows, rules, around)
+    with uncollected():
+        return decide(report.rows, rules, around)
 
 
 def _refuse_elsewhere(system: Mapping[str, Any], rules: Rules) -> None:
     """A key that the report does not have is of no kind at all, whatever the pattern."""
-    known = ", ".join(k for k, v in system.items() if isinstance(v, str))
     for key, pattern in rules.holds_for.items():
-        found = system.get(key)
-        if found is None:
+        value, what = system.get(key), f"the rules {rules.name} hold for {key} {pattern!r}"
+        if value is None:
+            known = ", ".join(k for k, v in system.items() if isinstance(v, str))
             raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, and this report's system has "
-                f"no {key}",
+                f"{what}, and this report's system has no {key}",
                 hint=f"what it has is under provenance.system in the report: {known or 'nothing'}",
             )
-        if not fnmatchcase(str(found), pattern):
+        if not fnmatchcase(str(value), pattern):
             raise MeasurementError(
-                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has "
-                f"{str(found)!r}",
+                f"{what}, and this report has {str(value)!r}",
                 hint="calibrate rules for that system, or gate a report from this one",
             )
 
@@ -109,12 +124,13 @@ def decide(rows: Sequence[DeviationRow], rules: Rules, around: Around | None = N
     """As `judge`, with the rows."""
     around = around or Around(rows=rows)
     power = tuple(power_of(rows, rules, around))
-    calls = tuple(calls_of(rows, rules, around))
+    calls = tuple(calls_of(rows, rules))
     formats = dict.fromkeys(call.format for call in calls)
     judged = (*verdicts_of(rows, rules, around), *_powerless(power, rules, formats))
     verdicts = tuple(each.verdict for each in judged)
     known = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in known))
+    fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     judgement = Judgement(
         rules=rules.name,
         file=rules.file,
@@ -124,13 +140,13 @@ def decide(rows: Sequence[DeviationRow], rules: Rules, around: Around | None = N
         missing=missing,
         required_line=rules.line("required"),
         power=power,
-        fa_rule=_fa_rule(rows),
+        fa_rule=(sum(fa_rule), len(fa_rule)) if fa_rule else None,
     )
     return Decided(judgement=judgement, judged=judged)
 
 
 def _outcome(
-    verdicts: Iterable[Verdict], calls: Sequence[Calls], missing: Sequence[str]
+    verdicts: Sequence[Verdict], calls: Sequence[Calls], missing: Sequence[str]
 ) -> Literal["passed", "exceeded", "unmeasured"]:
     """Exceeded where anything is, since that is certain; passed only where something was judged,
     all that had to be was, and every required kernel ran."""
@@ -142,14 +158,16 @@ def _outcome(
     return "passed" if whole else "unmeasured"
 
 
+# --- a rule --------------------------------------------------------------------------------------
+
+
 def verdicts_of(
     rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None
 ) -> Iterator[Judged]:
     """Every rule on everything it selects, in the rules' order."""
     around = around or Around(rows=rows)
-    groups = measured(
-        around.by_tensor(rows), {role for t in rules.thresholds for role in t.where.role}
-    )
+    every = around.groups if rows is around.rows else by_tensor(rows)
+    groups = measured(every, {role for t in rules.thresholds for role in t.where.role})
     for threshold in rules.thresholds:
         yield from _apply(threshold, groups, around)
 
@@ -161,14 +179,14 @@ def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Jud
     older: Groups = {}
     if threshold.over == "before":
         if around.old is None:
-            yield _nothing(threshold, NOT_GIVEN, "unmeasured")
+            yield _without_rows(threshold, NOT_GIVEN, "unmeasured")
             return
         older = around.older(where)
     keys = dict.fromkeys((*chosen, *older))
     if not keys:
         lenient = threshold.may_lack != "nothing"
         why = NOTHING + _unmatched(where, groups)
-        yield _nothing(threshold, why, "untested" if lenient else "unmeasured")
+        yield _without_rows(threshold, why, "untested" if lenient else "unmeasured")
     for key in keys:
         yield _judge(threshold, chosen.get(key, []), around, older.get(key, []))
 
@@ -183,7 +201,11 @@ def _unmatched(where: Selector, groups: Groups) -> str:
     return ""
 
 
-def _nothing(threshold: Threshold, why: str, outcome: Outcome) -> Judged:
+def _source(threshold: Threshold) -> dict[str, Any]:
+    return {"rule": threshold.name, "file": threshold.file, "line": threshold.line}
+
+
+def _without_rows(threshold: Threshold, why: str, outcome: Outcome) -> Judged:
     return Judged(verdict=Verdict(**_source(threshold), outcome=outcome, reasons=(why,)))
 
 
@@ -193,18 +215,28 @@ def _judge(
     around: Around,
     older: Sequence[DeviationRow] = (),
 ) -> Judged:
-    """One rule on the heads of one tensor of one kernel in one format."""
+    """One rule on the heads of one tensor of one kernel in one format; `older` are those of an
+    older report, for one on a change."""
     first = (rows or older)[0]
     threshold = threshold.at(first)
-    found = hold(threshold, rows, around, older)
-    outcome: Outcome = "passed" if found.judged else "untested"
-    if found.unsure or any(not _may_lack(threshold, why) for _, why in found.lacking):
+    held, lacking = _held(threshold, rows, around, older)
+    held, unsure = _decided(threshold, held)
+    offending = _offending(threshold, held)
+    # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
+    shown = next(iter(offending or held), None)
+    if threshold.heads is not None and held:
+        shown = _median(held)
+    outcome: Outcome = "passed" if held else "untested"
+    if unsure or any(not _may_lack(threshold, why) for _, why in lacking):
         outcome = "unmeasured"
-    if found.offending:
+    if offending:
         outcome = "exceeded"
-    lacking = [*found.unsure, *found.lacking]
-    shown = found.shown
+    lacking = [*unsure, *lacking]
+    named = {"exceeded": [h.row for h in offending], "unmeasured": [row for row, _ in lacking]}
     limit = shown.limit if shown else threshold
+    observed = shown.value if shown else None
+    if isinstance(observed, float) and not math.isfinite(observed):
+        observed = str(observed)  # JSON has no infinity
     verdict = Verdict(
         **_source(threshold),
         outcome=outcome,
@@ -213,29 +245,19 @@ def _judge(
         options=first.options,
         format=first.format,
         tensor=first.tensor,
-        judged=found.judged,
-        offending=len(found.offending),
-        observed=_observed(shown.value) if shown else None,
+        judged=len(held),
+        offending=len(offending),
+        observed=observed,
         metric=limit.named,
         limit=str(limit),
         bound=limit.bound,
         median=threshold.heads is not None,
-        places=tuple(Place.of(r) for r in _first(found, lacking, outcome)),
+        places=tuple(map(Place.of, named.get(outcome, ())[:PLACES])),
         unjudged=len(lacking),
         reasons=tuple(dict.fromkeys(why for _, why in lacking)),
-        excused=found.excused,
+        excused=sum(h.excused for h in held),
     )
-    beyond = tuple(found.offending)
-    return Judged(verdict=verdict, offending=tuple(h.row for h in beyond), beyond=beyond)
-
-
-def _observed(value: Value) -> Value:
-    """JSON has no infinity."""
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def _source(threshold: Threshold) -> dict[str, Any]:
-    return {"rule": threshold.name, "file": threshold.file, "line": threshold.line}
+    return Judged(verdict=verdict, beyond=tuple(offending))
 
 
 def _may_lack(threshold: Threshold, why: str) -> bool:
@@ -246,31 +268,135 @@ def _may_lack(threshold: Threshold, why: str) -> bool:
     return lenient == "numbers" or (lenient == "sampled" and why == NOT_PREDICTED)
 
 
-def _first(found: Holding, lacking: Sequence[Lacking], outcome: Outcome) -> list[DeviationRow]:
-    if outcome == "exceeded":
-        return [h.row for h in found.offending[:PLACES]]
-    return [row for row, _ in lacking[:PLACES]] if outcome == "unmeasured" else []
+# --- a row ---------------------------------------------------------------------------------------
 
 
-def calls_of(
-    rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None
-) -> Iterator[Calls]:
+def _held(
+    threshold: Threshold,
+    rows: Sequence[DeviationRow],
+    around: Around,
+    older: Sequence[DeviationRow],
+) -> tuple[list[Held], list[Lacking]]:
+    """Rows beside their limit, the worst first; and those without the number."""
+    held: list[Held] = []
+    lacking: list[Lacking] = []
+    if threshold.over == "before":
+        held, lacking = changes(threshold, rows, older)
+    else:
+        limits = (threshold, *threshold.otherwise)
+        for row in rows:
+            result = _held_row(threshold, limits, row, around)
+            if isinstance(result, str):
+                lacking.append((row, result))
+            else:
+                held.append(result)
+    held.sort(key=lambda h: -h.excess)
+    if threshold.heads is not None and held and len(held) < threshold.heads:
+        few = f"heads: {len(held)}, and it takes {threshold.heads}"
+        return [], [*lacking, *((h.row, few) for h in held)]
+    return held, lacking
+
+
+def _held_row(
+    threshold: Threshold, limits: Sequence[Any], row: DeviationRow, around: Around
+) -> Held | str:
+    """A row beside the first limit whose number it has; else why it has none.
+
+    The next limit is for a number that means nothing, and says why; one that was not measured at
+    all is not excused by it.
+    """
+    test = threshold.certain
+    if test is not None:
+        if (row.sequences or 0) < test.sequences:
+            return f"independent sequences: {row.sequences or 0}, and it takes {test.sequences}"
+        if value_of(row, test.p)[0] is None:
+            return row.nulls.get(test.p, NOT_MEASURED)
+    why: str | None = None
+    for limit in limits:
+        value, why, meant = around.read(row, limit)
+        if value is not None or limit.absent:
+            held = Held(row, limit, value, limit.excess(value))
+            return _of_sample(held) if row.sampled else held
+        if not meant:
+            break
+    return why or NOT_MEASURED
+
+
+def _of_sample(held: Held) -> Held | str:
+    """What is known of sampled rows alone, with its interval; or why that says nothing."""
+    metric, parts = held.limit.metric, parts_of(held.limit.metric)
+    if held.limit.over is not None or len(parts) > 1:
+        whole = MAXIMA.isdisjoint(parts) and ESTIMATED.isdisjoint(parts)
+        return held if whole else f"{held.limit.named} of sampled rows has no interval"
+    if metric in MAXIMA:
+        # flash-attention's rule compares two maxima: beyond it, the other may be too small.
+        proven = held.excess > 1 and metric != "fa_rule"
+        return held if proven else "a maximum over sampled rows bounds nothing"
+    if metric not in ESTIMATED:
+        return held
+    interval = interval_of(held.row, metric)
+    if interval is None:
+        return f"{metric} of sampled rows has no interval"
+    return held._replace(interval=interval)
+
+
+def _decided(threshold: Threshold, held: Sequence[Held]) -> tuple[list[Held], list[Lacking]]:
+    """What is decided, and what is not, with the reason: estimates whose interval contains the
+    limit. For a median all of them, if the median of the lower ends is within and that of the upper
+    ends beyond."""
+    if not any(h.interval for h in held):
+        return list(held), []
+    if threshold.heads is None:
+        unsure = [h.ends[0] <= 1 < h.ends[1] for h in held]
+        pairs = list(zip(held, unsure, strict=True))
+        return [h for h, u in pairs if not u], [(h.row, _contains(h, h)) for h, u in pairs if u]
+    lowest, highest = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
+    if not lowest.ends[0] <= 1 < highest.ends[1]:
+        return list(held), []
+    return [], [(h.row, _contains(lowest, highest, "the median ")) for h in held]
+
+
+def _contains(lower: Held, upper: Held, whose: str = "") -> str:
+    low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
+    what = f"the interval of {whose}{lower.limit.metric}, {low[0]:.3g} to {high[1]:.3g},"
+    return f"{what} contains the limit {lower.limit.bound:g}: audit more rows"
+
+
+def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
+    """Rows beyond the limit: none as long as the median is within, where the limit is for that;
+    those that are significantly so over all of them together, where certainty is asked for."""
+    if threshold.heads is not None and held and _median(held).excess <= 1:
+        return []
+    sure = [True] * len(held)
+    if threshold.certain:
+        p = [float(value_of(h.row, threshold.certain.p)[0] or 0.0) for h in held]
+        sure = holm(p, threshold.certain.alpha)
+    return [h for h, certain in zip(held, sure, strict=True) if certain and h.excess > 1]
+
+
+def _median(held: Sequence[Held]) -> Held:
+    """Of rows in order, the worst first; of two in the middle the one that is less bad."""
+    return held[len(held) // 2]
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
     """How many calls each kernel under audit ran, declined, or failed in."""
-    around = around or Around(rows=rows)
-    passes: Groups = {}
-    for (role, *key, tensor), group in around.by_tensor(rows).items():
-        if role == "kernel":
-            passes.setdefault((*key, tensor in GRADIENTS), []).extend(group)
+    call_of = attrgetter("case", "call", "seed")
+    kernels = (row for row in rows if row.role == "kernel")
+    passes = grouped(
+        kernels, lambda r: (r.kernel, spelt(r.options), r.format, r.tensor in GRADIENTS)
+    )
     for (kernel, _, fmt, backward), group in passes.items():
-        first = group[0]
-        whole = set(map(_STATUS, group)) == {"ok"}
-        bare = [] if whole else [row for row in group if row.status != "ok"]
-        status = dict.fromkeys(map(_CALL, group), "ok")
+        bare = [row for row in group if row.status != "ok"]
+        status = dict.fromkeys(map(call_of, group), "ok")
         for worst in ("skipped", "failed"):  # the worst of a call's rows last
-            status |= {_CALL(row): worst for row in bare if row.status == worst}
+            status |= {call_of(row): worst for row in bare if row.status == worst}
         count = Counter(status.values())
-        said = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
-        reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == said))
+        told = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
+        reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == told))
         required = any(fnmatchcase(kernel, p) for p in rules.required)
         outcome: Outcome = "passed" if count["ok"] == len(status) else "untested"
         if required and count["ok"] and not any(map(something, group)):
@@ -279,7 +405,7 @@ def calls_of(
             outcome = "unmeasured"
         yield Calls(
             kernel=kernel,
-            options=first.options,
+            options=group[0].options,
             format=fmt,
             backward=backward,
             ok=count["ok"],
@@ -292,10 +418,7 @@ def calls_of(
         )
 
 
-_CALL = attrgetter("case", "call", "seed")
-_STATUS = attrgetter("status")
-_OF_A_KERNEL = attrgetter("role", "fa_rule")
-EMPTY = "no element of it could be judged"
+# --- planted faults ------------------------------------------------------------------------------
 
 
 def power_of(
@@ -304,53 +427,31 @@ def power_of(
     """Every planted fault in every format, its doses put through the rules as kernels are. Not
     through those on a change: what a fault would have been before, no report has."""
     around = around or Around(rows=rows)
-    planted = any(key[0] == "control" for key in around.by_tensor(rows))
-    controls = [r for r in rows if r.role == "control"] if planted else []
+    controls = [row for row in rows if row.role == "control"]
     absolute = [t for t in rules.thresholds if t.over != "before"]
-    for fault in grouped(controls, lambda r: key_of(r, but="dose")).values():
-        doses = sorted(grouped(fault, key_of).values(), key=lambda group: _size(group[0]))
+
+    def fault_of(row: DeviationRow) -> tuple[str, ...]:
+        options = {k: v for k, v in row.options.items() if k != "dose"}
+        return row.kernel, spelt(options), row.format
+
+    for fault in grouped(controls, fault_of).values():
+        doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
         tried = [_dose(group, absolute, around) for group in doses]
         known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
         caught = list(takewhile(lambda d: d.outcome == "caught", known))
-        first = fault[0]
         yield Power(
-            fault=first.kernel.removeprefix("control:"),
-            options={k: v for k, v in first.options.items() if k != "dose"},
-            format=first.format,
+            fault=fault[0].kernel.removeprefix("control:"),
+            options={k: v for k, v in fault[0].options.items() if k != "dose"},
+            format=fault[0].format,
             doses=tuple(tried),
             caught_from=caught[-1].dose if caught else None,
         )
 
 
-def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Judged]:
-    """A verdict for each planted fault that the rules must catch, and did not show that they do in
-    each format that kernels ran in."""
-    for at, (fault, dose) in enumerate(rules.catches.items()):
-        found = [p for p in power if p.fault == fault]
-        weak = [p for p in found if p.caught_from is None or p.caught_from > dose]
-        why = [_missed(p, dose) for p in weak] if found else [NOT_PLANTED]
-        planted = {p.format for p in found}
-        why += [f"not planted in {fmt}" for fmt in formats if found and fmt not in planted]
-        if why:
-            verdict = Verdict(
-                rule=f"catches {fault}",
-                outcome="unmeasured",
-                reasons=tuple(why),
-                limit=f"caught from {dose:g}",
-                file=rules.file,
-                line=rules.line("catches", at),
-            )
-            yield Judged(verdict=verdict)
-
-
-NOT_PLANTED = "no such planted fault in this report: audit with --control"
-
-
-def _missed(power: Power, dose: float) -> str:
-    if all(d.outcome == "unmeasured" for d in power.doses):
-        return f"no dose of it could be measured ({power.format})"
-    caught = "at no dose" if power.caught_from is None else f"from {power.caught_from:g} only"
-    return f"caught {caught} ({power.format})"
+def _size(rows: Sequence[DeviationRow]) -> float:
+    """The dose; one beyond 1e300 is none, since JSON has integers that no float holds."""
+    dose = rows[0].options.get("dose")
+    return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
 def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around: Around) -> Dose:
@@ -364,24 +465,34 @@ def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around:
     ]
     by = tuple(dict.fromkeys(name for name, outcome in judged if outcome == "exceeded"))
     known = any(outcome == "passed" for _, outcome in judged)
-    return Dose(
-        dose=_size(rows[0]),
-        outcome="caught" if by else "missed" if known else "unmeasured",
-        by=by,
-    )
+    outcome: Any = "caught" if by else "missed" if known else "unmeasured"
+    return Dose(dose=_size(rows), outcome=outcome, by=by)
 
 
-def _size(row: DeviationRow) -> float:
-    dose = row.options.get("dose")
-    return float(dose) if isinstance(dose, int | float) and abs(dose) < LARGEST else 0.0
+def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Judged]:
+    """A verdict for each planted fault that the rules must catch, and did not show that they do in
+    each format that kernels ran in."""
+    for at, (fault, dose) in enumerate(rules.catches.items()):
+        planted = {p.format: p for p in power if p.fault == fault}
+        weak = [
+            p for p in power if p.fault == fault and (p.caught_from is None or p.caught_from > dose)
+        ]
+        why = [_missed(p) for p in weak] if planted else [NOT_PLANTED]
+        why += [f"not planted in {fmt}" for fmt in formats if planted and fmt not in planted]
+        if why:
+            verdict = Verdict(
+                rule=f"catches {fault}",
+                outcome="unmeasured",
+                reasons=tuple(why),
+                limit=f"caught from {dose:g}",
+                file=rules.file,
+                line=rules.line("catches", at),
+            )
+            yield Judged(verdict=verdict)
 
 
-LARGEST = 1e300
-"""A dose beyond it is none: JSON has integers that no float holds."""
-
-
-def _fa_rule(rows: Iterable[DeviationRow]) -> tuple[int, int] | None:
-    told = [
-        holds for role, holds in map(_OF_A_KERNEL, rows) if role == "kernel" and holds is not None
-    ]
-    return (sum(told), len(told)) if told else None
+def _missed(power: Power) -> str:
+    if all(d.outcome == "unmeasured" for d in power.doses):
+        return f"no dose of it could be measured ({power.format})"
+    caught = "at no dose" if power.caught_from is None else f"from {power.caught_from:g} only"
+    return f"caught {caught} ({power.format})"

@@ -1,24 +1,34 @@
-"""The rule book: what is judged, by which number, up to where. Data; `numdev.gate` applies it.
+"""The rule book: which rows are judged, by which number, up to where. Data; `judging` applies it.
 
-A threshold is a selector, a metric and a limit. The defaults are `configs/gate/default.yaml`, which
-the gate and the findings of every report share.
+A threshold is a selector, a metric and a limit. Every limit of numdev stands in `configs/gate/`:
+the gate, the findings of every report, checks and files of one's own are all read here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from numdev.errors import closest
-from numdev.gate.selecting import Over, Selector, Tensors, matches, whose
-from numdev.report import Count, DeviationRow
+from numdev.report import Count, DeviationRow, Phase, Tensor
 from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, noise_ratio
-from numdev.yamlfile import Names, Strict, bundled, lines_of, read_yaml
+from numdev.yamlfile import Names, Scalar, Strict, bundled, lines_of, read_yaml
+
+# --- metrics -------------------------------------------------------------------------------------
 
 Value = float | str | None
 
@@ -35,52 +45,52 @@ DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
     "noise_ratio": noise_ratio,
     "lse_error": lse_error,
 }
+# Extreme values: over sampled rows they are lower bounds, and so never pass.
 MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
-"""Extreme values: over sampled rows they are lower bounds, and so never pass."""
+# What sampled rows give an estimate of, to be judged by its interval. What else a row holds is of
+# the whole output (nonfinite, noise), or has a test of its own (bias).
 ESTIMATED = frozenset(
     {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
     | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error"}
     | {"low_precision_rms", "flash_vs_low_precision", "lower_rms", "flash_vs_lower"}
 )
-"""What sampled rows give an estimate of, to be judged by its interval. What else a row holds is of
-the whole output (nonfinite, noise), or has a test of its own (bias)."""
+# Multiples of an error, and so 0 where there is none, whatever the denominator.
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
-"""Multiples of an error, and so 0 where there is none, whatever the denominator."""
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
-_FIELDS = frozenset(
-    name for name, field in DeviationRow.model_fields.items() if field.annotation in _NUMBERS
-) - {"layer", "seed", "head"}
-METRICS = frozenset(n for n in _FIELDS if not n.endswith("w1")) | {"suspicion", *DERIVED}
-"""What can be judged. Not W1, which is blind to permutation."""
+_FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
+# What can be judged. Not W1, which is blind to permutation.
+METRICS = frozenset(
+    {n for n in _FIELDS - {"layer", "seed", "head"} if not n.endswith("w1")}
+    | {"suspicion", *DERIVED}
+)
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
     """A metric of a row, or a ratio of two as `a / b`; and where it is None, why: the row's own
     reason, else None again. 0 over anything is 0; a number over 0 is None."""
-    derived = DERIVED.get(metric)
-    if derived is None and "/" in metric:
-        return _ratio(row, *parts_of(metric))
-    value: Value = derived(row) if derived else getattr(row, metric)
-    if value is None and metric in ERRORS and row.rms == 0:
+    if metric in DERIVED:
+        value: Value = DERIVED[metric](row)
+    elif "/" in metric:
+        over, under = parts_of(metric)
+        (number, why), (divisor, why_not) = value_of(row, over), value_of(row, under)
+        if number is None or divisor is None:
+            return None, why if number is None else why_not
+        if not number:
+            return 0.0, None
+        return (float(number) / float(divisor), None) if divisor else (None, f"{under} is 0")
+    else:
+        value = getattr(row, metric)
+    if value is not None:
+        return value, None
+    if metric in ERRORS and row.rms == 0:
         return 0.0, None
-    return value, row.nulls.get(metric)
+    return None, row.nulls.get(metric)
 
 
 @lru_cache(maxsize=256)
 def parts_of(metric: str) -> tuple[str, ...]:
     """Both metrics of `a / b`; the one of any other."""
     return tuple(part.strip() for part in metric.split("/"))
-
-
-def _ratio(row: DeviationRow, over: str, under: str) -> tuple[Value, str | None]:
-    (value, why), (divisor, why_not) = (value_of(row, name) for name in (over, under))
-    if value is None or divisor is None:
-        return None, why if value is None else why_not
-    if not value:
-        return 0.0, None
-    if not divisor:
-        return None, f"{under} is 0"
-    return float(value) / float(divisor), None
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
@@ -96,19 +106,127 @@ def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
     return ends[0] * value / row.rms, ends[1] * value / row.rms
 
 
+# --- selectors -----------------------------------------------------------------------------------
+
+Judgeable = Literal["kernel", "baseline", "floor", "precision"]
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, int | str) else value
+
+
+Numbers = Annotated[tuple[int, ...] | None, BeforeValidator(_listed)]
+
+
+def _among(known: tuple[str, ...]) -> AfterValidator:
+    """Patterns each of which fits one of the names there are: a slip of the pen fits none, and
+    would leave a rule without a row."""
+
+    def check(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            bare = pattern.removeprefix("!")
+            if not any(fnmatchcase(name, bare) for name in known):
+                raise ValueError(f"there is no {bare!r}; {closest(bare.lower(), known)}")
+        return patterns
+
+    return AfterValidator(check)
+
+
+Tensors = Annotated[Names, _among(get_args(Tensor))]
+Phases = Annotated[Names, _among(get_args(Phase))]
+
+
+@lru_cache(maxsize=1 << 16)
+def matches(patterns: tuple[str, ...], text: str | None) -> bool:
+    """Whether none of the patterns excludes it, and one of the others fits, where there are any."""
+    if any(fnmatchcase(text or "", p[1:]) for p in patterns if p.startswith("!")):
+        return False
+    wanted = [p for p in patterns if not p.startswith("!")]
+    return not wanted or any(fnmatchcase(text or "", p) for p in wanted)
+
+
+class Selector(Strict):
+    """Which rows. A field that is not given selects all; shell patterns, a leading ! excludes."""
+
+    role: Annotated[tuple[Judgeable, ...], BeforeValidator(_listed)] = ("kernel",)
+    kernel: Names = ()
+    format: Names = ()
+    out_format: Names = ()
+    tensor: Tensors = ()
+    case: Names = ()
+    regime: Names = ()
+    """The inputs that the request says were drawn for a case; a model's case has none."""
+    module: Names = ()
+    phase: Phases = ()
+    layer: Numbers = None
+    head: Numbers = None
+
+    def of(
+        self,
+        rows: Sequence[DeviationRow],
+        regimes: Mapping[str, str] | None = None,
+        *,
+        role: str | None = None,
+    ) -> list[DeviationRow]:
+        """Those rows that are meant, of rows that share role (`role`, if given, instead of theirs),
+        kernel, format and tensor; `regimes` by the name of the case."""
+        if not rows or (role or rows[0].role) not in self.role or not _fits(self, rows[0]):
+            return []
+        given = [n for n in ("out_format", "case", "module", "phase") if getattr(self, n)]
+        drawn = regimes or {}
+        return [
+            row
+            for row in rows
+            if all(matches(getattr(self, name), getattr(row, name)) for name in given)
+            and (not self.regime or matches(self.regime, drawn.get(row.case)))
+            and (self.layer is None or row.layer in self.layer)
+            and (self.head is None or row.head in self.head)
+        ]
+
+
+def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
+    names = ("kernel", "format", "tensor")
+    return all(matches(getattr(patterns, name), getattr(row, name)) for name in names)
+
+
+class Kernel(Strict):
+    """A kernel by its name, and by options where it was measured with several."""
+
+    kernel: str
+    options: dict[str, Scalar] = Field(default_factory=dict)
+
+
+def _known_divisor(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("floor", "baseline", "before"):
+        raise ValueError(
+            f"{value!r} is none of floor, baseline, before; a kernel is {{kernel: NAME}}"
+        )
+    return value
+
+
+# What a number is divided by: the same metric of the same cell. `before`: in an older report.
+Over = Annotated[Literal["floor", "baseline", "before"] | Kernel, BeforeValidator(_known_divisor)]
+
+
+def whose(over: Over) -> str:
+    """`the floor's`, `sdpa-math's`; of an older report `before`."""
+    if isinstance(over, Kernel):
+        return f"{over.kernel}'s"
+    return over if over == "before" else f"the {over}'s"
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
 def _completed(names: Collection[str]) -> dict[str, Any]:
     """The JSON Schema of a metric: a known name, or a ratio of two."""
     either = "|".join(sorted(set(names) - {"suspicion"}))
-    return {
-        "anyOf": [
-            {"enum": sorted(names)},
-            {
-                "type": "string",
-                "pattern": rf"^\s*({either})\s*/\s*({either})\s*$",
-                "examples": ["from_baseline_rms / precision_rms"],
-            },
-        ]
+    ratio = {
+        "type": "string",
+        "pattern": rf"^\s*({either})\s*/\s*({either})\s*$",
+        "examples": ["from_baseline_rms / precision_rms"],
     }
+    return {"anyOf": [{"enum": sorted(names)}, ratio]}
 
 
 Metric = Annotated[str, WithJsonSchema(_completed(METRICS))]
@@ -140,10 +258,8 @@ class Limit(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> Limit:
-        given = [
-            n for n in ("at_most", "below", "equals", "absent") if getattr(self, n) is not None
-        ]
-        if len(given) != 1:
+        given = (self.at_most, self.below, self.equals, self.absent)
+        if sum(x is not None for x in given) != 1:
             raise ValueError("give exactly one of at_most, below, equals, absent")
         if (self.absent is not None) != (self.metric == "suspicion"):
             raise ValueError("`absent` is for suspicion, and the only limit for it")
@@ -164,26 +280,22 @@ class Limit(Strict):
 
     def excess(self, value: Value) -> float:
         """How far on the way to the limit: above 1 it is exceeded; infinite where there is none
-        to be near to."""
+        to be near to, and for NaN."""
         if self.absent:
             return 0.0 if value is None else math.inf
-        size = abs(float(value or 0.0))
-        if math.isnan(size):
+        number = float(value or 0.0)
+        size = abs(number)
+        if size != size:
             return math.inf
-        if self.equals is not None:
-            return 0.0 if float(value or 0.0) == self.equals else math.inf
+        if self.at_most is not None:
+            return size / self.at_most if self.at_most else (math.inf if size else 0.0)
         if self.below is not None:
             return size / self.below if size < self.below else max(size / self.below, _ABOVE)
-        limit = self.at_most or 0.0
-        return size / limit if limit else (math.inf if size else 0.0)
+        return 0.0 if number == self.equals else math.inf
 
     def __str__(self) -> str:
-        if self.absent:
-            return "none"
-        for sign, limit in (("≤", self.at_most), ("<", self.below), ("=", self.equals)):
-            if limit is not None:
-                return f"{self.named} {sign} {limit:g}"
-        raise AssertionError
+        sign = "≤" if self.at_most is not None else "<" if self.below is not None else "="
+        return "none" if self.absent else f"{self.named} {sign} {self.bound:g}"
 
 
 _ABOVE = math.nextafter(1.0, 2.0)
@@ -205,14 +317,6 @@ class Instead(Strict):
     format: Names = ()
     tensor: Tensors = ()
     at_most: Annotated[float, Field(ge=0)]
-
-    def holds_for(self, row: DeviationRow) -> bool:
-        shared = (
-            (self.kernel, row.kernel),
-            (self.format, row.format),
-            (self.tensor, row.tensor),
-        )
-        return all(matches(patterns, value) for patterns, value in shared)
 
 
 class Threshold(Limit):
@@ -242,18 +346,8 @@ class Threshold(Limit):
         """The line of that file, from 1, where it begins."""
         return self._line
 
-    def standing(self, file: str, line: int) -> Threshold:
-        """The same, and known to stand there."""
-        copy = self.model_copy()
-        copy._file, copy._line = file, line
-        return copy
-
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        return (self, *self.otherwise)
-
     @model_validator(mode="after")
-    def _at_most(self) -> Threshold:
+    def _consistent(self) -> Threshold:
         if self.instead and self.at_most is None:
             raise ValueError("`instead` changes at_most, and there is none")
         if self.heads is not None and (self.certain or self.absent):
@@ -268,8 +362,11 @@ class Threshold(Limit):
 
     def at(self, row: DeviationRow) -> Threshold:
         """As it is for rows of this one's kernel, format and tensor."""
-        other = next((each for each in self.instead if each.holds_for(row)), None)
+        other = next((each for each in self.instead if _fits(each, row)), None)
         return self if other is None else self.model_copy(update={"at_most": other.at_most})
+
+
+# --- files ---------------------------------------------------------------------------------------
 
 
 class Rules(Strict):
@@ -284,6 +381,8 @@ class Rules(Strict):
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)]
+    _file: str | None = PrivateAttr(default=None)
+    _lines: dict[str, tuple[int, ...]] = PrivateAttr(default_factory=dict)
 
     @field_validator("thresholds")
     @classmethod
@@ -294,9 +393,6 @@ class Rules(Strict):
             raise ValueError(f"two thresholds are called {twice!r}")
         return thresholds
 
-    _file: str | None = PrivateAttr(default=None)
-    _lines: dict[str, tuple[int, ...]] = PrivateAttr(default_factory=dict)
-
     @property
     def file(self) -> str | None:
         """The gate file, as it was given; None of rules made in Python."""
@@ -306,53 +402,50 @@ class Rules(Strict):
         """The line of the file, from 1, of one of its keys; or of an entry of that."""
         return (*self._lines.get(key, ()), None)[entry + 1 if key in self._lines else 0]
 
-    def standing(self, file: str, lines: Mapping[str, tuple[int, ...]]) -> Rules:
-        """The same, and known to stand there; `lines` as of `yamlfile.lines_of`."""
-        begin = lines.get("thresholds", ())[1:] or (1,) * len(self.thresholds)
-        placed = [t.standing(file, n) for t, n in zip(self.thresholds, begin, strict=True)]
-        copy = self.model_copy(update={"thresholds": tuple(placed)})
-        copy._file, copy._lines = file, dict(lines)
-        return copy
-
     @property
     def about_changes(self) -> bool:
         """Whether any of them needs an older report."""
         return any(t.over == "before" for t in self.thresholds)
 
-    @property
-    def about_kernels_alone(self) -> bool:
-        """Whether no other row is judged, or divided by."""
-        limits = [limit for t in self.thresholds for limit in t.limits]
-        roles = {role for t in self.thresholds for role in t.where.role}
-        return roles == {"kernel"} and all(x.over in (None, "before") for x in limits)
-
 
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
-    rules = read_yaml(path, Rules)
-    name = rules.name if "name" in rules.model_fields_set else path.name
-    return rules.model_copy(update={"name": name}).standing(str(path), lines_of(path))
+    rules = _read(path, str(path))
+    return rules if "name" in rules.model_fields_set else _renamed(rules, path.name)
 
 
 @lru_cache(maxsize=1)
 def default_rules() -> Rules:
     """configs/gate/default.yaml."""
-    return _bundled_rules("gate/default.yaml").model_copy(update={"name": "default"})
+    return _renamed(_bundled("default.yaml"), "default")
 
 
 def default_rules_against() -> Rules:
     """The default rules, and those of configs/gate/change.yaml, for an older report beside."""
-    rules, more = default_rules(), _bundled_rules("gate/change.yaml")
+    rules, more = default_rules(), _bundled("change.yaml")
     return rules.model_copy(update={"thresholds": (*rules.thresholds, *more.thresholds)})
 
 
 def default_rules_for_checks() -> Rules:
     """The default rules, after those of configs/gate/check.yaml."""
-    rules, more = default_rules(), _bundled_rules("gate/check.yaml")
+    rules, more = default_rules(), _bundled("check.yaml")
     return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds)})
 
 
-def _bundled_rules(name: str) -> Rules:
+def _bundled(name: str) -> Rules:
     """By a name that does not depend on where the package is installed."""
-    path = bundled(name)
-    return read_yaml(path, Rules).standing(f"configs/{name}", lines_of(path))
+    return _read(bundled(f"gate/{name}"), f"configs/gate/{name}")
+
+
+def _renamed(rules: Rules, name: str) -> Rules:
+    return rules.model_copy(update={"name": name})
+
+
+def _read(path: Path, file: str) -> Rules:
+    """Rules that know where they stand: the file, by this name, and the line of each."""
+    rules, lines = read_yaml(path, Rules), dict(lines_of(path))
+    begin = lines.get("thresholds", ())[1:] or (1,) * len(rules.thresholds)
+    rules._file, rules._lines = file, lines
+    for threshold, line in zip(rules.thresholds, begin, strict=True):
+        threshold._file, threshold._line = file, line
+    return rules

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
-from numdev.gate.wording import label
+from numdev.gate.words import label
 from numdev.report import Finding, Place
 from numdev.report.foreign import plain
 from numdev.report.views.gate import Spot, number

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from numdev.gate.held import Held
-from numdev.gate.judging import Decided, Judged
 from numdev.gate.rules import Rules
-from numdev.gate.verdict import Dose, Judgement, Outcome, Power, Verdict
-from numdev.gate.wording import label
+from numdev.gate.verdict import Decided, Dose, Held, Judged, Judgement, Outcome, Power, Verdict
+from numdev.gate.words import label
 from numdev.report import Finding, Place
 from numdev.report.document import (
     Bullets,
