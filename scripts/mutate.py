@@ -1,13 +1,15 @@
 """Plant the faults of tests/mutations.yaml, one at a time, and see which tests notice.
 
-    python scripts/mutate.py --check                   every fault can be planted, and compiles
-    python scripts/mutate.py --baseline --jobs 16      the listed tests, without a fault
-    python scripts/mutate.py --jobs 16                 all faults
-    python scripts/mutate.py w1-diluted holm           some, by id or by area
-    python scripts/mutate.py --tests 'tests/test_*.py' against other tests than those listed
+    python scripts/mutate.py --check               every fault can be planted, and compiles
+    python scripts/mutate.py --baseline            the hinted tests, without a fault
+    python scripts/mutate.py --jobs 16             all faults, each against its hinted tests
+    python scripts/mutate.py gate holm             some: by area, by id, or by file or folder
+    python scripts/mutate.py --rest gate           what no hinted test sees, against all others too
+    python scripts/mutate.py --tests 'tests/test_*.py'     other tests than those hinted
 
-Each fault gets a copy of the tree and a pytest of its own, which ends at the first test that fails.
-A test that hangs notices, too. The exit code is 0 where every fault was caught.
+Each fault gets a copy of the tree and a pytest of its own, which ends at the first test that fails:
+the working tree is never touched. A test that hangs notices, too. Prints each fault with the test
+that caught it, and a table by area. The exit code is 0 where every fault was caught.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,85 +38,91 @@ ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = shutil.ignore_patterns(
     *("__pycache__", ".git", ".venv", ".*_cache", "numdev-reports", "*.egg-info", "shared")
 )
+OUTCOMES = {0: "survived", 1: "caught"}
+"""By pytest's exit code; above 1, where it was interrupted or collected nothing, `broken`."""
 Fault = dict[str, Any]
 
 
 def main() -> int:
     """Run what the command line asks for; 0, or 1 where a fault was not caught or not planted."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("which", nargs="*", metavar="ID", help="ids or areas  [all]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("which", nargs="*", metavar="NAME", help="ids, areas, folders  [all]")
     parser.add_argument("--list", type=Path, default=ROOT / "tests/mutations.yaml")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time  [1]")
-    parser.add_argument("--tests", help="a pattern of test files, in place of those listed")
+    parser.add_argument("--tests", help="a pattern of test files, in place of those hinted")
+    parser.add_argument("--rest", action="store_true", help="then all other tests")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one fault  [900]")
     parser.add_argument("--pytest", default="", help="further arguments of pytest")
-    parser.add_argument("--json", type=Path, default=Path("mutations.json"), help="the results")
+    parser.add_argument("--json", type=Path, help="a file for the results")
     parser.add_argument("--check", action="store_true", help="plant and compile, run nothing")
-    parser.add_argument("--baseline", action="store_true", help="run the listed tests unchanged")
+    parser.add_argument("--baseline", action="store_true", help="run the hinted tests unchanged")
     options = parser.parse_args()
     faults = chosen(yaml.safe_load(options.list.read_text(encoding="utf-8")), options.which)
     wrong = [problem for fault in faults if (problem := unplantable(fault))]
-    sys.stderr.writelines(f"{problem}\n" for problem in wrong)
+    print(*wrong, sep="\n", end="\n" if wrong else "")
     if options.check or wrong:
         print(f"{len(faults) - len(wrong)} of {len(faults)} faults can be planted")
         return 1 if wrong else 0
     if options.baseline:
-        files = dict.fromkeys(file for fault in faults for file in listed(fault, options.tests))
-        faults = [{"id": file, "tests": [file]} for file in files]
+        files = dict.fromkeys(file for fault in faults for file in hinted(fault, options))
+        faults = [{"id": file, "area": "no fault", "tests": [file]} for file in files]
+    results = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = []
         for found in pool.map(lambda fault: tried(fault, options), faults):
             results.append(found)
             print(f"{found['id']:28} {found['by']:68} {found['seconds']:6.0f} s", flush=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    counts = {word: sum(r["outcome"] == word for r in results) for word in OUTCOMES.values()}
-    if options.baseline:
-        print(f"{counts['survived']}/{len(results)} files pass without a fault")
-        return int(counts["survived"] < len(results))
-    survivors = ", ".join(r["id"] for r in results if r["outcome"] == "survived") or "none"
-    tally = f"caught {counts['caught']}/{len(results)}, could not be tried {counts['broken']}"
-    print(f"{tally}; survived: {survivors}")
-    return int(counts["caught"] < len(results))
-
-
-OUTCOMES = {0: "survived", 1: "caught", 2: "broken"}
-"""By pytest's exit code; above 2, where it collected or selected nothing, `broken` too."""
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+    wanted = "survived" if options.baseline else "caught"
+    return int(any(found["outcome"] != wanted for found in results))
 
 
 def chosen(faults: list[Fault], which: list[str]) -> list[Fault]:
-    """Those with one of these ids or areas, or all; exits for a name that none has."""
-    if unknown := {*which} - {f[key] for f in faults for key in ("id", "area")}:
+    """Those with one of these ids or areas, or in one of these files or folders; or all. Exits for
+    a name that none has."""
+
+    def is_meant(fault: Fault, name: str) -> bool:
+        file = Path(fault["file"])
+        return name in (fault["id"], fault["area"]) or Path(name) in (file, *file.parents)
+
+    if unknown := [name for name in which if not any(is_meant(f, name) for f in faults)]:
         sys.exit(f"no fault is called {', '.join(unknown)}")
-    return [f for f in faults if not which or {f["id"], f["area"]} & {*which}]
+    return [f for f in faults if not which or any(is_meant(f, name) for name in which)]
 
 
 def unplantable(fault: Fault) -> str | None:
     """Why a fault cannot be planted in this tree; None where it can."""
-    path = ROOT / fault["file"]
+    path, name = ROOT / fault["file"], f"{fault['id']}: {fault['file']}"
     if not path.is_file():
-        return f"{fault['id']}: {fault['file']}: no such file"
+        return f"{name}: no such file"
     count = (text := path.read_text(encoding="utf-8")).count(fault["old"])
     if count != 1 or fault["old"] == fault["new"]:
-        return f"{fault['id']}: {fault['file']}: expected 1 place to plant it, found {count}"
+        return f"{name}: expected 1 place to plant it, found {count}: {fault['old']}"
     if path.suffix == ".py":
         try:
             ast.parse(text.replace(fault["old"], fault["new"]))
         except SyntaxError as error:
-            return f"{fault['id']}: {fault['file']}: does not compile ({error})"
+            return f"{name}: does not compile ({error})"
     lacking = [file for file in fault["tests"] if not (ROOT / file).is_file()]
     return f"{fault['id']}: no such tests: {lacking}" if lacking else None
 
 
-def listed(fault: Fault, pattern: str | None) -> list[str]:
+def hinted(fault: Fault, options: argparse.Namespace) -> list[str]:
     """The test files to run, from the root of the tree."""
-    if pattern is None:
+    if options.tests is None:
         return list(fault["tests"])
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(options.tests))
 
 
 def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
     """One fault in a copy of the tree: its outcome, by which test, and what pytest said last."""
     start = time.monotonic()
+    first = hinted(fault, options)
+    others = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
+    rounds = [first, [file for file in others if file not in first]] if options.rest else [first]
     with tempfile.TemporaryDirectory(prefix="numdev-mutate-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=SKIPPED, symlinks=True)
@@ -120,30 +130,49 @@ def tried(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
             path = tree / fault["file"]
             text = path.read_text(encoding="utf-8")
             path.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["-m", "not gpu", "--basetemp", f"{folder}/tmp", *options.pytest.split()]
-        command += listed(fault, options.tests)
-        alone = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        log = Path(folder) / "log"  # no pipe: what a test leaves behind would keep it open
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=tree, env=os.environ | alone, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
-        try:
-            code: int | None = process.wait(options.limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        said = log.read_text(encoding="utf-8", errors="replace")
+        for files in rounds:
+            code, said = tested(tree, files, options)
+            if code != 0:
+                break
     outcome = "caught" if code is None else OUTCOMES.get(code, "broken")
     failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", said, re.MULTILINE)
     by = "timeout" if code is None else failed[1] if code == 1 and failed else outcome.upper()
     last = said.strip().splitlines()[-12:] if outcome != "survived" else []
     seconds = round(time.monotonic() - start, 1)
-    return {"id": fault["id"], "outcome": outcome, "by": by, "seconds": seconds, "said": last}
+    named = {"id": fault["id"], "area": fault["area"]}
+    return {**named, "outcome": outcome, "by": by, "seconds": seconds, "said": last}
+
+
+def tested(tree: Path, files: Sequence[str], options: argparse.Namespace) -> tuple[int | None, str]:
+    """pytest's exit code, None where it hung, and all that it said."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not gpu", "--basetemp", f"{tree}.tmp", *options.pytest.split(), *files]
+    alone = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    log = tree.with_suffix(".log")  # no pipe: what a test leaves behind would keep it open
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=tree, env=os.environ | alone, stdin=subprocess.DEVNULL,
+            stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    try:
+        code: int | None = process.wait(options.limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return code, log.read_text(encoding="utf-8", errors="replace")
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Caught, survived and broken by area, and in all; the names of what was not caught."""
+    lines = [f"{'area':16}{'faults':>8}{'caught':>8}  not caught"]
+    areas = dict.fromkeys(found["area"] for found in results)
+    for area, own in [*((a, [r for r in results if r["area"] == a]) for a in areas), ("", results)]:
+        count = Counter(found["outcome"] for found in own)
+        left = [f"{r['id']} ({r['outcome']})" for r in own if area and r["outcome"] != "caught"]
+        lines.append(f"{area or 'all':16}{len(own):8}{count['caught']:8}  {', '.join(left)}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

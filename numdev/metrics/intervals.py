@@ -10,8 +10,8 @@ without one of them; and with t_g its logarithm
 
 q being the 97.5 % quantile of Student's t with G - 1 degrees of freedom, n of N rows sampled. On
 the logarithmic scale, since a ratio and its inverse then say the same and no interval holds a
-negative error; how often such intervals hold the value of all rows is measured by
-benchmarks/sampling_coverage.py.
+negative error; how often such intervals hold the value of all rows stands in
+docs/method.md.
 
 A sum that few rows make is estimated poorly, and with few rows so is its interval (outliers, from
 32 rows: it holds in 83 %). `rel` gets none: under a causal mask the first rows, which see few keys,
