@@ -116,10 +116,11 @@ def test_the_order_of_variants_changes_nothing(tmp_path: Path) -> None:
     """Nor who else runs: the same rows in any order, and alone with the golden run."""
     forward = run(tmp_path, *OTHERS, to="a")
     backward = run(tmp_path, *reversed(OTHERS), to="b")
-    alone = run(tmp_path, OTHERS[7], to="c")
+    alone = run(tmp_path, OTHERS[7], {**OTHERS[7], "name": "another"}, to="c")
     for name in [v["name"] for v in (GOLDEN, *OTHERS)]:
         assert of(forward, name) == of(backward, name)
     assert of(alone, "noise") == of(forward, "noise")
+    assert weights_of(alone, "noise")[-1].rel != weights_of(alone, "another")[-1].rel
 
 
 def test_the_gradients_of_another_kernel(tmp_path: Path) -> None:

@@ -44,14 +44,7 @@ def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     path = tmp_path / "config.yaml"
     content = {
-        "model": {
-            "kind": "llama",
-            "layers": 2,
-            "width": 64,
-            "heads": 4,
-            "kv_heads": 2,
-            "context": 64,
-        },
+        "model": dict(kind="llama", layers=2, width=64, heads=4, kv_heads=2, context=64),
         "data": {"source": "text", "files": [str(text)]},
         "batch": 4,
         "steps": FIRST + 12,
@@ -63,34 +56,19 @@ def request(tmp_path: Path, *variants: dict[str, Any]) -> TrainRequest:
     return resolve(read_yaml(path, TrainConfig), path.name, device="cuda")
 
 
+ROUNDED = {**dict.fromkeys(("scores", "pv", "dp"), "working"), "delta_from": "dP*P"}
 EMULATED: list[dict[str, Any]] = [
     {
-        "name": "emulated, fa2",
-        "kernel": {"name": "emulated", "compute": "float32"},
+        "name": f"emulated, {name}",
+        "kernel": {"name": "emulated", "compute": "float32", **options},
         "attention_format": "bfloat16",
-    },
-    {
-        "name": "emulated, rounded products",
-        "kernel": {
-            "name": "emulated",
-            "compute": "float32",
-            "scores": "working",
-            "pv": "working",
-            "dp": "working",
-            "delta_from": "dP*P",
-        },
-        "attention_format": "bfloat16",
-    },
-    {
-        "name": "emulated, qiu2025",
-        "kernel": {"name": "emulated", "preset": "qiu2025", "compute": "float32"},
-        "attention_format": "bfloat16",
-    },
-    {
-        "name": "emulated, eager",
-        "kernel": {"name": "emulated", "preset": "eager", "compute": "float32"},
-        "attention_format": "bfloat16",
-    },
+    }
+    for name, options in {
+        "fa2": {},
+        "rounded products": ROUNDED,
+        "qiu2025": {"preset": "qiu2025"},
+        "eager": {"preset": "eager"},
+    }.items()
 ]
 
 

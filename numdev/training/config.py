@@ -187,24 +187,20 @@ class VariantConfig(Strict):
         changed = {
             name for name, value in self if name not in ("name", "role") and value is not None
         }
-        needed, golden, name = NEEDS.get(self.role), self.role == "golden", self.name
+        needed, golden, who = NEEDS.get(self.role), self.role == "golden", f"{self.name}: "
         extra = () if golden or self.role == "variant" else sorted(changed - {needed})
+        another = golden and self.backward_kernel
         _refuse(
             (
                 needed and needed not in changed,
-                f"{name}: a variant in the role {self.role} gives its `{needed}`",
+                f"{who}a variant in the role {self.role} gives its `{needed}`",
             ),
-            (
-                golden and changed & {"seed", "data_order"},
-                f"{name}: the golden run has the seeds of the run",
-            ),
-            (
-                golden and self.backward_kernel,
-                f"{name}: the golden run has the gradients of its own kernel",
-            ),
+            (golden and self.seed, f"{who}the golden run has the seeds of the run"),
+            (golden and self.data_order, f"{who}the golden run has the seeds of the run"),
+            (another, f"{who}the golden run has the gradients of its own kernel"),
             (
                 extra,
-                f"{name}: the role {self.role} differs in {needed or 'nothing else'}, not in "
+                f"{who}the role {self.role} differs in {needed or 'nothing else'}, not in "
                 f"{', '.join(extra)}; the role variant may differ in anything",
             ),
         )

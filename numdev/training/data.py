@@ -79,13 +79,9 @@ class Images:
     images: Tensor
     """[images, 1, side, side], float32, of mean 0 and variance 1 each."""
     count: int
+    about: dict[str, Any]
     vocabulary: int = 0
     tokenizer: Any = None
-
-    @property
-    def about(self) -> dict[str, Any]:
-        shape = " x ".join(str(n) for n in self.images.shape[2:])
-        return {"prompt": f"{len(self.images)} smooth random fields of {shape} pixels"}
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """`images` and `noise` [count, 1, side, side], float32, and `times` [count], int64."""
@@ -105,8 +101,9 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
     """The data of a configuration, in batches of `count`. Raises UsageError for a file that cannot
     be read, for data shorter than a window, and for ids beyond the vocabulary."""
     if config.source == "images":
-        assert model.image is not None
-        return Images(images=fields(config.images, model.image).to(device), count=count)
+        side = model.image or 0
+        about = {"prompt": f"{config.images} smooth random fields of {side} x {side} pixels"}
+        return Images(images=fields(config.images, side).to(device), count=count, about=about)
     assert model.context is not None
     tokenizer = None
     if config.source == "tokens":
@@ -115,7 +112,10 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
         texts = stdlib() if config.source == "stdlib" else list(map(_text, config.files))
         if config.tokenizer == "bpe":
             tokenizer, loaded = _trained(texts, config.vocabulary or 2048, model.context)
-            ids, vocabulary = _encoded(loaded, texts), len(loaded)
+            # verbose=False: texts longer than the context are meant here, no slip worth a warning.
+            rows = loaded(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = torch.tensor([i for row in rows for i in (*row, EOS_ID)], dtype=torch.int32)
+            vocabulary = len(loaded)
         else:
             whole = BETWEEN.join(text.encode() for text in texts)
             ids, vocabulary = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), 256
@@ -242,10 +242,3 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
     if ids[:1] != [BOS_ID] or not same or loaded.decode(ids[1:]) != text:
         raise MeasurementError("the saved tokenizer does not load as it was trained")
     return made, loaded
-
-
-def _encoded(tokenizer: Any, texts: list[str]) -> Tensor:
-    """All texts as one row of ids, each closed by EOS; int32."""
-    # verbose=False: texts longer than the context are meant here, not a slip worth a warning.
-    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor([token for row in rows for token in (*row, EOS_ID)], dtype=torch.int32)

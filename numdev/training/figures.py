@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from numdev.report import Axis, Curve, Figure, Point, Tick
-from numdev.report.statistics import factor, interval
+from numdev.report.statistics import Mean, factor, interval
 from numdev.training.bounds.saturation import Track, ratios
 from numdev.training.report import DistanceRow, TrainRow, VariantRecord
 
@@ -63,23 +63,27 @@ def of_run(
     first = {labels[v.name]: v for v in reversed(variants)}
     whole = [d for d in distances if d.group == "all" and d.of == "weights"]
     made = []
-    tables: tuple[tuple[Any, Any], ...] = ((OF_ROWS, rows), (OF_DISTANCES, whole))
-    for (metric, title, y_title), table in ((m, table) for ms, table in tables for m in ms):
-        values: dict[str, dict[int, list[float]]] = {}
+    tables: list[tuple[tuple[str, str, str], Sequence[TrainRow | DistanceRow]]] = [
+        *((named, rows) for named in OF_ROWS),
+        *((named, whole) for named in OF_DISTANCES),
+    ]
+    for (metric, title, y_title), table in tables:
+        lines: dict[str, dict[int, list[float]]] = {label: {} for label in reversed(first)}
         for row in table:
             value = getattr(row, metric)
             if value is not None and row.step > 0:
-                steps = values.setdefault(labels[row.variant], {})
-                steps.setdefault(row.step, []).append(value)
+                lines[labels[row.variant]].setdefault(row.step, []).append(value)
+        shown = {
+            k: dict(sorted(of.items())) for k, of in lines.items() if any(map(any, of.values()))
+        }
         curves = [
-            Curve(
-                label=label,
-                role="baseline" if v.role == "golden" else "kernel",
-                kernel=v.kernel,
-                points=tuple(_range(step, at) for step, at in sorted(values[label].items())),
+            curve.model_copy(
+                update={
+                    "role": "baseline" if first[curve.label].role == "golden" else "kernel",
+                    "kernel": first[curve.label].kernel,
+                }
             )
-            for label, v in reversed(first.items())
-            if any(x > 0 for at in values.get(label, {}).values() for x in at)
+            for curve in _curves(shown, _range, "step {}")
         ]
         made.append(_figure(title, metric, y_title, curves))
     return tuple(figure for figure in made if figure.curves)
@@ -138,26 +142,24 @@ def _ratios(tracks: Sequence[Track]) -> dict[str, dict[int, list[float]]]:
 
 
 def _curves(
-    lines: Mapping[str, Mapping[int, Sequence[float]]], middle: Any = factor
+    lines: Mapping[str, Mapping[int, Sequence[float]]], middle: Any = factor, label: str = "{}"
 ) -> list[Curve]:
-    """A curve of each line that has a value."""
+    """A curve of each line that has a value; `middle` makes a mean and two ends of values."""
     found = []
-    for label, steps in lines.items():
+    for name, steps in lines.items():
         points = []
         for step, values in steps.items():
             if values:
                 ends = dict(zip(("mean", "low", "high"), middle(values), strict=True))
-                points.append(Point(x=float(step), label=str(step), seeds=len(values), **ends))
+                at = label.format(step)
+                points.append(Point(x=float(step), label=at, seeds=len(values), **ends))
         if points:
-            found.append(Curve(label=label, role="kernel", kernel=label, points=tuple(points)))
+            found.append(Curve(label=name, role="kernel", kernel=name, points=tuple(points)))
     return found
 
 
-def _range(step: int, at: Sequence[float]) -> Point:
-    low, high = (min(at), max(at)) if len(at) > 1 else (None, None)
-    return Point(
-        x=float(step), label=f"step {step}", mean=mean(at), low=low, high=high, seeds=len(at)
-    )
+def _range(at: Sequence[float]) -> Mean:
+    return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
 
 
 def _figure(title: str, metric: str, y_title: str, curves: Iterable[Curve], **more: Any) -> Figure:

@@ -139,7 +139,7 @@ class Lane:
             behind[0] if behind else None,
             dtype=DTYPES.get(variant.attention_format or ""),
             noise=self.noise if rerounds else None,
-            draws=self.noise if draws[0] and not rerounds else None,
+            draws=self.noise if draws[0] else None,
         )
         with _named(variant):
             network = build(model, vocabulary, seed + variant.seed, self.attention)

@@ -85,14 +85,9 @@ class _Run:
     loss: float | None = None
     """The last that was recorded of the golden run."""
 
-    @property
-    def name(self) -> str:
-        """What a saved state must be of."""
-        return digest(self.journal.header)
-
-    @property
-    def state(self) -> Path:
-        return self.journal.directory / STATE
+    def __post_init__(self) -> None:
+        self.state = self.journal.directory / STATE
+        self.name = digest(self.journal.header)  # what a saved state must be of
 
     def over(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""

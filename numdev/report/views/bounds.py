@@ -3,6 +3,7 @@ null's, then the curves."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from numdev.report.document import (
     Node,
     Paragraph,
     Row,
+    Style,
     Table,
     charts,
     notes,
@@ -26,7 +28,13 @@ from numdev.report.document import (
     words,
 )
 from numdev.report.numbers import NONE, ratio
-from numdev.training.bounds.report import BoundsReport, Comparison, Saturation, Window
+from numdev.training.bounds.report import (
+    BoundsReport,
+    BoundsVariant,
+    Comparison,
+    Saturation,
+    Window,
+)
 
 WINDOWS: dict[Window, str] = {
     "given": "checkpoints",
@@ -35,6 +43,8 @@ WINDOWS: dict[Window, str] = {
     "saturated": "merged",
     "start": "gradient",
 }
+WITH_W1 = ("given", "early", "saturated")
+"""Where the terminal shows W1."""
 METRICS = {"mean_abs": "mean |Δ|", "max_abs": "max |Δ|", "rel": "relative L2", "w1": "W1"}
 LEGEND = (
     "Mean |difference| of weights from those of the golden run, which all others are held against, "
@@ -67,41 +77,39 @@ def line(report: BoundsReport) -> str:
 
 
 def blocks(report: BoundsReport) -> Iterator[Node]:
-    groups = list(dict.fromkeys(c.group for c in report.comparisons))
-    drawn = [(chart, chart.figure.place.get("group")) for chart in _charts(report)]
-    yield Figures(tuple(chart for chart, group in drawn if group in ("all", None)), PAGE)
-    for mark in report.saturations:
-        if mark.group == "all":
-            yield Paragraph(_merging(mark), "soft", PAGE)
-    yield _terminal(report)
-    if "all" in groups:
-        yield _table(report, "all", list(METRICS), "Ratios, all weights", PAGE)
-    brief = "Distance of one run over that of another, all weights: mean |difference|"
-    yield _table(report, "all", ["mean_abs"], brief, ("markdown",))
+    kinds = [g for g in dict.fromkeys(c.group for c in report.comparisons) if g != "all"]
+    drawn = _charts(report)
+    whole = tuple(c for c in drawn if c.figure.place.get("group") in ("all", None))
+    rest = tuple(c for c in drawn if c not in whole)
+    brief = "Distance of one run over that of another, all weights"
     said = "".join(f"{MEANT[window]}; " for window in _windows(report) if window in MEANT)
+    yield Figures(whole, PAGE)
+    yield from (
+        Paragraph(_merging(m), "soft", PAGE) for m in report.saturations if m.group == "all"
+    )
+    yield _terminal(report, brief)
+    yield _table(report, "all", list(METRICS), "Ratios, all weights", PAGE)
+    yield _table(report, "all", ["mean_abs"], f"{brief}: mean |difference|", ("markdown",))
     yield from notes((LEGEND.format(windows=said),), (*TERMINAL, *PAGE))
-    kinds = [group for group in groups if group != "all"]
     if kinds:
         yield Heading("By kind of parameter", PAGE)
-    for group in kinds:
-        yield Fold(group, (_table(report, group, list(METRICS), "", PAGE),))
-    rest = tuple(chart for chart, group in drawn if group not in ("all", None))
+    yield from (Fold(kind, (_table(report, kind, list(METRICS), "", PAGE),)) for kind in kinds)
     if rest:
         yield Fold("Curves by kind", (Figures(rest),))
-    mean = (chart for chart, group in drawn if group == "all" and chart.figure.metric == "mean_abs")
-    yield Figures(tuple(mean), TERMINAL)
+    yield Figures(tuple(c for c in whole if c.figure.metric == "mean_abs"), TERMINAL)
     yield words(
         ("run", "role", "kernel", "format", "attention", "runs"),
         (
-            (
-                *(v.label, v.role.replace("_", " "), v.kernel or NONE, v.format or NONE),
-                *(v.attention_format or NONE, str(v.runs)),
-            )
+            (v.label, v.role.replace("_", " "), *(x or NONE for x in _made(v)), str(v.runs))
             for v in report.summary.variants
         ),
         title="What was set beside what",
         only=PAGE,
     )
+
+
+def _made(v: BoundsVariant) -> tuple[str | None, ...]:
+    return v.kernel, v.format, v.attention_format
 
 
 def _merging(mark: Saturation) -> str:
@@ -114,73 +122,58 @@ def _merging(mark: Saturation) -> str:
     )
 
 
-Line = dict[tuple[Window, str], Comparison]
+Line = dict[tuple[str, str], Comparison]
 """All ratios of one pair of runs, by window and metric."""
 
 
-def _lines(report: BoundsReport, group: str) -> dict[tuple[str, str], Line]:
-    """Every pair of runs with a ratio in one group of parameters."""
+def _lines(report: BoundsReport, group: str) -> Iterator[tuple[tuple[str, str], Line, str]]:
+    """Every pair of runs with a ratio in one group of parameters, and how many steps later."""
     here = [c for c in report.comparisons if c.group == group]
-    known: dict[tuple[str, str], Line] = {
-        (c.variant, c.against): {} for c in here if c.ratio is not None
-    }
-    for c in here:
-        known.get((c.variant, c.against), {})[c.window, c.metric] = c
-    return known
+    delays = [d for d in report.delays if (d.group, d.metric) == (group, "mean_abs")]
+    later = {(d.variant, d.against): d.steps for d in delays}
+    for pair in dict.fromkeys((c.variant, c.against) for c in here if c.ratio is not None):
+        steps = later.get(pair)
+        known: Line = {(c.window, c.metric): c for c in here if (c.variant, c.against) == pair}
+        yield pair, known, NONE if steps is None else f"{steps:.2g}"
 
 
-def _ratio(each: Line, window: Window, metric: str, *, whole: bool = True) -> str:
+def _ratio(each: Line, window: str, metric: str, *, whole: bool = True) -> str:
     """A ratio, and unless it is to be brief its interval."""
     c = each.get((window, metric))
     if c is None or c.ratio is None:
         return NONE
-    known = whole and c.low is not None and c.high is not None
-    return _short(c.ratio) + (
-        f" [{_short(c.low or 0.0)}, {_short(c.high or 0.0)}]" if known else ""
-    )
-
-
-def _delays(report: BoundsReport, group: str) -> dict[tuple[str, str], str]:
-    """How many steps later, by pair of runs."""
-    here = (d for d in report.delays if (d.group, d.metric) == (group, "mean_abs"))
-    return {(d.variant, d.against): f"{d.steps:.2g}" for d in here if d.steps is not None}
+    ends = "" if c.low is None or c.high is None else f" [{_short(c.low)}, {_short(c.high)}]"
+    return _short(c.ratio) + ends * whole
 
 
 def _table(
     report: BoundsReport, group: str, metrics: Sequence[str], title: str, only: tuple[Medium, ...]
 ) -> Table:
     """Every ratio of one group of parameters, with its interval."""
-    delays = _delays(report, group)
+    windows, several = _windows(report), len(metrics) > 1
     columns = [
-        f"{name}, {METRICS[metric]}" if len(metrics) > 1 else name
-        for name in _windows(report).values()
-        for metric in metrics
+        f"{name}, {METRICS[m]}" if several else name for name in windows.values() for m in metrics
     ]
-    rows = (
-        (
-            *map(Cell, pair),
-            *(
-                Cell(_ratio(each, window, m), style="strong" if m == "mean_abs" else "")
-                for window in _windows(report)
-                for m in metrics
-            ),
-            Cell(delays.get(pair, NONE)),
-        )
-        for pair, each in _lines(report, group).items()
-    )
+    rows = []
+    for pair, each, later in _lines(report, group):
+        cells = [*map(Cell, pair)]
+        for window, metric in itertools.product(windows, metrics):
+            style: Style = "strong" if metric == "mean_abs" else ""
+            cells.append(Cell(_ratio(each, window, metric), style=style))
+        rows.append([*cells, Cell(later)])
     against = Column("over that of", align="left")
     return table(["distance of", against, *columns, "steps later"], rows, title=title, only=only)
 
 
-def _terminal(report: BoundsReport) -> Table:
+def _terminal(report: BoundsReport, title: str) -> Table:
     """The ratios of all weights, every window beside the others. Intervals of the paired mean
     alone; the page has all."""
-    delays, columns = _delays(report, "all"), [Column("", align="left")]
+    columns = [Column("", align="left")]
     for window, name in _windows(report).items():
-        columns += [Column(name), *([Column("W1")] if window in _WITH_W1 else [])]
+        columns += [Column(name), *([Column("W1")] * (window in WITH_W1))]
     columns += [Column("steps later")] * bool(report.delays)
     rows, last = [], None
-    for (variant, against), each in _lines(report, "all").items():
+    for (variant, against), each, later in _lines(report, "all"):
         if variant != last:
             empty = (Cell(""),) * (len(columns) - 1)
             rows.append(Row((Cell(variant, style="strong"), *empty)))
@@ -189,15 +182,9 @@ def _terminal(report: BoundsReport) -> Table:
         for window in _windows(report):
             cells.append(Cell(_ratio(each, window, "mean_abs", whole=window in ("given", "early"))))
             w1 = Cell(_ratio(each, window, "w1", whole=False), style="soft")
-            cells += [w1] if window in _WITH_W1 else []
-        cells += [Cell(delays.get((variant, against), NONE))] * bool(report.delays)
-        rows.append(Row(tuple(cells)))
-    title = "Distance of one run over that of another, all weights"
+            cells += [w1] * (window in WITH_W1)
+        rows.append(Row((*cells, *([Cell(later)] * bool(report.delays)))))
     return Table(tuple(columns), tuple(rows), title, kind="words", only=TERMINAL)
-
-
-_WITH_W1 = ("given", "early", "saturated")
-"""Where the terminal shows W1."""
 
 
 def _windows(report: BoundsReport) -> dict[Window, str]:
@@ -212,19 +199,17 @@ def _windows(report: BoundsReport) -> dict[Window, str]:
     return named
 
 
-def _charts(report: BoundsReport) -> Iterator[Chart]:
+def _charts(report: BoundsReport) -> list[Chart]:
     """Every figure; in those of distances it is marked where curves merge."""
-    marks = {s.group: s for s in report.saturations}
+    marks = {s.group: (s.chance, s.bends, s.saturated) for s in report.saturations}
+    found = []
     for chart in charts(report.figures, report.summary.axis, "golden"):
-        mark = marks.get(chart.figure.place.get("group", ""))
-        steps = {
-            "chance begins to decide": mark and mark.chance,
-            "curves begin to merge": mark and mark.bends,
-            "merged": mark and mark.saturated,
-        }
-        yield replace(
-            chart, marks=tuple((float(step), name) for name, step in steps.items() if step)
+        steps = marks.get(chart.figure.place.get("group", ""), (None,) * 3)
+        named = zip(steps, MARKS, strict=True)
+        found.append(
+            replace(chart, marks=tuple((float(step), name) for step, name in named if step))
         )
+    return found
 
 
 def _short(value: float) -> str:

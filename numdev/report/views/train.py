@@ -21,6 +21,12 @@ from numdev.training.report import TrainReport
 
 IN_TERMINAL = ("loss", "rel")
 """Metrics whose figures the terminal shows."""
+BANDS = "lines are geometric means over seeds, bands reach from the smallest to the largest. "
+PROXY = (
+    "Distances are from the weights of the golden run of the same seed at the same step. They grow "
+    "whatever the difference was, and then saturate: beside the nulls they say something, alone "
+    "nothing."
+)
 
 
 def title(report: TrainReport) -> str:
@@ -28,16 +34,8 @@ def title(report: TrainReport) -> str:
 
 
 def line(report: TrainReport) -> str:
-    bands = (
-        "lines are geometric means over seeds, bands reach from the smallest to the largest. "
-        if len(report.summary.seeds) > 1
-        else ""
-    )
-    return (
-        f"{_run(report)} {bands}Distances are from the weights of the golden run of the same seed "
-        "at the same step. They grow whatever the difference was, and then saturate: beside the "
-        "nulls they say something, alone nothing."
-    )
+    several = len(report.summary.seeds) > 1
+    return f"{_run(report)} {BANDS if several else ''}{PROXY}"
 
 
 def blocks(report: TrainReport) -> Iterator[Node]:
@@ -46,11 +44,9 @@ def blocks(report: TrainReport) -> Iterator[Node]:
         ("variant", "role", "kernel", "format", "attention", "differs in", "ran"),
         (
             (
-                v.name,
-                v.role.replace("_", " "),
+                *(v.name, v.role.replace("_", " ")),
                 " ".join([v.kernel, *(f"{name}={value}" for name, value in v.options.items())]),
-                v.format,
-                v.attention_format,
+                *(v.format, v.attention_format),
                 " ".join(f"{name} {value}" for name, value in v.differs.items()),
                 v.ran or NONE,
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources.files import some
+from numdev.sources.kinds import kind_of
 from numdev.training.bounds.roles import WHOLE
 from numdev.training.report import DistanceRow, VariantRecord, VariantRole
 from numdev.training.weights.files import Weights, open_weights
@@ -19,14 +20,6 @@ from numdev.training.weights.pairs import METRICS, Sums, compare, numbers, poole
 
 STEP = 1
 """Of all rows: which step checkpoints are of, nobody says."""
-KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("norm", ("norm", "ln_", ".ln", "layernorm")),
-    ("attention", ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")),
-    ("mlp", ("mlp", "ffn", "feed_forward", "fc1", "fc2", "intermediate", "c_fc", "experts")),
-    ("head", ("lm_head", "classifier", "score.", "cls.", "unembed")),
-    ("embedding", ("emb", "wte", "wpe", "tok", "pos")),
-)
-"""Kinds of parameters and what their names contain; the first that fits."""
 
 
 def paired_up(
@@ -70,7 +63,7 @@ def _distances(a: Weights, b: Weights, seed: int, variant: str) -> Iterator[Dist
     """a against b: all weights, and by kind. A group in which anything is not finite has none."""
     parts: dict[str, list[Sums]] = {}
     for name, sums in _side_by_side(a, b):
-        for group in (WHOLE, kind(name)):
+        for group in (WHOLE, kind_of(name).split()[0]):
             parts.setdefault(group, []).append(sums)
     if not parts:
         raise MeasurementError(f"{a.name}: has no floating-point weights to compare")
@@ -114,9 +107,3 @@ def _side_by_side(a: Weights, b: Weights) -> Iterator[tuple[str, Sums]]:
             f"{a.name} and {b.name} are not of one model: {different}",
             hint="give checkpoints of the same architecture",
         )
-
-
-def kind(name: str) -> str:
-    """What kind of parameter a name belongs to: by KINDS, else `other`."""
-    lower = name.lower()
-    return next((k for k, words in KINDS if any(w in lower for w in words)), "other")

@@ -28,6 +28,8 @@ METRICS = ("mean_abs", "max_abs", "rel", "w1")
 PAIRED = "mean_abs"
 """The metric that decides windows, and that sentences speak of."""
 WHOLE = "all"
+SHARED = {"role", "kernel", "format", "attention_format"}
+"""What a kind of run has of its first variant."""
 NULL_LABELS: Mapping[str, str] = {
     "null_repeat": "null: repeat",
     "null_ulp": "null: one ulp",
@@ -87,14 +89,7 @@ def found(
                 seeds = lost.setdefault(label, {})
                 seeds[row.seed] = min(row.step, seeds.get(row.seed, row.step))
     kinds = (
-        BoundsVariant(
-            label=label,
-            role=v.role,
-            runs=len(runs[label]),
-            kernel=v.kernel,
-            format=v.format,
-            attention_format=v.attention_format,
-        )
+        BoundsVariant(label=label, runs=len(runs[label]), **v.model_dump(include=SHARED))
         for label, v in reversed(first.items())
     )
     return Found(

@@ -100,23 +100,16 @@ def _report(
     facts: Found,
     seeds: Sequence[int],
     *,
-    command: str,
-    system: dict[str, Any],
-    source: dict[str, Any],
-    request: dict[str, Any],
     axis: Axis | None = None,
-    drawn: tuple[Figure, ...] = (),
     curves: bool = True,
+    drawn: tuple[Figure, ...] = (),
+    request: dict[str, Any],
+    **origin: Any,
 ) -> BoundsReport:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     lacking = missing(facts, curves=curves)
     return BoundsReport(
-        provenance=Provenance(
-            numdev=numdev.__version__,
-            command=command,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            system=system,
-            source=source,
-        ),
+        provenance=Provenance(numdev=numdev.__version__, created=created, **origin),
         request=request,
         summary=BoundsSummary(
             answer=answer(facts, seeds, lacking),

@@ -22,8 +22,8 @@ from numdev.report.io import claim
 from numdev.sources.files import some
 from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
+from numdev.training.weights import pairs
 from numdev.training.weights.files import Stored, Weights, open_weights
-from numdev.training.weights.pairs import Sums, cast_costs, compare, numbers, pooled, stored, unfit
 from numdev.training.weights.report import (
     GroupRow,
     Matter,
@@ -113,7 +113,7 @@ class _Run:
         self.first, *self.others = opened
         self.device = device
         self.rows: list[TensorRow] = []
-        self.sums: list[Sums] = []
+        self.sums: list[pairs.Sums] = []
         """Of each row."""
         self.remarks: dict[Remark, None] = {}
         """Each once: the first set is met again with every other."""
@@ -179,11 +179,11 @@ class _Run:
         against = self.values(self.first, name, kept) if partners else None
         if against is None:
             return
-        casts = cast_costs(against)
+        casts = pairs.cast_costs(against)
         for other, found in partners:
             of = self.values(other, name, found)
             if of is not None:
-                self.row(name, other, of, against, compare(of, against, casts))
+                self.row(name, other, of, against, pairs.compare(of, against, casts))
 
     def values(self, source: Weights, name: str, kept: Stored) -> Tensor | None:
         """A tensor on the device; None, with a remark, where it has no values to measure."""
@@ -192,7 +192,7 @@ class _Run:
         except MeasurementError as error:
             self.remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
-        why = unfit(found)
+        why = pairs.unfit(found)
         if why:
             self.remark(source, name, "not compared", why)
             return None
@@ -200,7 +200,7 @@ class _Run:
             self.remark(source, name, "empty", "holds no elements")
         return found.detach().to(self.device)  # a saved Parameter would record a graph
 
-    def row(self, name: str, other: Weights, of: Tensor, against: Tensor, sums: Sums) -> None:
+    def row(self, name: str, other: Weights, of: Tensor, against: Tensor, sums: pairs.Sums) -> None:
         row = TensorRow(
             of=other.name,
             against=self.first.name,
@@ -208,9 +208,9 @@ class _Run:
             layer=layer_of(name),
             kind=kind_of(name),
             shape=tuple(against.shape),
-            stored_of=stored(of),
-            stored_against=stored(against),
-            **numbers(sums),
+            stored_of=pairs.stored(of),
+            stored_against=pairs.stored(against),
+            **pairs.numbers(sums),
         )
         for source, lost in ((other, row.nonfinite_of), (self.first, row.nonfinite_against)):
             if lost:
@@ -223,30 +223,24 @@ class _Run:
         self.remarks[Remark(source=source.name, tensor=name, what=what, words=words)] = None
 
 
-def _groups(rows: Sequence[TensorRow], sums: Sequence[Sums]) -> Iterator[GroupRow]:
+def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[GroupRow]:
     """For each set: all together, then by kind, then by layer in the order of the file."""
     for of in dict.fromkeys(row.of for row in rows):
-        chosen: dict[tuple[Any, str], list[tuple[TensorRow, Sums]]] = {("all", "all"): []}
-        chosen |= {("kind", kind): [] for kind in KINDS}
-        for pair in (pair for pair in zip(rows, sums, strict=True) if pair[0].of == of):
-            layer = pair[0].layer
-            groups = [("all", "all"), ("kind", pair[0].kind)]
-            for group in [*groups, ("layer", layer)] if layer is not None else groups:
-                chosen.setdefault(group, []).append(pair)
-        for (group, name), these in chosen.items():
+        parts: dict[tuple[str, str], list[pairs.Sums]] = {("all", "all"): []}
+        parts |= {("kind", kind): [] for kind in KINDS}
+        for row, part in zip(rows, sums, strict=True):
+            if row.of == of:
+                for group in (("all", "all"), ("kind", row.kind), ("layer", row.layer)):
+                    if group[1] is not None:
+                        parts.setdefault((group[0], group[1]), []).append(part)
+        for (kind, name), these in parts.items():
             if these:
-                found = numbers(pooled([part for _, part in these]))
-                means = ("w1", "spread", "w1_rel")
-                found |= {f"mean_{key}": found.pop(key) for key in means}
-                nulls = {f"mean_{k}" if k in means else k: v for k, v in found["nulls"].items()}
-                yield GroupRow(
-                    of=of,
-                    against=these[0][0].against,
-                    group=group,
-                    name=name,
-                    tensors=len(these),
-                    **{**found, "nulls": nulls},
-                )
+                found = pairs.numbers(pairs.pooled(these))
+                means = {key: f"mean_{key}" for key in ("w1", "spread", "w1_rel")}
+                nulls = {means.get(key, key): why for key, why in found.pop("nulls").items()}
+                found = {means.get(key, key): value for key, value in found.items()}
+                place: Any = {"of": of, "against": rows[0].against, "group": kind, "name": name}
+                yield GroupRow(**place, tensors=len(these), nulls=nulls, **found)
 
 
 def _record(source: Weights) -> SourceRecord:
@@ -263,9 +257,9 @@ def _record(source: Weights) -> SourceRecord:
 
 def _nothing(opened: Sequence[Weights], remarks: Sequence[Remark]) -> MeasurementError:
     """Why no tensor could be compared."""
-    for what in ("damaged", "not compared"):
-        for r in (r for r in remarks if r.what == what):
-            named = f"{r.source}: {r.tensor} " if what == "not compared" else ""
-            return MeasurementError(f"{named}{r.words}", hint="nothing is left to compare")
+    said = [r.words for r in remarks if r.what == "damaged"]
+    said += [f"{r.source}: {r.tensor} {r.words}" for r in remarks if r.what == "not compared"]
+    if said:
+        return MeasurementError(said[0], hint="nothing is left to compare")
     names = "; ".join(f"{w.name} has {some(list(w.tensors)) or 'none'}" for w in opened)
     return MeasurementError(f"no tensor could be compared: {names}", hint="are these one model's?")

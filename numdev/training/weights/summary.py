@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from numdev.formats import FORMATS
 from numdev.sources.files import some
@@ -85,7 +86,7 @@ def _pair(total: GroupRow, rows: Sequence[TensorRow]) -> PairSummary:
     in: a cast to what they are in already changes nothing, to a finer format next to nothing."""
     halves = [FORMATS[row.stored_against].precision for row in rows]
     coarser = {name: sum(FORMATS[name].precision < p for p in halves) for name in CASTS}
-    cast = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
+    cast: Any = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
     times = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
     largest = max(times, key=lambda name: times[name], default=None)
     apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
