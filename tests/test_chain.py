@@ -517,25 +517,6 @@ def test_dp_and_row_sums_are_those_of_dense_matrices() -> None:
     assert_same([row.dp_rel, row.ds_row_sum], [rel, sums], rel=1e-8)
 
 
-# --- where attention goes ------------------------------------------------------------------------
-
-
-def test_the_sink_is_the_key_that_receives_most() -> None:
-    """Its mass over the rows that see it, and |V| there over the median."""
-    case = drawn(is_causal=True, q_len=10, kv_len=10)
-    k, v = case.k.clone(), case.v.clone()
-    k[:, :, 3], v[:, :, 3] = 40 * case.q.mean(dim=2), v[:, :, 3] / 16
-    case = dataclasses.replace(case, k=k, v=v)
-    row = diagnosed(case, recipe("fa2")).heads[0]
-    S = case.q[0, 0].double() @ k[0, 0].double().T * case.scale
-    P = S.masked_fill(~torch.ones(10, 10).tril().bool(), -math.inf).softmax(-1)[1:]
-    sizes = v[0, 0].double().norm(dim=-1)
-    key = int(P.sum(0).argmax())
-    counts = (P[:, key] > 0).sum()
-    expected = [key, float(P[:, key].sum() / counts), float(sizes[key] / sizes.median())]
-    assert_same(numbers(row, "sink_key", "sink_mass", "sink_v"), expected)
-
-
 # --- what the numbers do not depend on -----------------------------------------------------------
 
 
@@ -553,24 +534,6 @@ def assert_rows_alike(found: HeadRow, expected: HeadRow, rel: float = 1e-9) -> N
     names = ("head", "case", "nulls")
     a, b = (row.model_copy(update=dict.fromkeys(names, 0)) for row in (found, expected))
     assert_same(flat(a), flat(b), rel=rel)
-
-
-def test_powers_of_two_change_nothing(whole: Whole) -> None:
-    """V, dO and X times powers of two, and one between q and the scale."""
-    case, projection, found = whole
-    assert case.grad_out is not None
-    scaled = dataclasses.replace(
-        case, q=case.q * 4, scale=case.scale / 4, v=case.v * 8, grad_out=case.grad_out / 2
-    )
-    further = dataclasses.replace(projection, x=projection.x * 16)
-    for a, b in zip(diagnosed(scaled, found.made, further).heads, found.heads, strict=True):
-        assert_same(
-            [a.dw_q_norm], [16 * (b.dw_q_norm or 0.0)]
-        )  # in all else X stands on both sides
-        assert_rows_alike(a.model_copy(update={"dw_q_norm": b.dw_q_norm}), b)
-    uneven = dataclasses.replace(case, v=case.v * 3)
-    with pytest.raises(AssertionError):
-        assert_rows_alike(diagnosed(uneven, found.made, projection).heads[0], found.heads[0])
 
 
 def test_heads_and_sequences_stand_for_themselves(whole: Whole) -> None:
@@ -684,16 +647,6 @@ def test_a_long_running_sum_is_thinned_out() -> None:
     assert len(own.tokens) == len(own.sums) == 200
     assert own.tokens[-1] == 449
     assert list(own.tokens) == sorted(set(own.tokens))
-
-
-def test_a_diagnosis_repeats() -> None:
-    """To the bit, stochastic rounding too; another seed is another one."""
-    case = drawn(is_causal=True)
-    made = recipe("qiu2025", rounding="stochastic", seed=3)
-    first, again = (diagnosed(case, made, plain_projection(case)).heads for _ in range(2))
-    assert first == again
-    other = dataclasses.replace(made, seed=4)
-    assert first != diagnosed(case, other, plain_projection(case)).heads
 
 
 def test_a_format_in_which_torch_computes_nothing() -> None:

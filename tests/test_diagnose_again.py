@@ -104,6 +104,11 @@ def ulps_off(error: Array, exact: Array, terms: Array) -> Array:
     return error / 2.0 ** (np.floor(np.log2(size)) - 7)
 
 
+def middle(v: Array) -> Any:
+    """The lower median of |V|, as torch has it."""
+    return np.sort(np.linalg.norm(v, axis=1))[(len(v) - 1) // 2]
+
+
 def again(heads: list[Head]) -> dict[str, float]:
     """The numbers of a head over its sequences; the first row of each sees one key and is out."""
 
@@ -132,6 +137,7 @@ def again(heads: list[Head]) -> dict[str, float]:
         "powers": (P * powers).sum(axis=1).mean(),
         "sink_key": key,
         "sink_mass": received[key] / seen[:, key].sum(),
+        "sink_v": np.mean([np.linalg.norm(h.v, axis=1)[key] / middle(h.v) for h in heads]),
         "out.mean": off.mean(),
         "out.rms": np.sqrt((off**2).mean()),
         "out.outward": (off * np.sign(rows("out"))).mean(),

@@ -2,15 +2,8 @@
 errors of P V and O, the error of delta = rowsum(dO o O) = rowsum(dP o P), and what reaches the
 gradient of W_Q, for every query head.
 
-`diagnosed` computes the call in fp64 and as a recipe of `emulated` has it
-(`numdev.diagnose.passes`), and fills a `HeadRow` for each head, whose record defines the numbers.
-What follows from them is for `numdev.diagnose.heads`, what cures change for
-`numdev.diagnose.cures`.
-
-What does not exist is null, with its reason: what hangs on W_Q without a projection; the row sums
-of dS under a soft cap or with a sink, where they are not zero; a t of too few blocks of rows. A
-head of which a row that counts is not finite has null wherever that row has a part. Tensors may be
-on any device.
+What does not exist is null, with its reason. A head of which a row that counts is not finite has
+null wherever that row has a part. Tensors may be on any device.
 """
 
 from __future__ import annotations

@@ -1,23 +1,16 @@
-"""Which heads meet which conditions of the chain from a tied maximum to a wrong dW_Q, in which
-order they are named, and what is said of them.
+"""Which heads meet which conditions of the chain from a tied maximum to a wrong dW_Q (Qiu & Yao,
+arXiv 2510.04212; docs/method.md), in which order they are named, and what is said of them.
 
-The chain is that of Qiu & Yao (arXiv 2510.04212; docs/method.md): weights that are powers of two
-meet values of one sign, so that the errors of P V and O have one sign; then those of delta have,
-and where the terms of dW_Q look alike across tokens they add up. A condition is a number of a
-`HeadRow` beyond a limit that is named here with its reason. What is null meets no condition and
-lacks none. The order of heads is that of one number, not of how many conditions they meet: a
-condition is a lead, and dW_Q's error is what does harm. It is the error as measured, by all
-roundings, since no part of it that delta explains tells better whose cure changes most, and
-relative to the whole layer's dW_Q, since a head with hardly any gradient has the largest error
-relative to its own.
-
-No sentence says what will become of a training run: neither the paper nor these numbers show that.
+What is null meets no condition and lacks none. Heads are ordered by dW_Q's error, not by how many
+conditions they meet: a condition is a lead, and that error is what does harm. No sentence says what
+will become of a training run: neither the paper nor these numbers show that.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow, Place, Ranked
 from numdev.report.numbers import NONE
@@ -25,34 +18,30 @@ from numdev.report.numbers import NONE
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost
 # in the scatter of some hundred rows, 0.3 ulp / sqrt(rows).
 TIED = 0.05
-# Share of probability at powers of two: half of the output then comes from products without
-# rounding. By chance, in bfloat16, it is 1 / 128.
-POWERS = 0.5
+POWERS = 0.5  # share of probability at powers of two; by chance, in bfloat16, it is 1 / 128
 ONE_SIGNED = 0.75  # share of features: well above one half, which is chance for two keys
 BIASED = TIED / 4  # ulps, to either side: what the fewest ties that count would make
 T = 4.0  # a t that chance gives one head in sixteen thousand, and so hardly any model
-# Running sum over rms sqrt(rows). A random walk gets as far once in eight thousand sequences.
-RUN = 4.0
+RUN = 4.0  # running sum over rms sqrt(rows); one random walk in eight thousand gets as far
 # Share of energy in one direction: the errors of a few hundred rows of one sign then add up along
 # it to tens of times what errors of random sign leave.
 SIMILAR = 0.1
-# |dW_Q error| / |dW_Q| of the head: rounding dW_Q itself to bfloat16 may change it by as much.
-MOVED = 2.0**-8
-LOUDER = 1.5  # over the layer's median: before training heads differ by a few per cent
+MOVED = 2.0**-8  # |dW_Q error| / |dW_Q|: rounding dW_Q itself to bfloat16 may change it as much
+LOUDER = (
+    1.5  # spectral norm over the layer's median: before training heads differ by a few per cent
+)
 HALF = 0.5  # what a cure has to leave at most
 DROWNED = 0.5  # |dW_Q error| of a head over |dW_Q| of its layer: half a gradient, from rounding
 NAMED = 3  # further heads that are named
 MEAN = "delta's mean error"
 
 
-TIES = "tied maxima"
-EXACT = "weights at powers of two"
-SIGN = "V of one sign"
-OUTPUT = "biased output"
-DELTA = "delta error of one sign"
-ALIKE = "similar terms of dW_Q"
-WRONG = "dW_Q moved"
-NORM = "large spectral norm"
+CONDITIONS = (
+    *("tied maxima", "weights at powers of two", "V of one sign", "biased output"),
+    *("delta error of one sign", "similar terms of dW_Q", "dW_Q moved", "large spectral norm"),
+)
+"""In the order of the chain."""
+TIES, EXACT, SIGN, OUTPUT, DELTA, ALIKE, WRONG, NORM = CONDITIONS
 
 
 def used_delta(head: HeadRow) -> DeltaError | None:
@@ -88,10 +77,6 @@ def _beyond(limit: float, *values: float | None) -> bool | None:
     return _known(any, *(None if x is None else abs(x) >= limit for x in values))
 
 
-def _biased(bias: Bias) -> bool | None:
-    return _known(all, _beyond(BIASED, bias.outward), _beyond(T, bias.t))
-
-
 def _one_way(head: HeadRow) -> bool | None:
     """None too without a t, in rows so few that no running sum gets far either."""
     used = used_delta(head)
@@ -103,18 +88,20 @@ def _one_way(head: HeadRow) -> bool | None:
     return None if used.t is None and not far else _known(all, _beyond(T, used.t), far)
 
 
-_TESTS: Mapping[str, Callable[[HeadRow], bool | None]] = {
-    TIES: lambda head: _beyond(TIED, head.tied, head.ones),
-    EXACT: lambda head: _beyond(POWERS, head.powers),
-    SIGN: lambda head: _beyond(ONE_SIGNED, head.one_signed),
-    OUTPUT: lambda head: _known(any, _biased(head.pv), _biased(head.out)),
-    DELTA: _one_way,
-    ALIKE: lambda head: _beyond(SIMILAR, head.similarity),
-    WRONG: lambda head: _beyond(MOVED, moved(head)),
-    NORM: lambda head: _beyond(LOUDER, head.spectral_ratio),
-}
-CONDITIONS = tuple(_TESTS)
-"""In the order of the chain."""
+def _verdicts(head: HeadRow) -> dict[str, bool | None]:
+    """Whether a head meets each condition; None where that could not be measured."""
+    tests = (
+        _beyond(TIED, head.tied, head.ones),
+        _beyond(POWERS, head.powers),
+        _beyond(ONE_SIGNED, head.one_signed),
+        _known(any, *(_known(all, _beyond(BIASED, b.outward), _beyond(T, b.t))
+                      for b in (head.pv, head.out))),
+        _one_way(head),
+        _beyond(SIMILAR, head.similarity),
+        _beyond(MOVED, moved(head)),
+        _beyond(LOUDER, head.spectral_ratio),
+    )  # fmt: skip
+    return dict(zip(CONDITIONS, tests, strict=True))
 
 
 # --- the order -----------------------------------------------------------------------------------
@@ -133,32 +120,28 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
     for head in heads:
         layers.setdefault((head.checkpoint, head.case), []).append(head.dw_q_norm or 0.0)
 
-    def score(head: HeadRow) -> float:
+    def score(head: HeadRow) -> tuple[bool, float]:
+        error, norm = head.dw_q_error, head.dw_q_norm
         layer = math.hypot(*layers[head.checkpoint, head.case])
-        if head.dw_q_error is None or head.dw_q_norm is None or not layer > 0:
-            return mean_of(head)
-        return head.dw_q_error * head.dw_q_norm / layer
+        if error is None or norm is None:
+            return True, mean_of(head)
+        return False, error * norm / layer if layer > 0 else mean_of(head)
 
-    def order(scored: tuple[HeadRow, float]) -> tuple[bool, float, str, int, str, int, int]:
-        head, value = scored
-        unknown = head.dw_q_error is None or head.dw_q_norm is None
+    def order(head: HeadRow) -> tuple[bool, float, str, int, str, int, int]:
+        unknown, value = score(head)
         layer = -1 if head.layer is None else head.layer
         return unknown, -value, head.checkpoint, layer, head.case, head.call, head.head
 
-    ordered: list[Ranked] = []
-    for head, value in sorted(((head, score(head)) for head in heads), key=order):
-        verdicts = {name: test(head) for name, test in _TESTS.items()}
-        ordered.append(
-            Ranked(
-                **head.place,
-                rank=len(ordered) + 1,
-                score=value,
-                conditions=tuple(name for name, verdict in verdicts.items() if verdict),
-                missing=tuple(name for name, verdict in verdicts.items() if verdict is False),
-                cured_by=_cured_by([c for c in cures if c.is_of(head)]),
-                evidence=evidence(head),
-            )
-        )
+    ordered = []
+    for rank, head in enumerate(sorted(heads, key=order), start=1):
+        verdicts = _verdicts(head)
+        row: dict[str, Any] = {
+            "conditions": tuple(name for name, verdict in verdicts.items() if verdict),
+            "missing": tuple(name for name, verdict in verdicts.items() if verdict is False),
+            "cured_by": _cured_by([c for c in cures if c.is_of(head)]),
+            "evidence": evidence(head),
+        }
+        ordered.append(Ranked(**head.place, rank=rank, score=score(head)[1], **row))
     return tuple(ordered)
 
 
@@ -232,22 +215,24 @@ def evidence(head: HeadRow) -> str:
     """What was measured, link by link, as one sentence."""
     used, by_delta, outward = used_delta(head), moved(head), head.out.outward
     keys = f" ({head.tied_keys:.2g} keys each)" if head.tied and head.tied_keys else ""
-    parts = {
-        f"maxima are tied in {percent(head.tied)} of rows{keys}": head.tied,
-        f"V has one sign there in {percent(head.one_signed)} of features": head.one_signed,
-    }
-    if outward is not None:
-        way = "away from zero" if outward > 0 else "towards zero"
-        parts[f"O errs by {abs(outward):.2g} ulp {way}{_t(head.out)}"] = outward
-    if used is not None and used.mean is not None:
-        run = "" if used.run is None else f", running sum {used.run:.2g} (random signs: near 1)"
-        whole = f" (all roundings: {percent(head.dw_q_error)})" * (head.dw_q_error is not None)
-        moves = "" if by_delta is None else f", which moves dW_Q by {percent(by_delta)}{whole}"
-        shift = f"delta is off by {percent(used.mean, sign=True)}{_t(used)}{run}{moves}"
-        parts[shift] = used.mean
-    parts[f"{percent(head.similarity)} of the terms of dW_Q point one way"] = head.similarity
-    known = [words for words, number in parts.items() if number is not None]
-    return "; ".join(known) + "." if known else "Nothing could be measured."
+    way = "away from zero" if (outward or 0.0) > 0 else "towards zero"
+    run = whole = moves = ""
+    if used and used.run is not None:
+        run = f", running sum {used.run:.2g} (random signs: near 1)"
+    if head.dw_q_error is not None:
+        whole = f" (all roundings: {percent(head.dw_q_error)})"
+    if by_delta is not None:
+        moves = f", which moves dW_Q by {percent(by_delta)}{whole}"
+    mean = used.mean if used else None
+    links = (
+        (head.tied, f"maxima are tied in {percent(head.tied)} of rows{keys}"),
+        (head.one_signed, f"V has one sign there in {percent(head.one_signed)} of features"),
+        (outward, f"O errs by {abs(outward or 0.0):.2g} ulp {way}{_t(head.out)}"),
+        (mean, f"delta is off by {percent(mean, sign=True)}{_t(used)}{run}{moves}"),
+        (head.similarity, f"{percent(head.similarity)} of the terms of dW_Q point one way"),
+    )
+    words = "; ".join(words for number, words in links if number is not None)
+    return f"{words}." if words else "Nothing could be measured."
 
 
 def answer(
@@ -317,8 +302,8 @@ def _nothing(known: Sequence[Ranked], rows: Mapping[int, HeadRow]) -> str:
         return f"No head of {len(known)} has an error of delta of one sign: {random}."
     return (
         "Errors of one sign move no dW_Q by more than rounding it would: delta's error has one "
-        f"sign in {_count(len(shifted), 'head')} of {len(known)}, where {_largest(shifted)}"
-        f"{'; ' * bool(others)}{random}."
+        f"sign in {len(shifted)} head{'s' * (len(shifted) > 1)} of {len(known)}, where "
+        f"{_largest(shifted)}{'; ' * bool(others)}{random}."
     )
 
 
@@ -358,7 +343,7 @@ def _unjudged(ranking: Sequence[Ranked], rows: Mapping[int, HeadRow]) -> list[st
     row = rows[unknown[0].rank]
     why = row.nulls.get("delta") or row.nulls.get("delta.t") or "it was not measured"
     among = "" if len(ranking) == 1 else f", {named(row)} among them"
-    count = f"{len(unknown)} of {_count(len(ranking), 'head')}"
+    count = f"{len(unknown)} of {len(ranking)} head{'s' * (len(ranking) > 1)}"
     return [f"Whether delta's error has one sign is not known in {count}{among} ({why})."]
 
 
@@ -374,9 +359,10 @@ def _origin(first: Ranked, row: HeadRow) -> str:
         if not lacking:
             rest = f"it meets all {len(first.conditions)} conditions that could be judged"
         return f"It begins in forward: {_listed(forward)}; {rest}."
-    sums = ""
+    sums = t = ""
+    if row.ds_row_sum_t is not None:
+        t = f" (t = {t_in_words(row.ds_row_sum_t)})"
     if row.ds_row_sum is not None:
-        t = "" if row.ds_row_sum_t is None else f" (t = {t_in_words(row.ds_row_sum_t)})"
         sums = f"; the rows of its dS sum to {percent(row.ds_row_sum)} of their size{t}, not to 0"
     return f"Not the published cause: it lacks {_listed(lacking)}{sums}."
 
@@ -388,8 +374,8 @@ def _others(faulty: Sequence[Ranked]) -> list[str]:
     of = " of its layer's dW_Q"
     scores = (f"{named(r)}, {percent(r.score)}{of * (WRONG in r.conditions)}" for r in more[:NAMED])
     rest = f"; and {len(more) - NAMED} more" if len(more) > NAMED else ""
-    do = "does" if len(more) == 1 else "do"
-    return [f"So {do} {_count(len(more), 'other head')}: {'; '.join(scores)}{rest}."]
+    do, heads = ("does", "head") if len(more) == 1 else ("do", "heads")
+    return [f"So {do} {len(more)} other {heads}: {'; '.join(scores)}{rest}."]
 
 
 def _cure(first: Ranked, rows: Sequence[CureRow], costs: Mapping[str, str]) -> list[str]:
@@ -407,14 +393,13 @@ def _cure(first: Ranked, rows: Sequence[CureRow], costs: Mapping[str, str]) -> l
     others = f" Less than half is also left by {_listed(also)}." if also else ""
     cost = f" ({costs[best]})" if best in costs else ""
     pairs = {"dW_Q": (row.dw_q_error, without.dw_q_error), "dQ": (row.dq_rel, without.dq_rel)}
-    gradient = next(  # less of one sign may be more in all
-        (f"; {name} is then off by {percent(now)}, without by {percent(before)}"
-         for name, (now, before) in pairs.items() if None not in (now, before)),
-        "",
-    )  # fmt: skip
+    known = [(name, pair) for name, pair in pairs.items() if None not in pair and what == MEAN]
+    gradient = ""
+    for name, (now, before) in known[:1]:  # less of one sign may be more in all
+        gradient = f"; {name} is then off by {percent(now)}, without by {percent(before)}"
     return [
         f"What helps most on the same inputs: {best} leaves {percent(share)} of {what}{cost}"
-        f"{gradient if what == MEAN else ''}.{others}{lost}"
+        f"{gradient}.{others}{lost}"
     ]
 
 
@@ -452,10 +437,6 @@ def _subject(place: Place) -> str:
 
 def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,9 +1,8 @@
-"""What `numdev diagnose` says, as a report holds it: per head the conditions of biased rounding,
-what the errors then do to delta and to the gradient of W_Q, and what each cure changes.
+"""What `numdev diagnose` says, as a report holds it. Letters are those of Qiu & Yao (arXiv
+2510.04212); docs/method.md has every formula.
 
-Letters are those of Qiu & Yao (arXiv 2510.04212); docs/method.md has every formula. `error` is
-the computed value less the exact one; an exact value is in fp64 from the same rounded q, k, v and
-dO. Ulps and t are those of `numdev.diagnose.statistics`. What is null has its reason in `nulls`.
+`error` is the computed value less the exact one; an exact value is in fp64 from the same rounded q,
+k, v and dO. Ulps and t are those of `numdev.diagnose.statistics`.
 """
 
 from __future__ import annotations
@@ -67,12 +66,10 @@ class DeltaError(Record):
     mean: Value = None
     rms: Value = None
     t: Value = None  # of the mean, over blocks of rows
-    # max over T of |sum of the errors of rows up to T|, over rms sqrt(rows), worst sequence: near
-    # 1 for errors of random sign, up to sqrt(rows) for errors of one sign.
+    # Largest |running sum of errors| of a sequence over rms sqrt(rows): near 1 for errors of random
+    # sign, up to sqrt(rows) for errors of one sign.
     run: Value = None
-    # |dW_Q error| that it alone makes by formula 2, over |dW_Q|: Frobenius norms of this head's
-    # rows of W_Q. Null where the call's projection is not known.
-    dw_q: Value = None
+    dw_q: Value = None  # |dW_Q error| that it alone makes by formula 2, over |dW_Q|, Frobenius
 
 
 class Imbalance(Record):
@@ -93,18 +90,14 @@ class HeadRow(Place):
     tied: Value = None  # share of rows whose largest S, as rounded, is met by more than one key
     nearly_tied: Value = None  # share whose largest S is within 1e-3 of that of another key
     tied_keys: Value = None  # keys at the maximum, mean over tied rows
-    # The share of rows with P-bar exactly 1 at two keys or more, as it meets V; in tiles that come
-    # under a maximum no smaller than any other of the row's.
-    ones: Value = None
-    # The share of a row's probability that lies at keys where P (P-bar where it is not normalised
-    # before V) is an exact power of two; mean over rows.
-    powers: Value = None
+    ones: Value = None  # share of rows with P-bar exactly 1 at two keys or more, as it meets V
+    powers: Value = None  # share of a row's probability at keys where P is an exact power of two
     # Where attention goes.
     sink_key: int | None = None  # the key that receives most probability
     sink_mass: Value = None  # its share, mean over the rows that see it
     sink_v: Value = None  # |V| there over the median of all seen keys, mean over sequences
-    # The share of V's features that have one sign over the keys at the maximum (within 1e-3), mean
-    # over rows that have several; by chance 2^(1 - keys).
+    # Share of V's features of one sign over the keys at the maximum (within 1e-3), mean over rows
+    # that have several; by chance 2^(1 - keys).
     one_signed: Value = None
     # Forward.
     pv: Bias  # of P-bar V, by rounding the product alone (`pv`, `accumulator`, `state`)
@@ -114,9 +107,7 @@ class HeadRow(Place):
     ds_row_sum: Value = None  # rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
     ds_row_sum_t: Value = None  # of its mean
     delta: tuple[DeltaError, ...] = ()  # by the formula in use, then the other, all else the same
-    # The part of delta's error that its own dP and P do not share: where S is rounded, P is
-    # another, and so, rightly, is its delta.
-    delta_unbalanced: Imbalance = Imbalance()
+    delta_unbalanced: Imbalance = Imbalance()  # the part that its own dP and P do not share
     # The weights. R_T = (P K)[T]^T X[T], vectors of head_dim * width.
     similarity: Value = None  # share of sum_T |R_T|^2 in one direction; all parallel: 1
     similarity_cos: Value = None  # mean cosine of R_T and R_T' over pairs T != T'
@@ -128,9 +119,7 @@ class HeadRow(Place):
     dw_q_norm: Value = None  # |dW_Q| of this head, exact: the unit
     spectral_norm: Value = None  # the largest singular value of the head's part of W_Q
     spectral_ratio: Value = None  # that over the median of the layer's heads
-    # Metric to why it is null: `pv`, `out`, `delta` where there is nothing of it, else such as
-    # `pv.t`.
-    nulls: dict[str, str] = Field(default_factory=dict)
+    nulls: dict[str, str] = Field(default_factory=dict)  # a name, or such as `pv.t`, to why
 
 
 class CureRow(Place):
@@ -150,8 +139,7 @@ class CureRow(Place):
     dw_q_error: Value = None
     nonfinite: int = 0  # elements of O or a gradient that are not finite: where the cure breaks
     broken: str = ""  # why they are not, where that is known
-    # As a `HeadRow` has them; where the cure contradicts the attention, all, and why.
-    nulls: dict[str, str] = Field(default_factory=dict)
+    nulls: dict[str, str] = Field(default_factory=dict)  # all where it contradicts the attention
 
 
 class KernelRow(Place):
@@ -187,9 +175,7 @@ class Ranked(Place):
     """A head's place in the answer."""
 
     rank: int
-    # |dW_Q error| of this head, by all its roundings, over |dW_Q| of all heads of its call: by how
-    # much the head moves its layer's gradient. Where W_Q is not known, |delta's mean error|.
-    score: float
+    score: float  # |dW_Q error| over |dW_Q| of its layer; without W_Q |delta's mean error|
     conditions: tuple[str, ...]  # of the chain that it meets, by name
     missing: tuple[str, ...] = ()  # that it does not
     cured_by: tuple[str, ...] = ()  # cures that take most of the error of delta away, best first

@@ -1,11 +1,9 @@
 """Means, and how sure they are: what the numbers of a diagnosis share.
 
-Everything is per query head and over its rows that see more than one key. Rows of a sequence share
-keys and values, so the errors of neighbours are not independent. A t is therefore of means over
-blocks of rows: sixteen to a sequence, or the sequences themselves where there are sixteen or more.
-It says whether a mean is more than the scatter of these rows, not that other text would show it.
-
-A number is NaN where it means nothing; what is made of something that is not finite is not finite.
+All is per query head and over its rows that see more than one key. Rows of a sequence share keys
+and values, so errors of neighbours are not independent: a t is of means over blocks of rows,
+sixteen to a sequence, or the sequences themselves where there are sixteen or more. A number is NaN
+where it means nothing; what is made of something that is not finite is not finite.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from numdev.audit.journal import Journal
@@ -71,11 +71,14 @@ def diagnose(
         run = _Run(request, system, kernels, journal, watch, progress, say, found)
         for stage in found.stages:
             run.over(stage)
-        said = (note for row in journal.rows("stage") for note in row["notes"])
-        run.notes = list(dict.fromkeys(said))
-        _check_calls(run)
-        run.notes = [*notes, *found.left_out, *run.notes]
-        return _report(run, command)
+        said = list(dict.fromkeys(n for row in journal.rows("stage") for n in row["notes"]))
+        if not journal.rows("head"):
+            why = next((note for note in said if note.startswith("Not diagnosed")), "")
+            raise MeasurementError(
+                f"{request.target}: {why.removesuffix('.') or 'no attention call was selected'}",
+                hint="check --layers",
+            )
+        return _report(run, (*notes, *found.left_out, *said), command)
 
 
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
@@ -108,7 +111,6 @@ class _Run:
     say: Callable[[str], None]
     series: Series
     done: int = 0
-    notes: list[str] = field(default_factory=list)
 
     def over(self, stage: Stage) -> None:
         """Diagnose every call of a stage that is not finished."""
@@ -197,31 +199,19 @@ def _check_gradients(source: Source, stage: Stage) -> None:
         )
 
 
-def _check_calls(run: _Run) -> None:
-    """Raises MeasurementError where there are none, or those of a series are not the same calls."""
-    calls: dict[str, set[tuple[str, int]]] = {}
-    for head in run.journal.records("head", HeadRow):
-        calls.setdefault(head.checkpoint, set()).add((head.case, head.head))
-    if not calls:
-        why = next((note for note in run.notes if note.startswith("Not diagnosed")), None)
-        raise MeasurementError(
-            f"{run.request.target}: "
-            f"{why.removesuffix('.') if why else 'no attention call was selected'}",
-            hint="check --layers",
-        )
-    first, *others = calls.items()
-    for name, found in others:
-        if found != first[1]:
-            case, number = sorted(found ^ first[1])[0]
-            raise MeasurementError(
-                f"{first[0]} and {name} are no series: only one of them has {case}, head {number}",
-                hint="diagnose them one at a time",
-            )
-
-
-def _report(run: _Run, command: str) -> DiagnoseReport:
+def _report(run: _Run, notes: tuple[str, ...], command: str) -> DiagnoseReport:
     stages = run.series.stages
     heads = run.journal.records("head", HeadRow)
+    calls: dict[str, set[tuple[str, int]]] = {}
+    for head in heads:
+        calls.setdefault(head.checkpoint, set()).add((head.case, head.head))
+    first, *others = calls
+    for name in others:
+        for case, number in sorted(calls[name] ^ calls[first])[:1]:
+            raise MeasurementError(
+                f"{first} and {name} are no series: only one of them has {case}, head {number}",
+                hint="diagnose them one at a time",
+            )
     cures = run.journal.records("cure", CureRow)
     kernels = run.journal.records("kernel", KernelRow)
     running = run.journal.records("running", RunningError)
@@ -236,7 +226,7 @@ def _report(run: _Run, command: str) -> DiagnoseReport:
         provenance=provenance(run.system, run.journal.rows("stage")[-1]["described"], command),
         request=run.request.model_dump(mode="json"),
         timings=run.watch.seconds(),
-        summary=DiagnoseSummary(answer=said, ranking=ranking, notes=tuple(run.notes), axis=axis),
+        summary=DiagnoseSummary(answer=said, ranking=ranking, notes=notes, axis=axis),
         attention=dict(run.request.attention),
         checkpoints=tuple(Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages),
         heads=heads,
