@@ -21,7 +21,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, 5360),
-    "numdev/gate": (1900, 3740),
+    "numdev/gate": (1900, 3570),
     "numdev/training": (3000, 4560),
     "numdev/diagnose": (1500, 2290),
     "numdev/report": (2900, 6250),

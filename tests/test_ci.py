@@ -67,30 +67,8 @@ def test_a_wrong_command_line_is_seen(wrong: str) -> None:
     assert refused(wrong.split()) is not None
 
 
-def test_parsing_runs_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    """A line that is accepted has not been run."""
-    monkeypatch.chdir(tmp_path)
-    assert refused(["gate", "nowhere", "--junit", "out.xml"]) is None
-    assert list(tmp_path.iterdir()) == []
-
-
 def steps() -> list[dict[str, Any]]:
     return [s for flow in WORKFLOWS for job in flow["jobs"].values() for s in job["steps"]]
-
-
-def test_workflows_have_the_shape_of_one() -> None:
-    """A trigger, a runner, a time limit, the least permissions; each step does exactly one thing,
-    with an action whose version is given."""
-    assert len(WORKFLOWS) == 2
-    for flow in WORKFLOWS:
-        assert flow[True]  # YAML 1.1 reads the key `on` so
-        assert flow["permissions"] == {"contents": "read"}
-        for job in flow["jobs"].values():
-            assert job["runs-on"]
-            assert job["timeout-minutes"] <= 60
-    for step in steps():
-        assert ("run" in step) != ("uses" in step)
-        assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
 
 
 def test_every_command_of_a_workflow_is_accepted() -> None:
@@ -187,14 +165,6 @@ def test_the_planted_fault_has_to_fail(own: ModuleType, tmp_path: Path, capsys: 
     assert "not judged" in own.wrong_with_planted(said(tmp_path, capsys, faulty=1.5))
 
 
-def test_ci_runs_it() -> None:
-    """`.ci/run` and `make test` go through `make gate`, which runs the script."""
-    makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^gate:.*\n\t.*scripts/own_gate\.py$", makefile, re.MULTILINE)
-    assert re.search(r"^test:.*\bgate\b", makefile, re.MULTILINE)
-    assert re.search(r"^make .*\btest\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-
-
 # --- benchmarks/gate_rates.py --------------------------------------------------------------------
 
 
@@ -222,33 +192,12 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     assert "typical head" in found["ds_truncated"].by
 
 
-def test_every_regime_is_met_once(rates: ModuleType) -> None:
-    """By as many seeds as there are, each beside a normal causal call."""
-    met = [[b.case.ref.case for b in rates.benches(seed)] for seed in range(len(rates.REGIMES))]
-    assert {first for first, _ in met} == {"normal causal"}
-    assert [second for _, second in met] == list(rates.REGIMES)
-
-
 @pytest.mark.parametrize("of", [2, 21, 126])
 def test_intervals_are_exact(rates: ModuleType, of: int) -> None:
     """For 0 and for all of n, Clopper and Pearson's ends are 1 - 0.025^(1/n) and 0.025^(1/n)."""
     end = 0.025 ** (1 / of)
     assert rates.interval(0, of) == f"0 to {100 * (1 - end):.0f} %"
     assert rates.interval(of, of) == f"{100 * end:.0f} to 100 %"
-
-
-def test_outcomes_are_counted(rates: ModuleType) -> None:
-    """By kernel and for all of a kind; what could not be judged counts as neither."""
-    seen = [("a", "passed", ()), ("a", "exceeded", ("error", "bias")), ("b", "unmeasured", ())]
-    trials = [rates.Trial(kind="sound", name=n, outcome=outcome, by=by) for n, outcome, by in seen]
-    lines = rates.table(trials, "sound", ("accused", "cleared"))
-    assert [line.split(" | ")[:5] for line in lines[2:]] == [
-        ["| a", "2", "1", "1", "0"],
-        ["| b", "1", "0", "0", "1"],
-        ["| all", "3", "1", "1", "1"],
-    ]
-    assert lines[2].endswith("| error 1, bias 1 |")
-    assert rates.table(trials, "planted", ("caught", "missed"))[2:] == []
 
 
 def test_broken_kernels_never_pass_where_they_are_required(rates: ModuleType) -> None:

@@ -185,22 +185,6 @@ def test_every_key_that_must_be_the_same(tmp_path: Path, key: str) -> None:
     assert found.summary.answer[0].startswith(f"Compared although they differ: {key}")
 
 
-def test_several_keys_are_all_named(tmp_path: Path) -> None:
-    a, b = audit(head()), audit(head(), request={"seed": 1, "formats": ["float16"]})
-    said = r'formats \(\["bfloat16"\] in A, \["float16"\] in B\), seed \(0 in A, 1 in B\)'
-    with pytest.raises(UsageError, match=said):
-        of(tmp_path, a, b)
-    with pytest.raises(UsageError, match="they differ in seed"):
-        of(tmp_path, a, b, allow=("formats",))
-
-
-def test_the_first_place_where_cases_differ(tmp_path: Path) -> None:
-    shorter, longer = ([{"name": "c", "seq_len": n}] for n in (128, 256))
-    a, b = (audit(head(), request={"cases": cases}) for cases in (shorter, longer))
-    with pytest.raises(UsageError, match=r"cases\[0\]\.seq_len \(128 in A, 256 in B\)"):
-        of(tmp_path, a, b)
-
-
 def test_checkpoint_and_text_are_told_by_their_hashes(tmp_path: Path) -> None:
     """Wherever they lie; and the same path with another hash is another checkpoint."""
     one = {"sha256": "1" * 64, "prompt_sha256": "2" * 64}
@@ -272,12 +256,6 @@ def _ran(found: DeviationRow) -> dict[str, str]:
     return {"ran": found.ran or "op"} if found.status == "ok" else {}
 
 
-def test_nothing_in_common_is_no_success(tmp_path: Path) -> None:
-    """Exit code 3 with nothing measured in both, though what one had is gone."""
-    a, b = (written(tmp_path / k, audit(head(kernel=k))) for k in ("a", "b"))
-    assert command(a, b, "-q", "-o", tmp_path / "o") == 3
-
-
 # --- how it is shown -----------------------------------------------------------------------------
 
 
@@ -338,16 +316,6 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
     b = written(tmp_path / "b", audit(head(), head(1)))
     assert command(a, b, "-q", "-o", out) == 2
     assert command(a, b, "-q", "-o", out, "--overwrite") == 0
-
-
-def test_the_longest_tables_are_cut(tmp_path: Path) -> None:
-    """Twelve moves in the terminal, and how many more there are."""
-    rows = tuple(head(h) for h in range(40))
-    found = of(tmp_path, audit(*rows), audit(*(times(r, 2.0) for r in rows)))
-    console = Console(width=120)
-    with console.capture() as seen:
-        terminal.show(found, console)
-    assert "the first 12 of 40, all in moves.csv" in seen.get()
 
 
 # --- sweeps ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from oracles import make_case
 
 import numdev
 from numdev.formats import format_named, round_to
-from numdev.gate.compare_audits import compared
+from numdev.gate.compare import compared
 from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
 from numdev.kernels.triton_flash.plan import Launch

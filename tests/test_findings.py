@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gate_rows import control, lse, row
+from gate_rows import control, row
 
 from numdev.cli.main import main
 from numdev.gate.findings import findings_of
@@ -69,14 +69,6 @@ def test_sentences(changes: dict[str, Any], said: str) -> None:
     place = {"layer": 8, "module": "m.8", "case": "m.8#0"}
     tensor = changes.get("tensor", "out")
     assert sentence(row(0, tensor=tensor), row(3, **place, **changes)) == said
-
-
-def test_sentences_of_other_rules() -> None:
-    """Plain attention as the measure, a log-sum-exp, a row of a file's own rule."""
-    why = dict.fromkeys(("expected_ratio", "worst_row"), "x")
-    wide = row(format="float32", expected_ratio=None, worst_row=None, nulls=why, baseline_ratio=7.0)
-    assert "the output is off by 7 x as much as plain attention, and 2 x" in sentence(wide)
-    assert "a log-sum-exp that is off by 0.01 (over 1 +" in sentence(row(), lse(rms=0.01, rel=None))
 
 
 def test_a_finding_is_data_too() -> None:

@@ -156,16 +156,6 @@ def test_names_from_elsewhere_stay_names(name: str) -> None:
     assert judge_report(found, rules).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("x", "up"),
-    [(0, 0), (1.0, 1.0), (1.001, 1.1), (0.0991, 0.1), (9.91, 10), (1.23e-7, 1.3e-7), (4e5, 4e5)],
-)  # fmt: skip
-def test_rounding_is_up(x: float, up: float) -> None:
-    """To two digits."""
-    assert rounded_up(x) == pytest.approx(up, rel=1e-12)
-    assert rounded_up(x) >= x
-
-
 def test_rounding_never_goes_down() -> None:
     """Nor by more than a tenth, over all sizes."""
     draw = random.Random(0)

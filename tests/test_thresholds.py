@@ -280,13 +280,6 @@ def test_what_is_not_passed_names_rule_file_and_line(
     assert ("t.yaml", line) in lines | {(judged.file, judged.required_line)}
 
 
-def test_a_list_from_a_merge_key_has_a_line_all_the_same(tmp_path: Path) -> None:
-    """The first, where YAML says no better."""
-    path = tmp_path / "t.yaml"
-    path.write_text("<<: {thresholds: [{name: a, metric: rms, at_most: 1}]}\nname: x\n")
-    assert [t.line for t in read_rules(path).thresholds] == [1]
-
-
 def test_a_number_that_is_none_never_passes() -> None:
     """NaN that came in past validation is beyond every limit; what is infinite is said in words."""
     for value in (float("nan"), float("inf")):

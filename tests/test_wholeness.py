@@ -45,11 +45,6 @@ def without(found: list[DeviationRow], **place: Any) -> list[DeviationRow]:
     return kept
 
 
-def test_a_whole_report_is_judged() -> None:
-    """With and without a word on its calls."""
-    assert judged(told(rows())) == judged(report(*rows())) == 0
-
-
 @pytest.mark.parametrize(
     ("place", "said"),
     [

@@ -30,37 +30,32 @@ How often this accuses a kernel that did not change is set down in docs/compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
+from scipy.special import stdtrit
+
+from numdev.gate.compare_report import Inputs
+from numdev.gate.rows import Key
 from numdev.gate.rules import interval_of, value_of
 from numdev.report import DeviationRow
 
 LEAST = 1.05
 ALPHA = 0.01
+# The least factor for `worst_row`, an extreme value; of other tensors WORST_ELSE. How far one row
+# of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml).
 WORST = {"dq": 4.0, "dk": 4.0}
-"""The least factor for `worst_row`, an extreme value; of other tensors WORST_ELSE. How far one row
-of dq or dk errs is luck where tokens look alike (configs/gate/default.yaml)."""
 WORST_ELSE = 2.0
-HEADS = 4
-"""A call with fewer is judged by the scatter of all calls' heads."""
-METRICS = {
-    "out": ("expected_ratio", "floor_ratio", "worst_row"),
-    "dq": ("expected_ratio", "floor_ratio", "worst_row"),
-    "dk": ("expected_ratio", "floor_ratio", "worst_row"),
-    "dv": ("expected_ratio", "floor_ratio", "worst_row"),
-    "lse": ("rms",),
-}
-"""What is judged, the sharpest first. Multiples of an error that both reports share where the
-inputs are the same; expected_ratio is fit for others too."""
-OTHERS = ("expected_ratio",)
-"""What is judged first where the inputs are not the same; the rest only in its place, since it
-depends on the inputs more than on the kernel."""
+HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
+# What is judged, the sharpest first. Multiples of an error that both reports share where the inputs
+# are the same. Where they are not, expected_ratio alone is fit, and the next only in its place,
+# since it depends on the inputs more than on the kernel.
+MULTIPLES = ("expected_ratio", "floor_ratio", "worst_row")
 LUCKY = 0.5
-PREDICTED = ("bfloat16", "float16")
-"""Formats in which expected_ratio is near 1; in float32 it is beside a bound."""
+PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
 
 
 @dataclass
@@ -69,17 +64,20 @@ class Pair:
 
     a: DeviationRow
     b: DeviationRow
-    same: bool
-    """Whether on the same inputs, or nearly."""
+    inputs: Inputs
     width: int
     """Elements in a row."""
-
     numbers: dict[str, tuple[float | None, float | None]] = field(init=False)
-    """Of A and B, by metric."""
+    """Of A and B, by metric; 0 where there is no error to take a multiple of."""
 
     def __post_init__(self) -> None:
-        metrics = METRICS[self.b.tensor]
-        self.numbers = {m: (number(self.a, m), number(self.b, m)) for m in metrics}
+        metrics = ("rms",) if self.b.tensor == "lse" else MULTIPLES
+        self.numbers = {m: (_number(self.a, m), _number(self.b, m)) for m in metrics}
+
+    @property
+    def same(self) -> bool:
+        """Whether on the same inputs, or nearly."""
+        return self.inputs != "other"
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -87,28 +85,25 @@ class Pair:
         exact than a kernel."""
         if self.b.format == "float64":
             return ()
-        metrics = METRICS[self.b.tensor]
-        if self.same:
+        metrics = tuple(self.numbers)
+        if self.same or len(metrics) == 1:
             return metrics
-        if all(None not in self.numbers.get(metric, (None,)) for metric in OTHERS):
-            return OTHERS
-        return metrics[1:2] or metrics
+        return metrics[1:2] if None in self.numbers[metrics[0]] else metrics[:1]
 
     @cached_property
-    def tensor(self) -> tuple[object, ...]:
+    def tensor(self) -> Key:
         """Which tensor of which kernel in which format."""
         row = self.b
         return (row.role, row.kernel, str(row.options), row.format, row.tensor)
 
     @cached_property
-    def call(self) -> tuple[object, ...]:
+    def call(self) -> Key:
         """That of which call."""
         row = self.b
         return (*self.tensor, row.case, row.module, row.layer, row.call, row.phase, row.seed)
 
 
-@dataclass(frozen=True)
-class Judged:
+class Change(NamedTuple):
     """One metric of a pair."""
 
     metric: str
@@ -143,17 +138,20 @@ class Noise:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.tests = max(1, sum(len(pair.metrics) for pair in pairs))
         self.z = NormalDist().inv_cdf(1 - ALPHA / 2 / self.tests)
-        self._scatter = _scatter([pair for pair in pairs if not pair.same])
+        self._scatter: dict[tuple[Key, str], _Scatter] = {}
+        for pair in pairs:
+            for metric in () if pair.same else pair.metrics:
+                for whole in (pair.call, pair.tensor):
+                    self._scatter.setdefault((whole, metric), _Scatter()).add(pair, metric)
 
-    def judged(self, pair: Pair) -> list[Judged]:
+    def judged(self, pair: Pair) -> list[Change]:
         """Every metric of the pair that both have, and what noise explains of its change."""
-        found = []
-        for metric in pair.metrics:
-            a, b = pair.numbers[metric]
-            if a is not None and b is not None:
-                noise = self._noise(pair, metric) if a != b else 0.0
-                found.append(Judged(metric, a, b, noise, least(pair, metric)))
-        return found
+        return [
+            Change(metric, a, b, self._noise(pair, metric) if a != b else 0.0, least(pair, metric))
+            for metric in pair.metrics
+            for a, b in (pair.numbers[metric],)
+            if a is not None and b is not None
+        ]
 
     def _noise(self, pair: Pair, metric: str) -> float:
         rows = zip((pair.a, pair.b), pair.numbers[metric], strict=True)
@@ -168,7 +166,13 @@ class Noise:
             scatter, freedom = self._scatter[pair.tensor, metric].without(pair, metric)
         if freedom < 2:
             return math.inf
-        return student(1 - ALPHA / 2 / self.tests, freedom) * math.sqrt(2 * scatter)
+        return _student(1 - ALPHA / 2 / self.tests, freedom) * math.sqrt(2 * scatter)
+
+
+@lru_cache(maxsize=4096)
+def _student(level: float, freedom: int) -> float:
+    """The quantile of Student's t; beyond 200 degrees of freedom the normal one."""
+    return NormalDist().inv_cdf(level) if freedom > 200 else float(stdtrit(freedom, level))
 
 
 def least(pair: Pair, metric: str) -> float:
@@ -177,8 +181,7 @@ def least(pair: Pair, metric: str) -> float:
     return LUCKY if lucky else 0.0
 
 
-def number(row: DeviationRow, metric: str) -> float | None:
-    """A metric of a row as a number; 0 where there is no error to take a multiple of."""
+def _number(row: DeviationRow, metric: str) -> float | None:
     value = value_of(row, metric)[0]
     return value if isinstance(value, float) else None
 
@@ -188,8 +191,8 @@ def repeats(pair: Pair) -> float:
     noise = max((row.noise or 0.0 for row in (pair.a, pair.b)), default=0.0)
     if not noise:
         return 0.0
-    least = min(row.rms or 0.0 for row in (pair.a, pair.b))
-    return math.log1p(noise / least) if least else math.inf
+    error = min(row.rms or 0.0 for row in (pair.a, pair.b))
+    return math.log1p(noise / error) if error else math.inf
 
 
 def standard_error(row: DeviationRow, metric: str, value: float | None, width: int) -> float:
@@ -213,31 +216,31 @@ def standard_error(row: DeviationRow, metric: str, value: float | None, width: i
     return row.max_abs / row.rms / 2 / math.sqrt(row.elements)
 
 
-class _Scattered:
+class _Scatter:
     """How logarithms scatter about the mean of their call, in one report at a time."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[object, ...], list[float]] = {}
+        self._calls: dict[Key, list[float]] = {}
 
-    def add(self, side: str, pair: Pair, logarithm: float) -> None:
-        self.calls.setdefault((side, *pair.call), []).append(logarithm)
+    def add(self, pair: Pair, metric: str) -> None:
+        for call, logarithm in _logarithms(pair, metric):
+            self._calls.setdefault(call, []).append(logarithm)
 
     @cached_property
-    def whole(self) -> Squares:
-        parts = [_squares(values) for values in self.calls.values()]
-        return tuple(map(math.fsum, zip(*parts, strict=True)))
+    def _sums(self) -> Sequence[float]:
+        parts = [_squares(values) for values in self._calls.values()]
+        return [math.fsum(column) for column in zip(*parts, strict=True)]
 
     def without(self, pair: Pair, metric: str) -> tuple[float, int]:
         """The variance without one pair, and its degrees of freedom: as many as its calls leave
         (Satterthwaite), so that few if few of them have nearly all the scatter."""
-        sums = self.whole
-        for side, value in zip("ab", pair.numbers[metric], strict=True):
-            own, values = _logarithm(pair, value, metric), self.calls.get((side, *pair.call), [])
-            if own is not None:
-                others = list(values)
-                others.remove(own)
-                parts = zip(sums, _squares(values), _squares(others), strict=True)
-                sums = tuple(max(0.0, x - all_of_it + rest) for x, all_of_it, rest in parts)
+        sums = self._sums
+        for call, own in _logarithms(pair, metric):
+            values = self._calls.get(call, [])
+            others = list(values)
+            others.remove(own)
+            parts = zip(sums, _squares(values), _squares(others), strict=True)
+            sums = [max(0.0, x - every + rest) for x, every, rest in parts]
         squares, freedom, fourth = sums
         if freedom < 0.5:
             return 0.0, 0
@@ -245,10 +248,7 @@ class _Scattered:
         return squares / freedom, int(min(freedom, max(1.0, effective)))
 
 
-Squares = tuple[float, ...]
-
-
-def _squares(values: Sequence[float]) -> Squares:
+def _squares(values: Sequence[float]) -> tuple[float, float, float]:
     """Of a call's logarithms: the sum of squares about the mean, its degrees of freedom, and its
     share in the denominator of the effective ones."""
     if len(values) < 2:
@@ -258,48 +258,7 @@ def _squares(values: Sequence[float]) -> Squares:
     return squares, freedom, squares**2 / freedom
 
 
-def _scatter(pairs: Sequence[Pair]) -> Mapping[tuple[tuple[object, ...], str], _Scattered]:
-    found: dict[tuple[tuple[object, ...], str], _Scattered] = {}
-    for pair in pairs:
-        for metric in pair.metrics:
-            for whole in (pair.call, pair.tensor):
-                here = found.setdefault((whole, metric), _Scattered())
-                for side, value in zip("ab", pair.numbers[metric], strict=True):
-                    logarithm = _logarithm(pair, value, metric)
-                    if logarithm is not None:
-                        here.add(side, pair, logarithm)
-    return found
-
-
-def _logarithm(pair: Pair, value: float | None, metric: str) -> float | None:
-    value = max(value or 0.0, least(pair, metric))
-    return math.log(value) if value else None
-
-
-@lru_cache(maxsize=4096)
-def student(level: float, freedom: int) -> float:
-    """The quantile of Student's t, by bisection of its distribution function for whole degrees of
-    freedom (Abramowitz & Stegun, 26.7.3 and 26.7.4); beyond 200 of them the normal one."""
-    if freedom > 200:
-        return NormalDist().inv_cdf(level)
-    low, high = 0.0, 1.0
-    while _student_cdf(high, freedom) < level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_cdf(middle, freedom) < level else (low, middle)
-    return high
-
-
-def _student_cdf(t: float, freedom: int) -> float:
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, sine = math.cos(angle) ** 2, math.sin(angle)
-    odd = freedom % 2
-    term = total = 0.0
-    if freedom > 1:
-        term = total = math.cos(angle) if odd else 1.0
-        for k in range(2 + odd, freedom - 1, 2):
-            term *= cosine * (k - 1) / k
-            total += term
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return 0.5 + inside / 2
+def _logarithms(pair: Pair, metric: str) -> list[tuple[Key, float]]:
+    """Of A's and B's value, each with the call it belongs to; none of 0."""
+    sizes = [max(x or 0.0, least(pair, metric)) for x in pair.numbers[metric]]
+    return [((s, *pair.call), math.log(x)) for s, x in zip("ab", sizes, strict=True) if x]

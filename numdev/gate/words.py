@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-from numdev.gate.verdict import Calls, Verdict
+from numdev.gate.verdict import Verdict
 from numdev.report import DeviationRow
 
 # How a row's claim begins where the kernel declared none and was found to round so.
@@ -103,7 +104,17 @@ def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:
             )
 
 
-def label(of: Verdict | Calls) -> str:
+class Optioned(Protocol):
+    """A verdict, calls, a group of a comparison: whatever is about a kernel with its options."""
+
+    @property
+    def kernel(self) -> str | None: ...
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+def label(of: Optioned) -> str:
     """`mine[block=64]`."""
     shown = ",".join(f"{k}={v}" for k, v in of.options.items() if v is not None)
     return f"{of.kernel}[{shown}]" if shown else str(of.kernel)

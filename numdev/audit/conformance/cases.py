@@ -1,9 +1,7 @@
 """The small cases on which a kernel is checked, as data, and the known answers of some.
 
-A `Check` says what is drawn and what is special about it; `CHECKS` is the list, one feature at a
-time; `case_of` makes a check's case in a format. Most are judged against the fp64 reference; where
-the answer is known without computing (equal scores give the mean of V), it comes with the case. How
-a kernel is run on them and what counts as right is for `numdev.audit.conformance.checking`.
+`CHECKS` is the list, one feature at a time. Most are judged against the fp64 reference; where the
+answer is known without computing (equal scores give the mean of V), it comes with the case.
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
 """Does a kernel compute attention: `numdev kernels --check NAME`.
 
-A kernel is put through small cases, one feature at a time, and every answer is held against the
-fp64 reference or, where one is known without computing, against the known answer. The cases are
-data and stand in `numdev.audit.conformance.cases`; `check` is the one loop that runs them, and the
-verdicts are given here. Every verdict is one of four: *right*, *wrong* (with the cause in words
-where `numdev.explain.wrong_function` finds one), *raises*, or *refuses*: the kernel says that it
-cannot (`supports`, `Refused`, or a NotImplementedError), which is no fault.
+A kernel is put through the small cases of `cases`, one feature at a time, and every answer is held
+against the fp64 reference or, where one is known without computing, against the known answer. A
+verdict is *right*, *wrong* (with the cause in words where `numdev.explain.wrong_function` finds
+one), *raises*, or *refuses*: the kernel says that it cannot (`supports`, `Refused`, or a
+NotImplementedError; in backward, that autograd cannot follow), which is no fault.
 
-Right means: the same elements are finite as in the floor, and in every head the rms error is at
-most 8 times the floor's, or 4 times that of plain attention in the same format on the same inputs,
-or 8 times that of plain attention in fp32; and it is less than half of the answer itself. This is a
-test of the function, not of its last bits: a sound kernel stays well below on every case here, and
-how close it comes is the audit's question. Inputs must come back unchanged. What is a convention
-(the value of a row that sees no key) or a property (whether two runs agree bit by bit) is reported
-and judged neither way.
-
-The backward pass is checked by the same rule in `numdev.audit.conformance.backward`; a kernel that
-autograd cannot follow refuses it.
+What is right stands in configs/gate/conformance.yaml; the gradients, for a drawn upstream gradient,
+are held to the same limits, over all heads. Elements are finite where the floor's are. Inputs must
+come back unchanged. What is a convention (the value of a row that sees no key) or a property
+(whether two runs agree bit by bit) is reported and judged neither way.
 """
 
 from __future__ import annotations
@@ -25,28 +18,30 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from numdev.audit.conformance.backward import verdict_of
 from numdev.audit.conformance.cases import CHECKS, Check, case_of
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused
 from numdev.explain.wrong_function import far_off, suspect
+from numdev.formats import round_to
+from numdev.gate.rules import conformance_limits
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.reference import attend
+from numdev.kernels.output import GRADIENTS
+from numdev.kernels.reference import attend, floor_of, gradients
 from numdev.kernels.reference.results import Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import CheckRecord, ConformanceReport, FeatureRecord
 from numdev.system import System
 
+Verdict = Literal["right", "wrong", "raises", "refuses"]
 FORMATS = ("bfloat16", "float16", "float32")
-FLOORS, BASELINES, IN_FP32, MOST = 8.0, 4.0, 8.0, 0.5
-"""Right: up to so many floors, or so many times the baseline's error in the same format or in fp32;
-and below this share of the answer."""
+# A gradient is called a multiple of the right one when that explains nine tenths of its error.
+FACTOR_CUT = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +50,7 @@ class Result:
 
     check: Check
     format: str
-    verdict: str
+    verdict: Verdict
     words: str = ""
 
 
@@ -86,7 +81,7 @@ def check(
             )
         elif found:
             what = Check(feature="formats", name=fmt)
-            verdict = "raises" if found[0].verdict == "raises" else "refuses"
+            verdict: Verdict = "raises" if found[0].verdict == "raises" else "refuses"
             found = [Result(check=what, format=fmt, verdict=verdict, words=found[0].words)]
         results += found
     if not any(r.verdict in ("right", "wrong") for r in results):
@@ -100,7 +95,7 @@ def _run(
 ) -> Iterator[Result]:
     """The results of one check: of the output, and of the log-sum-exp where there is one."""
 
-    def result(verdict: str, words: str = "", feature: str | None = None) -> Result:
+    def result(verdict: Verdict, words: str = "", feature: str | None = None) -> Result:
         at = check if feature is None else dataclasses.replace(check, feature=feature)
         return Result(check=at, format=fmt, verdict=verdict, words=words)
 
@@ -141,10 +136,28 @@ def _run(
         yield result("right", _noise(outputs), feature="reproducible")
 
 
-def _backward(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase) -> tuple[str, str]:
+def _backward(
+    kernel: Kernel, options: Mapping[str, Any], case: AttentionCase
+) -> tuple[Verdict, str]:
     """The verdict on a kernel's gradients, and what there is to say."""
     try:
-        return verdict_of(kernel, options, case)
+        case = dataclasses.replace(case, grad_out=_upstream(case))
+        output = kernel.gradients(case, **options)
+        exact = gradients(case)
+        others = {
+            "floor": floor_of(exact, case.format),
+            "baseline": find("baseline").gradients(case),
+            "baseline in fp32": find("baseline").gradients(_widened(case)),
+        }
+        remarks = [
+            _wrong_gradient(
+                name,
+                getattr(output, name).double(),
+                getattr(exact, name),
+                {other: getattr(x, name).double() for other, x in others.items()},
+            )
+            for name in GRADIENTS
+        ]
     except (Refused, NotImplementedError) as refusal:
         return "refuses", _words_of(refusal)
     except Exception as error:
@@ -153,6 +166,35 @@ def _backward(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase) -
         if "not implemented" in words.lower():
             return "refuses", words
         return "raises", f"{type(error).__name__}: {words}"
+    wrong = "; ".join(words for words in remarks if words)
+    return ("wrong" if wrong else "right"), wrong
+
+
+def _upstream(case: AttentionCase) -> Tensor:
+    """The gradient with respect to the output: N(0, 1), rounded to the case's format."""
+    shape = (*case.q.shape[:3], case.v.shape[-1])
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return round_to(drawn, case.format).to(case.q.dtype).to(case.q.device)
+
+
+def _wrong_gradient(name: str, got: Tensor, r: Tensor, others: Mapping[str, Tensor]) -> str:
+    """What is wrong with one gradient, in words; empty if nothing is. `others` by the limit of how
+    many times their error is still right."""
+    strays = int((~got.isfinite() & r.isfinite()).sum())
+    if strays:
+        return f"{name} has {strays} elements that are NaN or infinite and should not be"
+    limits = conformance_limits()
+    error, size = float((got - r).norm()), float(r.norm())
+    near = any(error <= limits[key] * float((x - r).norm()) for key, x in others.items())
+    if near and error <= limits["answer"] * size:
+        return ""
+    factor = float((got * r).sum()) / size**2 if size else 0.0
+    if factor and float((got - factor * r).norm()) * FACTOR_CUT <= error:
+        return f"{name} is {factor:.3g} times what it should be"
+    if not got.any():
+        return f"{name} is 0"
+    return f"{name} is off by {100 * error / size:.2g} %, and no known mistake explains it"
 
 
 def _wrong(case: AttentionCase, output: Output, exact: Reference, known: Tensor | None) -> str:
@@ -187,13 +229,14 @@ def _wrong(case: AttentionCase, output: Output, exact: Reference, known: Tensor 
 
 
 def _is_right(m: Metrics, in_fp32: Metrics) -> bool:
-    """Whether one head's error is rounding, by the rule at the top of this file."""
+    """Whether one head's error is rounding."""
     if m["nonfinite"] or m["rms"] is None:
         return not m["nonfinite"]
-    limits = ((m["floor_ratio"], FLOORS), (m["baseline_ratio"], BASELINES))
-    near = any(ratio is not None and ratio <= limit for ratio, limit in limits)
-    near = near or m["rms"] <= IN_FP32 * (in_fp32["rms"] or 0.0)
-    return near and (m["rel"] is None or m["rel"] < MOST)
+    limits = conformance_limits()
+    ratios = {"floor": m["floor_ratio"], "baseline": m["baseline_ratio"]}
+    near = any(ratio is not None and ratio <= limits[key] for key, ratio in ratios.items())
+    near = near or m["rms"] <= limits["baseline in fp32"] * (in_fp32["rms"] or 0.0)
+    return near and (m["rel"] is None or m["rel"] < limits["answer"])
 
 
 def _widened(case: AttentionCase) -> AttentionCase:
@@ -289,14 +332,12 @@ def _report(
         sentence=sentence,
         features=tuple(features),
         checks=tuple(
-            CheckRecord.model_validate(
-                {
-                    "feature": r.check.feature,
-                    "check": r.check.name,
-                    "format": r.format,
-                    "verdict": r.verdict,
-                    "words": r.words,
-                }
+            CheckRecord(
+                feature=r.check.feature,
+                check=r.check.name,
+                format=r.format,
+                verdict=r.verdict,
+                words=r.words,
             )
             for r in results
         ),
@@ -306,19 +347,17 @@ def _report(
 def _feature(name: str, results: Sequence[Result]) -> FeatureRecord:
     """One feature's verdict: the worst of its checks; `partly` where some are refused."""
     verdicts = {r.verdict for r in results}
-    ranks = ("wrong", "raises", "refuses", "right")
-    verdict = next(v for v in ranks if v in verdicts)
+    ranks: tuple[Verdict, ...] = ("wrong", "raises", "refuses", "right")
+    verdict: Verdict | Literal["partly"] = next(v for v in ranks if v in verdicts)
     if verdicts == {"right", "refuses"}:
         verdict = "partly"
     shown = [r for r in results if r.verdict == verdict or (verdict == "partly" and r.words)]
-    return FeatureRecord.model_validate(
-        {
-            "feature": name,
-            "verdict": verdict,
-            "words": "; ".join(_grouped(shown, everywhere=len(verdicts) == 1)),
-            "right": sum(r.verdict == "right" for r in results),
-            "checks": len(results),
-        }
+    return FeatureRecord(
+        feature=name,
+        verdict=verdict,
+        words="; ".join(_grouped(shown, everywhere=len(verdicts) == 1)),
+        right=sum(r.verdict == "right" for r in results),
+        checks=len(results),
     )
 
 
