@@ -27,15 +27,11 @@ RUN = 4.0  # running sum over rms sqrt(rows); one random walk in eight thousand 
 # it to tens of times what errors of random sign leave.
 SIMILAR = 0.1
 MOVED = 2.0**-8  # |dW_Q error| / |dW_Q|: rounding dW_Q itself to bfloat16 may change it as much
-LOUDER = (
-    1.5  # spectral norm over the layer's median: before training heads differ by a few per cent
-)
+LOUDER = 1.5  # spectral norm over the layer's median: untrained heads differ by a few per cent
 HALF = 0.5  # what a cure has to leave at most
 DROWNED = 0.5  # |dW_Q error| of a head over |dW_Q| of its layer: half a gradient, from rounding
 NAMED = 3  # further heads that are named
 MEAN = "delta's mean error"
-
-
 CONDITIONS = (
     *("tied maxima", "weights at powers of two", "V of one sign", "biased output"),
     *("delta error of one sign", "similar terms of dW_Q", "dW_Q moved", "large spectral norm"),
@@ -253,7 +249,7 @@ def answer(
     faulty, first = [r for r in ranking if at_fault(r)], leading(ranking)
     rows = {r.rank: next(head for head in heads if head.is_of(r)) for r in ranking}
     known = [r for r in ranking if judged(r)]
-    evident = [f"Evidence: {_capital(first.evidence)}"]
+    evident = [f"Evidence: {first.evidence[:1].upper()}{first.evidence[1:]}"]
     cure = _cure(first, [c for c in cures if c.is_of(first)], costs)
     if faulty:
         said = [_finding(first, rows[first.rank], len(faulty)), *evident]
@@ -432,11 +428,7 @@ def _t(error: Bias | DeltaError | None, words: str = " (t = {})") -> str:
 
 def _subject(place: Place) -> str:
     """At the start of a sentence; the name of a module or case stays as it is."""
-    return named(place) if place.layer is None else _capital(named(place))
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+    return named(place) if place.layer is None else f"L{named(place)[1:]}"
 
 
 def _listed(names: Sequence[str]) -> str:

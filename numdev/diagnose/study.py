@@ -18,6 +18,7 @@ from numdev.audit.plan import Planned, digest, header
 from numdev.audit.records import recorded
 from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import OF_DIAGNOSIS, Stopwatch, stopwatch
+from numdev.config import Choice
 from numdev.diagnose.chain import diagnosed
 from numdev.diagnose.cures import CURES, cured, seen_from_outside
 from numdev.diagnose.curves import axis_of, figures, onsets
@@ -42,7 +43,8 @@ from numdev.sources.opening import Captured, Located, Source, TensorFileSource, 
 from numdev.sources.projection import Projection
 from numdev.system import System
 
-KERNELS = ("sdpa-flash", "baseline")  # beside the emulation where none is named
+# Beside the emulation where none is named.
+KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))
 DRAWN_RUNS = 3  # heads whose running sums are kept: those at fault first, then by their score
 
 
@@ -83,17 +85,13 @@ def diagnose(
 
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
     """The real kernels to run, and which were left out. Those nobody named are no loss."""
-    if request.kernels is None:
-        kernels = [find(name) for name in KERNELS]
-        runnable = [k for k in kernels if k.missing(system) is None]
-        return [Planned(role="kernel", kernel=k, options={}) for k in runnable], []
     planned, notes = [], []
-    for choice in request.kernels:
+    for choice in KERNELS if request.kernels is None else request.kernels:
         kernel = find(choice.name)
         options, missing = recorded(kernel.with_options(choice.options)), kernel.missing(system)
         if missing is None:
             planned.append(Planned(role="kernel", kernel=kernel, options=options))
-        else:
+        elif request.kernels is not None:
             notes.append(f"{kernel.name} was left out: {missing}.")
     return planned, notes
 
@@ -189,9 +187,8 @@ def _projection(located: Located) -> tuple[Projection | None, str]:
 def _check_gradients(source: Source, stage: Stage) -> None:
     """Raises UsageError for captured tensors without upstream gradients: drawn ones have random
     signs, and would show no bias wherever there is one."""
-    if not isinstance(source, TensorFileSource):
-        return
-    lacking = [case.ref.case for case in source.chosen if "grad_out" not in case.tensors]
+    cases = source.chosen if isinstance(source, TensorFileSource) else ()
+    lacking = [case.ref.case for case in cases if "grad_out" not in case.tensors]
     if lacking:
         raise UsageError(
             f"{stage.target}: stores no grad_out for {some(lacking)}",
