@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from numdev.diagnose.report import Bias, DeltaError, DiagnoseReport, DiagnoseSummary, HeadRow
 from numdev.report import Provenance, write
 from numdev.training.config import TrainConfig, resolve
 from numdev.training.report import TrainReport, TrainRow, TrainSummary, VariantRecord
@@ -125,18 +124,6 @@ def test_what_a_run_held(runs: ModuleType, excess: list[float], least: float) ->
     assert runs.stretches(series(excess)).max() == least
 
 
-def test_stretches_are_what_a_search_finds(runs: ModuleType) -> None:
-    """At uneven steps too: the least value from each step to the first one 50 later or more."""
-    drawn = np.random.default_rng(0)
-    for _ in range(20):
-        steps = np.unique(drawn.integers(1, 400, 60))
-        excess = pd.Series(drawn.normal(size=len(steps)), index=steps)
-        for step, found in runs.stretches(excess).items():
-            later = [s for s in steps if s >= step + 50]
-            inside = [x for s, x in excess.items() if later and step <= s <= later[0]]
-            assert found == (min(inside) if later else -math.inf)
-
-
 def test_runs_are_judged_beside_their_fp32_run(runs: ModuleType) -> None:
     """What both suffer is no break, nor is a spike; a break is dated by its first row, and a loss
     that is not finite is one."""
@@ -163,38 +150,6 @@ def test_runs_are_judged_beside_their_fp32_run(runs: ModuleType) -> None:
     assert found["nearly"].held == pytest.approx(0.19)
     assert found["broken"].late == pytest.approx(0.21)
     assert found["lost"].late == math.inf
-
-
-def test_another_rate_has_an_fp32_run_of_its_own(runs: ModuleType) -> None:
-    """A variant is compared at its own rate; one that has no fp32 run there is left out."""
-    losses: dict[str, Curve] = {
-        "fp32": smooth, "slow fp32": lambda seed, step: 6.0, "slow": lambda seed, step: 6.1,
-        "alone": lambda seed, step: 6.1,
-    }  # fmt: skip
-    made = report(
-        losses,
-        options={"slow": {"dp": "working"}, "alone": {"dp": "working"}},
-        rates={"slow fp32": 0.004, "slow": 0.004, "alone": 0.001},
-    )
-    found = {run.variant: run for run in runs.runs_of([made])}
-    assert set(found) == {"fp32", "slow fp32", "slow"}
-    assert found["slow"].late == pytest.approx(0.1)
-    assert found["slow"].setting == "4 x 256, lr 0.004"
-
-
-def test_seeds_may_be_in_several_reports(runs: ModuleType) -> None:
-    """Together they are what one report would be; a name that stands for two things is refused."""
-    losses = {"fp32": smooth, "x": breaking(100)}
-    parts = [report(losses, seeds=s) for s in ((0, 1), (2, 3, 4), (1,))]
-    whole = runs.runs_of([report(losses)])
-    found = runs.runs_of(parts)
-    assert {(r.variant, r.seed, r.broke) for r in found} == {
-        (r.variant, r.seed, r.broke) for r in whole
-    }
-    assert len(found) == len(whole)
-    other = report(losses, options={"x": {"dp": "working"}}, seeds=(0,))
-    with pytest.raises(ValueError, match="'x', and not the same"):
-        runs.runs_of([parts[0], other])
 
 
 @pytest.mark.parametrize(
@@ -256,44 +211,7 @@ def test_what_a_variant_rounds(parts: Any) -> None:
     assert sites_of(record("flex")) is None
 
 
-def test_what_a_crossed_variant_rounds(parts: Any) -> None:
-    """Each pass by its own kernel."""
-    behind = {"backward_kernel": {"name": "triton-flash", "options": {"dp": "working"}}}
-    crossed = record("triton-flash", behind, scores="working")
-    assert parts["sites"].sites_of(crossed).S == "bf16"
-    found = parts["sites"].sites_behind(crossed)
-    assert (found.S, found.dP) == ("fp32", "bf16")
-    assert parts["sites"].sites_behind(record("triton-flash")) is None
-
-
 # --- basins, and trouble without a golden run ----------------------------------------------------
-
-
-def test_what_leaves_the_plateau(runs: ModuleType) -> None:
-    """A loss below 2.2 nats for 50 steps; a dip is none, and a run that comes back has left."""
-    at = [2.5] * 10
-    assert runs.left(series([*at, *[2.1] * 6, *at])) == 110
-    assert runs.left(series([*at, *[2.1] * 5, *at])) is None
-    assert runs.left(series([*at, *[2.2] * 30])) is None
-    assert runs.left(series([*at, *[math.nan] * 9])) is None
-
-
-@pytest.mark.parametrize(
-    ("loss", "rose"),
-    [
-        ([2.5] * 10 + [2.85] * 9, 120),  # the mean over 25 steps is above by 0.2 from there on
-        ([2.5] * 10 + [2.8] * 5 + [2.5] * 9, None),
-        ([2.5] * 10 + [2.6] * 30, None),
-        ([2.8] * 10 + [2.5] * 30, None),
-        ([2.5] * 10 + [math.nan] * 9, 110),
-    ],
-)
-def test_trouble_without_a_golden_run(
-    runs: ModuleType, loss: list[float], rose: int | None
-) -> None:
-    """A mean over 25 steps, 0.2 nats above the least it had been, for 50 steps."""
-    made = runs.first(runs.stretches(runs.rise(series(loss))) > runs.BROKEN_BY)
-    assert made == rose
 
 
 def test_basins(runs: ModuleType) -> None:
@@ -337,27 +255,6 @@ def test_a_run_that_was_stopped(parts: Any, tmp_path: Path, capsys: Any, monkeyp
     assert f"Stopped: {tmp_path.name}, at step 290 of 1000." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("broke", "median"),
-    [
-        ((100, 120, 140, None, None), "140"),
-        ((100, 120, None, None, None), "> 400"),
-        ((None,) * 5, "> 400"),
-        ((50,), "50"),
-    ],
-)
-def test_the_median_step(parts: Any, broke: tuple[int | None, ...], median: str) -> None:
-    """The middle one of five; where fewer than half broke, later than any was watched."""
-
-    def loss(seed: int, step: int) -> float | None:
-        at = broke[seed]
-        return smooth(seed, step) + (1.0 if at is not None and step >= at else 0.0)
-
-    made = report({"fp32": smooth, "x": loss}, seeds=tuple(range(len(broke))))
-    found = [run for run in parts["runs"].runs_of([made]) if run.variant == "x"]
-    assert parts["page"].median_step(found) == median
-
-
 # --- warnings ------------------------------------------------------------------------------------
 
 
@@ -391,90 +288,6 @@ def test_a_signal_that_rises_before_the_loss(parts: Any) -> None:
     assert rule.chosen
 
 
-def test_a_signal_that_rises_with_the_loss_warns_of_nothing(parts: Any) -> None:
-    """An alarm at the break or after is none, a single odd row is none, and the warm-up is not
-    looked at."""
-    for norms in (
-        lambda seed, step: 9.0 if step >= 190 else 1.0,
-        lambda seed, step: 9.0 if step == 100 else 1.0,
-        lambda seed, step: 9.0 if step < 10 else 1.0,
-    ):
-        rule = warned(parts, norms)
-        assert (rule.fixed.warned.some, rule.fixed.warned.of) == (0, 3)
-        assert not rule.chosen
-
-
-def test_a_norm_that_is_not_finite_alarms(parts: Any) -> None:
-    """It is above every threshold."""
-    rule = warned(parts, lambda seed, step: None if step >= 150 else 1.0)
-    assert rule.fixed.leads == (50, 50, 50)
-
-
-def test_a_threshold_that_lets_one_run_alarm(parts: Any) -> None:
-    """An unbroken run of seed 2 has norms of 20, above all of those that break: no threshold above
-    it warns of any run, and the best one is that of the other unbroken runs."""
-    made = report({"fp32": smooth, "x": breaking(200)}, seeds=(0, 1, 2))
-    rows = tuple(
-        row.model_copy(update={"grad_norm": 5.0 if row.variant == "x" else 20.0 ** (row.seed == 2)})
-        for row in made.rows
-    )
-    runs = parts["runs"].runs_of([made.model_copy(update={"rows": rows})])
-    found = parts["warnings"].thresholds(runs, "gradient norm", lambda run: run.broke)
-    assert found == {"none": 20.0, "best": 1.0}
-    rules = parts["warnings"].rules(runs, (0, 1, 2), lambda run: run.broke)
-    (best,) = (rule for rule in rules if rule.chosen)
-    assert (best.signal, best.kind) == ("gradient norm", "best")
-    assert (best.fixed.warned.some, best.fixed.false.some, best.fixed.false.of) == (3, 1, 3)
-    assert best.fixed.index == pytest.approx(1 - 1 / 3)
-
-
-def diagnosis(made: TrainReport, steps: tuple[int, ...] = (200, 100)) -> DiagnoseReport:
-    """Of seed 0 of the variant `dP, dO*O`, and of a model that is no one's."""
-    heads = [
-        HeadRow(
-            checkpoint=name, case="c", head=head, rows=8, pv=Bias(), out=Bias(),
-            delta=(DeltaError(formula="dO*O", t=-float(head)),),
-            ds_row_sum=step / 1000 + head, dw_q_error=0.5, dw_q_predicted=0.125 * head,
-        )
-        for step in steps for head in (0, 1, 4)
-        for name in (f"runs/checkpoints/dP-dO-O-seed0-step{step}", "elsewhere/model")
-    ]  # fmt: skip
-    return DiagnoseReport(
-        provenance=made.provenance, request={}, attention={}, checkpoints=(), heads=tuple(heads),
-        summary=DiagnoseSummary(answer=(), ranking=()),
-    )  # fmt: skip
-
-
-def test_diagnose_gives_signals(parts: Any) -> None:
-    """The largest over heads and the median, by the checkpoint's directory; other checkpoints are
-    no one's, and a run of another setting has none."""
-    losses: dict[str, Curve] = {"fp32": smooth, "dP, dO*O": breaking(200)}
-    made = report(losses, seeds=(0,))
-    runs = parts["runs"].runs_of([made, report(losses, seeds=(0,), rates=dict.fromkeys(losses, 1))])
-    found = parts["warnings"].with_diagnosis(runs, [diagnosis(made)])
-    signals = [run.signals for run in found if run.variant == "dP, dO*O"]
-    assert signals[0]["diagnose: dS row sum"].to_dict() == {100: 4.1, 200: 4.2}
-    assert signals[0]["diagnose: dS row sum, median head"].to_dict() == {100: 1.1, 200: 1.2}
-    assert signals[0]["diagnose: delta's part of it, median head"].to_dict() == {
-        100: 0.25,
-        200: 0.25,
-    }
-    others = [signals[1], *(run.signals for run in found if run.variant == "fp32")]
-    assert not any(name.startswith("diagnose") for own in others for name in own)
-
-
-def test_what_diagnose_says(parts: Any) -> None:
-    """The median head of each step beside what is rounded, and how many errors are of one sign."""
-    losses: dict[str, Curve] = {"fp32": smooth, "dP, dO*O": breaking(200)}
-    made = report(losses, options={"dP, dO*O": HIGH["dP"]}, seeds=(0,))
-    runs = parts["warnings"].with_diagnosis(parts["runs"].runs_of([made]), [diagnosis(made)])
-    text = parts["diagnosis"].said(runs)
-    assert "| dP, dO*O | fp32 | fp32 | bf16 | dO*O | 1.1 | 1.2 | 200 |" in text
-    assert "Of 2 checkpoints 2 have a head" in text
-    assert "the largest |t| is 4.0" in text
-    assert parts["diagnosis"].said(parts["runs"].runs_of([made])).startswith("No checkpoint")
-
-
 # --- effects -------------------------------------------------------------------------------------
 
 
@@ -492,12 +305,6 @@ def test_a_factorial_is_a_regression(parts: Any) -> None:
         coefficients = np.linalg.lstsq(design, y, rcond=None)[0][1:]
         assert [v[seed] for v in found.values()] == pytest.approx(2 * coefficients)
     assert list(found) == ["a", "b", "c", "a x b", "a x c", "b x c", "a x b x c"]
-
-
-def test_a_factorial_with_a_hole_is_none(parts: Any) -> None:
-    """Effects of what is left would not be those of its factors."""
-    with pytest.raises(ValueError, match="not full"):
-        parts["effects"].factorial({(False,): {0: 1.0}}, ("a",))
 
 
 HIGH: dict[str, dict[str, Any]] = {
@@ -541,50 +348,6 @@ def test_effects_are_paired_by_seed(parts: Any) -> None:
     tested = {s.name: s for s in parts["effects"].signs(found)}
     assert (tested["S in bf16"].above, tested["S in bf16"].of) == (5, 5)
     assert tested["S in bf16"].p == pytest.approx(2 / 2**5)
-
-
-def test_a_pair_needs_both_in_one_basin(parts: Any) -> None:
-    """The loss of runs on the plateau pairs those that stayed, and of runs off it those that left;
-    a run that is not finite is left out and counted."""
-    losses: dict[str, Curve] = {
-        "fp32": lambda seed, step: 1.5 if seed < 2 else 2.5,
-        "S": lambda seed, step: 2.6 if seed else 1.7,
-    }
-    options = {"S": HIGH["S"]}
-    made = parts["runs"].runs_of([report(losses, options=options, seeds=(0, 1, 2, 3))])
-    found = {e.response: e for e in parts["effects"].effects(made) if e.kind == "pair"}
-    off, on = found["loss, both off it"], found["loss, both on the plateau"]
-    assert (off.by_seed, off.lost) == (((0, pytest.approx(0.2)),), 3)
-    assert [seed for seed, _ in on.by_seed] == [2, 3]
-    assert on.mean[0] == pytest.approx(0.1)
-    assert found["left the plateau"].mean[0] == -0.25
-    assert "broke" not in found  # the golden run is one of the pair
-    losses["S"] = lambda seed, step: None if seed == 1 and step > 300 else 2.6
-    made = parts["runs"].runs_of([report(losses, options=options, seeds=(0, 1, 2, 3))])
-    pair = next(e for e in parts["effects"].effects(made) if e.response == "loss, nats")
-    assert (pair.seeds, pair.lost) == (3, 1)
-
-
-def test_passes_are_a_factorial(parts: Any) -> None:
-    """Where only the second kernel's backward costs anything, and 0.4."""
-    other = {"name": "emulated", "options": {**FP32, **HIGH["dP"]}}
-    own = {"name": "emulated", "options": FP32}
-    losses: dict[str, Curve] = {
-        "fp32": smooth, "dP": breaking(50, 0.4), "a": breaking(50, 0.4), "b": smooth,
-    }  # fmt: skip
-    made = report(losses, options={"dP": HIGH["dP"], "b": HIGH["dP"]})
-    behind = {"a": other, "b": own}
-    variants = [
-        v.model_copy(update={"differs": {"backward_kernel": behind[v.name]}})
-        if v.name in behind else v
-        for v in made.variants
-    ]  # fmt: skip
-    made = made.model_copy(update={"variants": tuple(variants)})
-    found = parts["effects"].effects(parts["runs"].runs_of([made]))
-    means = {e.factor: e.mean[0] for e in found if e.kind == "passes" and "nats" in e.response}
-    assert means == pytest.approx(
-        {"forward": 0.0, "backward": 0.4, "forward x backward": 0.0}, abs=1e-9
-    )
 
 
 # --- the page ------------------------------------------------------------------------------------
