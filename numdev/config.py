@@ -43,7 +43,7 @@ Named = Annotated[Choice, BeforeValidator(_named)]
 MaskKind = Literal[
     "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
 ]
-"""What `numdev.sources.masks` can draw."""
+"""What `numdev.sources.synthetic` can draw."""
 Layout = Literal["contiguous", "transposed", "packed"]
 """How q, k and v lie in memory (`numdev.layouts`)."""
 

@@ -6,18 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from numdev.sources.masks import MASKS
-from numdev.sources.regime_registry import Regime
-from numdev.sources.synthetic import REGIMES
+from numdev.sources.draws import Regime
+from numdev.sources.synthetic import MASKS, REGIMES
 
 PAGE = Path(__file__).parent.parent / "docs" / "hazards.md"
 
 HEAD = """\
 # Hazards: inputs that have hurt somebody
 
-Written by `python scripts/hazards_page.py` from `numdev/regimes/hazards.py`,
-`numdev/regimes/constructed.py`, `numdev/regimes/exact.py`, `numdev/inputs.py` and
-`numdev/masks.py`.
+Written by `python scripts/hazards_page.py` from `numdev/sources/regimes.py`,
+`numdev/sources/probes.py` and `numdev/sources/synthetic.py`.
 
 Random normals hide nearly every real bug. A **regime** draws q, k, v (and dO) by name; its
 parameters are set beside the name, and each may be a list:

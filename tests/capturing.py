@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from numdev.cases import AttentionCase
-from numdev.sources.capture import CaptureCount, capture
-from numdev.sources.generation import generate
+from numdev.sources.capture import CaptureCount, capture, decode
 
 TOLERANCE = 1e-12
 
@@ -63,7 +62,7 @@ class EagerRun(Run):
             if self.generate is None:
                 model(**inputs)
             else:
-                generate(model, inputs, self.generate)
+                decode(model, inputs, self.generate)
 
 
 class DoubleSoftmax(TorchFunctionMode):

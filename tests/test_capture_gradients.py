@@ -24,20 +24,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capturing import DoubleSoftmax
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
-from numdev.kernels import find
 from numdev.sources.capture import CaptureCount, capture
 from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.loss import IGNORED, LANGUAGE, OWN, Upstream, find_upstream, loss_of, with_drawn
+from numdev.sources.loss import IGNORED, LANGUAGE, OWN, Upstream, find_upstream, with_drawn
 from numdev.sources.opening import Source, open_source
-from numdev.sources.tensorfile import open_cases
-from numdev.sources.tensorwriter import Writer
+from numdev.sources.tensorfile import Writer
 from numdev.system import System
 
 B, N = 2, 8
@@ -164,46 +161,6 @@ def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_pa
         assert not any(x.requires_grad for x in (case.q, case.k, case.v, case.grad_out))
 
 
-def test_the_comparison_rejects_a_wrong_gradient(tmp_path: Path) -> None:
-    """Another layer's gradient, a scaled one and another text's are far away."""
-    model = models.llama().double()
-    directory = models.save(model, tmp_path)
-    given = text()
-    captured = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
-    cases, _, _ = handed_over(captured, given)
-    labels = given["input_ids"]
-    own = trained(model, {**given, "labels": labels}, OUT["llama"], lambda a: a.loss)
-    assert apart(cases[0], own[0]) < FP32
-    assert apart(cases[0], own[1]) > 0.1
-    assert apart(cases[0], own[0] * 1.001) > 50 * FP32
-    other = {"input_ids": given["input_ids"].flip(1)}
-    assert apart(handed_over(captured, other)[0][0], own[0]) > 0.1
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gpt_oss"])
-def test_the_case_is_the_one_of_a_forward_pass(name: str, tmp_path: Path) -> None:
-    """Names, order and fields are those without gradients, and the first call's tensors bitwise.
-
-    A later call's differ by SDPA's rounding, whose backends in training need not be the same.
-    """
-    directory = models.save(getattr(models, name)(), tmp_path)
-    model = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
-    plain: list[AttentionCase] = []
-    capture(model, text(True), plain.append, source="")
-    cases, _, _ = handed_over(model, text(True))
-    for case, other in zip(cases, plain, strict=True):
-        for field in dataclasses.fields(AttentionCase):
-            ours, theirs = getattr(case, field.name), getattr(other, field.name)
-            if field.name in ("grad_out", "grad_out_from"):
-                assert (ours is None, theirs) == (False, None)
-            elif isinstance(theirs, Tensor):
-                assert case is not cases[0] or torch.equal(ours, theirs)
-                torch.testing.assert_close(ours, theirs, rtol=FP64, atol=FP64)
-                assert ours.stride() == theirs.stride()
-            else:
-                assert ours == theirs
-
-
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     """No parameter has a gradient, all learn again or stay frozen, and gradients are on."""
     model = open_checkpoint(models.save(models.gpt2(), tmp_path)).load_model(
@@ -216,27 +173,6 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert all(p.grad is None for p in model.parameters())
     assert torch.is_grad_enabled()
     assert not model.training
-
-
-def test_a_vision_and_text_model_has_its_contrastive_loss(tmp_path: Path) -> None:
-    """Both towers get gradients from CLIP's own loss, asked for with return_loss."""
-    built = models.clip().double()
-    directory = models.save(built, tmp_path)
-    eager = type(built).from_pretrained(
-        directory, dtype=torch.float64, attn_implementation="eager", local_files_only=True
-    )
-    model = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
-    images = torch.randn(B, 3, 12, 12, dtype=torch.float64)
-    given = {**text(), "pixel_values": images}
-    own = trained(eager, {**given, "return_loss": True}, "self_attn.out_proj", lambda a: a.loss)
-    cases, count, upstream = handed_over(model, given)
-    assert upstream.describe() == OWN
-    assert count.calls == len(own) == 4
-    for tokens in (N, 10):  # the towers may run in either order
-        ours = [case for case in cases if case.q_len == tokens]
-        theirs = [gradient for gradient in own if gradient.shape[1] == tokens]
-        assert len(ours) == len(theirs) == 2
-        assert all(apart(case, grad) < FP32 for case, grad in zip(ours, theirs, strict=True))
 
 
 # --- models written by hand -----------------------------------------------------------------------
@@ -313,35 +249,6 @@ class Scored(nn.Module):
             loss = loss * math.nan
         shapes = {"dict": {"loss": loss}, "tuple": (x, loss), "none": x, "list": [x, x.sum(), loss]}
         return shapes.get(self.how, loss)
-
-
-def by_difference(model: Scored, case: AttentionCase, layer: nn.Module, D: Tensor) -> float:
-    """The loss's derivative along a change D of a layer's output, by a central difference."""
-    step, losses = 1e-4, []
-    for sign in (1, -1):
-        hook = layer.register_forward_hook(lambda m, a, out, s=sign: out + s * step * D)
-        with torch.no_grad():
-            losses.append(float(loss_of(model(**text()))))
-        hook.remove()
-    return (losses[0] - losses[1]) / (2 * step)
-
-
-@pytest.mark.parametrize("how", ["scalar", "dict", "tuple"])
-def test_a_loss_is_found_however_it_is_returned(how: str) -> None:
-    """Itself a number, under `loss`, or in a tuple; the gradient is what differences say it is.
-
-    The loss is a cubic of order 1, so a central difference is off by 1e-8 times its third
-    derivative and by 1e-16 / 1e-4 of rounding.
-    """
-    model = Scored(how).double()
-    cases, count, upstream = handed_over(model, text())
-    assert upstream.loss == OWN
-    assert count.drawn == ()
-    for case, layer in zip(cases, (model.first, model.second), strict=True):
-        assert case.grad_out is not None
-        D = torch.randn(B, N, 16, dtype=torch.float64)
-        expected = by_difference(model, case, layer, D)
-        assert (merged(case.grad_out) * D).sum().item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_output_that_is_overwritten_keeps_its_own_gradient() -> None:
@@ -428,31 +335,6 @@ def test_drawn_gradients_are_normal_and_in_the_cases_format() -> None:
     assert case.format == format_named("bfloat16")
 
 
-def test_a_single_query_of_grouped_heads_has_its_gradient() -> None:
-    """transformers lays the heads of a group out as rows; the gradient comes back by heads."""
-
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            from numdev.sources.capture import attention_implementation
-
-            self.lm = models.llama().double()
-            self.lm.set_attn_implementation(attention_implementation(type(self.lm)))
-
-        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.lm(input_ids).logits.square().mean()}
-
-    model = Wrapped()
-    given = {"input_ids": text()["input_ids"][:, :1]}
-    cases, count, _ = handed_over(model, given)
-    assert count.drawn == ()
-    assert cases[0].q.shape == (B, 8, 1, 4)
-    model.lm.set_attn_implementation("eager")
-    own = trained(model, given, OUT["llama"], lambda answer: answer["loss"])
-    for case, gradient in zip(cases, own, strict=True):
-        assert apart(case, gradient) < 1e-6  # llama's norms and rotations are fp32 in part
-
-
 def test_what_the_model_overwrites_is_an_error() -> None:
     """A case whose q is written to before its gradient is there would not be the call."""
 
@@ -467,44 +349,6 @@ def test_what_the_model_overwrites_is_an_error() -> None:
     model.first = model.second = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(MeasurementError, match="overwrites what it attended over"):
         handed_over(model, text())
-
-
-def test_attention_that_is_not_seen_is_still_an_error() -> None:
-    model = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2))
-    model.forward = lambda input_ids: model[1](model[0](input_ids)).sum()  # type: ignore
-    with pytest.raises(MeasurementError, match="not seen in 1;"):
-        handed_over(model, text())
-
-
-def test_a_backward_pass_that_fails_is_said_to() -> None:
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("no such thing")
-
-    model = models.Attending("sdpa")
-    run = model.forward
-    model.forward = lambda input_ids: Bad.apply(run(input_ids)).sum()  # type: ignore
-    with pytest.raises(MeasurementError, match=r"backward pass of its loss: ValueError: no such"):
-        handed_over(model, text())
-
-
-def test_what_on_call_raises_comes_out_unchanged() -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(case: AttentionCase) -> None:
-        raise Stop
-
-    model = Scored("scalar")
-    upstream = find_upstream(model, text(), 0)
-    with pytest.raises(Stop):
-        capture(model, text(), stop, source="", upstream=upstream)
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_calls_are_dropped_once_handed_over(tmp_path: Path) -> None:
@@ -572,37 +416,6 @@ def test_the_demo_has_its_language_model_loss() -> None:
         assert apart(case, gradient) < 1e-4  # the captured model computes in fp32
 
 
-def test_an_audits_gradients_can_be_taken_of_what_was_captured() -> None:
-    """The reference and the baseline differentiate a captured case, rounded to bfloat16."""
-    case = cases_of(source(checkpoint="demo"))[0].rounded_to(format_named("bfloat16"))
-    assert case.grad_out_from == LANGUAGE
-    out = find("baseline").gradients(case)
-    for name, like in (("dq", case.q), ("dk", case.k), ("dv", case.v)):
-        assert getattr(out, name).shape == like.shape
-        assert bool(getattr(out, name).any())
-
-
-def test_an_encoder_without_a_head_has_drawn_gradients(tmp_path: Path) -> None:
-    opened = source(checkpoint=str(models.save(models.t5(), tmp_path)), seed=4)
-    assert opened.describe()["grad_out"] == "drawn from N(0, 1), seed 4"
-    assert {c.grad_out_from for c in cases_of(opened)} == {"drawn from N(0, 1), seed 4"}
-
-
-def test_a_state_dict_has_the_loss_its_model_returns(tmp_path: Path) -> None:
-    """nanoGPT returns a loss only when given targets; without, gradients are drawn."""
-    torch.save(factories.saved_gpt().state_dict(), tmp_path / "w.pt")
-    weights = str(tmp_path / "w.pt")
-    plain = source(checkpoint=weights, model="factories:gpt")
-    assert plain.describe()["grad_out"] == "drawn from N(0, 1), seed 0"
-    ids = text()["input_ids"]
-    save_file({"idx": ids, "targets": ids.roll(-1, 1)}, tmp_path / "in.safetensors")
-    given = source(
-        checkpoint=weights, model="factories:losing_gpt", inputs=str(tmp_path / "in.safetensors")
-    )
-    assert given.describe()["grad_out"] == OWN
-    assert {c.grad_out_from for c in cases_of(given)} == {OWN}
-
-
 def test_a_generation_with_gradients_is_refused() -> None:
     with pytest.raises(UsageError, match="--generate 2: a generation has no backward pass"):
         source(checkpoint="demo", generate=2)
@@ -623,14 +436,6 @@ def test_a_note_names_the_calls_without_a_gradient(tmp_path: Path) -> None:
     )
 
 
-def test_without_gradients_nothing_of_them_is_there() -> None:
-    kernels = (Choice(name="baseline"),)
-    request = AuditRequest(target="demo", checkpoint="demo", kernels=kernels, length=8, sequences=1)
-    opened = open_source(request, System.here("cpu"))
-    assert "grad_out" not in opened.describe()
-    assert {(c.grad_out, c.grad_out_from) for c in cases_of(opened)} == {(None, None)}
-
-
 # --- files of captured tensors --------------------------------------------------------------------
 
 
@@ -648,25 +453,6 @@ def test_saved_gradients_come_back_with_their_origin(tmp_path: Path) -> None:
         assert torch.equal(case.grad_out, read.grad_out)
         assert case.grad_out.stride() == read.grad_out.stride()
         assert read.grad_out_from == LANGUAGE
-
-
-def test_a_file_without_gradients_has_drawn_ones(tmp_path: Path) -> None:
-    """Where some calls have one, the source counts both; a request without gradients adds none."""
-    q = torch.randn(1, 2, 4, 8)
-    tensors = {f"{i}.{name}": q.clone() for i in range(2) for name in "qkv"}
-    tensors["1.grad_out"] = torch.ones(1, 2, 4, 8)
-    path = tmp_path / "dump.safetensors"
-    save_file(tensors, path, metadata={"numdev": '{"version": 1}'})
-    opened = source(checkpoint=str(path), seed=2)
-    said = "drawn from N(0, 1), seed 2 (1 of 2 calls); stored in the file (1 of 2 calls)"
-    assert opened.describe()["grad_out"] == said
-    assert opened.notes == (f"Upstream gradients: {said}.",)
-    first, second = cases_of(opened)
-    assert first.grad_out is not None
-    assert first.grad_out_from == "drawn from N(0, 1), seed 2"
-    assert second.grad_out is not None
-    assert torch.equal(second.grad_out, torch.ones(1, 2, 4, 8))
-    assert open_cases(path).cases[0].load().grad_out is None
 
 
 def test_padding_has_no_label() -> None:

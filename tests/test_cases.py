@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -61,45 +60,6 @@ def test_parts_that_do_not_fit_are_named(change: dict[str, Any], says: str) -> N
     with pytest.raises(UsageError, match=says) as caught:
         dataclasses.replace(case, **change)
     assert "attention case 'test': " in caught.value.message
-
-
-def test_integers_are_no_inputs() -> None:
-    """q, k and v must be floating-point."""
-    q = zeros(1, 1, 1, 1, dtype=torch.int32)
-    with pytest.raises(UsageError, match=r"q, k and v are torch\.int32"):
-        AttentionCase(ref=CaseRef(case="test"), q=q, k=q, v=q, scale=1.0)
-
-
-@pytest.mark.parametrize("shape", [(5,), (1,), (4, 5), (4, 1), (2, 4, 5), (1, 2, 1, 5), (1, 1, 1)])
-def test_masks_may_broadcast(shape: tuple[int, ...]) -> None:
-    """Any mask that broadcasts to [batch, heads, q_len, kv_len] is taken."""
-    mask = torch.ones(shape, dtype=torch.bool)
-    assert torch.equal(attend(make_case(mask=mask)).out, attend(make_case()).out)
-
-
-def test_sizes_by_their_names() -> None:
-    """A case's sizes are those of its tensors."""
-    case = make_case(batch=2, heads=6, kv_heads=2, q_len=3, kv_len=7, dtype=torch.bfloat16)
-    assert (case.heads, case.kv_heads, case.group) == (6, 2, 3)
-    assert (case.q_len, case.kv_len) == (3, 7)
-    assert case.format is BF16
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({}, False), ({"is_causal": True}, True), ({"window": (None, None)}, True)],
-)
-def test_restricts_positions(fields: dict[str, Any], expected: bool) -> None:
-    """Causality and windows restrict positions; a mask does not count."""
-    assert make_case(mask=("bool", "qk"), **fields).restricts_positions is expected
-
-
-def test_cases_are_frozen_and_refs_travel() -> None:
-    """A case cannot be changed, and its reference survives pickling and compares by value."""
-    case = make_case()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        case.scale = 2.0  # type: ignore[misc]
-    assert pickle.loads(pickle.dumps(case.ref)) == case.ref == CaseRef(case="test")
 
 
 # --- which keys a query sees ---------------------------------------------------------------------
@@ -268,15 +228,6 @@ def test_what_is_in_a_format_needs_no_rounding() -> None:
     assert not dataclasses.replace(case, mask=wide).is_in(BF16)
     assert dataclasses.replace(case, mask=wide.bool()).is_in(BF16)
     assert not dataclasses.replace(case, q=case.q.clone().requires_grad_()).is_in(BF16)
-
-
-def test_rounding_leaves_the_original_alone() -> None:
-    """The case that was rounded still holds its own numbers."""
-    case = make_case(dtype=torch.float32)
-    before = case.q.clone()
-    case.rounded_to(FP32).q.zero_()
-    case.rounded_to(BF16).q.zero_()
-    assert torch.equal(case.q, before)
 
 
 # --- choosing heads ------------------------------------------------------------------------------

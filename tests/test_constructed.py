@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from numdev.config import CaseConfig, Choice
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
-from numdev.sources.constructed import layer_input
-from numdev.sources.draws import Draws
 from numdev.sources.opening import ConfigSource
 from numdev.sources.synthetic import Inputs, Shapes, draw
 from numdev.system import System
@@ -44,15 +41,6 @@ def test_numbers_are_exact_in_both_formats(fmt: str) -> None:
         for x in (*inputs, inputs.grad_out):
             assert x is not None
             assert torch.equal(round_to(x, format_named(fmt)), x)
-
-
-def test_values_may_fill_float16() -> None:
-    """With `v_bits` 11 V is float16's, and no longer bf16's; the rest is as before."""
-    v, other = drawn(v_bits=11, value=0.125).v, drawn(value=0.125)
-    assert torch.equal(round_to(v, format_named("float16")), v)
-    assert not torch.equal(round_to(v, format_named("bfloat16")), v)
-    assert all(0.125 <= -x < 0.25 for x in v[:, :, :2].flatten().tolist())
-    assert torch.equal(drawn(v_bits=11).k, other.k)
 
 
 @pytest.mark.parametrize(("count", "level"), [(1, 8.0), (2, -3.0), (5, 0.0), (40, 1.5), (99, 2.0)])
@@ -100,57 +88,6 @@ def test_sizes_and_signs_of_v(value: float) -> None:
     assert all(1.0 <= x < 2.0 for x in v[:, :, 20:].flatten().tolist())
     # 640 values: five standard errors of a share of one half are 0.1.
     assert float((v[:, :, :20] > 0).float().mean()) == pytest.approx(0.5, abs=0.1)
-
-
-def test_significands_are_uniform() -> None:
-    """All 128 of them, each about as often: chi-squared of 127 degrees of freedom is below 210 but
-    once in 10^5 draws."""
-    shapes = dataclasses.replace(SHAPES, kv_len=2000, v_dim=32)
-    found = (-drawn(shapes).v * 128).long().flatten().bincount(minlength=256)[128:].double()
-    assert float(found.sum()) == 2 * 2000 * 32
-    expected = found.sum() / 128
-    assert float(((found - expected) ** 2 / expected).sum()) < 210
-
-
-def test_the_gradient_has_the_sign_asked() -> None:
-    """dO is negative, or of random sign: of 768 five standard errors are 0.09."""
-    one, random = drawn().grad_out, drawn(grad_sign=0).grad_out
-    assert one is not None
-    assert random is not None
-    assert float(one.max()) <= -1.0
-    assert float((random > 0).float().mean()) == pytest.approx(0.5, abs=0.1)
-
-
-def cosines(x: Tensor) -> Tensor:
-    """Between all pairs of rows."""
-    unit = x.double() / x.double().norm(dim=-1, keepdim=True)
-    return (unit @ unit.T).masked_select(~torch.eye(len(x), dtype=torch.bool))
-
-
-@pytest.mark.parametrize("alike", [True, False])
-def test_layer_inputs_give_q_and_look_alike_or_not(alike: bool) -> None:
-    """X W_Q^T is q of every head, exactly; tokens' X point one way, or 64 + 64 random ones."""
-    inputs = drawn()
-    x, weight = layer_input(inputs.q, Draws(0), alike=alike)
-    q = (x @ weight.T).unflatten(-1, (2, 64)).transpose(1, 2)
-    assert torch.equal(q, inputs.q)
-    assert torch.equal(round_to(x, format_named("bfloat16")), x)
-    found = cosines(x[0])
-    assert float(found.min()) > 0.9 if alike else float(found.abs().max()) < 0.6
-
-
-def test_a_terms_direction_is_one_where_inputs_are_alike() -> None:
-    """(P K)[T]^T X[T], written out: the cosine of two terms is that of their P K times that of
-    their X, and so is near 1 if both are."""
-    inputs = drawn()
-    for alike, low, high in ((True, 0.9, 1.0), (False, -0.4, 0.6)):
-        x, _ = layer_input(inputs.q, Draws(0), alike=alike)
-        terms = []
-        for i in range(12):
-            weights = torch.tensor(scores(inputs, 0, 0, i), dtype=torch.float64).softmax(dim=0)
-            terms.append(torch.outer(weights @ inputs.k[0, 0].double(), x[0, i].double()).flatten())
-        mean = float(cosines(torch.stack(terms)).mean())
-        assert low < mean < high
 
 
 @pytest.mark.parametrize(

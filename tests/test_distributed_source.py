@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from numdev.cli.main import main
 from numdev.errors import MeasurementError
 from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.dcp import nested_under
 from numdev.sources.statedict import open_state_dict
 
 SMALL = ("--kernel", "sdpa-math", "--length", "12", "--sequences", "2", "--device", "cpu")
@@ -115,15 +114,6 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
     assert opened.fitted(found).prefix == (f"{nest}." if nest else "")
 
 
-def test_without_a_model_it_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", str(flat(tmp_path)), *SMALL, "-o", str(tmp_path / "o")])
-    assert stop.value.code == 2
-    assert "--model package.module:factory" in capsys.readouterr().err
-
-
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     """A weight short is no model: it is named, and so is one left over."""
     content = state()
@@ -131,24 +121,6 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     opened = open_state_dict(saved(tmp_path / "d", content), "factories:gpt")
     with pytest.raises(MeasurementError, match=r"needs h\.0\.c_attn\.weight.*no place for str"):
         opened.load_model(dtype=torch.float32, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("names", "own", "prefix"),
-    [
-        (["a.w"], ["a.w"], ""),
-        (["model.a.w"], ["a.w"], "model."),
-        (["model.a.w"], ["model.a.w"], ""),
-        (["app.model.a.w", "app.model.b.w"], ["a.w", "b.w"], "app.model."),
-        (["optim.a.w", "model.a.w"], ["a.w"], "model."),
-        (["ema.a.w"], ["a.w"], ""),  # no word that numdev knows: nothing is guessed
-        (["model.a.w", "b.w", "c.w"], ["a.w", "b.w", "c.w"], ""),
-        ([], ["a.w"], ""),
-    ],
-)
-def test_what_names_are_nested_under(names: list[str], own: list[str], prefix: str) -> None:
-    """What makes most of the model's own names match; the shortest of equals."""
-    assert nested_under(names, own) == prefix
 
 
 def test_a_save_that_did_not_end_is_told(

@@ -13,8 +13,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.kernels.reference import attend
-from numdev.sources.masks import MASKS, draw_mask
-from numdev.sources.synthetic import REGIMES, Shapes, answer, draw
+from numdev.sources.synthetic import MASKS, REGIMES, Shapes, answer, draw, draw_mask
 
 PROBES = [name for name, regime in REGIMES.items() if regime.answer is not None]
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=70, kv_len=101, head_dim=32, v_dim=24)

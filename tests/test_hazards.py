@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -59,14 +58,6 @@ def test_far_below(fmt: str, lse: float, q: float, dim: int, n: int) -> None:
     assert bool((found < -88.7).all())  # exp(-lse) overflows fp32
 
 
-def test_far_below_changes_no_output() -> None:
-    """Where scores are the others' plus a constant, softmax does not see it."""
-    q, k, v = inputs = drawn("far_below")
-    far, k0 = attend(case_of(inputs)).out, k.clone()
-    k0[..., 0] = 0.0
-    assert float((far - attend(case_of(Inputs(q=q, k=k0, v=v))).out).abs().max()) < 1e-12
-
-
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
 def test_massive_channel(fmt: str) -> None:
     """One feature of q is 448, of k 1880 (an exact bf16 number, too); unscaled scores exceed
@@ -81,12 +72,6 @@ def test_massive_channel(fmt: str) -> None:
     assert float((attend(case).out - attend(others).out).abs().max()) < 1e-8
 
 
-def test_one_sign() -> None:
-    """V is at least 1, or as much as asked."""
-    assert float(drawn("one_sign").v.min()) >= 1.0
-    assert float(drawn("one_sign", least=3.0).v.min()) >= 3.0
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_one_signed_gradient(count: int) -> None:
     """V and dO are at most -1, so dP and delta are positive sums; and `count` keys tie."""
@@ -99,14 +84,6 @@ def test_one_signed_gradient(count: int) -> None:
     tied = s == s.amax(dim=-1, keepdim=True)
     assert bool((tied.sum(dim=-1) == max(count, 1)).all())
     assert bool(tied[..., :count].all())
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.01, 0.1])
-def test_near_constant_keys(spread: float) -> None:
-    """Keys of a head differ by sqrt(2) * spread, and are themselves of size 1."""
-    k = drawn("near_constant_keys", spread=spread).k
-    assert rms(k[:, :, 1:] - k[:, :, :-1]) == pytest.approx(math.sqrt(2) * spread, rel=0.05)
-    assert 0.8 < rms(k) < 1.25
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])
@@ -129,14 +106,6 @@ def test_correlated(rho: float) -> None:
         # `common` has 8 * 8 * dim entries of variance 1: its mean square has a relative standard
         # error of sqrt(2 / (64 * dim)), and five of these for the smaller dim, 32, are 0.16.
         assert float(pairs) == pytest.approx(rho, abs=0.16 * rho + 0.02)
-
-
-def test_near_overflow() -> None:
-    """In float16 V comes near the largest number, and neither it nor the output is infinite."""
-    case = case_of(drawn("near_overflow"), "float16")
-    assert 5e4 < float(case.v.abs().max()) < 65504
-    assert float(attend(case).out.abs().max()) < 65504
-    assert float(case.v.double().abs().sum(dim=2).min()) > 65504  # what is added up is more
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32"])
@@ -237,13 +206,6 @@ def test_the_sweep_covers_the_list(sweep: SweepConfig) -> None:
         assert len(shapes) >= 2, name
 
 
-def test_the_sweep_is_small(sweep: SweepConfig) -> None:
-    """About a hundred cells, none with more than 2^27 scores."""
-    assert 80 <= len(sweep.cases) <= 120
-    for case in sweep.cases:
-        assert case.batch * case.heads * case.seq_len * (case.kv_len or case.seq_len) <= 2**27
-
-
 def test_every_cell_can_be_drawn(sweep: SweepConfig) -> None:
     """With its regime's parameters, mask and layout; with gradients where they are wanted."""
     source = ConfigSource("hazards.yaml", sweep.cases, (0,), System.here("cpu"), gradients=True)
@@ -273,10 +235,3 @@ def test_masks_and_layouts_change_no_numbers() -> None:
     for case in others:
         for name in ("q", "k", "v", "grad_out"):
             assert torch.equal(getattr(case, name), getattr(first, name))
-
-
-def test_gradients_are_not_there_unasked() -> None:
-    """Without them a case carries no grad_out."""
-    config = CaseConfig(name="a", heads=2, seq_len=4, head_dim=8)
-    source = ConfigSource("t", [config], (0,), System.here("cpu"))
-    assert source.cases[0].load().grad_out is None

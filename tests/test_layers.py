@@ -8,8 +8,7 @@ import pytest
 
 from numdev.audit.run import audit
 from numdev.config import AuditRequest, Choice
-from numdev.errors import MeasurementError
-from numdev.sources.layers import Layers
+from numdev.sources.watch import Layers
 
 
 @pytest.mark.parametrize(
@@ -33,13 +32,6 @@ def test_what_is_said_of_layers(
     assert chosen == [layer for layer in met if asked is None or layer in asked]
     assert " ".join(layers.notes("x")).endswith(said)
     assert bool(layers.notes("x")) == bool(said)
-
-
-def test_no_layer_that_was_asked_for() -> None:
-    layers = Layers((7, 9))
-    assert not any(layers.choose(layer) for layer in (0, None))
-    with pytest.raises(MeasurementError, match="x: no attention call in layers 7 and 9; calls"):
-        layers.notes("x")
 
 
 def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:

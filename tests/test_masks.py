@@ -11,8 +11,7 @@ import torch
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import MaskKind
-from numdev.sources.masks import MASKS, draw_mask
-from numdev.sources.regime_registry import Shapes
+from numdev.sources.synthetic import MASKS, Shapes, draw_mask
 
 SHAPES = Shapes(batch=3, heads=4, kv_heads=2, q_len=64, kv_len=100, head_dim=8, v_dim=8)
 LOWEST = torch.finfo(torch.float32).min
@@ -35,13 +34,6 @@ def test_a_mask_fits_its_case(kind: str, q_len: int, kv_len: int) -> None:
     assert torch.equal(mask, draw_mask(kind, shapes, seed=1))
     seen = mask if mask.dtype == torch.bool else mask > LOWEST
     assert bool(seen.any()) or mask.numel() == 3  # a random one may hide all of three keys
-
-
-def test_seeds_and_labels() -> None:
-    """Another seed or label draws another mask."""
-    first = draw_mask("random", SHAPES, seed=0, label="a")
-    assert not torch.equal(first, draw_mask("random", SHAPES, seed=1, label="a"))
-    assert not torch.equal(first, draw_mask("random", SHAPES, seed=0, label="b"))
 
 
 def test_all_true_and_causal() -> None:

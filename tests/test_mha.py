@@ -6,7 +6,6 @@ captured case computes, answered by the few lines of `capturing.run.attend` in f
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -17,7 +16,6 @@ from capturing import TOLERANCE, attend, worst
 from torch import Tensor, nn
 
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError
 from numdev.kernels import find
 from numdev.sources.capture import capture
 
@@ -121,42 +119,6 @@ def test_the_case_is_the_modules_own_attention(
         assert worst(captured[1], own[1]) < TOLERANCE
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_cross_attention_with_widths_of_its_own(need_weights: bool) -> None:
-    """Keys and values of other widths than the queries', and of another length."""
-    model = One(kdim=6, vdim=10)
-    inputs = [normal(B, N, E), normal(B, S, 6, seed=1), normal(B, S, 10, seed=2)]
-    case, own, _ = one_call(model, inputs, need_weights=need_weights)
-    assert (case.q_len, case.kv_len) == (N, S)
-    assert worst(projected(model, case, attend(case)), own[0].detach()) < TOLERANCE
-
-
-def test_inputs_without_a_batch() -> None:
-    """A single sequence is a batch of one."""
-    model, x = One(), normal(N, E)
-    case, own, _ = one_call(model, [x, x, x], need_weights=False)
-    assert case.q.shape == (1, HEADS, N, E // HEADS)
-    assert worst(projected(model, case, attend(case))[0], own[0].detach()) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"mask": None}, {"scale": 0.51}, {"is_causal": True}, "inverted"],
-    ids=["no mask", "scale", "causal", "inverted mask"],
-)
-def test_the_comparison_rejects_a_wrong_case(wrong: Any) -> None:
-    """A lost or inverted mask, a wrong scale and causality are far off."""
-    model, x = One(), normal(B, N, E)
-    hidden = torch.eye(N, dtype=torch.bool)
-    case, own, _ = one_call(model, [x, x, x], need_weights=False, attn_mask=hidden)
-    if wrong == "inverted":
-        wrong = {"mask": torch.where(hidden, 0.0, -math.inf).double()}
-    elif "is_causal" in wrong:  # would leave the first row without a key
-        wrong = {"is_causal": True, "mask": None}
-    bad = dataclasses.replace(case, **wrong)
-    assert worst(projected(model, bad, attend(bad)), own[0].detach()) > 1e-3
-
-
 def test_a_causal_hint_reaches_the_kernels_as_a_flag() -> None:
     """As SDPA would have had it; with weights asked for, the module applies the mask, and so does
     the case."""
@@ -230,28 +192,6 @@ def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], paddin
     assert worst(layer.self_attn.out_proj(answer).detach(), own.detach()) < TOLERANCE
 
 
-def test_a_transformer_has_three_attentions_a_layer_pair() -> None:
-    """Encoder self, decoder self and decoder cross attention, each in its own module."""
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.t = nn.Transformer(E, HEADS, 1, 1, 32, batch_first=True)
-            self.double().eval()
-
-        def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-            return self.t(src, tgt, tgt_mask=CAUSAL, tgt_is_causal=True)
-
-    cases: list[AttentionCase] = []
-    given = {"src": normal(B, S, E), "tgt": normal(B, N, E, seed=1)}
-    capture(Pair(), given, cases.append, source="")
-    assert [(c.ref.module, c.q_len, c.kv_len, c.is_causal) for c in cases] == [
-        ("t.encoder.layers.0.self_attn", S, S, False),
-        ("t.decoder.layers.0.self_attn", N, N, True),
-        ("t.decoder.layers.0.multihead_attn", N, S, False),
-    ]
-
-
 def test_nothing_of_torch_is_changed() -> None:
     """Neither the function nor the fast path, also after an error in the middle."""
 
@@ -273,12 +213,3 @@ def test_nothing_of_torch_is_changed() -> None:
     assert F.scaled_dot_product_attention is sdpa
     assert F.multi_head_attention_forward is whole
     assert whole.__globals__["scaled_dot_product_attention"] is sdpa
-
-
-def test_dropout_in_training_is_an_error() -> None:
-    """With the weights asked for, too, where the module computes by hand."""
-    for need_weights in (True, False):
-        model = One(dropout=0.1).train()
-        x = normal(B, N, E)
-        with pytest.raises(MeasurementError, match=r"one\.mha: attention with dropout 0\.1"):
-            one_call(model, [x, x, x], need_weights=need_weights)

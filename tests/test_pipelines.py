@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,13 @@ import diffusers
 import pipelines
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor
 
 from numdev import report
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase
 from numdev.cli.main import main
 from numdev.config import AuditRequest, Choice
-from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
-from numdev.report.document import Figures, Table
-from numdev.report.renderers import html
-from numdev.report.views import parts
-from numdev.sources import denoising
 from numdev.sources.opening import open_source
-from numdev.sources.pipeline import is_pipeline, not_audited, open_pipeline
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention
@@ -94,25 +85,6 @@ def test_every_call_of_the_unet_at_every_step(unet: Path) -> None:
     assert {c.q.shape[0] for c in cases} == {4}  # two images, each with and without its prompt
 
 
-def test_chosen_steps_are_the_same_calls(unet: Path) -> None:
-    """Steps 0 and 2 of three, and nothing between; bit for bit what a run of all has there."""
-    whole = {c.ref.case: c for c in captured(unet, denoise=3)}
-    some = captured(unet, denoise=3, steps=(0, 2))
-    assert {c.ref.step for c in some} == {0, 2}
-    assert len(some) == 2 * 2 * BLOCKS
-    assert all(torch.equal(c.q, whole[c.ref.case].q) for c in some)
-    assert all(torch.equal(c.k, whole[c.ref.case].k) for c in some)
-
-
-def test_a_class_conditional_transformer(dit: Path) -> None:
-    """Two layers of self attention a step, guided, of drawn classes."""
-    cases = captured(dit, denoise=3)
-    assert [(c.ref.layer, c.ref.step, c.ref.attends) for c in cases] == [
-        (layer, step, "self") for step in range(3) for layer in range(2)
-    ]
-    assert {tuple(c.q.shape) for c in cases} == {(4, 2, 16, 8)}
-
-
 def test_joint_attention_and_a_part_left_out(tmp_path: Path) -> None:
     """Image and text in one sequence; the third text encoder is None in the index."""
     cases = captured(pipelines.stable_diffusion_3(tmp_path), denoise=1, sequences=1)
@@ -162,44 +134,10 @@ def test_a_scheduler_that_evaluates_twice_has_more_steps(tmp_path: Path) -> None
     assert {c.ref.step for c in captured(path, denoise=3)} == {0, 1, 2, 3, 4}
 
 
-def test_the_run_leaves_the_pipeline_as_it_was(dit: Path) -> None:
-    """The scheduler's own step is back, and no hook is left."""
-    source: Any = open_source(request(dit), System.here("cpu"))
-    list(source)
-    assert "step" not in vars(source.pipeline.scheduler)
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in source.denoiser.modules())
-
-
 def test_gradients_are_drawn(dit: Path) -> None:
     """A pipeline has no loss: each case carries a drawn dO, and says so."""
     cases = captured(dit, gradients=True)
     assert all(c.grad_out is not None and c.grad_out_from for c in cases)
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "own", "told", "attends"),
-    [
-        (16, 16, 16, None, "self"),
-        (16, 7, 16, 7, "cross"),
-        (16, 16, 16, 16, "cross"),  # as long as the image, and still the text
-        (23, 23, 16, 7, "joint"),
-        (16, 23, 16, 7, "joint"),  # keys of the text added to the image's
-        (16, 4, 16, None, "cross"),
-    ],
-)
-def test_what_a_call_attends_to(q: int, k: int, own: int, told: int | None, attends: str) -> None:
-    """By the lengths of what its module was given."""
-    lengths = denoising._Lengths(torch.nn.Module())
-    lengths.given["m"] = own, told
-    x = torch.zeros(1, 1, 1, 8)
-    case = AttentionCase(
-        ref=CaseRef(case="c", module="m"),
-        q=x.expand(1, 1, q, 8),
-        k=x.expand(1, 1, k, 8),
-        v=x.expand(1, 1, k, 8),
-        scale=1.0,
-    )
-    assert lengths.attends(case) == attends
 
 
 # --- what it reads -------------------------------------------------------------------------------
@@ -217,30 +155,7 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     assert not torch.equal(cross[0].k, other[0].k)
 
 
-def test_drawn_prompts_follow_the_seed(unet: Path) -> None:
-    """The same seed, the same prompts and latents; another, others."""
-    first, again, other = (captured(unet, denoise=1, seed=s) for s in (0, 0, 1))
-    assert torch.equal(first[-1].q, again[-1].q)
-    assert not torch.equal(first[-1].q, other[-1].q)
-    assert not torch.equal(first[1].k, other[1].k)
-
-
-def test_text_that_is_not_read_is_refused(
-    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "p.txt").write_text("a cat")
-    assert "reads no text" in refusal(capsys, 2, dit, "--text", str(tmp_path / "p.txt"))
-
-
 # --- how it is opened ----------------------------------------------------------------------------
-
-
-def test_what_is_not_audited_is_named(unet: Path) -> None:
-    """The parts that attend beside the denoiser; the tokenizer and scheduler do not."""
-    source: Any = open_source(request(unet), System.here("cpu"))
-    assert not_audited(source.pipeline, "unet") == ["text_encoder", "vae"]
-    assert source.notes == ("Audited: the unet. Not audited: the attention of text_encoder, vae.",)
-    assert source.describe()["not_audited"] == "text_encoder, vae"
 
 
 @pytest.mark.parametrize(
@@ -314,28 +229,6 @@ def test_weights_that_are_missing_are_named(
     assert "transformer_blocks.1.attn1.to_q.weight" in refusal(capsys, 3, path)
 
 
-def test_without_a_denoiser_it_is_refused(
-    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = edited(dit, tmp_path / "p", transformer=[None, None])
-    assert "names no part unet or transformer" in refusal(capsys, 2, path)
-
-
-def test_without_diffusers_the_hint_installs_it(dit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "diffusers":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(UsageError) as refused:
-        open_pipeline(dit)
-    assert refused.value.hint == "pip install 'numdev[diffusers]'"
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -351,54 +244,6 @@ def test_options_that_do_not_fit_are_refused(
     assert says in refusal(capsys, 2, dit, *flags)
 
 
-def test_steps_are_for_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that does not denoise has none."""
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", "demo", *SMALL, "--denoise", "3", "-o", str(tmp_path / "o")])
-    assert stop.value.code == 2
-    assert "demo is no diffusers pipeline" in capsys.readouterr().err
-    assert not is_pipeline(tmp_path)
-
-
-def test_a_diagnosis_takes_none(unet: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its text encoder is not taken for a checkpoint of a series."""
-    with pytest.raises(SystemExit) as stop:
-        main(["diagnose", str(unet), "-o", str(unet.parent / "d")])
-    assert stop.value.code == 2
-    assert "is a diffusers pipeline" in capsys.readouterr().err
-
-
-def test_attention_by_hand_is_told(unet: Path) -> None:
-    """A processor that multiplies by hand is no SDPA call: an error that names the modules."""
-    source: Any = open_source(request(unet), System.here("cpu"))
-    source.denoiser.mid_block.attentions[0].transformer_blocks[0].attn1.set_processor(
-        AttnProcessor()
-    )
-    with pytest.raises(MeasurementError, match=r"not seen in mid_block\.attentions\.0"):
-        list(source)
-
-
-def test_what_the_audit_raises_comes_out_unchanged(dit: Path) -> None:
-    """An error of whoever measures a case is not blamed on the pipeline."""
-
-    class Mine(Exception):
-        pass
-
-    def fail() -> None:
-        for _ in open_source(request(dit), System.here("cpu")):
-            raise Mine
-
-    with pytest.raises(Mine):
-        fail()
-
-
-def test_what_the_pipeline_raises_names_it(unet: Path) -> None:
-    source: Any = open_source(request(unet), System.here("cpu"))
-    object.__setattr__(source.reading, "arguments", {"prompt": 3})
-    with pytest.raises(NumdevError, match="StableDiffusionPipeline failed on its inputs"):
-        list(source)
-
-
 # --- the report ----------------------------------------------------------------------------------
 
 
@@ -409,18 +254,6 @@ def audited(unet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ("--kernel", "sdpa-flash", "--denoise", "3", "--steps", "0,2", "-q")
     main(["audit", str(unet), *SMALL, *flags, "-o", str(output)])
     return output
-
-
-def test_rows_know_step_and_kind(audited: Path) -> None:
-    """In the report, in its CSV and in the names of places."""
-    found = report.read(audited)
-    assert isinstance(found, report.AuditReport)
-    assert {(r.step, r.attends) for r in found.rows} == {
-        (s, a) for s in (0, 2) for a in ("self", "cross")
-    }
-    assert {"step", "attends"} <= set((audited / "rows.csv").read_text().split("\n")[0].split(","))
-    assert found.summary.map is not None
-    assert found.summary.map.layers[:2] == ("0 self", "1 cross")
 
 
 def test_deviation_by_step_is_that_of_its_rows(audited: Path) -> None:
@@ -442,26 +275,6 @@ def test_deviation_by_step_is_that_of_its_rows(audited: Path) -> None:
     assert part.floor_ratio_worst == ratios[-1]
 
 
-def test_the_page_and_the_terminal_show_it(
-    audited: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A curve and a table for each kind of attention, a point and a column for each step."""
-    found = report.read(audited)
-    assert isinstance(found, report.AuditReport)
-    page = html.page(found)
-    assert "bfloat16, self attention: error by denoising step" in page
-    assert "Not audited".lower() in page
-    nodes = list(parts.blocks(found.summary.parts))
-    drawn = next(node.charts for node in nodes if isinstance(node, Figures))
-    assert [len(c.figure.curves[0].points) for c in drawn] == [2, 2]
-    table = next(node for node in nodes if isinstance(node, Table))
-    assert [column.title for column in table.columns] == ["kernel", "0", "2"]
-    main(["report", str(audited)])
-    shown = capsys.readouterr().out
-    assert "bfloat16, cross attention: ×floor by denoising step" in shown
-    assert all(len(line) <= 80 for line in shown.splitlines())
-
-
 def test_saved_calls_give_the_same_rows(unet: Path, tmp_path: Path) -> None:
     """--save-cases keeps step and kind: the rows of an audit of the files are the pipeline's."""
     flags = (*SMALL, "--denoise", "2", "-q")
@@ -474,21 +287,3 @@ def test_saved_calls_give_the_same_rows(unet: Path, tmp_path: Path) -> None:
     assert isinstance(second, report.AuditReport)
     assert first.rows == second.rows
     assert first.summary.parts == second.summary.parts
-
-
-def doubled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention with scores twice as large: its worst rows are looked at."""
-    return torch.nn.functional.scaled_dot_product_attention(2 * q, k, v)
-
-
-def test_explanations_and_worst_rows_know_step_and_kind(unet: Path, tmp_path: Path) -> None:
-    """Whatever is told of a call says which call it was."""
-    flags = ("--denoise", "1", "--kernel", "test_pipelines:doubled", "--explain", "-q")
-    main(["audit", str(unet), *SMALL[2:], *flags, "-o", str(tmp_path / "o")])
-    found = report.read(tmp_path / "o")
-    assert isinstance(found, report.AuditReport)
-    of = {row.case: (row.step, row.attends) for row in found.rows}
-    assert found.summary.worst_rows
-    assert {a.case for a in found.attributions} == set(of)
-    for row in (*found.attributions, *found.summary.worst_rows):
-        assert (row.step, row.attends) == of[row.case]

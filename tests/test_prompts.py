@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,6 @@ def test_text_is_cut_into_whole_chunks(tmp_path: Path) -> None:
     assert prompt.description == "3 x 3 tokens of a.txt"
 
 
-def test_no_more_sequences_than_asked(tmp_path: Path) -> None:
-    file = text(tmp_path, "a.txt", range(10))
-    assert len(rows(from_text([file], tokenizer(), length=3, sequences=2))) == 2
-
-
 def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
     """They count for the length."""
     file = text(tmp_path, "a.txt", range(6))
@@ -68,14 +62,6 @@ def test_files_take_turns(tmp_path: Path) -> None:
     prompt = from_text(files, tokenizer(), length=2, sequences=4)
     assert [row[0] for row in rows(prompt)] == [10, 30, 12, 14]
     assert prompt.description == "4 x 2 tokens of a and b"
-
-
-def test_every_file_contributes(tmp_path: Path) -> None:
-    """Also where there are more files than sequences were asked for."""
-    files = [text(tmp_path, f"{i}.txt", range(10 * i, 10 * i + 8)) for i in range(5)]
-    prompt = from_text(files, tokenizer(), length=4, sequences=2)
-    assert [row[0] for row in rows(prompt)] == [10, 20, 30, 40, 50]
-    assert prompt.description == "5 x 4 tokens of 5 files"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -93,12 +79,6 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     assert prompt.description == "2 x up to 6 tokens of a and b"
 
 
-def test_one_short_file_needs_no_padding(tmp_path: Path) -> None:
-    prompt = from_text([text(tmp_path, "a", range(2))], tokenizer(), length=9, sequences=8)
-    assert rows(prompt) == [[10, 11]]
-    assert prompt.inputs.keys() == {"input_ids"}
-
-
 def test_the_demo_reads_its_own_prompt() -> None:
     """Eight sequences of 256 tokens, as statistics over sequences need, each with its first token.
 
@@ -111,29 +91,6 @@ def test_the_demo_reads_its_own_prompt() -> None:
     assert {row[0] for row in rows(prompt)} == {reads.bos_token_id}
     said = "".join(reads.decode(row[1:]) for row in rows(prompt))
     assert (demo / "prompt.txt").read_text(encoding="utf-8").startswith(said)
-
-
-def test_a_long_text_draws_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenizers complain of texts longer than the model reads; here they are cut."""
-    said = []
-    monkeypatch.setattr(logging.Logger, "handle", lambda _, record: said.append(record))
-    reads = tokenizer(model_max_length=8)
-    file = text(tmp_path, "a", range(90))
-    from_text([file], reads, length=8, sequences=8)
-    assert not said
-    reads(file.read_text())
-    assert len(said) == 1
-
-
-def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
-    """The same ids have one digest whatever the file's name; other ids, or a mask, another."""
-    one, same, other = (
-        from_text([text(tmp_path, name, words)], tokenizer(), length=4, sequences=1)
-        for name, words in (("a", range(4)), ("b", range(4)), ("c", range(1, 5)))
-    )
-    assert one.digest == same.digest != other.digest
-    shape = from_text([tmp_path / "a"], tokenizer(), length=2, sequences=2)
-    assert shape.digest != one.digest
 
 
 def test_drawn_ids_follow_the_seed() -> None:
@@ -157,17 +114,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         from_text([tmp_path / "no.txt"], tokenizer(), length=4, sequences=1)
 
 
-def test_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        from_text([tmp_path], tokenizer(), length=4, sequences=1)
-
-
-def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(UsageError, match=r"a\.txt: is not UTF-8 at byte 3"):
-        from_text([tmp_path / "a.txt"], tokenizer(), length=4, sequences=1)
-
-
 @pytest.mark.parametrize("content", ["", " \n"])
 def test_a_file_without_tokens(tmp_path: Path, content: str) -> None:
     """Also among files that have some: every file contributes."""
@@ -175,17 +121,3 @@ def test_a_file_without_tokens(tmp_path: Path, content: str) -> None:
     files = [text(tmp_path, "a.txt", range(4)), tmp_path / "b.txt"]
     with pytest.raises(UsageError, match=r"b\.txt: holds no token"):
         from_text(files, tokenizer(), length=4, sequences=2)
-
-
-@pytest.mark.parametrize(
-    ("length", "sequences", "why"), [(2, 1, "no room"), (0, 1, "positive"), (4, 0, "positive")]
-)
-def test_counts_that_leave_nothing(tmp_path: Path, length: int, sequences: int, why: str) -> None:
-    file = text(tmp_path, "a.txt", range(4))
-    with pytest.raises(UsageError, match=why):
-        from_text([file], tokenizer(special=True), length=length, sequences=sequences)
-
-
-def test_no_file() -> None:
-    with pytest.raises(UsageError, match="no text file"):
-        from_text([], tokenizer(), length=4, sequences=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import numdev.sources.models
-from numdev import report, system
+import numdev.sources.opening
+from numdev import report
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
-from numdev.sources.capture import Enough
 from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.deferred import Deferred, Stored
-from numdev.sources.streaming import Streamed
+from numdev.sources.streaming import Deferred, Stored, Streamed
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "12", "--device", "cpu")
 IDS = {"input_ids": torch.arange(3, 27).reshape(2, 12)}
@@ -93,17 +89,6 @@ def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> Non
     assert sources[0] == sources[1]
 
 
-def test_the_comparison_of_reports_sees_one_bit(tmp_path: Path) -> None:
-    """A weight that differs by one rounding gives a report that is not the same."""
-    target = saved("llama", tmp_path)
-    whole = audit(target, "a", "--stream")
-    state = load_file(target / "model.safetensors")
-    x = state["model.layers.1.self_attn.q_proj.weight"]
-    x[0, 0] = torch.nextafter(x[0, 0], torch.tensor(torch.inf))
-    save_file(state, target / "model.safetensors", {"format": "pt"})
-    assert not same_numbers(whole, audit(target, "b", "--stream"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox"])
 def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -155,15 +140,6 @@ def test_tied_weights_and_buffers_are_right(tmp_path: Path) -> None:
         assert torch.equal(ours.model(**IDS).logits, whole(**IDS).logits)
 
 
-def test_a_generation_is_that_of_the_whole_model(tmp_path: Path) -> None:
-    """Every pass reads all layers again."""
-    target = saved("llama", tmp_path)
-    flags = ("--generate", "2")
-    assert same_numbers(
-        audit(target, "a", "--stream", *flags), audit(target, "b", "--no-stream", *flags)
-    )
-
-
 # --- memory -------------------------------------------------------------------------------------
 
 
@@ -189,17 +165,6 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
         ours.model(**IDS)
     assert seen == [(0, {"0"}), (1, {"1"})]
     assert not values_of(ours.model)
-
-
-def test_every_weight_is_read_once_for_each_place(tmp_path: Path, reads: list[str]) -> None:
-    """Reading ahead reads nothing twice, and a tied weight is read for both its places."""
-    directory = saved("llama", tmp_path, tie_word_embeddings=True)
-    ours = streamed(directory)
-    assert not reads
-    with torch.no_grad(), ours.running():
-        ours.model(**IDS)
-    stored = list(load_file(directory / "model.safetensors"))
-    assert sorted(reads) == sorted([*stored, "model.embed_tokens.weight"])
 
 
 def test_files_are_mapped_anew_after_so_many_bytes(
@@ -233,35 +198,6 @@ def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]
 STACKS = ("layers", "h", "layer")
 
 
-def test_what_follows_the_last_attention_is_not_run(tmp_path: Path, reads: list[str]) -> None:
-    """No call is there: the head, and logits of every token, would be for nothing. A generation
-    needs them."""
-    target = saved("llama", tmp_path)
-    audit(target, "a", "--stream")
-    assert "model.layers.1.mlp.down_proj.weight" in reads
-    assert "lm_head.weight" not in reads
-    audit(target, "b", "--stream", "--generate", "1")
-    assert "lm_head.weight" in reads
-
-
-def test_a_later_layer_takes_the_earlier_ones(tmp_path: Path, reads: list[str]) -> None:
-    """Layer 1 of two attends to what layer 0 makes; --heads takes a part of its rows."""
-    target = saved("llama", tmp_path)
-    flags = ("--layers", "1", "--heads", "2-3")
-    ours = audit(target, "a", "--stream", *flags)
-    assert {n.split(".")[2] for n in reads if "layers" in n} == {"0", "1"}
-    assert same_numbers(ours, audit(target, "b", "--no-stream", *flags))
-    assert {row.head for row in ours.rows} == {2, 3}
-
-
-def test_an_unknown_layer_runs_all_of_the_model(tmp_path: Path, reads: list[str]) -> None:
-    """There is nothing after which to stop."""
-    ours = streamed(saved("llama", tmp_path))
-    with torch.no_grad(), ours.running((7,)):
-        ours.model(**IDS)
-    assert "lm_head.weight" in reads
-
-
 def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> None:
     """ALBERT's one layer runs twice: asking for it alone stops nothing."""
     import transformers
@@ -281,24 +217,7 @@ def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> Non
     assert same_numbers(ours, audit(target, "b", "--no-stream", *flags))
 
 
-def test_the_run_ends_with_enough(tmp_path: Path) -> None:
-    """A model that is run without a capture ends with the exception a capture waits for."""
-    ours = streamed(saved("llama", tmp_path))
-    with torch.no_grad(), pytest.raises(Enough), ours.running((0,)):
-        ours.model(**IDS)
-    assert not values_of(ours.model)
-
-
 # --- gradients ----------------------------------------------------------------------------------
-
-
-def test_gradients_are_drawn_where_there_is_no_loss(tmp_path: Path) -> None:
-    """T5's encoder gives no loss: dq, dk and dv of the streamed model are those of the whole."""
-    target = saved("t5", tmp_path)
-    flags = ("--backward",)
-    a, b = audit(target, "a", "--stream", *flags), audit(target, "b", "--no-stream", *flags)
-    assert same_numbers(a, b)
-    assert {"dq", "dk", "dv"} <= {row.tensor for row in a.rows}
 
 
 def test_the_loss_of_a_streamed_model_is_not_used(tmp_path: Path) -> None:
@@ -316,7 +235,7 @@ def test_the_loss_of_a_streamed_model_is_not_used(tmp_path: Path) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        numdev.sources.models, "free_memory", lambda device: {"host memory": 100_000}
+        numdev.sources.opening, "free_memory", lambda device: {"host memory": 100_000}
     )
 
 
@@ -331,46 +250,6 @@ def test_what_is_too_large_is_streamed(tmp_path: Path, capsys: pytest.CaptureFix
     assert "GB of host memory are free" in err
     assert "streamed" in report.read(tmp_path / "a").provenance.source
     assert "streamed" not in audit(target, "b", "--no-stream").provenance.source
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_what_is_too_large_has_no_gradients_of_its_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nobody asked for drawn ones: it is refused, and --stream is the way."""
-    target = saved("llama", tmp_path)
-    said = refusal(capsys, 2, target, "--backward")
-    assert "model's own loss" in said
-    assert "--stream" in said
-
-
-def test_what_fits_is_loaded_whole(tmp_path: Path) -> None:
-    """Of this machine's memory a tiny model takes little."""
-    assert "streamed" not in audit(saved("llama", tmp_path), "a").provenance.source
-
-
-def test_an_audit_continues_whether_or_not_it_is_streamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """How weights were read is no part of a request: with less memory the same run goes on."""
-    target = saved("llama", tmp_path)
-    first = audit(target, "a")
-    monkeypatch.setattr(
-        numdev.sources.models, "free_memory", lambda device: {"host memory": 100_000}
-    )
-    capsys.readouterr()
-    main(["audit", str(target), *SMALL, "--output", str(tmp_path / "a")])
-    assert "finished before" in capsys.readouterr().err
-    assert same_numbers(first, report.read(tmp_path / "a"))
-
-
-def test_free_memory_is_what_this_machine_has() -> None:
-    """Between nothing and all of its memory."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    total = int(lines[0].split()[1]) << 10
-    free = system.free_memory("cpu")
-    assert free.keys() <= {"host memory"}
-    assert all(0 < x <= total for x in free.values())
 
 
 # --- what cannot be streamed --------------------------------------------------------------------
@@ -406,22 +285,6 @@ def test_a_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "streamed" not in audit(target, "a").provenance.source
 
 
-def test_a_state_dict_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its factory builds the model whole."""
-    path = tmp_path / "gpt.safetensors"
-    save_file({"x": torch.ones(1)}, path)
-    assert "builds its model whole" in refusal(
-        capsys, 2, path, "--stream", "--model", "torch.nn:Identity"
-    )
-
-
-def test_shapes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """There is no model to stream."""
-    path = tmp_path / "cases.yaml"
-    path.write_text(json.dumps({"cases": [{"name": "x", "heads": 1, "seq_len": 8, "head_dim": 8}]}))
-    assert "--stream" in refusal(capsys, 2, path, "--stream")
-
-
 class Reaching(nn.Module):
     """Uses the weights of a layer that does not run."""
 
@@ -453,63 +316,7 @@ def test_without_accelerate_the_extra_is_named(
     assert "numdev[large]" in (caught.value.hint or "")
 
 
-def test_a_shard_that_is_lost_on_the_way_is_named(tmp_path: Path) -> None:
-    """The error of the thread that reads ahead comes out where the layer would have run."""
-    directory = saved("llama", tmp_path)
-    ours = streamed(directory)
-    (directory / "model.safetensors").write_bytes(b"")
-    with torch.no_grad(), pytest.raises(MeasurementError) as caught, ours.running():
-        ours.model(**IDS)
-    assert "model.safetensors" in str(caught.value)
-
-
 # --- deferred tensors ---------------------------------------------------------------------------
-
-
-def deferred(*stored: Tensor) -> Iterator[Deferred]:
-    for i, x in enumerate(stored):
-        empty = torch.empty_like(x, device="meta")
-        yield Deferred.of(empty, Stored(file=Path("file"), name=str(i)))
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda a, b: a[...],
-        lambda a, b: a.to("cpu", torch.bfloat16),
-        lambda a, b: torch.cat([a, b]).to(torch.float64),
-        lambda a, b: torch.stack([a, b], dim=1).flatten(0, 1),
-        lambda a, b: a.chunk(3, dim=-1)[2].mT.contiguous(),
-        lambda a, b: (a.split([1, 3])[1], b)[0] * 2 + a[1:],
-        lambda a, b: nn.Parameter(a.t(), requires_grad=False),
-    ],
-)
-def test_a_recipe_makes_what_the_operations_make(operation: Any) -> None:
-    """In shape, format, strides and bits; and it knows what it is made of."""
-    a, b = torch.randn(4, 6), torch.randn(4, 6)
-    wanted = operation(a, b)
-    found = operation(*deferred(a, b))
-    assert (found.shape, found.dtype, str(found.device)) == (wanted.shape, wanted.dtype, "cpu")
-    made = found.made(lambda stored: (a, b)[int(stored.name)])
-    assert torch.equal(made, wanted)
-    assert made.stride() == wanted.stride()
-    assert made.dtype == wanted.dtype
-    assert Stored(file=Path("file"), name="0") in found.sources()
-
-
-def test_a_deferred_tensor_is_not_changed_in_place() -> None:
-    """A recipe that was changed behind its back would make the old values."""
-    (x,) = deferred(torch.ones(2))
-    with pytest.raises(MeasurementError):
-        x.mul_(2)
-
-
-def test_a_place_held_free_has_shape_and_device_and_no_values() -> None:
-    (x,) = deferred(torch.ones(2, 3))
-    free = x.holding_place("layer.weight", torch.device("cpu"))
-    assert (free.shape, free.dtype, free.numel()) == (x.shape, x.dtype, 6)
-    with pytest.raises(MeasurementError, match=r"layer\.weight is used"):
-        free + 1
 
 
 @pytest.mark.gpu

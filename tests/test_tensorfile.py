@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from on_bench import prepare
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,8 +19,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
-from numdev.sources.tensorfile import holds_cases, open_cases
-from numdev.sources.tensorwriter import Writer, write
+from numdev.sources.tensorfile import Writer, open_cases, write
 
 TENSORS = ("q", "k", "v", "mask", "sinks", "grad_out")
 
@@ -137,29 +134,11 @@ def test_strides_come_back(tmp_path: Path, made: Tensor, strides: tuple[int, ...
     assert read.stride() == strides == made.clone().stride()
 
 
-def test_a_mask_keeps_its_strides(tmp_path: Path) -> None:
-    """T5 makes its position bias [queries, keys, heads] and hands over a view of that."""
-    bias = drawn(6, 6, 4).permute(2, 0, 1)[None]
-    write(tmp_path / "one.safetensors", [case(mask=bias)])
-    read = only(tmp_path / "one.safetensors").mask
-    assert read is not None
-    assert torch.equal(read, bias)
-    assert read.stride()[1:] == bias.stride()[1:] == (1, 24, 4)
-
-
 def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
     """Keys that are also the values: safetensors refuses to store one memory twice."""
     shared = drawn(2, 4, 6, 8)
     write(tmp_path / "one.safetensors", [case(k=shared, v=shared)])
     assert torch.equal(only(tmp_path / "one.safetensors").v, shared)
-
-
-def test_a_stored_case_is_plain_data_that_loads_anywhere(tmp_path: Path) -> None:
-    """It survives pickling, so that any worker can load one call, by file and index."""
-    write(tmp_path / "two.safetensors", [case("a"), case("b", q=drawn(2, 4, 6, 8, seed=9))])
-    stored = pickle.loads(pickle.dumps(open_cases(tmp_path / "two.safetensors").cases[1]))
-    assert stored.ref.case == "b"
-    assert torch.equal(stored.load().q, drawn(2, 4, 6, 8, seed=9))
 
 
 def test_opening_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,24 +170,7 @@ def test_opening_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(read) == ["1.k", "1.q", "1.v"]
 
 
-def test_identity_is_that_of_the_bytes(tmp_path: Path) -> None:
-    """Of a file the SHA-256 of its content, so that anybody can compare it."""
-    import hashlib
-
-    path = third_party(tmp_path / "x.safetensors")
-    assert open_cases(path).identity() == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 # --- what others write ---------------------------------------------------------------------------
-
-
-def test_the_smallest_header_has_every_default(tmp_path: Path) -> None:
-    """Three tensors and a version: 1/sqrt(d), not causal, no mask, named after the file."""
-    read = only(third_party(tmp_path / "dump.safetensors"))
-    assert read.ref == CaseRef(case="dump#0", source="dump.safetensors", module="dump#0")
-    assert read.scale == 8**-0.5
-    assert (read.is_causal, read.mask, read.window, read.softcap) == (False, None, None, None)
-    assert read.q.is_contiguous()
 
 
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,37 +231,6 @@ def test_causal_alignment_is_as_the_file_says(tmp_path: Path, offset: int, seen_
     assert torch.allclose(attend(read).out, explicit(read, shown), rtol=0, atol=1e-13)
 
 
-def test_alibi_is_a_bias(tmp_path: Path) -> None:
-    """Head h adds -slope_h times the distance: an additive mask, and audited like any case."""
-    slopes = 2.0 ** -torch.arange(1.0, 5.0)
-    i = torch.arange(6.0)
-    bias = -slopes[:, None, None] * (i[:, None] - i).abs()
-    tensors = {f"0.{n}": drawn(2, 4, 6, 8, seed=j) for j, n in enumerate("qkv")}
-    path = third_party(tmp_path / "x.safetensors", tensors | {"0.mask": bias})
-    read = only(path)
-    everything = torch.ones(6, 6, dtype=torch.bool)
-    expected = explicit(read, everything, bias.double())
-    assert torch.allclose(attend(read).out, expected, rtol=0, atol=1e-13)
-    assert run("audit", path, "--kernel", "sdpa-math", "-o", tmp_path / "o", "-q") == 0
-    measured, (record,) = rows(tmp_path / "o")
-    assert record["mask"] == "additive"
-    assert {r["status"] for r in measured} == {"ok"}
-
-
-def test_a_packed_batch_is_a_case(tmp_path: Path) -> None:
-    """Sequences of 3, 1 and 2 tokens packed into 6: a block-diagonal mask; each is as if alone."""
-    blocks = torch.block_diag(*(torch.ones(n, n) for n in (3, 1, 2))).bool()
-    tensors = {f"0.{n}": drawn(1, 4, 6, 8, seed=j) for j, n in enumerate("qkv")}
-    path = third_party(tmp_path / "x.safetensors", tensors | {"0.mask": blocks})
-    out, read = attend(only(path)).out, only(path)
-    for part in (slice(0, 3), slice(3, 4), slice(4, 6)):
-        alone = case(q=read.q[:, :, part], k=read.k[:, :, part], v=read.v[:, :, part])
-        alone = attend(AttentionCase(**{**vars(alone), "scale": read.scale})).out
-        assert torch.allclose(out[:, :, part], alone, rtol=0, atol=1e-14)
-    assert run("audit", path, "--kernel", "sdpa-math", "-o", tmp_path / "o", "-q") == 0
-    assert {r["status"] for r in rows(tmp_path / "o")[0]} == {"ok"}
-
-
 # --- saved by an audit ---------------------------------------------------------------------------
 
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash", "--kernel", "sdpa-efficient")
@@ -319,27 +250,6 @@ def test_an_audit_of_saved_cases_gives_the_same_rows(tmp_path: Path, name: str) 
     assert any(r["status"] == "ok" for r in rows(first)[0])
 
 
-def test_cases_of_a_configuration_are_saved_with_their_axes(tmp_path: Path) -> None:
-    config = tmp_path / "grid.yaml"
-    config.write_text("cases: [{name: g, heads: 2, seq_len: [4, 9], head_dim: 8, causal: true}]")
-    saved = tmp_path / "saved"
-    assert run("audit", config, *KERNELS, "-o", tmp_path / "a", "--save-cases", saved, "-q") == 0
-    assert run("audit", saved, *KERNELS, "-o", tmp_path / "b", "-q") == 0
-    assert rows(tmp_path / "a") == rows(tmp_path / "b")
-    assert [c["axes"] for c in rows(tmp_path / "b")[1]] == [{"seq_len": "4"}, {"seq_len": "9"}]
-
-
-def test_layers_are_chosen_among_stored_calls(tmp_path: Path) -> None:
-    path = third_party(
-        tmp_path / "x.safetensors",
-        {f"{i}.{n}": drawn(1, 1, 4, 8, seed=i) for i in range(3) for n in "qkv"},
-        calls=[{"layer": i, "module": f"layers.{i}"} for i in range(3)],
-    )
-    output = tmp_path / "o"
-    assert run("audit", path, "--kernel", "sdpa-math", "--layers", "1", "-o", output, "-q") == 0
-    assert {r["case"] for r in rows(output)[0]} == {"layers.1#0"}
-
-
 def test_saving_is_all_or_nothing(tmp_path: Path) -> None:
     """Interrupted, no directory appears and none is left behind."""
 
@@ -355,32 +265,6 @@ def test_saving_is_all_or_nothing(tmp_path: Path) -> None:
         writer.add(case("a"))
         assert not (tmp_path / "saved").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
-
-
-def test_a_finished_audit_still_saves_its_cases(tmp_path: Path) -> None:
-    """Asked for afterwards, they are written though no task is measured again."""
-    model = models.save(models.llama(), tmp_path / "llama")
-    assert run("audit", model, *SMALL, "-o", tmp_path / "o", "-q") == 0
-    before = (tmp_path / "o" / "rows.jsonl").read_bytes()
-    again = ("-o", tmp_path / "o", "--save-cases", tmp_path / "s", "-q")
-    assert run("audit", model, *SMALL, *again) == 0
-    assert (tmp_path / "o" / "rows.jsonl").read_bytes() == before
-    assert len(open_cases(tmp_path / "s").cases) == 2
-
-
-def test_memory_holds_one_case_at_a_time(tmp_path: Path) -> None:
-    """Writing keeps no case: all that were added before are gone."""
-    import weakref
-
-    kept = []
-    with Writer(tmp_path / "saved") as writer:
-        for i in range(4):
-            one = case(f"c{i}")
-            writer.add(one)
-            kept.append(weakref.ref(one))
-            del one
-            assert kept[-1]() is None
-    assert len(open_cases(tmp_path / "saved").cases) == 4
 
 
 def test_an_existing_place_is_not_written_over(tmp_path: Path) -> None:
@@ -404,21 +288,6 @@ def test_a_directory_with_a_file_missing_is_refused(tmp_path: Path) -> None:
         writer.add(case("b"))
     (tmp_path / "saved" / "00001.safetensors").unlink()
     failure(tmp_path / "saved", MeasurementError, "00001.safetensors is missing")
-
-
-def test_files_that_others_put_into_one_directory_are_read_together(tmp_path: Path) -> None:
-    """No index is needed; a trainer may write a file for every step."""
-    for step in (1, 2):
-        third_party(tmp_path / f"step{step}.safetensors")
-    assert holds_cases(tmp_path)
-    assert [c.ref.case for c in open_cases(tmp_path).cases] == ["step1#0", "step2#0"]
-
-
-def test_a_file_of_weights_is_no_tensor_file(tmp_path: Path) -> None:
-    """The header decides, not the name."""
-    save_file({"weight": drawn(2, 2)}, tmp_path / "model.safetensors")
-    assert not holds_cases(tmp_path / "model.safetensors")
-    assert not holds_cases(tmp_path)
 
 
 # --- what is wrong is named ----------------------------------------------------------------------
@@ -495,42 +364,3 @@ def test_a_header_that_cannot_be_read(
 ) -> None:
     save_file(QKV, tmp_path / "x.safetensors", metadata={"numdev": metadata})
     failure(tmp_path / "x.safetensors", kind, *words)
-
-
-def test_a_truncated_file_is_damaged(tmp_path: Path) -> None:
-    path = third_party(tmp_path / "x.safetensors")
-    path.write_bytes(path.read_bytes()[:-100])
-    failure(path, MeasurementError, "not a whole safetensors file")
-
-
-def test_errors_come_out_as_one_line_and_the_right_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """2 for what the writer got wrong, 3 for a damaged file; no traceback, nothing on stdout."""
-    wrong = third_party(tmp_path / "wrong.safetensors", calls=[{"mask": "padding"}])
-    torn = third_party(tmp_path / "torn.safetensors")
-    torn.write_bytes(torn.read_bytes()[:-1])
-    right = third_party(tmp_path / "right.safetensors")
-    output = ("-o", tmp_path / "o")
-    for code, arguments in (
-        (2, (wrong,)),
-        (3, (torn,)),
-        (2, (right, "--model", "a.b:c")),
-        (2, (right, "--text", tmp_path / "t.txt")),
-        (2, (right, "--save-cases", tmp_path)),
-        (3, (right, "--layers", "0")),  # none of its calls says its layer
-    ):
-        assert run("audit", *arguments, *output) == code
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("numdev: error: ")
-        assert err.count("\n") == 1
-        assert ";" in err
-
-
-def test_a_file_that_changes_during_the_audit_is_found_out(tmp_path: Path) -> None:
-    path = third_party(tmp_path / "x.safetensors")
-    (stored,) = open_cases(path).cases
-    save_file({"0.q": drawn(1)}, path)
-    with pytest.raises(MeasurementError, match="changed"):
-        prepare(stored.load()).case  # noqa: B018

@@ -15,8 +15,7 @@ from on_bench import measured_rows, prepare
 from torch import Tensor
 
 from numdev.audit.plan import Task
-from numdev.audit.reproduce import making as reproducing
-from numdev.cases import AttentionCase, CaseRef, empty_rows, visible
+from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli
 from numdev.gate.judging import calls_of
 from numdev.gate.rules import default_rules
@@ -24,10 +23,7 @@ from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 from numdev.report import AuditReport, DeviationRow, read
 from numdev.sources.synthetic import Shapes, draw
-from numdev.sources.tensorfile import open_cases
-from numdev.system import System
 
-HERE = System.here("cpu")
 KERNELS = Path(__file__).parent / "broken_kernels.py"
 CASES = """
 gradients: true
@@ -121,14 +117,6 @@ def test_a_kernel_without_a_backward_has_its_output_measured(
     assert (backward.backward, getattr(backward, status)) == (True, 1)
 
 
-def test_a_kernel_that_fails_forward_too_is_one_row() -> None:
-    def fails(case: AttentionCase) -> Output:
-        raise RuntimeError("forward")
-
-    (row,) = rows_of(Kernel(name="c", function=fails), drawn())
-    assert (row.tensor, row.status, row.reason) == ("out", "failed", "RuntimeError: forward")
-
-
 def test_gradients_are_held_against_fp64_on_the_rounded_inputs() -> None:
     """rms of dk against the reference's by hand, and its floor."""
     case = drawn()
@@ -169,49 +157,6 @@ def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
     rows = rows_of(find("sdpa-math"), drawn(mask=lowest))
     worst = max(r.expected_ratio for r in rows if r.expected_ratio is not None)
     assert worst == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.parametrize("kind", ["bool", "lowest", "inf", "window", "causal"])
-def test_empty_rows_are_those_that_see_no_key(kind: str) -> None:
-    """Against the whole mask, in pieces and in one."""
-    mask = torch.rand(2, 1, 60, 60) > 0.98
-    changes: dict[str, Any] = {
-        "bool": {"mask": mask},
-        "lowest": {"mask": torch.zeros(2, 1, 60, 60).masked_fill(~mask, torch.finfo().min)},
-        "inf": {"mask": torch.zeros(2, 1, 60, 60).masked_fill(~mask, float("-inf"))},
-        "window": {"window": (3, 0), "causal_offset": -5},
-        "causal": {"is_causal": True, "causal_offset": -5},
-    }[kind]
-    case = drawn(**changes)
-    if kind in ("bool", "lowest", "inf"):
-        shown = mask.expand(2, 4, 60, 60)
-    else:
-        whole = visible(case, slice(0, 60), slice(0, 60))
-        assert whole is not None
-        shown = whole.expand(2, 4, 60, 60)
-    assert torch.equal(empty_rows(case), ~shown.any(dim=-1))
-
-
-def test_noise_is_measured_between_runs() -> None:
-    """0 for what repeats itself, the difference of two runs for what does not."""
-    runs: list[int] = []
-
-    def unsteady(case: AttentionCase) -> Output:
-        runs.append(1)
-        out = find("sdpa-math").attend(case).out
-        return Output(out=out + (0.25 if len(runs) % 2 else 0.0) * case.q[..., :1] * 0 + len(runs))
-
-    def attended(case: AttentionCase) -> Tensor:
-        return find("sdpa-math").attend(case).out
-
-    steady = Kernel(name="steady", function=attended)
-    for row in rows_of(steady, drawn(), repeats=2):
-        assert row.noise == 0
-    for row in rows_of(Kernel(name="unsteady", function=unsteady), drawn(), repeats=2):
-        if row.tensor == "out":
-            assert row.noise == pytest.approx(1.0, rel=0.05)  # each run adds one more
-        else:
-            assert row.noise == 0
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -260,23 +205,6 @@ def test_planted_faults_are_measured_and_caught(config: Path) -> None:
     assert any("planted" in line and "scale" in line for line in found.tested)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [("segfault", "SIGSEGV"), ("hangs", "no answer within"), ("exits", "exit code")],
-)
-def test_an_isolated_crash_costs_one_row(config: Path, kernel: str, words: str) -> None:
-    """`failed` with the message, and the other kernel's rows are there."""
-    config.write_text("cases:\n  - {name: one, heads: 2, seq_len: 33, head_dim: 16}\n")
-    name = f"broken_kernels:{kernel}"
-    flags = ("--isolate", "--time-limit", "5", "--reproducers", "0", "--repeats", "1", "--explain")
-    found = audited(config, *flags, "--kernel", name, "--kernel", "sdpa-math")
-    status = {row.kernel: (row.status, row.reason or "") for row in found.rows}
-    assert status[name][0] == "failed"
-    assert words in status[name][1]
-    assert status["sdpa-math"][0] == "ok"
-    assert [f.rule for f in found.findings] == ["runs"]
-
-
 WRONG = """
 import torch
 
@@ -309,85 +237,6 @@ def test_a_finding_comes_with_a_script_that_shows_it(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The deviation shows." in done.stdout
-
-
-RAISING = """
-import time
-
-import torch
-import torch.nn.functional as F
-
-
-def sdpa(q, k, v, is_causal):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-
-
-def long(q, k, v, is_causal=False):
-    if k.shape[2] > 40:
-        raise RuntimeError(f"no tile for {k.shape[2]} keys")
-    return sdpa(q, k, v, is_causal)
-
-
-class Stops(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise NotImplementedError("no backward yet")
-
-
-def forward_only(q, k, v, is_causal=False):
-    return Stops.apply(sdpa(q, k, v, is_causal))
-
-
-def short(q, k, v, is_causal=False):
-    return sdpa(q, k, v, is_causal)[:, :, 1:]
-
-
-def slow(q, k, v, is_causal=False):
-    time.sleep(1.0)
-    raise RuntimeError("at last")
-"""
-
-
-def test_a_kernel_that_raises_comes_with_a_script(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In forward, in backward alone, and by returning no output of the call: each script, in a
-    process of its own, shows what the report quotes; and the case is the smallest that raises,
-    unless that takes too long to ask again."""
-    monkeypatch.setattr(reproducing, "SLOW", 0.5)
-    (config.parent / "raising_kernel.py").write_text(RAISING)
-    monkeypatch.syspath_prepend(config.parent)
-    said = {
-        "long-out-runs": "the kernel raises RuntimeError: no tile for",
-        "forward_only-dq-runs": "the kernel raises NotImplementedError: no backward yet",
-        "short-out-runs": "the kernel returns torch.bfloat16 of shape",
-        "slow-out-runs": "the kernel raises RuntimeError: at last",
-    }
-    kernels = [f"raising_kernel:{name.split('-')[0]}" for name in said]
-    arguments = [part for kernel in kernels for part in ("--kernel", kernel)]
-    found = audited(config, "--kernel", "sdpa-math", *arguments)
-    assert [f.rule for f in found.findings] == ["runs"] * len(said)
-    folder = config.parent / "out" / "reproducers"
-    keys = {}
-    for name, words in said.items():
-        (script,) = folder.glob(f"*{name}*/reproduce.py")
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            capture_output=True,
-            text=True,
-            env={"PYTHONPATH": str(config.parent), "PATH": ""},
-            check=False,
-        )
-        assert (done.returncode, words in done.stdout) == (1, True), done.stdout + done.stderr
-        (stored,) = open_cases(script.with_name("tensors.safetensors")).cases
-        keys[name.split("-")[0]] = stored.load().kv_len
-    assert keys["long"] == 41
-    assert keys["forward_only"] == keys["short"] == 1
-    assert keys["slow"] == 70
 
 
 def test_a_sweep_measures_gradients_too(config: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from numdev.errors import MeasurementError, UsageError
-from numdev.sources.dcp_metadata import read_metadata
+from numdev.sources.dcp import read_metadata
 from numdev.training.weights.files import open_weights
 
 STATE = {
@@ -299,14 +299,6 @@ def test_metadata_changes_none_of_torchs_classes(
     assert torchs.Metadata.version is None
     pickle.loads(spoils)
     assert torchs.Metadata.version == "spoilt"
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"junk", pickle.dumps({}), pickle.dumps(3)])
-def test_metadata_that_is_none(content: bytes, tmp_path: Path) -> None:
-    """Bytes that are no metadata are damage, in words."""
-    (tmp_path / ".metadata").write_bytes(content)
-    (damage,) = open_weights(str(tmp_path)).damage
-    assert "is not the metadata of a distributed checkpoint" in damage.words
 
 
 def test_metadata_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from numdev.report import (
 )
 from numdev.report.summary import summarise
 from numdev.sources.opening import Located, Source, open_source
-from numdev.sources.tensorwriter import Writer
+from numdev.sources.tensorfile import Writer
 from numdev.system import System
 
 # Called with what is being done, how many tasks are behind it, and how many there are.

@@ -1,48 +1,42 @@
 """Run a model and hand over every attention call it makes, while it makes it.
 
-Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met:
-a `TorchFunctionMode` turns its arguments into an `AttentionCase` as they came (whether keys and
-values are repeated for grouped heads, and whether causality is a flag or a mask, decides which
-backends can run), hands the case over, and lets the model go on with the right answer.
+Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met: a
+`TorchFunctionMode` turns its arguments into an `AttentionCase` as they came (whether grouped keys
+are repeated and whether causality is a flag decides which backends can run), hands the case over,
+and lets the model go on with the right answer.
 
 transformers models are led there by a function of numdev's in its attention interface, which
-delegates to transformers' own SDPA function. It exists because SDPA has no word for a soft cap, for
-sinks and for a window: it takes these out of what the model passes, and they join the case when
-the SDPA call arrives. An argument it does not know is an error. One call is thus seen in one place,
-whichever way it came. The mask function of SDPA is registered under the same name: without one,
-transformers would pass no mask at all.
+delegates to transformers' own SDPA function. SDPA has no word for a soft cap, for sinks and for a
+window: that function takes these out of what the model passes, and they join the case when the SDPA
+call arrives. An argument it does not know is an error. The mask function of SDPA is registered
+under the same name: without one, transformers would pass no mask at all.
 
-Nothing is kept, but with gradients of the model's own loss: then calls wait for the backward pass
-(`numdev.sources.trainingstep`). A model whose attention went elsewhere is found out:
-`numdev.sources.watch` knows which modules must have made a call. What is done with a case is the
-caller's business, and so are the model and what it reads.
+Nothing is kept, but with gradients of the model's own loss (`numdev.sources.loss`). A model whose
+attention went elsewhere is found out by `numdev.sources.watch`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
-from numdev.sources.calls import Passed, Sdpa, as_case
-from numdev.sources.generation import generate as write
-from numdev.sources.loss import Upstream, at_home, loss_of
-from numdev.sources.mha import answer as multi_head_answer
-from numdev.sources.mha import without_fast_path
-from numdev.sources.trainingstep import TrainingStep, tracing
+from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing
 from numdev.sources.watch import Watch
 
 T = TypeVar("T")
@@ -58,6 +52,10 @@ WITHOUT_EFFECT = frozenset(
 PASSED_ON = frozenset({"is_causal", "position_bias"})
 
 
+class Enough(Exception):
+    """Raised by a hook of the model's: no call of interest follows, and the run ends there."""
+
+
 class _Abandoned(BaseException):
     """Nobody wants any more of what a run hands over."""
 
@@ -66,9 +64,8 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     """What `run(hand_over)` hands over, one by one.
 
     A model has to be run for its calls to be met, so `run` works in a thread, with the CUDA device,
-    the grad mode and the context variables of this one. Exactly one side runs at any time: `run`
-    waits while an item is looked at. What it raises comes out here; leaving the iterator early, by
-    whatever exception, ends `run` at its next item.
+    the grad mode and the context variables of this one. Exactly one side runs at any time. What
+    `run` raises comes out here; leaving the iterator early ends `run` at its next item.
     """
     arrived: SimpleQueue[tuple[T | None, bool]] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
@@ -134,19 +131,16 @@ def capture(
 ) -> CaptureCount:
     """Run `model(**inputs)` once, calling `on_call` at every attention call.
 
-    With `generate`, the model writes instead: a prefill and that many decode passes, and every
-    call's `phase` says which it belongs to. `on_call` runs in the middle of the forward pass, with
-    the tensors of the call; what it raises comes out of here unchanged. Inputs are moved to the
-    model's device, floating-point ones to its format too. Cases are named `MODULE#CALL`, with
-    `/PHASE` after it in a generation and `@PROMPT` when `prompt` is not 0. Raises MeasurementError
-    for a call that is no function of its inputs (dropout) or has an argument numdev does not know,
-    for inputs that the model fails on, and when attention that ran was not seen, or there was none.
+    Cases are named after the module that made the call and `prompt`, which numbers runs, and share
+    their tensors with the model, which goes on when `on_call` returns. The model should be in eval
+    mode; with `generate` it writes that many tokens after the first. Raises MeasurementError for a
+    call that is no function of its inputs (dropout) or has an argument numdev does not know, for
+    inputs that the model fails on, and when attention that ran was not seen, or there was none.
 
     With `upstream`, cases have grad_out. Where that is the gradient of the model's loss, one
-    training step is run, in the mode the model is in, and `on_call` runs after its backward pass,
-    in the same order (`numdev.sources.trainingstep`). Raises UsageError for a generation, which
-    has none. `on_met` is told of every call as it is made, while the modules that make it run. A
-    hook that raises `Enough` ends the run, and what it has made is all there is.
+    training step is run, and `on_call` runs after its backward pass, in the same order. `on_met` is
+    told of every call as it is made. A hook that raises `Enough` ends the run, and what it has made
+    is all there is.
     """
     if upstream is not None and generate is not None:
         raise UsageError(
@@ -161,36 +155,28 @@ def capture(
         on_met(ref)
         return ref
 
-    interceptor = _Interceptor(
-        next_call,
-        on_call if upstream is None else lambda case: on_call(upstream.draw(case)),
-        step,
-    )
-    token = _active.set(interceptor)
-    try:
-        with (
-            _blaming(model, "failed on its inputs", interceptor),
-            suppress(Enough),
-            tracing(model, step),
-            without_fast_path(),
-            watch,
-            interceptor,
-        ):
-            if generate is None:
-                asked = {} if upstream is None else upstream.arguments
-                answer = model(**at_home(model, {**inputs, **asked}))
-            else:
-                write(model, at_home(model, inputs), generate)
-    finally:
-        _active.reset(token)
-    watch.check_complete()
-    if step is None:
-        return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
-    with _blaming(model, "failed in the backward pass of its loss", interceptor):
-        step.differentiate(loss_of(answer))
-    del answer  # its logits would be in memory while calls are measured
-    with torch.no_grad():
-        drawn = step.hand_over(on_call)
+    handed = on_call if upstream is None else lambda case: on_call(upstream.draw(case))
+    interceptor = _Interceptor(next_call, handed, step)
+    answer = None
+    with (
+        _blaming(model, "failed on its inputs", interceptor),
+        tracing(model, step),
+        watch.watching(),
+        suppress(Enough),
+        _meeting(interceptor),
+    ):
+        if generate is None:
+            asked = {} if upstream is None else upstream.arguments
+            answer = model(**at_home(model, {**inputs, **asked}))
+        else:
+            decode(model, at_home(model, inputs), generate)
+    drawn: tuple[str, ...] = ()
+    if step is not None:
+        with _blaming(model, "failed in the backward pass of its loss", interceptor):
+            step.differentiate(loss_of(answer))
+        del answer  # its logits would be in memory while calls are measured
+        with torch.no_grad():
+            drawn = step.hand_over(on_call)
     return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls), drawn=drawn)
 
 
@@ -207,24 +193,14 @@ def capture_run(
     counted. `owner` is named where the run fails. Raises as `capture` does.
     """
     interceptor = _Interceptor(watch.next_call, on_call, wanted=lambda: bool(watch.running))
-    token = _active.set(interceptor)
-    try:
-        with (
-            _blaming(owner, "failed on its inputs", interceptor),
-            torch.no_grad(),
-            without_fast_path(),
-            watch,
-            interceptor,
-        ):
-            run()
-    finally:
-        _active.reset(token)
-    watch.check_complete()
+    with (
+        _blaming(owner, "failed on its inputs", interceptor),
+        torch.no_grad(),
+        watch.watching(),
+        _meeting(interceptor),
+    ):
+        run()
     return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
-
-
-class Enough(Exception):
-    """Raised by a hook of the model's: no call of interest follows, and the run ends there."""
 
 
 class _Met(Exception):
@@ -240,16 +216,24 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
         found.append(case)
         raise _Met
 
-    interceptor = _Interceptor(lambda: CaseRef(case="first"), end)
+    with suppress(_Met), _meeting(_Interceptor(lambda: CaseRef(case="first"), end)):
+        run()
+    return found[0] if found else None
+
+
+@contextmanager
+def _meeting(interceptor: _Interceptor) -> Iterator[None]:
+    """Calls made in here are met. Off is the inference fast path of `nn.MultiheadAttention` and
+    `nn.TransformerEncoderLayer`, one operator with no call inside to be met."""
+    fast = torch.backends.mha.get_fastpath_enabled()
     token = _active.set(interceptor)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with without_fast_path(), interceptor:
-            run()
-    except _Met:
-        return found[0]
+        with interceptor:
+            yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         _active.reset(token)
-    return None
 
 
 @contextmanager
@@ -265,6 +249,174 @@ def _blaming(model: object, what: str, interceptor: _Interceptor) -> Iterator[No
             f"{type(model).__name__} {what}: {type(error).__name__}: {message}",
             hint="do they fit the model, and each other?" if "inputs" in what else None,
         ) from error
+
+
+# --- meeting the call --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sdpa:
+    """The arguments of `scaled_dot_product_attention`, in its order and with its defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passed:
+    """What a model passed to its attention function that SDPA has no argument for."""
+
+    query: Tensor
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    sliding_window: int | None = None
+
+
+class _Interceptor(TorchFunctionMode):
+    """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
+
+    def __init__(
+        self,
+        next_call: Callable[[], CaseRef],
+        on_call: Callable[[AttentionCase], None],
+        step: TrainingStep | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__()
+        self.next_call, self.on_call, self.step = next_call, on_call, step
+        self.wanted = wanted
+        self.passed: _Passed | None = None
+        self.raised: BaseException | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        met = self.wanted()
+        if met and func is F.scaled_dot_product_attention:
+            return self._meet(*args, **kwargs)
+        if met and func is F.multi_head_attention_forward:
+            return self._multi_head(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _meet(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
+        case = _as_case(self.next_call(), _Sdpa(*args, **kwargs), self.passed)
+        if self.step is None:
+            self._hand_over(case)
+        if case.softcap is None and case.sinks is None:
+            out = F.scaled_dot_product_attention(*args, **kwargs)
+        else:  # SDPA has no words for it
+            out = find("baseline").attend(case).out
+            out = out.reshape(*(args[0] if args else kwargs["query"]).shape[:-1], out.shape[-1])
+        return out if self.step is None else self.step.hold(case, out)
+
+    def _hand_over(self, case: AttentionCase) -> None:
+        # A model that on_call may run is not this one, and this mode is off for it.
+        token = _active.set(None)
+        try:
+            self.on_call(case)
+        except BaseException as error:
+            self.raised = error
+            raise
+        finally:
+            _active.reset(token)
+
+    def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `multi_head_attention_forward` returns, its SDPA call met.
+
+        It calls SDPA by the name it has in its own module, where this mode sees nothing. So it is
+        run from a copy in which that name is ours: torch's own code and masks (a bool mask of this
+        module hides where it is True; both kinds become additive), and no global is touched. Where
+        attention weights are asked for (the default) it multiplies by hand: then the call is met in
+        a run without weights, which computes the same function, and the model gets the answer of
+        its own run (with gradients the met call's, for gradients must pass through it).
+        """
+        original = cast(FunctionType, F.multi_head_attention_forward)
+        namespace = {**original.__globals__, "scaled_dot_product_attention": self._meet}
+        met = FunctionType(original.__code__, namespace, original.__name__, original.__defaults__)
+        if not kwargs.get("need_weights", True):
+            return met(*args, **kwargs)
+        # Without weights `is_causal` would stand for the mask; with them the mask is applied.
+        out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
+        own, weights = original(*args, **kwargs)
+        return (own if self.step is None else out), weights
+
+    def answer(self, passed: _Passed, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own SDPA function, whose call is met with `passed` at hand."""
+        self.passed = passed
+        try:
+            return _sdpa_of_transformers()(*args, **kwargs)
+        finally:
+            self.passed = None
+
+
+_active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)
+
+
+def _as_case(ref: CaseRef, sdpa: _Sdpa, passed: _Passed | None) -> AttentionCase:
+    """The call as a case; what the model passed beside the SDPA call joins it."""
+    if sdpa.dropout_p > 0:
+        what = f"{ref.module}: attention with dropout {sdpa.dropout_p} has no one answer"
+        raise MeasurementError(what, hint="put the model in eval mode")
+    passed = passed or _Passed(query=sdpa.query)
+    q, mask = sdpa.query, sdpa.attn_mask
+    if q.shape != passed.query.shape:
+        # For a single query transformers lays the heads of a group out as rows of one head.
+        q = passed.query
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
+    offset = sdpa.key.shape[-2] - q.shape[-2]
+    window = _window(ref, passed.sliding_window, mask, q, offset)
+    try:
+        return AttentionCase(
+            ref=ref,
+            q=q,
+            k=sdpa.key,
+            v=sdpa.value,
+            scale=q.shape[-1] ** -0.5 if sdpa.scale is None else float(sdpa.scale),
+            mask=mask,
+            is_causal=sdpa.is_causal,
+            causal_offset=0 if window is None else offset,
+            window=window,
+            softcap=passed.softcap,
+            sinks=passed.sinks,
+        )
+    except UsageError as error:
+        raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
+
+
+def _window(
+    ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
+) -> Window | None:
+    """The window of `size` keys, the query's own included, as the mask has it; None without effect.
+
+    SDPA takes a window by its mask alone, so the two must agree: what the window hides, the mask
+    hides too. The right side is 0 where the mask hides all later keys, else as wide as the left.
+    """
+    q_len = q.shape[-2]
+    if size is None or size >= q_len + offset:
+        return None
+    hint = "its SDPA and its flash attention would not compute the same"
+    if mask is None:
+        raise MeasurementError(f"{ref.module}: passes a window of {size} but no mask", hint=hint)
+    open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    i = torch.arange(q_len, device=mask.device)[:, None] + offset
+    back = i - torch.arange(q_len + offset, device=mask.device)
+    right = size - 1 if bool((open_ & (back < 0)).any()) else 0
+    if bool((open_ & ((back >= size) | (back < -right))).any()):
+        what = f"{ref.module}: passes a window of {size} and a mask that reaches beyond it"
+        raise MeasurementError(what, hint=hint)
+    return (size - 1, right)
+
+
+# --- transformers -------------------------------------------------------------------------------
 
 
 def attention_implementation(model_class: Any) -> str:
@@ -283,78 +435,6 @@ def attention_implementation(model_class: Any) -> str:
     return "sdpa" if model_class._supports_sdpa else "eager"
 
 
-# --- meeting the call --------------------------------------------------------------------------
-
-
-class _Interceptor(TorchFunctionMode):
-    """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
-
-    def __init__(
-        self,
-        next_call: Callable[[], CaseRef],
-        on_call: Callable[[AttentionCase], None],
-        step: TrainingStep | None = None,
-        wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
-        super().__init__()
-        self.next_call, self.on_call, self.step = next_call, on_call, step
-        self.wanted = wanted
-        self.passed: Passed | None = None
-        self.raised: BaseException | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        met = self.wanted()
-        if met and func is F.scaled_dot_product_attention:
-            return self._meet(*args, **kwargs)
-        if met and func is F.multi_head_attention_forward:
-            return multi_head_answer(self._meet, args, kwargs, differentiable=self.step is not None)
-        return func(*args, **kwargs)
-
-    def _meet(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
-        sdpa = Sdpa(*args, **kwargs)
-        case = as_case(self.next_call(), sdpa, self.passed)
-        if self.step is not None:
-            return self.step.hold(case, _right_answer(case, sdpa, args, kwargs))
-        self._hand_over(case)
-        return _right_answer(case, sdpa, args, kwargs)
-
-    def _hand_over(self, case: AttentionCase) -> None:
-        # A model that on_call may run is not this one, and this mode is off for it.
-        token = _active.set(None)
-        try:
-            self.on_call(case)
-        except BaseException as error:
-            self.raised = error
-            raise
-        finally:
-            _active.reset(token)
-
-    def answer(self, passed: Passed, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own SDPA function, whose call is met with `passed` at hand."""
-        self.passed = passed
-        try:
-            return _sdpa_of_transformers()(*args, **kwargs)
-        finally:
-            self.passed = None
-
-
-def _right_answer(
-    case: AttentionCase, sdpa: Sdpa, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor:
-    """SDPA's own, where SDPA has words for all that the case has."""
-    if case.softcap is None and case.sinks is None:
-        return F.scaled_dot_product_attention(*args, **kwargs)
-    out = find("baseline").attend(case).out
-    return out.reshape(*sdpa.query.shape[:-1], out.shape[-1])
-
-
-_active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)
-
-
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -367,7 +447,7 @@ def _attention(
 ) -> Any:
     """What numdev registers with transformers. Outside a capture it answers all the same."""
     given = {name: x for name, x in kwargs.items() if x is not None}
-    passed = Passed(
+    passed = _Passed(
         query=query,
         softcap=given.pop("softcap", None),
         sinks=given.pop("s_aux", None),
@@ -395,3 +475,47 @@ def _sdpa_of_transformers() -> Callable[..., Any]:
 
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return function
+
+
+def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
+    """The prefill and `steps` decode passes, with a cache, of whatever tokens the model chooses.
+
+    Tokens are chosen greedily and the end token is not let through, so the same inputs give the
+    same calls. A model with a `generate` of its own (Whisper's splits audio into chunks) is run by
+    transformers' common one all the same. Raises UsageError for a model that does not write.
+    """
+    check_writes(model)
+    import transformers
+
+    library, text = cast(Any, transformers), cast(Any, model).config.get_text_config(decoder=True)
+    end, pad = getattr(text, "eos_token_id", None), getattr(text, "pad_token_id", None)
+    config = library.GenerationConfig(
+        max_new_tokens=steps + 1,  # the prefill gives the first one
+        min_new_tokens=None if end is None else steps + 1,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        pad_token_id=0 if pad is None else pad,  # else it is guessed, aloud
+        disable_compile=True,  # nothing could be seen in compiled code
+    )
+    # Else drawn ids that happen to be the padding token would be masked.
+    whole = dict(inputs)
+    if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
+        whole.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # no advice on settings that are chosen here
+    try:
+        library.GenerationMixin.generate(model, **whole, generation_config=config)
+    finally:
+        logger.setLevel(level)
+
+
+def check_writes(model: nn.Module) -> None:
+    """Raises UsageError for a model that does not write."""
+    able = getattr(model, "can_generate", None)
+    if able is None or not able():
+        raise UsageError(
+            f"{type(model).__name__} does not generate text",
+            hint="leave --generate out: a forward pass is then audited",
+        )

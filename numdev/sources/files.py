@@ -1,19 +1,21 @@
 """Files that hold tensors, read lazily and safely: safetensors, and what torch.save writes.
 
-Such a file is foreign data and is not trusted. Pickles are read with `weights_only=True` alone, and
-a shard must lie beside the index that names it. What the tensors mean is for others:
-`numdev.sources.checkpoint` and `numdev.sources.statedict` make models of them,
-`numdev.sources.tensorfile` attention calls."""
+Such a file is foreign data: pickles are read with `weights_only=True` alone, a header is checked
+against its file's length, and a shard must lie beside the index that names it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import pickle
+import warnings
 import zipfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 
 FETCH = "fetch the checkpoint again"
 PICKLES = (".bin", ".pt", ".pth")
+NESTED = ("model", "state_dict", "model_state_dict", "module")
+"""Keys under which training scripts put the state dict in what they save."""
+PREFIXES = ("_orig_mod.", "module.")
+"""What torch.compile and DistributedDataParallel put before the names of weights."""
 MAPPED_AT_ONCE = 1 << 28
-"""Bytes. What was read through a memory map counts as the process's memory until the map is gone,
-so a file is mapped anew after so many."""
+"""Bytes after which a file is mapped anew: what was read through a memory map counts as the
+process's memory until the map is gone."""
+
+
+def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path, ...]:
+    """The first of these files that is there, whole or sharded with an index."""
+    for name in names:
+        if (directory / name).is_file():
+            return (directory / name,)
+        if (index := directory / f"{name}.index.json").is_file():
+            return shards(index)
+    others = sorted(p.name for p in directory.glob("*") if p.suffix in (".safetensors", ".bin"))
+    has = f" (it has {some(others)})" if others else ""
+    raise UsageError(f"{directory}: has no weights that numdev reads{has}", hint=hint)
 
 
 def shards(index: Path) -> tuple[Path, ...]:
@@ -40,8 +58,7 @@ def shards(index: Path) -> tuple[Path, ...]:
 
 
 def weight_map(index: Path) -> dict[str, Path]:
-    """The name of every tensor and the file that holds it, as an index says; a file may be
-    missing, but none lies anywhere else than beside the index."""
+    """The file of every tensor, as an index says: beside the index, though it may be missing."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
@@ -71,10 +88,20 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file and their names, in the file's order."""
     if path.suffix not in PICKLES:
         return read_safetensors(path)
-    return ((str(name), x) for name, x in read_pickle(path).items() if isinstance(x, Tensor))
+    state = state_in(path, read_pickle(path))
+    return ((str(name), x) for name, x in state.items() if isinstance(x, Tensor))
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of a file's tensors, by its header alone where it has one."""
+    if path.suffix in PICKLES:
+        return [name for name, _ in read(path)]
+    with open_safetensors(path) as file:
+        return list(file.keys())
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file and their names, each mapped while it is looked at."""
     with open_safetensors(path) as file:
         names = deque(file.offset_keys())
     while names:
@@ -93,9 +120,8 @@ def open_safetensors(path: Path, *, hint: str = FETCH) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise MeasurementError(
-            f"{path}: is not a whole safetensors file: {one_line(error)}", hint=hint
-        ) from error
+        what = f"{path}: is not a whole safetensors file: {one_line(error)}"
+        raise MeasurementError(what, hint=hint) from error
 
 
 def read_pickle(path: Path) -> dict[Any, Any]:
@@ -111,19 +137,36 @@ def read_pickle(path: Path) -> dict[Any, Any]:
             hint="convert it to safetensors with a tool you trust",
         ) from error
     except Exception as error:  # a parser on foreign bytes: anything may come out of it
-        raise MeasurementError(
-            f"{path}: is not a whole PyTorch file: {one_line(error)}", hint=FETCH
-        ) from error
+        what = f"{path}: is not a whole PyTorch file: {one_line(error)}"
+        raise MeasurementError(what, hint=FETCH) from error
     if not isinstance(state, dict):
         raise MeasurementError(f"{path}: holds no state dict", hint="save model.state_dict()")
     return state
 
 
-def distinct(path: Path, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file without those that share the storage of an earlier one (tied weights).
+def state_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The state dict in what torch.save wrote: under one of NESTED, or the whole."""
+    for state in (*(content.get(key) for key in NESTED), content):
+        if isinstance(state, dict) and any(isinstance(x, Tensor) for x in state.values()):
+            return state
+    keys = some([repr(key) for key in content]) or "nothing"
+    raise MeasurementError(
+        f"{path}: holds no state dict (but {keys})",
+        hint=f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}",
+    )
 
-    Only a pickle can hold such.
-    """
+
+def common_prefix(names: Sequence[str]) -> str:
+    """The known prefixes that all names have, in whichever order they stand."""
+    taken = ""
+    while found := next((p for p in PREFIXES if all(n.startswith(taken + p) for n in names)), None):
+        taken += found
+    return taken
+
+
+def distinct(path: Path, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file without those that share the storage of an earlier one (tied weights),
+    as only a pickle can hold them."""
     seen = set()
     for name, tensor in named:
         place = held_at(tensor)
@@ -133,16 +176,15 @@ def distinct(path: Path, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
 
 
 def held_at(x: Tensor) -> tuple[Any, ...] | None:
-    """What two tensors that are views of the same values have in common; None for one without
-    elements, and for one that is no plain array (sparse, nested, without values)."""
+    """What two views of the same values have in common; None for a tensor without elements, and
+    for one that is no plain array (sparse, nested, without values)."""
     if x.is_nested or x.is_meta or x.layout is not torch.strided or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
 
 
 def identity(files: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of files. Several are read at a time, since a shard of 5
-    GB takes seconds."""
+    """SHA-256 over the names and contents of files; several are read at a time."""
     paths, whole = list(files), hashlib.sha256()
     with ThreadPoolExecutor() as pool:
         for path, content in zip(paths, pool.map(sha256, paths), strict=True):
@@ -154,6 +196,51 @@ def sha256(path: Path) -> str:
     """Of the file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_code(path: Path) -> None:
+    """Raises UsageError for a configuration that asks for code of its own."""
+    if read_json(path).get("auto_map"):
+        raise UsageError(
+            f"{path}: asks for Python code of its own (auto_map), and numdev runs no code that "
+            "comes with a checkpoint",
+            hint="if the library has this class too, delete auto_map from a copy of it",
+        )
+
+
+@contextmanager
+def blaming(path: Path, what: str) -> Iterator[None]:
+    """Whatever a library raises on foreign data, as one line that names the file."""
+    try:
+        yield
+    except NumdevError:
+        raise
+    except Exception as error:
+        raise MeasurementError(
+            f"{path}: cannot {what}: {one_line(error)}",
+            hint="is the checkpoint complete, and made for the installed versions?",
+        ) from error
+
+
+@contextmanager
+def quiet(*others: Any) -> Iterator[None]:
+    """No progress bars, log lines or warnings of transformers, nor of the libraries whose
+    `utils.logging` is given; all as before afterwards."""
+    import transformers.utils.logging
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+
+    with ExitStack() as stack, warnings.catch_warnings():
+        if are_progress_bars_disabled():  # enabling transformers' switches the hub's on as well
+            stack.callback(disable_progress_bars)
+        for chatter in (transformers.utils.logging, *others):
+            logger = logging.getLogger(chatter.__name__.partition(".")[0])
+            stack.callback(logger.setLevel, logger.level)
+            if chatter.is_progress_bar_enabled():
+                stack.callback(chatter.enable_progress_bar)
+            logger.setLevel(logging.CRITICAL)
+            chatter.disable_progress_bar()
+        warnings.simplefilter("ignore")
+        yield
 
 
 def some(names: Sequence[str], shown: int = 4) -> str:

@@ -1,34 +1,31 @@
 """Where upstream gradients (dO) come from: the model's own loss, or a seed.
 
-A model that gives a loss when asked as its class is asked gets its dO from that loss:
+A language model of transformers is asked to predict the tokens it reads, a model with two towers
+for its contrastive loss (`return_loss`), any other is run as it is. Whether that gives a loss is
+found out by running it once, without gradients: a signature does not tell. Else dO is N(0, 1) from
+the seed and the case's name. Which of the two it was goes with every case (`grad_out_from`).
 
-- A language model of transformers (it has an output layer over its vocabulary, and takes `labels`)
-  predicts the tokens it reads: labels are its own token ids, which the model shifts itself where it
-  is causal. What a decoder beside an encoder reads is already shifted, so its labels are the tokens
-  that follow. Padding is ignored (`IGNORED`).
-- A model with two towers is asked for its contrastive loss (`return_loss`).
-- Any other model is run as it is, with whatever `labels` or targets its inputs hold, and asked for
-  nothing. What counts as its loss is said by `loss_of`.
-
-Else dO is drawn: N(0, 1) from the seed and the case's name, so that it does not depend on which
-other cases there are. Which of the two it was goes with every case (`AttentionCase.grad_out_from`).
-
-Whether a model returns a loss is found out by running it once, without gradients: its signature
-does not tell.
+For a loss the calls of one training step are held during the forward pass, and their gradients
+asked of autograd in one go, from the places in the graph (edges) where the outputs were made: that
+stays right where the model overwrites an output, and no graph is held while calls are measured.
+Parameters take no gradients meanwhile: the graph begins at the first attention's output.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError
 from numdev.formats import round_to
 from numdev.layouts import transposed
 from numdev.sources.draws import Draws
@@ -38,6 +35,7 @@ OWN = "the model's own loss"
 STORED = "stored in the file"
 IGNORED = -100
 """The label of a position that has none, throughout transformers and by PyTorch's default."""
+TENSORS = ("q", "k", "v", "mask", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,20 +104,19 @@ def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
     drawn = Draws(seed, case.ref.case).normal("grad_out", shape)
     x = round_to(drawn, case.format).to(case.q.device, case.q.dtype)
     x = x if case.q.is_contiguous() else transposed(x)
-    return dataclasses.replace(case, grad_out=x, grad_out_from=drawn_from(seed))
+    return replace(case, grad_out=x, grad_out_from=drawn_from(seed))
 
 
 def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs where the model is, floating-point tensors as it computes."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return dict(inputs)
-    return {
-        name: x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
-        if isinstance(x, Tensor)
-        else x
-        for name, x in inputs.items()
-    }
+
+    def moved(x: Any) -> Any:
+        if weight is None or not isinstance(x, Tensor):
+            return x
+        return x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+
+    return {name: moved(x) for name, x in inputs.items()}
 
 
 def _objective(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
@@ -135,18 +132,116 @@ def _objective(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, dic
 
 
 def _labels(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """[batch, length] of token ids, IGNORED at padding; None for a model that reads no tokens."""
+    """[batch, length] of token ids, IGNORED at padding; None for a model that reads no tokens.
+
+    A causal model shifts its labels itself. What a decoder beside an encoder reads is shifted
+    already, so its labels are the tokens that follow.
+    """
     config: Any = model.config
-    if not config.is_encoder_decoder:
-        return _without_padding(inputs.get("input_ids"), inputs.get("attention_mask"))
-    read = inputs.get("decoder_input_ids")
-    labels = _without_padding(read, inputs.get("decoder_attention_mask"))
+    decoder = "decoder_" if config.is_encoder_decoder else ""
+    labels, mask = inputs.get(f"{decoder}input_ids"), inputs.get(f"{decoder}attention_mask")
     if labels is None:
         return None
+    if mask is not None and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    if not decoder:
+        return labels
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
 
 
-def _without_padding(ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    if ids is None or mask is None or mask.shape != ids.shape:
-        return ids
-    return ids.masked_fill(mask == 0, IGNORED)
+# --- one training step --------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class _Held:
+    """A call that waits for its gradient."""
+
+    case: AttentionCase
+    edge: GradientEdge | None
+    """Where in the graph its output was made; None for a call made without gradients."""
+    versions: tuple[int, ...]
+    grad_out: Tensor | None = None
+
+
+class TrainingStep:
+    """The calls of one forward pass until their gradients are there."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream, self.loss = upstream, upstream.loss
+        self.held: deque[_Held] = deque()
+
+    def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
+        """Keep the call; the same output for the model to go on with, which has a gradient."""
+        edge = None
+        if torch.is_grad_enabled():
+            if not out.requires_grad:  # cloned, for a leaf must not be overwritten
+                out = out.detach().requires_grad_().clone()
+            edge = get_gradient_edge(out)
+        case = replace(
+            case, **{n: x.detach() for n in TENSORS if (x := getattr(case, n)) is not None}
+        )
+        self.held.append(_Held(case=case, edge=edge, versions=_versions(case)))
+        return out
+
+    def differentiate(self, loss: Tensor | None) -> None:
+        """The gradient of `loss` for every call; the graph is gone afterwards.
+
+        Raises MeasurementError where the model has since overwritten what it attended over.
+        """
+        for call in self.held:
+            if call.versions != _versions(call.case):
+                raise MeasurementError(
+                    f"{call.case.ref.module}: the model overwrites what it attended over",
+                    hint="its gradients cannot be audited; its forward pass can",
+                )
+        edges = {i: call.edge for i, call in enumerate(self.held) if call.edge is not None}
+        if loss is not None and loss.requires_grad and edges:
+            found = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
+            for i, grad in zip(edges, found, strict=True):
+                self.held[i].grad_out = grad
+        for call in self.held:
+            call.edge = None
+
+    def hand_over(self, on_call: Callable[[AttentionCase], None]) -> tuple[str, ...]:
+        """Every call with its gradient, in the order they were made; none is kept.
+
+        Where the loss has no gradient for a call, or only zeros, or one that is not finite, it is
+        drawn. Returns the names of these.
+        """
+        drawn = []
+        while self.held:
+            case = self._with_gradient(self.held.popleft())
+            if case.grad_out_from != self.loss:
+                drawn.append(case.ref.case)
+            on_call(case)
+        return tuple(drawn)
+
+    def _with_gradient(self, call: _Held) -> AttentionCase:
+        case, grad = call.case, call.grad_out
+        if grad is None or not bool(grad.isfinite().all()) or not bool(grad.any()):
+            return self.upstream.draw(case)
+        grad = grad.reshape(*case.q.shape[:3], case.v.shape[3])
+        if 0 in grad.stride():  # the gradient of a sum is one number, expanded
+            grad = grad.contiguous()
+        return replace(case, grad_out=grad, grad_out_from=self.loss)
+
+
+@contextmanager
+def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
+    """Run the model for this training step, with gradients but for its parameters; without a step,
+    without gradients."""
+    learning = [p for p in model.parameters() if p.requires_grad and step is not None]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        with torch.set_grad_enabled(step is not None):
+            yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _versions(case: AttentionCase) -> tuple[int, ...]:
+    """How often each tensor was written to. PyTorch counts over all views of one memory."""
+    tensors = (x for n in TENSORS if (x := getattr(case, n)) is not None)
+    return tuple(0 if x.is_inference() else x._version for x in tensors)

@@ -6,37 +6,46 @@ their number. It knows nothing of kernels, formats or metrics.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import AuditRequest, CaseConfig
+from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.layouts import laid_out, transposed
-from numdev.sources.files import some
+from numdev.sources import pipeline as denoising
+from numdev.sources.capture import capture, check_writes, handed_over
+from numdev.sources.checkpoint import Checkpoint, open_checkpoint
+from numdev.sources.dcp import is_distributed
+from numdev.sources.files import FETCH, some
 from numdev.sources.kinds import layer_of
-from numdev.sources.layers import Layers
 from numdev.sources.loss import STORED, Upstream, drawn_from, find_upstream, with_drawn
-from numdev.sources.masks import draw_mask
-from numdev.sources.pipeline import is_pipeline
+from numdev.sources.pipeline import is_pipeline, not_audited, open_pipeline
 from numdev.sources.projection import Projection, Projections
-from numdev.sources.synthetic import Shapes, check, draw
+from numdev.sources.prompts import model_inputs
+from numdev.sources.statedict import StateDict, open_state_dict
+from numdev.sources.streaming import Streamed
+from numdev.sources.synthetic import Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import StoredCase, holds_cases, open_cases
-from numdev.system import System
+from numdev.sources.watch import Layers, attention_modules, numbered
+from numdev.system import System, free_memory
 
 NO_GRAPH = "the model's own loss needs the graph of the whole model, which was streamed"
 FOR_PIPELINES = ("denoise", "steps")
 FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate", "stream", *FOR_PIPELINES)
 """Options that say what a model is and reads, and mean nothing where there is no model."""
 NOT_FOR_PIPELINES = ("model", "tokenizer", "inputs", "generate", "stream")
+FILLED = 0.8
+"""How much of the free memory a whole model may take; an audit needs some beside it."""
 
 
 class Located(Protocol):
@@ -50,47 +59,47 @@ class Located(Protocol):
 
 
 class Source(Protocol):
-    """Where cases come from: an iterable, which gives one at a time and keeps none."""
+    """An iterable of cases, which gives one at a time and keeps none."""
+
+    notes: tuple[str, ...] = ()
+    """What a user should be told; some is known only when all cases were met."""
 
     def describe(self) -> dict[str, Any]: ...
     def count(self) -> int: ...
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should be told of it at once."""
-
     def __iter__(self) -> Iterator[Located]: ...
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's stored weights, where there is a model."""
+        return iter(())
 
 
 def open_source(request: AuditRequest, system: System, *, projections: bool = False) -> Source:
     """The request's source, opened and checked but with nothing measured.
 
     Its cases carry grad_out where the request is for gradients. With `projections`, those out of a
-    running model know the linear layer that made their queries.
+    running model know the linear layer that made their queries. Raises UsageError for an option
+    that has no meaning for this source.
     """
-    gradients = bool(request.gradients)
+    gradients, target = bool(request.gradients), request.checkpoint or ""
+    path = None if request.checkpoint == "demo" else Path(target)
     if request.cases:
-        _refuse(request, ("layers", *FOR_MODELS), f"{request.target} draws its cases")
+        _refuse(request, ("layers", *FOR_MODELS), f"{request.target} draws its cases", "models")
         return ConfigSource(
             request.target, request.cases, (request.seed,), system, gradients=gradients
         )
-    if request.checkpoint != "demo" and is_pipeline(Path(request.checkpoint or "")):
+    if path and is_pipeline(path):
+        _refuse(request, NOT_FOR_PIPELINES, f"{target} is a diffusers pipeline", "other models")
         return PipelineSource(request, system, gradients=gradients)
-    if request.checkpoint != "demo" and holds_cases(Path(request.checkpoint or "")):
+    if path and holds_cases(path):
+        _refuse(request, FOR_MODELS, f"{target} holds captured tensors", "models")
         return TensorFileSource(request, system, gradients=gradients)
-    _refuse(
-        request, FOR_PIPELINES, f"{request.checkpoint} is no diffusers pipeline", "for pipelines"
-    )
+    _refuse(request, FOR_PIPELINES, f"{target} is no diffusers pipeline", "pipelines")
     return CheckpointSource(request, system, gradients=gradients, projections=projections)
 
 
-def _refuse(
-    request: AuditRequest, options: tuple[str, ...], why: str, whose: str = "for models"
-) -> None:
-    """Raise UsageError for an option that has no meaning for this source."""
+def _refuse(request: AuditRequest, options: Sequence[str], why: str, whose: str) -> None:
     for name in options:
         if getattr(request, name):
-            raise UsageError(f"{why}, and {name!r} is {whose}", hint=f"leave --{name} out")
+            raise UsageError(f"{why}, and {name!r} is for {whose}", hint=f"leave --{name} out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +110,7 @@ class Drawn:
     seed: int
     source: str
     device: str
-    gradients: bool = False
-    """Whether the case carries grad_out."""
+    gradients: bool = False  # whether the case carries grad_out
 
     @property
     def ref(self) -> CaseRef:
@@ -172,19 +180,19 @@ class Captured:
     def ref(self) -> CaseRef:
         return self.case.ref
 
-    def projection(self) -> Projection:
-        """The linear layer that made its queries. Raises MeasurementError, with the reason, where
-        it is not known."""
-        if self.projections is None:
-            raise MeasurementError(f"{self.ref.case}: was captured without its projection")
-        return self.projections.of(self.case)
-
     @property
     def axes(self) -> dict[str, Any]:
         return {}
 
     def load(self) -> AttentionCase:
         return self.case.detached()
+
+    def projection(self) -> Projection:
+        """The linear layer that made its queries. Raises MeasurementError, with the reason, where
+        it is not known."""
+        if self.projections is None:
+            raise MeasurementError(f"{self.ref.case}: was captured without its projection")
+        return self.projections.of(self.case)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +214,7 @@ class GivenUpstream:
         return with_drawn(self.stored.load(), self.seed)
 
 
-class ConfigSource:
+class ConfigSource(Source):
     """Cases drawn from a configuration's shapes, each with every seed; with grad_out if wanted."""
 
     def __init__(
@@ -222,13 +230,10 @@ class ConfigSource:
             check(config.inputs.name, config.inputs.options)
         self.target = target
         self.cases = [
-            Drawn(
-                config=config, seed=seed, source=target, device=system.device, gradients=gradients
-            )
-            for config in configs
+            Drawn(config=c, seed=seed, source=target, device=system.device, gradients=gradients)
+            for c in configs
             for seed in seeds
         ]
-        self.notes: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         return {"config": self.target, "cases": len(self.cases)}
@@ -239,30 +244,24 @@ class ConfigSource:
     def __iter__(self) -> Iterator[Located]:
         return iter(self.cases)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
 
-
-class TensorFileSource:
+class TensorFileSource(Source):
     """Cases that are on disk: a captured-tensor file, or a directory of them.
 
     With `gradients`, what stores no grad_out is given a drawn one.
     """
 
     def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
-        _refuse(request, FOR_MODELS, f"{request.checkpoint} holds captured tensors")
         self.stored = open_cases(Path(request.checkpoint or ""), device=system.device)
         layers = Layers(request.layers)
         self.chosen = [case for case in self.stored.cases if layers.choose(case.ref.layer)]
         self.seed, self.gradients = request.seed, gradients
-        origin = self._origin()
-        self.notes: tuple[str, ...] = (f"Upstream gradients: {origin}.",) if origin else ()
+        self.origin = self._origin() if gradients else None
+        self.notes = (f"Upstream gradients: {self.origin}.",) if self.origin else ()
         self.notes += layers.notes(request.target)
 
-    def _origin(self) -> str | None:
+    def _origin(self) -> str:
         """Where the gradients of all calls come from."""
-        if not self.gradients:
-            return None
         count = Counter(
             (case.call.grad_out or STORED) if "grad_out" in case.tensors else drawn_from(self.seed)
             for case in self.chosen
@@ -279,7 +278,7 @@ class TensorFileSource:
             "cases": len(self.stored.cases),
             "captured_from": ", ".join(captured),
             "captured_with": dict(self.stored.versions),
-            **({"grad_out": origin} if (origin := self._origin()) else {}),
+            **({"grad_out": self.origin} if self.origin else {}),
         }
 
     def count(self) -> int:
@@ -290,11 +289,8 @@ class TensorFileSource:
             lacks = self.gradients and "grad_out" not in case.tensors
             yield GivenUpstream(stored=case, seed=self.seed) if lacks else case
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
 
-
-class CheckpointSource:
+class CheckpointSource(Source):
     """The attention calls of a checkpoint's model: of one forward pass, or of a generation.
 
     With `gradients` of one training step: cases carry grad_out, from the model's own loss where it
@@ -310,32 +306,24 @@ class CheckpointSource:
         gradients: bool = False,
         projections: bool = False,
     ) -> None:
-        from numdev.sources.generation import check as check_generates
-        from numdev.sources.models import open_model
-        from numdev.sources.reading import model_inputs
-        from numdev.sources.watch import attention_modules, numbered
-
         if gradients and request.generate:
             raise UsageError(
                 f"--generate {request.generate}: a generation has no backward pass",
                 hint="leave --generate out, or audit it without gradients",
             )
         self.request, self.projections = request, projections
-        opened = open_model(request, system)
-        self.model = opened.model
-        self.checkpoint = opened.checkpoint.fitted(self.model)
-        self.streamed, self.notes = opened.streamed, opened.notes
+        opened, self.model, self.streamed, self.notes = open_model(request, system)
+        self.checkpoint = opened.fitted(self.model)
         if request.generate:
-            check_generates(self.model)
+            check_writes(self.model)
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
         there = numbered(self.model)
         self.numbers = request.layers if there else None
         self.layers = request.layers or tuple((there or {}).values())
-        prefix = self.checkpoint.describe().get("prefix_removed")
-        whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
-        removed = f"{whose} under names that begin with {prefix!r}; it was taken off."
-        self.notes += (removed,) if prefix else ()
+        if prefix := self.checkpoint.prefix:
+            whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
+            self.notes += (f"{whose} under names that begin with {prefix!r}; it was taken off.",)
         self.upstream = None
         if gradients:
             self.upstream = (
@@ -365,13 +353,9 @@ class CheckpointSource:
         return calls * (1 + (self.request.generate or 0))
 
     def __iter__(self) -> Iterator[Located]:
-        from numdev.sources.capture import handed_over
-
         return handed_over(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
-        from numdev.sources.capture import capture
-
         made = Projections() if self.projections else None
         layers = Layers(self.request.layers)
 
@@ -379,12 +363,12 @@ class CheckpointSource:
             if layers.choose(case.ref.layer):
                 handle(Captured(case=case, projections=made))
 
-        with (
-            self.streamed.running(None if self.request.generate else self.layers)
-            if self.streamed
-            else contextlib.nullcontext(),
-            made.following(self.model) if made else contextlib.nullcontext(),
-        ):
+        with ExitStack() as stack:
+            if self.streamed:
+                wanted = None if self.request.generate else self.layers
+                stack.enter_context(self.streamed.running(wanted))
+            if made:
+                stack.enter_context(made.following(self.model))
             count = capture(
                 self.model,
                 self.prompt.inputs,
@@ -397,10 +381,8 @@ class CheckpointSource:
         self.notes += layers.notes(self.request.target)
         if count.drawn:
             missed = f"{len(count.drawn)} of {count.calls} calls ({some(list(count.drawn))})"
-            self.notes += (
-                f"The loss has no usable gradient for {missed}; theirs is "
-                f"{drawn_from(self.request.seed)}.",
-            )
+            origin = drawn_from(self.request.seed)
+            self.notes += (f"The loss has no usable gradient for {missed}; theirs is {origin}.",)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of the layers asked for, where these are numbered in names, and what is in none."""
@@ -410,7 +392,7 @@ class CheckpointSource:
                 yield name, tensor
 
 
-class PipelineSource:
+class PipelineSource(Source):
     """The attention calls of a diffusion pipeline's denoiser, at every denoising step or at chosen
     ones. Other parts of it (text encoders, the VAE) are not audited, and `notes` names them.
 
@@ -418,39 +400,27 @@ class PipelineSource:
     """
 
     def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
-        from numdev.sources import denoising
-        from numdev.sources.pipeline import not_audited, open_pipeline
-        from numdev.sources.watch import attention_modules
-
-        where = request.checkpoint or ""
-        _refuse(request, NOT_FOR_PIPELINES, f"{where} is a diffusers pipeline", "for other models")
         self.request, self.gradients = request, gradients
         self.steps = request.denoise or denoising.STEPS
         if request.steps and max(request.steps) >= self.steps:
+            last = max(request.steps)
             raise UsageError(
-                f"--steps {max(request.steps)}: steps are counted from 0, and there are "
-                f"{self.steps}",
+                f"--steps {last}: steps are counted from 0, and there are {self.steps}",
                 hint="give a larger --denoise, or other --steps",
             )
-        self.opened = open_pipeline(Path(where))
+        self.opened = open_pipeline(Path(request.checkpoint or ""))
         dtype = dtype_of(format_named(request.model_dtype))
         self.pipeline = self.opened.load(dtype=dtype, device=system.device)
         self.denoiser = getattr(self.pipeline, self.opened.denoiser)
+        texts = [Path(text) for text in request.text]
         self.reading = denoising.read(
-            self.pipeline,
-            self.denoiser,
-            [Path(text) for text in request.text],
-            count=request.sequences,
-            seed=request.seed,
+            self.pipeline, self.denoiser, texts, count=request.sequences, seed=request.seed
         )
         self.modules = attention_modules(self.denoiser)
-        self.others = not_audited(self.pipeline, self.opened.denoiser)
-        self.notes: tuple[str, ...] = ()
+        self.others = ", ".join(not_audited(self.pipeline, self.opened.denoiser))
         if self.others:
-            self.notes += (
-                f"Audited: the {self.opened.denoiser}. Not audited: the attention of "
-                f"{', '.join(self.others)}.",
-            )
+            audited = f"Audited: the {self.opened.denoiser}."
+            self.notes += (f"{audited} Not audited: the attention of {self.others}.",)
         if gradients:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
@@ -463,7 +433,7 @@ class PipelineSource:
             "parameters": sum(p.numel() for p in self.denoiser.parameters()),
             "scheduler": type(self.pipeline.scheduler).__name__,
             "denoising_steps": self.steps,
-            "not_audited": ", ".join(self.others),
+            "not_audited": self.others,
             "prompt": self.reading.description,
             "prompt_sha256": self.reading.digest,
             **({"grad_out": drawn_from(self.request.seed)} if self.gradients else {}),
@@ -473,21 +443,16 @@ class PipelineSource:
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
     def __iter__(self) -> Iterator[Located]:
-        from numdev.sources.capture import handed_over
-
         return handed_over(self._run)
 
     def _run(self, handle: Callable[[Located], None]) -> None:
-        from numdev.sources.denoising import denoise
-
-        layers = Layers(self.request.layers)
+        layers, seed = Layers(self.request.layers), self.request.seed
 
         def chosen(case: AttentionCase) -> None:
             if layers.choose(case.ref.layer):
-                upstream = self.gradients
-                handle(Captured(case=with_drawn(case, self.request.seed) if upstream else case))
+                handle(Captured(case=with_drawn(case, seed) if self.gradients else case))
 
-        denoise(
+        denoising.denoise(
             self.pipeline,
             self.denoiser,
             self.reading,
@@ -495,9 +460,83 @@ class PipelineSource:
             source=self.opened.name,
             steps=self.steps,
             chosen=self.request.steps,
-            seed=self.request.seed,
+            seed=seed,
         )
         self.notes += layers.notes(self.request.target)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.opened.tensors()
+
+
+# --- the model of a request ---------------------------------------------------------------------
+
+
+def open_model(
+    request: AuditRequest, system: System
+) -> tuple[Checkpoint | StateDict, nn.Module, Streamed | None, tuple[str, ...]]:
+    """The request's weights, their model on the system's device, how it is streamed if it is (it is
+    then run within `Streamed.running`), and what a user should be told at once.
+
+    Raises UsageError for a request that cannot be met, MeasurementError for a damaged checkpoint,
+    and for one that holds other weights than its model's.
+    """
+    opened = open_weights(request)
+    dtype = dtype_of(format_named(request.model_dtype))
+    why = _why_streamed(request, opened, dtype, system)
+    if why is None or isinstance(opened, StateDict):
+        return opened, opened.load_model(dtype=dtype, device=system.device), None, ()
+    streamed = Streamed(opened.deferred_model(dtype=dtype), device=system.device)
+    note = f"The model's weights are streamed from disk, layer by layer{why}."
+    return opened, streamed.model, streamed, (note,)
+
+
+def open_weights(request: AuditRequest) -> Checkpoint | StateDict:
+    """Open the request's checkpoint or state dict without loading its weights. A directory says
+    itself which model it is; a file or a bare distributed checkpoint needs a factory."""
+    path = demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
+    distributed = is_distributed(path)
+    if path.is_dir() and not distributed and any(path.glob("*.distcp")):
+        raise MeasurementError(
+            f"{path}: .metadata is missing, the last file of a distributed checkpoint",
+            hint=f"{FETCH}, or take one whose save has ended",
+        )
+    bare = distributed and not (path / "config.json").is_file()
+    if path.is_file() or bare or (request.model and distributed):
+        return open_state_dict(path, request.model)
+    if request.model:
+        raise UsageError(
+            f"{request.checkpoint}: says itself which model it is, so --model has no place",
+            hint="leave it out, or give the weight file instead of the directory",
+        )
+    return open_checkpoint(path)
+
+
+def _why_streamed(
+    request: AuditRequest, opened: Checkpoint | StateDict, dtype: torch.dtype, system: System
+) -> str | None:
+    """What a note adds on why the model is streamed; None where it is not."""
+    if isinstance(opened, StateDict):
+        if request.stream:
+            raise UsageError(
+                f"--stream: the factory {opened.factory} builds its model whole",
+                hint="leave --stream out, or give a Hugging Face directory",
+            )
+        return None
+    if request.stream is not None:
+        return "" if request.stream else None
+    if not opened.can_be_streamed:
+        return None
+    size = opened.size_in(dtype)
+    for place, free in free_memory(system.device).items():
+        if size > FILLED * free:
+            why = f"they take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {place} are free"
+            break
+    else:
+        return None
+    if request.gradients:
+        raise UsageError(
+            f"{opened.path}: its weights cannot be loaded whole ({why}), as the gradients of a "
+            "model's own loss need them",
+            hint="numdev audit --stream draws upstream gradients; --no-stream loads all the same",
+        )
+    return f", since {why}"

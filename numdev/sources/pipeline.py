@@ -1,33 +1,37 @@
-"""Open a diffusers pipeline safely, and build it: a directory with `model_index.json`.
+"""A diffusers pipeline: opened safely, run for some steps, its denoiser's attention handed over.
 
-A pipeline is foreign data and is not trusted. Its parts are classes of diffusers and transformers
-that `model_index.json` names, and nothing else: a pipeline or a part with code of its own is
-refused, weights are read from safetensors files alone, and nothing is fetched. What a run without
-pictures does not need (the safety checker, the watermarker) is not loaded.
+A pipeline is a directory with `model_index.json`, and foreign data. Its parts are classes of
+diffusers and transformers that the index names, and nothing else; weights are read from safetensors
+files alone, and nothing is fetched. What a run without pictures does not need is not loaded.
 
-The part that is audited is the denoiser: the UNet or the transformer that runs once a step. How it
-is run is `numdev.sources.denoising`'s business.
+The part that is audited is the denoiser: the UNet or the transformer that runs once a step. A step
+ends where the scheduler is asked for the next latents, so a second pass within a step (guidance run
+apart) belongs to the same one, and a scheduler that evaluates twice a step (Heun) has as many steps
+more. The run ends with the last step that is wanted, so no picture is decoded.
 """
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import hashlib
 import inspect
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.cases import Attends, AttentionCase
+from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
-from numdev.sources.files import one_line, some
-from numdev.sources.watch import attention_modules
+from numdev.sources.capture import CaptureCount, capture_run
+from numdev.sources.files import blaming, some
+from numdev.sources.watch import Watch, attention_modules
 
 INDEX = "model_index.json"
 DENOISERS = ("unet", "transformer")
@@ -35,34 +39,40 @@ DENOISERS = ("unet", "transformer")
 NOT_NEEDED = ("safety_checker", "feature_extractor", "watermarker", "watermark")
 """They look at pictures, and none is made."""
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
-LOGGERS = ("diffusers", "transformers")
+ALLOWED = {
+    "diffusers": ("ModelMixin", "SchedulerMixin"),
+    "transformers": (
+        *("PreTrainedModel", "PreTrainedTokenizerBase", "ProcessorMixin"),
+        *("FeatureExtractionMixin", "ImageProcessingMixin"),
+    ),
+}
+"""What a part may be, by its library: a model, scheduler, tokenizer or processor."""
+STEPS = 4
+"""Denoising steps, where nobody says how many."""
+PROMPT_TOKENS = 16
+"""Of a drawn prompt, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """An opened pipeline: its index is read and its weight files are found; nothing is loaded."""
+    """An opened pipeline: its index is read and its parts are found; nothing is loaded."""
 
     path: Path
     name: str
-    kind: str
-    """The pipeline's class, in diffusers."""
-    parts: Mapping[str, tuple[str, str]]
-    """Library and class by the part's name; without those that are not needed."""
-    settings: Mapping[str, Any]
-    """The plain values among its arguments, and None for parts that were left out."""
-    denoiser: str
-    """The name of the part that is audited."""
+    kind: str  # the pipeline's class, in diffusers
+    parts: Mapping[str, tuple[str, str]]  # library and class by name, of those that are needed
+    settings: Mapping[str, Any]  # the plain values among its arguments, None for parts left out
+    denoiser: str  # the name of the part that is audited
 
     def identity(self) -> str:
         """SHA-256 over the names and contents of the index, the parts' configurations and
         weights."""
         inside = (
-            file
-            for part in sorted(self.parts)
-            for file in sorted((self.path / part).iterdir())
-            if file.is_file() and file.suffix in (".json", ".safetensors", ".txt", ".model")
+            file for part in sorted(self.parts) for file in sorted((self.path / part).iterdir())
         )
-        return storage.identity((self.path / INDEX, *inside))
+        kinds = (".json", ".safetensors", ".txt", ".model")
+        stored = (file for file in inside if file.is_file() and file.suffix in kinds)
+        return storage.identity((self.path / INDEX, *stored))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every stored tensor of the denoiser with its name, one at a time."""
@@ -75,52 +85,49 @@ class Pipeline:
         Raises MeasurementError, naming the part, for a class that the library does not have, for
         weights that are missing or of another shape, and for whatever the library raises.
         """
-        with quiet():
-            cls = _pipeline_class(self.path, self.kind)
+        with _quiet():
+            cls = _class(self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",))
             made = {name: self._part(name, dtype) for name in self.parts}
             takes = inspect.signature(cls.__init__).parameters
             given = {**dict.fromkeys(NOT_NEEDED), **self.settings, **made}
-            if "requires_safety_checker" in takes:
-                given["requires_safety_checker"] = False
-            with _blaming(self.path / INDEX, f"build {self.kind}"):
+            given["requires_safety_checker"] = False
+            with blaming(self.path / INDEX, f"build {self.kind}"):
                 pipeline = cls(**{name: x for name, x in given.items() if name in takes})
                 pipeline.set_progress_bar_config(disable=True)
                 return pipeline.to(device)
 
     def _part(self, name: str, dtype: torch.dtype) -> Any:
-        """One part, loaded; None where the index has none."""
-        directory = self.path / name
-        library, kind = self.parts[name]
-        cls = _part_class(self.path, name, library, kind)
+        directory, (library, kind) = self.path / name, self.parts[name]
+        cls = _class(directory, library, kind, ALLOWED[library])
         options: dict[str, Any] = {"local_files_only": True}
         if library == "transformers":
             options["trust_remote_code"] = False
         if not issubclass(cls, nn.Module):
-            with _blaming(directory, f"load {kind}"):
+            with blaming(directory, f"load {kind}"):
                 return cls.from_pretrained(directory, **options)
         _weight_files(directory)
-        with _blaming(directory, f"load {kind}"):
+        with blaming(directory, f"load {kind}"):
             model, loaded = cls.from_pretrained(
                 directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
-        self._check(directory, kind, loaded, whole=name == self.denoiser)
-        return model.eval()
-
-    def _check(self, path: Path, kind: str, loaded: Mapping[str, Any], *, whole: bool) -> None:
-        """Raises MeasurementError for weights that are not the model's. Only the denoiser may have
-        none left over: others' are older files' (position ids), and nothing here depends on
-        them."""
-        problems = {
-            "needs weights that are not there": loaded.get("missing_keys"),
-            "needs other shapes than the stored": loaded.get("mismatched_keys"),
-            "has no place for the weights": loaded.get("unexpected_keys") if whole else None,
-        }
-        for problem, names in problems.items():
+        # Only the denoiser may have none left over: others' are older files' (position ids), and
+        # nothing here depends on them.
+        for problem, names in (
+            ("needs weights that are not there", loaded.get("missing_keys")),
+            ("needs other shapes than the stored", loaded.get("mismatched_keys")),
+            ("has no place for the weights", name == self.denoiser and loaded["unexpected_keys"]),
+        ):
             if names:
                 raise MeasurementError(
-                    f"{path}: {kind} {problem}: {some(sorted(map(str, names)))}",
+                    f"{directory}: {kind} {problem}: {some(sorted(map(str, names)))}",
                     hint="is the pipeline complete?",
                 )
+        return model.eval()
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether this is the directory of a diffusers pipeline."""
+    return (path / INDEX).is_file()
 
 
 def open_pipeline(path: Path) -> Pipeline:
@@ -129,7 +136,11 @@ def open_pipeline(path: Path) -> Pipeline:
     Raises UsageError where diffusers is not installed, the pipeline asks for code of its own, or it
     has no denoiser; MeasurementError where the index or a weight file is damaged.
     """
-    needs_diffusers()
+    if find_spec("diffusers") is None:
+        raise UsageError(
+            "a pipeline needs the package diffusers, which is not installed here",
+            hint="pip install 'numdev[diffusers]'",
+        )
     index = storage.read_json(path / INDEX)
     kind = index.get("_class_name")
     if not isinstance(kind, str):
@@ -138,10 +149,8 @@ def open_pipeline(path: Path) -> Pipeline:
     for name, value in index.items():
         if name.startswith("_") or name in NOT_NEEDED:
             continue
-        if not isinstance(value, list):
-            settings[name] = value
-        elif value == [None, None]:
-            settings[name] = None
+        if not isinstance(value, list) or value == [None, None]:
+            settings[name] = None if isinstance(value, list) else value
         else:
             parts[name] = _checked_part(path, name, value)
     denoiser = next((name for name in DENOISERS if name in parts), None)
@@ -150,30 +159,10 @@ def open_pipeline(path: Path) -> Pipeline:
             f"{path / INDEX}: names no part {' or '.join(DENOISERS)}",
             hint="numdev audits the model that removes the noise",
         )
+    name = path.resolve().name
     return Pipeline(
-        path=path,
-        name=path.resolve().name,
-        kind=kind,
-        parts=parts,
-        settings=settings,
-        denoiser=denoiser,
+        path=path, name=name, kind=kind, parts=parts, settings=settings, denoiser=denoiser
     )
-
-
-def is_pipeline(path: Path) -> bool:
-    """Whether this is the directory of a diffusers pipeline."""
-    return (path / INDEX).is_file()
-
-
-def needs_diffusers() -> None:
-    """Raises UsageError where diffusers is not installed."""
-    try:
-        importlib.import_module("diffusers")
-    except ImportError as error:
-        raise UsageError(
-            "a pipeline needs the package diffusers, which is not installed here",
-            hint="pip install 'numdev[diffusers]'",
-        ) from error
 
 
 def not_audited(pipeline: Any, denoiser: str) -> list[str]:
@@ -191,7 +180,7 @@ def _checked_part(path: Path, name: str, value: list[Any]) -> tuple[str, str]:
     if not words or not name.isidentifier():
         raise _own_code(path, f"its part {name!r} is {value!r}")
     library, kind = value
-    if library not in ("diffusers", "transformers"):
+    if library not in ALLOWED:
         raise _own_code(path, f"its part {name!r} is {library}.{kind}")
     directory = path / name
     if not directory.is_dir():
@@ -210,92 +199,219 @@ def _own_code(path: Path, what: str) -> UsageError:
     )
 
 
-def _pipeline_class(path: Path, kind: str) -> Any:
-    import diffusers
-
-    return _class(path / INDEX, diffusers, kind, (diffusers.DiffusionPipeline,))
-
-
-def _part_class(path: Path, name: str, library: str, kind: str) -> Any:
-    """A model, scheduler, tokenizer or processor of the library, and no other thing it has."""
+def _class(path: Path, library: str, kind: str, allowed: Sequence[str]) -> Any:
+    """The class of that library, if it is of one of these kinds, and no other thing it has."""
     import diffusers
     import transformers
 
-    if library == "diffusers":
-        return _class(
-            path / name, diffusers, kind, (diffusers.ModelMixin, diffusers.SchedulerMixin)
-        )
-    allowed = (
-        transformers.PreTrainedModel,
-        transformers.PreTrainedTokenizerBase,
-        transformers.ProcessorMixin,
-        transformers.FeatureExtractionMixin,
-        transformers.ImageProcessingMixin,
-    )
-    return _class(path / name, transformers, kind, allowed)
-
-
-def _class(path: Path, library: Any, kind: str, allowed: tuple[type, ...]) -> Any:
-    with _blaming(path, f"find {kind}"):
-        found = getattr(library, kind, None)
-    if isinstance(found, type) and issubclass(found, allowed):
+    module: Any = {"diffusers": diffusers, "transformers": transformers}[library]
+    with blaming(path, f"find {kind}"):
+        found = getattr(module, kind, None)
+    if isinstance(found, type) and issubclass(found, tuple(getattr(module, a) for a in allowed)):
         return found
     raise MeasurementError(
-        f"{path}: {library.__name__} {library.__version__} has no {kind} that a pipeline is made "
-        "of",
-        hint=f"a newer {library.__name__} may",
+        f"{path}: {library} {module.__version__} has no {kind} that a pipeline is made of",
+        hint=f"a newer {library} may",
     )
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
-    """A model's safetensors files, whole or sharded, and all beside their index."""
-    for name in WEIGHTS:
-        if (directory / name).is_file():
-            return (directory / name,)
-        if (directory / f"{name}.index.json").is_file():
-            return storage.shards(directory / f"{name}.index.json")
-    others = sorted(p.name for p in directory.glob("*.safetensors"))
-    others += sorted(p.name for p in directory.glob("*.bin"))
-    raise UsageError(
-        f"{directory}: has no weights that numdev reads"
-        + (f" (it has {some(others)})" if others else ""),
-        hint=f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them",
-    )
+    hint = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
+    return storage.weight_files(directory, WEIGHTS, hint)
 
 
 @contextmanager
-def _blaming(path: Path, what: str) -> Iterator[None]:
-    """Whatever a library raises on foreign data, as one line that names the part."""
-    try:
-        yield
-    except NumdevError:
-        raise
-    except Exception as error:
-        raise MeasurementError(
-            f"{path}: cannot {what}: {one_line(error)}",
-            hint="is the pipeline complete, and made for this diffusers?",
-        ) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars, log lines or warnings, and all as before afterwards."""
+def _quiet() -> Iterator[None]:
     import diffusers.utils.logging
-    import transformers.utils.logging
 
-    chatter: list[Any] = [diffusers.utils.logging, transformers.utils.logging]
-    bars = [c for c in chatter if c.is_progress_bar_enabled()]
-    levels = {name: logging.getLogger(name).level for name in LOGGERS}
-    for c in bars:
-        c.disable_progress_bar()
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with storage.quiet(diffusers.utils.logging):
+        yield
+
+
+# --- running it ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a pipeline is given beside its seed."""
+
+    arguments: Mapping[str, Any]
+    """Of its call: `prompt`, `class_labels` or `batch_size`."""
+    description: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the arguments."""
+        return hashlib.sha256(json.dumps(self.arguments, sort_keys=True).encode()).hexdigest()
+
+
+def read(
+    pipeline: Any, denoiser: nn.Module, texts: Sequence[Path], *, count: int, seed: int
+) -> Reading:
+    """What `count` images are made of: the prompts of files, a line each, else drawn ones.
+
+    Fewer lines than images are used again, from the first on. Raises UsageError for a file that
+    cannot be read or has no line, for text that the pipeline does not read, and for a pipeline that
+    needs more than numdev can give.
+    """
+    takes = inspect.signature(type(pipeline).__call__).parameters
+    kind = type(pipeline).__name__
+    known = ("prompt", "class_labels", "batch_size")
+    unknown = [
+        name
+        for name, p in list(takes.items())[1:]
+        if p.default is p.empty
+        and name not in known
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if unknown:
+        raise UsageError(
+            f"{kind} needs {', '.join(unknown)}, which numdev cannot draw",
+            hint="audit tensors captured from it: docs/inputs.md says how",
+        )
+    if texts and "prompt" not in takes:
+        raise UsageError(f"{kind} reads no text", hint="leave --text out")
+    arguments: dict[str, Any] = {}
+    said = "of nothing but noise"
+    if "prompt" in takes:
+        lines = _lines(texts) if texts else _drawn_prompts(pipeline, count, seed)
+        arguments["prompt"] = prompts = [lines[i % len(lines)] for i in range(count)]
+        names = f"{len(set(prompts))} of {', '.join(t.name for t in texts)}"
+        said = f"prompts: {names}" if texts else f"prompts drawn with seed {seed}"
+    elif "class_labels" in takes:
+        config: Any = denoiser.config
+        classes = getattr(config, "num_embeds_ada_norm", None) or 1000
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(classes, (count,), generator=generator).tolist()
+        arguments["class_labels"], said = labels, f"of classes drawn with seed {seed}"
+    elif "batch_size" in takes:
+        arguments["batch_size"] = count
+    return Reading(arguments=arguments, description=f"{count} images, {said}")
+
+
+def denoise(
+    pipeline: Any,
+    denoiser: nn.Module,
+    reading: Reading,
+    on_call: Callable[[AttentionCase], None],
+    *,
+    source: str,
+    steps: int,
+    chosen: Sequence[int] | None,
+    seed: int,
+) -> CaptureCount:
+    """Run `steps` denoising steps, calling `on_call` at every call of the `chosen` ones (None: of
+    all), whose case knows its step and what it attends to.
+
+    Latents are drawn on the CPU from `seed`, so they are the same on every device. Raises
+    MeasurementError where attention ran that was not seen, and for whatever the pipeline raises.
+    """
+    clock = _Clock(pipeline.scheduler, None if chosen is None else max(chosen))
+    given: dict[str, tuple[int | None, int | None]] = {}
+
+    def handed(case: AttentionCase) -> None:
+        if chosen is None or case.ref.step in chosen:
+            ref = dataclasses.replace(case.ref, attends=_attends(case, given))
+            on_call(dataclasses.replace(case, ref=ref))
+
+    def run() -> None:
+        with clock.counting(), _noting(denoiser, given), suppress(_Over), _quiet():
+            pipeline(
+                **reading.arguments,
+                num_inference_steps=steps,
+                generator=torch.Generator().manual_seed(seed),
+            )
+
+    watch = Watch(denoiser, source=source, step=lambda: clock.now)
+    return capture_run(run, watch, handed, owner=pipeline)
+
+
+class _Over(Exception):
+    """The last step that is wanted has ended, and so does the run."""
+
+
+class _Clock:
+    """Counts how often the scheduler was asked, and ends the run after the last step."""
+
+    def __init__(self, scheduler: Any, last: int | None) -> None:
+        self.scheduler, self.last, self.now = scheduler, last, 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        step = self.scheduler.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            answer = step(*args, **kwargs)
+            self.now += 1
+            last = len(self.scheduler.timesteps) - 1 if self.last is None else self.last
+            if self.now > last:
+                raise _Over
+            return answer
+
+        self.scheduler.step = counted
+        try:
             yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        for c in bars:
-            c.enable_progress_bar()
+        finally:
+            del self.scheduler.step  # that of the class comes forth again
+
+
+@contextmanager
+def _noting(denoiser: nn.Module, given: dict[str, tuple[int | None, int | None]]) -> Iterator[None]:
+    """Note how many positions each attention module is given, of the image and of what it is
+    told."""
+
+    def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        first = kwargs.get("hidden_states", args[0] if args else None)
+        told = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
+        given[name] = _positions(first), None if told is first else _positions(told)
+
+    with ExitStack() as stack:
+        for name in attention_modules(denoiser):
+            handle = denoiser.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+            )
+            stack.callback(handle.remove)
+        yield
+
+
+def _attends(case: AttentionCase, given: Mapping[str, tuple[int | None, int | None]]) -> Attends:
+    """By what the module was given: nothing beside the image, or something, which joins it as keys,
+    or stands in its place."""
+    own, told = given.get(case.ref.module, (None, None))
+    if told is None:
+        return "self" if case.q_len == case.kv_len else "cross"
+    return "joint" if own is not None and case.kv_len == own + told else "cross"
+
+
+def _positions(x: Any) -> int | None:
+    """Of [batch, positions, channels], or of a picture [batch, channels, height, width]."""
+    if not isinstance(x, Tensor) or x.ndim not in (3, 4):
+        return None
+    return x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3]
+
+
+def _lines(texts: Sequence[Path]) -> list[str]:
+    found = []
+    for path in texts:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"{path}: cannot be read as UTF-8 text"
+            raise UsageError(what, hint="one prompt a line") from error
+        found += [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise UsageError(f"{texts[0]}: holds no prompt", hint="one prompt a line")
+    return found
+
+
+def _drawn_prompts(pipeline: Any, count: int, seed: int) -> list[str]:
+    """Words of the pipeline's own tokenizer, drawn; they mean nothing."""
+    names = ("tokenizer", "tokenizer_2", "tokenizer_3")
+    tokenizer = next(filter(None, (getattr(pipeline, name, None) for name in names)), None)
+    if tokenizer is None:
+        what = f"{type(pipeline).__name__} has no tokenizer to draw prompts from"
+        raise UsageError(what, hint="give --text")
+    length = min(PROMPT_TOKENS, max(1, tokenizer.model_max_length - 2))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(len(tokenizer), (count, length), generator=generator).tolist()
+    return [tokenizer.decode(row, skip_special_tokens=True).strip() or "a" for row in ids]

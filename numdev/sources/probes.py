@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, visible
-from numdev.sources.draws import Draws
-from numdev.sources.regime_registry import QKV, Shapes, plain, regime
+from numdev.sources.draws import QKV, Draws, Shapes, plain, regime
 
 KNOWN = "a known answer"
 

@@ -1,22 +1,18 @@
 """The linear layer that makes a call's queries, W_Q: what it reads, and the way back to it.
 
 The error of a gradient at q is an error of dW_Q only after it has gone back through whatever stands
-between W_Q and the call: a reshape, rotary embeddings, a norm of the heads, a scale. How models
-write that is their own business, so nothing here knows their code. `Projections` notes what every
-module is called with while a model runs. For a call it then runs the module that made it again, in
-fp64 and only up to the call, with the outputs of its linear layers cut off from what made them:
-the one that q depends on is W_Q, and the graph between the two is the way back. The graph of the
-rest of the model is never kept. The queries that come out must be those of the call; where they are
-not, or where q hangs on no or several linear layers, there is no projection, and the reason says
-why.
+between W_Q and the call: a reshape, rotary embeddings, a norm of the heads. `Projections` notes
+what every module is called with while a model runs. For a call it runs the module that made it
+again, in fp64 and only up to the call, the outputs of its linear layers cut off from what made
+them: the one that q depends on is W_Q, and the graph between the two is the way back. Where the
+queries that come out are not those of the call, or hang on no or several linear layers, there is no
+projection, and the reason says why.
 
-Of a layer that makes keys and values too (GPT-2's `c_attn`, a `qkv`), W_Q is the part that q
-depends on.
+Of a layer that makes keys and values too (GPT-2's `c_attn`), W_Q is the part that q depends on.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +25,7 @@ from torch import Tensor, nn
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError
 from numdev.sources.capture import first_call
+from numdev.sources.watch import hooked
 
 HINT = "dW_Q is not measured for this call"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -45,8 +42,7 @@ class Projection:
     x: Tensor
     """What the layer reads: [batch, q_len, width]."""
     weight: Tensor
-    """W_Q as `nn.Linear` stores it, one head's rows after the other's: [heads * head_dim, width].
-    """
+    """W_Q as `nn.Linear` stores it, head by head: [heads * head_dim, width]."""
     pull: Callable[[Tensor], Tensor]
     """From a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the layer's output,
     [batch, q_len, heads, head_dim]."""
@@ -77,24 +73,16 @@ class Projections:
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Note what the modules of the model are called with."""
-        handles: list[Any] = []
-        for module in model.modules():
-            handles += [
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
-        try:
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments, named = _tensors(Tensor.detach, (args, kwargs))
+            self.running.append(_Frame(module=module, arguments=arguments, named=named))
+
+        def leave(*_: Any) -> None:
+            self.running.pop()
+
+        with hooked(model, enter, leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frame = _Frame(module=module, arguments=_detached(args), named=_detached(kwargs))
-        self.running.append(frame)
-
-    def _leave(self, *_: Any) -> None:
-        self.running.pop()
 
     def met(self, ref: CaseRef) -> None:
         """A call is being made: by the innermost of the modules that run, for which it is the
@@ -106,13 +94,12 @@ class Projections:
     def of(self, case: AttentionCase) -> Projection:
         """The projection of a call that was met, which is forgotten. Raises MeasurementError, with
         the reason, where it cannot be found."""
-        frames = self.frames.pop(case.ref.case, ())
         reason = "the model calls attention outside of any module, or more than once in one"
-        for frame in frames:
+        for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_linear, frame.module.modules())):
                 return _replayed(frame, case)
             reason = f"{type(frame.module).__name__} has no linear layer"
-        raise MeasurementError(f"{case.ref.case}: {reason}", hint=HINT)
+        raise _none(case, reason)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,58 +112,55 @@ class _Ran:
     out: Tensor
 
 
+def _none(case: AttentionCase, why: str) -> MeasurementError:
+    return MeasurementError(f"{case.ref.case}: {why}", hint=HINT)
+
+
 def _replayed(frame: _Frame, case: AttentionCase) -> Projection:
     """Run the frame's module again, in fp64, up to the call."""
     ran: list[_Ran] = []
-    twin = _twin(frame.module, {})
+    twin, kind = _twin(frame.module, {}), type(frame.module).__name__
     for name, layer in twin.named_modules():
         if _linear(layer):
             layer.register_forward_hook(_cutting(name, ran))
+    arguments, named = _wide((frame.arguments, frame.named))
     try:
         with torch.enable_grad():
-            again = first_call(lambda: twin(*_wide(frame.arguments), **_wide(frame.named)))
+            again = first_call(lambda: twin(*arguments, **named))
     except Exception as error:  # a module's own code: whatever it raises is a reason
-        words = " ".join(str(error).split())[:120]
-        raise MeasurementError(
-            f"{case.ref.case}: {type(frame.module).__name__} does not run again in fp64: "
-            f"{type(error).__name__}: {words}",
-            hint=HINT,
-        ) from error
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise _none(case, f"{kind} does not run again in fp64: {words}") from error
     if again is None or not _same(again.q, case.q):
         what = "makes no call" if again is None else "makes other queries"
-        raise MeasurementError(
-            f"{case.ref.case}: {type(frame.module).__name__} {what} when it is run again", hint=HINT
-        )
+        raise _none(case, f"{kind} {what} when it is run again")
     return _found(again.q, ran, case)
 
 
 def _found(q: Tensor, ran: list[_Ran], case: AttentionCase) -> Projection:
     """The projection among the layers that ran: the one on which q depends."""
-    spread = _generic(q)
+    # A gradient without pattern, so that no sum of its elements is zero by chance.
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(q.shape, generator=generator, dtype=q.dtype).to(q.device) + 0.5
     made = [(r, g) for r, g in zip(ran, _vjp(q, ran, spread), strict=True) if g is not None]
     if len(made) != 1:
         names = ", ".join(r.name for r, _ in made) or "none"
-        raise MeasurementError(
-            f"{case.ref.case}: q is made by {len(made)} linear layers ({names}), not by one",
-            hint=HINT,
-        )
+        raise _none(case, f"q is made by {len(made)} linear layers ({names}), not by one")
     layer, grad = made[0]
     features = _by_head(q, layer, spread, _touched(grad))
-    rows = math.prod(q.shape[0::2][:2])
-    if features is None or layer.x.numel() != rows * layer.x.shape[-1]:
-        raise MeasurementError(
-            f"{case.ref.case}: the heads are no parts of the output of {layer.name}", hint=HINT
-        )
-    shape = (q.shape[0], q.shape[2], *q.shape[1::2])
+    batch, heads, length, head_dim = q.shape
+    if features is None or layer.x.numel() != batch * length * layer.x.shape[-1]:
+        raise _none(case, f"the heads are no parts of the output of {layer.name}")
 
     def pull(dq: Tensor) -> Tensor:
         (back,) = _vjp(q, [layer], dq.to(q.device, q.dtype))
         assert back is not None
-        return back[..., features].reshape(shape)
+        return back[..., features].reshape(batch, length, heads, head_dim)
 
+    weight = layer.layer.weight
+    assert isinstance(weight, Tensor)
     return Projection(
-        x=layer.x.detach().reshape(q.shape[0], q.shape[2], -1),
-        weight=_weight(layer.layer)[features],
+        x=layer.x.detach().reshape(batch, length, -1),
+        weight=(weight.mT if _is_conv1d(layer.layer) else weight)[features],
         pull=pull,
         name=layer.name,
     )
@@ -186,11 +170,10 @@ def _by_head(q: Tensor, layer: _Ran, spread: Tensor, touched: Tensor) -> Tensor 
     """The features of the layer's output that make q, head by head; None where they are not
     `head_dim` for each. Where every head depends on all (a norm over them), they are taken in
     order."""
-    heads, head_dim = q.shape[1], q.shape[3]
-    if touched.numel() != heads * head_dim:
+    if touched.numel() != q.shape[1] * q.shape[3]:
         return None
     each = []
-    for head in range(heads):
+    for head in range(q.shape[1]):
         alone = torch.zeros_like(spread)
         alone[:, head] = spread[:, head]
         (grad,) = _vjp(q, [layer], alone)
@@ -214,15 +197,9 @@ def _touched(grad: Tensor) -> Tensor:
     return grad.flatten(0, -2).ne(0).any(dim=0).nonzero().flatten()
 
 
-def _generic(q: Tensor) -> Tensor:
-    """A gradient without pattern, so that no sum of its elements is zero by chance."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(q.shape, generator=generator, dtype=q.dtype).to(q.device) + 0.5
-
-
 def _same(again: Tensor, q: Tensor) -> bool:
-    """Whether these are the same queries but for rounding in the format the model runs in: a
-    hundred roundings, of the largest."""
+    """Whether these are the same queries but for a hundred roundings, in the format the model runs
+    in, of the largest."""
     if again.shape != q.shape:
         return False
     allowed = 100 * torch.finfo(q.dtype).eps * q.abs().max().double()
@@ -249,12 +226,6 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight.mT if _is_conv1d(layer) else weight
-
-
 def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
     """The same module in fp64, without gradients of its own and without hooks. Its attributes are
     shared with the module; its parameters are copies."""
@@ -265,29 +236,27 @@ def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
     twin.__dict__.update(module.__dict__)
     for name in (*_HOOKS, *_HOOK_MARKS):
         twin.__dict__[name] = OrderedDict()
-    twin.__dict__["_parameters"] = {n: _wide(_detached(p)) for n, p in module._parameters.items()}
-    twin.__dict__["_buffers"] = {n: _wide(_detached(b)) for n, b in module._buffers.items()}
+    for name in ("_parameters", "_buffers"):
+        values = module.__dict__[name].items()
+        twin.__dict__[name] = {n: None if x is None else _wide(x.detach()) for n, x in values}
     twin.__dict__["_modules"] = {
         n: None if child is None else _twin(child, known) for n, child in module._modules.items()
     }
     return twin
 
 
-def _detached(value: Any) -> Any:
-    """Arguments without their graph; caches of keys are left out, for they have changed since."""
-    return _mapped(lambda x: x.detach(), value)
-
-
 def _wide(value: Any) -> Any:
     """Floating-point tensors in fp64."""
-    return _mapped(lambda x: x.double() if x.is_floating_point() else x, value)
+    return _tensors(lambda x: x.double() if x.is_floating_point() else x, value)
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same arguments with every tensor changed; caches of keys are left out, for they have
+    changed since."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_mapped(change, x) for x in value)
+        return type(value)(_tensors(change, x) for x in value)
     if type(value) is dict:
-        return {name: _mapped(change, x) for name, x in value.items()}
+        return {name: _tensors(change, x) for name, x in value.items()}
     return None if hasattr(value, "get_seq_length") else value

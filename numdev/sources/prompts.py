@@ -1,11 +1,12 @@
-"""What a model is given to read: chunks of text files, token ids drawn with a seed, or a file.
+"""What one run of a model reads: text files, token ids drawn with a seed, tensors out of a file.
 
-A prompt is a batch of independent sequences. Chunks do not overlap and each carries the special
-tokens its tokenizer puts around a text ([CLS] and [SEP], or a beginning-of-sequence token), so
-that a row is what the model would see of such a text on its own. Statistics over sequences
-(`bias_p`) rest on that.
+A prompt is a batch of independent sequences. Chunks of text do not overlap and each carries the
+special tokens its tokenizer puts around a text, so that a row is what the model would see of such a
+text on its own; statistics over sequences (`bias_p`) rest on that.
 
-Which files, how long and how many is decided elsewhere, and so is how long a model can read.
+Which arguments a run needs follows from the model: its main input, the images of a model with two
+towers, what a decoder beside an encoder reads. Images and spectrograms are drawn from N(0, 1), as
+processors hand them over after normalising.
 """
 
 from __future__ import annotations
@@ -13,15 +14,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest
+from numdev.sources.checkpoint import Checkpoint, load_tokenizer
+from numdev.sources.files import read_safetensors
+from numdev.sources.statedict import StateDict, longest, vocabulary
+
+# What stands for an input: given the one, the other is not needed.
+INSTEAD = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_embeds"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,34 +54,113 @@ class Prompt:
         return whole.hexdigest()
 
 
+def model_inputs(
+    request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
+) -> Prompt:
+    """Everything one run of the model needs: what the request gives, and the rest drawn.
+
+    Raises UsageError for text where it would not be read, and for an input that must be given.
+    """
+    if request.tokenizer and not request.text:
+        raise UsageError("--tokenizer reads --text, and there is none", hint="give --text")
+    parts = [read(Path(request.inputs), model)] if request.inputs else []
+    if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
+        if parts and request.text:
+            raise UsageError("--inputs and --text both say what the model reads", hint="give one")
+        return fitted(parts[0] if parts else _text(request, checkpoint, model), model.forward)
+    given = parts[0].inputs if parts else {}
+    needs = wanted(model, given=given, generates=request.generate is not None)
+    if request.text and "input_ids" not in needs:
+        has = "is given its input_ids" if "input_ids" in given else "reads no text"
+        raise UsageError(f"{type(model).__name__} {has}", hint="leave --text out")
+    count = next((x.shape[0] for x in given.values()), request.sequences)
+    text = None
+    for name in needs:
+        if name == "input_ids":
+            drawing = request.model_copy(update={"sequences": count})
+            text = _text(request if request.text else drawing, checkpoint, model)
+            parts.append(text)
+        elif name == "decoder_input_ids" and text is not None:
+            parts.append(shifted(text, model))
+        else:
+            parts.append(draw(name, model, count=count, length=request.length, seed=request.seed))
+    inputs = {name: x for part in parts for name, x in part.inputs.items()}
+    return Prompt(inputs=inputs, description=", ".join(part.description for part in parts))
+
+
+def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module) -> Prompt:
+    """What a text model reads: the request's text files (the demo's own), else drawn ids."""
+    texts = [Path(t) for t in request.text]
+    if not texts and request.checkpoint == "demo":
+        texts = [demo_checkpoint() / "prompt.txt"]
+    if isinstance(checkpoint, StateDict):
+        vocab_size = vocabulary(model, checkpoint.config)
+        positions = longest(model, checkpoint.config)
+    else:
+        vocab_size, positions = checkpoint.vocab_size, checkpoint.max_length
+    room = positions
+    writes_on = request.generate and not (checkpoint.config or {}).get("is_encoder_decoder")
+    if room and writes_on:
+        room -= request.generate or 0  # what it writes follows what it reads
+        if room < 1:
+            what = f"--generate {request.generate}: the model has only {positions} positions"
+            raise UsageError(what, hint="use a smaller number")
+    length = min(request.length, room or request.length)
+    if texts:
+        place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
+        tokenizer = load_tokenizer(place)
+        if tokenizer is None:
+            raise UsageError(
+                f"{place}: has no tokenizer, so --text cannot be read",
+                hint="give --tokenizer DIR, or leave --text out: token ids are then drawn",
+            )
+        if writes_on:
+            tokenizer.padding_side = "left"  # what is written must follow the text itself
+        return from_text(texts, tokenizer, length=length, sequences=request.sequences)
+    if vocab_size is None:
+        what = f"{checkpoint.path}: nothing says how many token ids its model knows"
+        raise UsageError(what, hint="give --text or --inputs")
+    return drawn(vocab_size, length=length, sequences=request.sequences, seed=request.seed)
+
+
+# --- text and token ids -------------------------------------------------------------------------
+
+
 def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int) -> Prompt:
     """Chunks of `length` tokens from UTF-8 text files, special tokens included.
 
     Up to `sequences` chunks, taken in turn from every file's beginning; every file contributes at
-    least one, so there are more where there are more files. A file shorter than `length` gives one
-    shorter chunk, and then the batch is padded on the tokenizer's side. What a longer file has
-    left over after its last whole chunk is not used. Raises UsageError for a file that cannot be
-    read, is not UTF-8 or holds no token, and where `length` leaves no room beside the special
-    tokens.
+    least one. A file shorter than `length` gives one shorter chunk, and then the batch is padded on
+    the tokenizer's side. What a longer file has left over after its last whole chunk is not used.
+    Raises UsageError for a file that cannot be read, is not UTF-8 or holds no token, and where
+    `length` leaves no room beside the special tokens.
     """
     if not files:
         raise UsageError("no text file was given", hint="name at least one")
     _check_counts(length, sequences)
     before, after = _special_tokens(tokenizer)
-    room = length - len(before) - len(after)
+    special = len(before) + len(after)
+    room = length - special
     if room < 1:
         raise UsageError(
-            f"a length of {length} leaves no room for text beside the tokenizer's "
-            f"{len(before) + len(after)} special tokens",
+            f"a length of {length} leaves no room beside the tokenizer's {special} special tokens",
             hint="use a greater length",
         )
-    by_file = [_chunks(_encode(_read(file), tokenizer, file), room) for file in files]
-    rows = [[*before, *chunk, *after] for chunk in _in_turn(by_file, max(sequences, len(files)))]
-    longest = max(len(row) for row in rows)
-    up_to = "up to " if any(len(row) < longest for row in rows) else ""
+    by_file = []
+    for file in files:
+        # verbose=False: a text longer than the model reads is cut here, no reason for a warning.
+        ids = list(tokenizer(_read(file), add_special_tokens=False, verbose=False)["input_ids"])
+        if not ids:
+            raise UsageError(f"{file}: holds no token", hint="give a file with text in it")
+        by_file.append([ids[i : i + room] for i in range(0, len(ids) - room + 1, room)] or [ids])
+    in_turn = [chunk for chunk in chain(*zip_longest(*by_file)) if chunk is not None]
+    rows = [[*before, *chunk, *after] for chunk in in_turn[: max(sequences, len(files))]]
+    longest_row = max(map(len, rows))
+    up_to = "up to " if any(len(row) < longest_row for row in rows) else ""
+    names = f"{len(files)} files" if len(files) > 3 else " and ".join(f.name for f in files)
     return Prompt(
-        inputs=_batch(rows, tokenizer),
-        description=f"{len(rows)} x {up_to}{longest} tokens of {_names(files)}",
+        inputs=_batch(rows, longest_row, tokenizer),
+        description=f"{len(rows)} x {up_to}{longest_row} tokens of {names}",
     )
 
 
@@ -81,10 +169,8 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     _check_counts(length, sequences)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
-    return Prompt(
-        inputs={"input_ids": ids},
-        description=f"{sequences} x {length} token ids drawn with seed {seed}",
-    )
+    words = f"{sequences} x {length} token ids drawn with seed {seed}"
+    return Prompt(inputs={"input_ids": ids}, description=words)
 
 
 def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
@@ -94,13 +180,13 @@ def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
     no such argument, or one of the others is not known to it.
     """
     parameters = inspect.signature(forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [
         p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     inputs = dict(prompt.inputs)
     if "input_ids" in inputs and "input_ids" not in parameters and named:
         inputs = {named[0] if name == "input_ids" else name: x for name, x in inputs.items()}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_all else [name for name in inputs if name not in named]
     if unknown == ["attention_mask"]:
         raise UsageError(
@@ -108,9 +194,8 @@ def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
             hint="give a smaller --length, so that all are equally long",
         )
     if unknown:
-        raise UsageError(
-            f"the model's forward takes no {unknown[0]!r}", hint=closest(unknown[0], named)
-        )
+        what = f"the model's forward takes no {unknown[0]!r}"
+        raise UsageError(what, hint=closest(unknown[0], named))
     return dataclasses.replace(prompt, inputs=inputs)
 
 
@@ -123,21 +208,11 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"{file}: cannot be read ({error.strerror})", hint="give a text file"
-        ) from error
+        what = f"{file}: cannot be read ({error.strerror})"
+        raise UsageError(what, hint="give a text file") from error
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{file}: is not UTF-8 at byte {error.start}", hint="convert it to UTF-8"
-        ) from error
-
-
-def _encode(text: str, tokenizer: Any, file: Path) -> list[int]:
-    # verbose=False: a text longer than the model reads is cut here, no reason for a warning.
-    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    if not ids:
-        raise UsageError(f"{file}: holds no token", hint="give a file with text in it")
-    return ids
+        what = f"{file}: is not UTF-8 at byte {error.start}"
+        raise UsageError(what, hint="convert it to UTF-8") from error
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -153,34 +228,135 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     )
 
 
-def _chunks(ids: list[int], room: int) -> list[list[int]]:
-    """All whole chunks; the whole of what is shorter than one."""
-    whole = [ids[i : i + room] for i in range(0, len(ids) - room + 1, room)]
-    return whole or [ids]
-
-
-def _in_turn(by_file: list[list[list[int]]], count: int) -> list[list[int]]:
-    """Up to `count` chunks: the first of every file, then the second of every file, and so on."""
-    rounds = range(max(len(chunks) for chunks in by_file))
-    return [chunks[i] for i in rounds for chunks in by_file if i < len(chunks)][:count]
-
-
-def _batch(rows: list[list[int]], tokenizer: Any) -> dict[str, Tensor]:
-    longest = max(len(row) for row in rows)
-    if all(len(row) == longest for row in rows):
+def _batch(rows: list[list[int]], length: int, tokenizer: Any) -> dict[str, Tensor]:
+    if all(len(row) == length for row in rows):
         return {"input_ids": torch.tensor(rows)}
     # Padding is masked, so any token will do where the tokenizer has none for it.
-    pad = tokenizer.pad_token_id
-    ids = torch.full((len(rows), longest), 0 if pad is None else pad)
+    ids = torch.full((len(rows), length), tokenizer.pad_token_id or 0)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
-        left = longest - len(row) if tokenizer.padding_side == "left" else 0
+        left = length - len(row) if tokenizer.padding_side == "left" else 0
         ids[i, left : left + len(row)] = torch.tensor(row)
         mask[i, left : left + len(row)] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _names(files: Sequence[Path]) -> str:
-    if len(files) > 3:
-        return f"{len(files)} files"
-    return " and ".join(file.name for file in files)
+# --- the other arguments of a model -------------------------------------------------------------
+
+
+def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
+    """The arguments a run of the model needs beside the `given` ones.
+
+    For a model that is not of transformers: the arguments without a default. A model that
+    generates makes its decoder's inputs itself.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    config: Any = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", None)
+    if config is None or main is None:
+        names = [n for n, p in parameters.items() if p.default is p.empty and not _open_ended(p)]
+    else:
+        # In a model of text and vision without two towers side by side, images replace tokens.
+        towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
+        replaced = any(hasattr(config, n) for n in ("image_token_id", "image_token_index"))
+        names = [main]
+        if "pixel_values" in parameters and towers and not replaced:
+            names.append("pixel_values")
+        if config.is_encoder_decoder and "decoder_input_ids" in parameters and not generates:
+            names.append("decoder_input_ids")
+    present = {name for name in names if INSTEAD.get(name) in given} | set(given)
+    return list(dict.fromkeys(name for name in names if name not in present))
+
+
+def read(path: Path, model: nn.Module) -> Prompt:
+    """The tensors of a safetensors file, named after the arguments of the model's forward.
+
+    Raises UsageError for a file that is not there, is empty, or names an argument the model does
+    not have; MeasurementError for one that is damaged.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file", hint="--inputs takes a safetensors file")
+    inputs = dict(sorted(read_safetensors(path)))
+    if not inputs:
+        raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
+    parameters = inspect.signature(model.forward).parameters
+    takes = [name for name, p in parameters.items() if not _open_ended(p)]
+    for name, tensor in inputs.items():
+        if name not in takes:
+            what = f"{path}: {type(model).__name__} takes no input {name!r}"
+            raise UsageError(what, hint=closest(name, takes))
+        if tensor.ndim == 0 or 0 in tensor.shape:
+            what = f"{path}: {name} has shape {list(tensor.shape)}"
+            raise UsageError(what, hint="its first axis is the batch, and none may be empty")
+    return Prompt(inputs=inputs, description=f"{' and '.join(inputs)} of {path.name}")
+
+
+def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> Prompt:
+    """The argument `name` of the model, for `count` sequences, drawn with `seed`.
+
+    `length` is the most a decoder reads. Raises UsageError for an argument that numdev cannot draw,
+    or for which the model's config does not give the size.
+    """
+    config: Any = getattr(model, "config", None)
+    if name == "decoder_input_ids":
+        text = config.get_text_config(decoder=True)
+        limits = (
+            getattr(text, f"max_{n}", None) for n in ("target_positions", "position_embeddings")
+        )
+        length = min(length, next(filter(None, limits), length))
+        ids = drawn(text.vocab_size, length=length, sequences=count, seed=seed)
+        return Prompt(
+            inputs={name: ids.inputs["input_ids"]}, description=f"{ids.description} for the decoder"
+        )
+    shape: tuple[int, ...] | None = None
+    if name == "input_features":  # [mel bins, frames], two frames to a position of the encoder
+        what, bins = "spectrograms", getattr(config, "num_mel_bins", None)
+        positions = getattr(config, "max_source_positions", None)
+        if isinstance(bins, int) and isinstance(positions, int):
+            shape = (bins, 2 * positions)
+    elif name == "pixel_values":  # [channels, height, width]
+        what, shape = "images", _image(config)
+    if shape is None:
+        raise UsageError(
+            f"{type(model).__name__} reads {name}, which numdev cannot draw for it",
+            hint="give it with --inputs FILE, a safetensors file with a tensor of that name",
+        )
+    generator = torch.Generator().manual_seed(seed)
+    size = " x ".join(str(n) for n in shape)
+    return Prompt(
+        inputs={name: torch.randn(count, *shape, generator=generator)},
+        description=f"{count} {what} of {size} drawn with seed {seed}",
+    )
+
+
+def shifted(prompt: Prompt, model: nn.Module) -> Prompt:
+    """What the decoder reads beside such a text: the same text, one place to the right.
+
+    It begins with the config's `decoder_start_token_id`, as in training on copying the text.
+    """
+
+    def after(first: int, x: Tensor) -> Tensor:
+        return torch.cat([torch.full_like(x[:, :1], first), x[:, :-1]], dim=1)
+
+    config: Any = model.config
+    starts = (config.decoder_start_token_id, config.pad_token_id, 0)
+    start = next(x for x in starts if x is not None)
+    inputs = {"decoder_input_ids": after(start, prompt.inputs["input_ids"])}
+    mask = prompt.inputs.get("attention_mask")
+    if mask is not None and "decoder_attention_mask" in inspect.signature(model.forward).parameters:
+        inputs["decoder_attention_mask"] = after(1, mask)
+    return Prompt(inputs=inputs, description="the same shifted right for the decoder")
+
+
+def _image(config: Any) -> tuple[int, int, int] | None:
+    """[channels, height, width] of the images the model's config speaks of."""
+    for place in (config, getattr(config, "vision_config", None), getattr(config, "encoder", None)):
+        size = getattr(place, "image_size", None)
+        height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
+        if isinstance(height, int) and isinstance(width, int):
+            return (getattr(place, "num_channels", 3), height, width)
+    return None
+
+
+def _open_ended(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import UsageError
-from numdev.sources import tensorwriter
+from numdev.sources import tensorfile
 
 
 def varlen_cases(
@@ -127,7 +127,7 @@ def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     if not names or twice:
         what = f"two cases are called {twice!r}" if twice else "there is no case"
         raise UsageError(f"{path}: {what}", hint="count `call` up, so that names differ")
-    tensorwriter.write(path, cases)
+    tensorfile.write(path, cases)
 
 
 def _begins(places: Tensor, name: str, tokens: int) -> list[int]:

@@ -1,40 +1,106 @@
 """Run a model whose weights stay on disk: a layer's are read when it runs, and let go after it.
 
-A model without values (`Checkpoint.deferred_model`) is divided into units: every member of an
-outermost `ModuleList` (a layer) is one, and beside these every module that holds no such list
-(embeddings, final norm, head). A hook before a unit runs fills in its weights, one after it takes
-them out; the hidden states go from layer to layer as they always do. While a unit runs the next one
-is read by a thread. So there are two units' weights in memory, whatever the depth.
-
-Weights that are tied are read for each unit that has them. What a module that holds lists has of
-its own stays: it is small. A unit whose weights are used while it does not run is found out
-(`numdev.sources.deferred`). Values are made as the whole model's are, operation by operation, and
-lie in memory as these do (mapped where nothing is to be cast), so that kernels which care about
-alignment give the same bits.
-
-accelerate's hooks do the same one linear layer at a time, from files that transformers opens itself
-or copies; here only `numdev.sources.files` opens a checkpoint's files, and reading overlaps with
-running.
+A `Deferred` stands for a stored tensor while transformers puts a model together: shape, format and
+device, but no values. What is done to it (renaming, casting, stacking experts) is recorded, and
+`Deferred.made` does it later. The model is divided into units: every member of an outermost
+`ModuleList` (a layer), and every module that holds no such list (embeddings, head). Hooks fill in a
+unit's weights before it runs and take them out after it, so one unit's are in memory, whatever the
+depth. Values are made as the whole model's are, operation by operation, and lie in memory as these
+do (mapped where nothing is cast), so kernels that care about alignment give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 
+from numdev.errors import MeasurementError
 from numdev.sources import files as storage
 from numdev.sources.capture import Enough
-from numdev.sources.deferred import Deferred, Stored
 from numdev.sources.watch import numbered
 
-PAGE = 4096
-"""Bytes. Reading one of each brings a mapped tensor into memory."""
+CANNOT = "this model cannot be streamed; load it whole with --no-stream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Step:
+    """One operation of a recipe, and which of its outputs is meant."""
+
+    operation: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: int
+
+
+class Deferred(Tensor):
+    """A tensor without values. `origin` says where they come from; `sealed`, in words, whose place
+    it holds free: no operation may use such a one. Only out-of-place operations are recorded."""
+
+    origin: Stored | _Step
+    sealed: str
+    _empty: Tensor
+
+    @staticmethod
+    def of(empty: Tensor, origin: Stored | _Step, *, device: Any = "cpu", sealed: str = "") -> Any:
+        """One like `empty` (on the meta device) that says it is on `device`."""
+        made: Any = Tensor._make_wrapper_subclass(
+            Deferred, empty.shape, strides=empty.stride(), dtype=empty.dtype, device=device
+        )
+        made._empty, made.origin, made.sealed = empty, origin, sealed
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        # Tensor's own would ask for values.
+        return f"Deferred({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # All of a recipe happens on one device, which is chosen when it is followed.
+        kwargs = {name: x for name, x in (kwargs or {}).items() if name != "device"}
+        sealed = [x.sealed for x in tree_flatten((args, kwargs))[0] if isinstance(x, Deferred)]
+        if any(sealed):
+            name = next(filter(None, sealed))
+            what = f"{name} is used while the module that holds it does not run"
+            raise MeasurementError(what, hint=CANNOT)
+        if func._schema.is_mutable:
+            what = f"the weights are changed in place ({func}) while the model is built"
+            raise MeasurementError(what, hint=CANNOT)
+        empties, named = tree_map_only(Deferred, lambda x: x._empty, (args, kwargs))
+        outputs, whole = tree_flatten(func(*empties, **named))
+        return whole.unflatten(
+            Deferred.of(x, _Step(operation=func, args=args, kwargs=kwargs, output=i))
+            if isinstance(x, Tensor)
+            else x
+            for i, x in enumerate(outputs)
+        )
+
+    def made(self, read: Callable[[Stored], Tensor]) -> Tensor:
+        """The tensor itself, on the device that `read` puts stored tensors on."""
+        step = self.origin
+        if isinstance(step, Stored):
+            return read(step)
+        args, kwargs = tree_map_only(Deferred, lambda x: x.made(read), (step.args, step.kwargs))
+        found: Tensor = tree_flatten(step.operation(*args, **kwargs))[0][step.output]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,25 +123,6 @@ class Slot:
         self.put(value if is_buffer else nn.Parameter(value, requires_grad=False))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Unit:
-    """What is filled and emptied as one."""
-
-    name: str
-    module: nn.Module
-    slots: tuple[Slot, ...]
-
-
-@dataclass(kw_only=True, eq=False)
-class _Pass:
-    """One pass over the model: what is read ahead, and which units still matter."""
-
-    pool: ThreadPoolExecutor
-    waited_for: set[Unit] | None
-    """Units after which nothing matters; None: all of the model is run."""
-    ahead: tuple[Unit, Future[list[Tensor]]] | None = field(default=None)
-
-
 class Streamed:
     """A model on `device` whose weights come and go. It is run within `running`."""
 
@@ -83,20 +130,19 @@ class Streamed:
         self.model, self.device = model, torch.empty(0, device=device).device
         names = {module: name for name, module in model.named_modules()}
         self._free: dict[int, Any] = {}  # a tied weight stays one, if only by what holds its places
-        modules = list(_divided(model))
-        self.units = [
-            Unit(name=names[m], module=m, slots=slots)
-            for m in modules
-            if (slots := tuple(s for part in m.modules() for s in self._emptied(names, part)))
-        ]
-        inside = {part for m in modules for part in m.modules()}
+        self.units: dict[nn.Module, list[Slot]] = {}
+        """The slots that are filled and emptied as one, by their module, in the model's order."""
+        inside: set[nn.Module] = set()
+        for unit in dict.fromkeys(_divided(model)):
+            inside.update(unit.modules())
+            if slots := [s for part in unit.modules() for s in self._emptied(names, part)]:
+                self.units[unit] = slots
         for module in model.modules():
             for name, buffer in module.__dict__["_buffers"].items():
                 if buffer is not None and not isinstance(buffer, Deferred):
                     module.__dict__["_buffers"][name] = buffer.to(self.device)
-            if module not in inside:
-                for slot in self._emptied(names, module):
-                    slot.fill(self._read((slot,))[0])
+            if module not in inside:  # what a module that holds lists has of its own is small
+                self._fill(list(self._emptied(names, module)))
 
     def _emptied(self, names: dict[nn.Module, str], module: nn.Module) -> Iterator[Slot]:
         """The places of a module's own weights, all held free."""
@@ -105,7 +151,9 @@ class Streamed:
                 if isinstance(weight, Deferred) and not weight.sealed:
                     path = f"{names[module]}.{name}".lstrip(".")
                     if id(weight) not in self._free:
-                        self._free[id(weight)] = weight.holding_place(path, self.device)
+                        self._free[id(weight)] = Deferred.of(
+                            weight._empty, weight.origin, device=self.device, sealed=path
+                        )
                     empty = self._free[id(weight)]
                     empty._is_param = kind == "_parameters"
                     slot = Slot(module=module, kind=kind, name=name, weight=weight, empty=empty)
@@ -114,64 +162,46 @@ class Streamed:
 
     @contextmanager
     def running(self, layers: Sequence[int] | None = None) -> Iterator[None]:
-        """Let the model be run, with what is not stored for as long as it lasts. Where only the
-        attention of these layers matters, and the last of them is known, the run ends after it
-        (`Enough`), and no later weight is read. None: all of the model is run."""
+        """Let the model be run. Where only the attention of these layers matters, and the last of
+        them is known, the run ends after it (`Enough`), and no later weight is read. None: all of
+        the model is run."""
+        waited_for = self._with(layers)
+
+        def stop(unit: nn.Module, *_: Any) -> None:
+            if waited_for is not None:
+                waited_for.discard(unit)
+                if not waited_for:
+                    raise Enough
+
+        def leave(unit: nn.Module, *_: Any) -> None:
+            for slot in self.units[unit]:
+                slot.put(slot.empty)
+
         with ExitStack() as stack:
-            now = _Pass(
-                pool=stack.enter_context(ThreadPoolExecutor(1)), waited_for=self._with(layers)
-            )
-            for unit, after in zip(self.units, [*self.units[1:], None], strict=True):
-                for handle in self._hooked(now, unit, after):
+            for unit in self.units:
+                for handle in (
+                    unit.register_forward_pre_hook(lambda unit, _: self._fill(self.units[unit])),
+                    unit.register_forward_hook(leave, always_call=True),
+                    unit.register_forward_hook(stop),
+                ):
                     stack.callback(handle.remove)
             yield
 
-    def _hooked(self, now: _Pass, unit: Unit, after: Unit | None) -> Iterator[Any]:
-        def enter(*_: Any) -> None:
-            values = self._values(now, unit)
-            for slot in unit.slots:
-                slot.fill(values.pop(0))
-            if after and now.waited_for != {unit}:
-                now.ahead = (after, now.pool.submit(self._read, after.slots))
-
-        def leave(*_: Any) -> None:
-            for slot in unit.slots:
-                slot.put(slot.empty)
-
-        def stop(*_: Any) -> None:
-            if now.waited_for is not None:
-                now.waited_for.discard(unit)
-                if not now.waited_for:
-                    raise Enough
-
-        yield unit.module.register_forward_pre_hook(enter)
-        yield unit.module.register_forward_hook(leave, always_call=True)
-        yield unit.module.register_forward_hook(stop)
-
-    def _values(self, now: _Pass, unit: Unit) -> list[Tensor]:
-        """Of all its slots: read ahead, or now."""
-        ahead, now.ahead = now.ahead, None
-        if ahead is None or ahead[0] is not unit:
-            return self._read(unit.slots)
-        return ahead[1].result()
-
-    def _read(self, slots: Sequence[Slot]) -> list[Tensor]:
-        with ExitStack() as stack:
-            files: dict[Any, Any] = {}
+    def _fill(self, slots: Sequence[Slot]) -> None:
+        with ExitStack() as stack, torch.no_grad():
+            opened: dict[Path, Any] = {}
 
             def read(stored: Stored) -> Tensor:
-                if stored.file not in files:
-                    opened = storage.open_safetensors(stored.file)
-                    files[stored.file] = stack.enter_context(opened)
-                value: Tensor = files[stored.file].get_tensor(stored.name)
-                if value.numel():
-                    value.view(-1).view(torch.uint8)[::PAGE].max()
-                return value.to(self.device)
+                if stored.file not in opened:
+                    file = storage.open_safetensors(stored.file)
+                    opened[stored.file] = stack.enter_context(file)
+                value: Tensor = opened[stored.file].get_tensor(stored.name).to(self.device)
+                return value
 
-            with torch.no_grad():
-                return [slot.weight.made(read) for slot in slots]
+            for slot in slots:
+                slot.fill(slot.weight.made(read))
 
-    def _with(self, layers: Sequence[int] | None) -> set[Unit] | None:
+    def _with(self, layers: Sequence[int] | None) -> set[nn.Module] | None:
         """The units that hold the attention of these layers; None where that cannot be told: where
         a layer has no number of its own, or may run more than once."""
         if layers is None:  # a generation chooses its next token by the head
@@ -183,21 +213,15 @@ class Streamed:
             return None
         modules = dict(self.model.named_modules())
         asked = {modules[name] for name, number in numbers.items() if number in layers}
-        return {u for u in self.units if not asked.isdisjoint(u.module.modules())} or None
+        return {unit for unit in self.units if not asked.isdisjoint(unit.modules())} or None
 
 
 def _divided(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the units, in the model's order, each once."""
-    found: dict[nn.Module, None] = {}
-
-    def walk(part: nn.Module) -> None:
-        if isinstance(part, nn.ModuleList):
-            found.update(dict.fromkeys(part))
-        elif any(isinstance(m, nn.ModuleList) for m in part.modules()):
-            for child in part.children():
-                walk(child)
-        else:
-            found[part] = None
-
-    walk(module)
-    return iter(found)
+    """The modules of the units, in the model's order; one may come twice."""
+    if isinstance(module, nn.ModuleList):
+        yield from module
+    elif any(isinstance(m, nn.ModuleList) for m in module.modules()):
+        for child in module.children():
+            yield from _divided(child)
+    else:
+        yield module

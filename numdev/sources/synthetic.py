@@ -1,60 +1,43 @@
-"""How synthetic q, k, v (and dO) are drawn: named regimes with parameters.
+"""Synthetic cases: q, k, v (and dO) of a named regime, and masks as models make them.
 
-A regime is a function of the shapes and of `Draws`, registered by name
-(`numdev.sources.regime_registry`); its keyword parameters may be set in YAML. Random normals hide
-most real errors, so each further regime stands for inputs that have hurt somebody
-(`numdev.sources.regimes`), is made to (`numdev.sources.constructed`), or has an answer that is
-known without a reference (`numdev.sources.probes`). Tensors are drawn in fp32, and a seed means the
-same numbers whatever the audit's device; they are rounded to the audited format afterwards, as a
-model's activations are."""
+A regime is a function of the shapes and of `Draws`, registered by name: `numdev.sources.regimes`
+has those that only a reference can judge, `numdev.sources.probes` those with a known answer. A mask
+is drawn from streams of its own, so q, k and v are the same with it and without. Everything is in
+fp32, and rounded to the audited format afterwards, as a model's activations are.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
-from numdev.sources import constructed
-from numdev.sources import probes as exact
-from numdev.sources import regimes as hazards
-from numdev.sources.draws import Draws
-from numdev.sources.regime_registry import (
-    QKV,
-    REGIMES,
-    Inputs,
-    Regime,
-    Shapes,
-    plain,
-    regime,
-)
+from numdev.sources import probes, regimes
+from numdev.sources.draws import REGIMES, Draws, Inputs, Regime, Shapes
 
 __all__ = [
+    "MASKS",
     "REGIMES",
     "Inputs",
     "Shapes",
     "answer",
     "check",
-    "constructed",
     "draw",
-    "exact",
-    "hazards",
-    "normal",
+    "draw_mask",
+    "probes",
+    "regimes",
 ]
 
-
-@regime(
-    stresses="at 0.25 the scores are nearly uniform and many small terms add up, at 16 one key has "
-    "nearly all the weight and dS is a small difference",
-    origin="N(0, 1) is what Golden et al. draw (arXiv 2405.02803)",
-)
-def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> QKV:
-    """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores."""
-    q, k, v = plain(shapes, draws)
-    return q * logits, k, v
+SEEN = 0.6
+"""The fraction of keys that random masks leave."""
+FEW = 0.02
+EMPTY_ROWS = 0.1
 
 
 def check(name: str, options: Mapping[str, Any]) -> Regime:
@@ -119,3 +102,87 @@ def answer(name: str, case: AttentionCase) -> Tensor | None:
     if found.answer is None or case.sinks is not None:
         return None
     return found.answer(case)
+
+
+# --- masks: each broadcasts to [batch, heads, q_len, kv_len], and True means seen
+
+
+def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
+    """The mask called `kind`, on the CPU; additive ones in fp32."""
+    return MASKS[kind](shapes, Draws(seed, label))
+
+
+def all_true(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool, hides nothing, and yet keeps a kernel from its path without a mask."""
+    return torch.ones((1, 1, shapes.q_len, shapes.kv_len), dtype=torch.bool, device="cpu")
+
+
+def causal(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool, key j <= query i: what `causal` means, as a tensor."""
+    return all_true(shapes, draws).tril()
+
+
+def random(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool, 6 keys in 10 seen; about a tenth of the rows see none, at least one of several."""
+    return _random(shapes, draws, SEEN) & ~_empty_rows(shapes, draws)
+
+
+def mostly_masked(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool, 2 keys in 100 seen, and at least one in every row (no later than the query itself)."""
+    return _random(shapes, draws, FEW) | _one_in_each_row(shapes, draws)
+
+
+def padding(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool [batch, 1, 1, kv_len]: entry b of B sees the first (b + 1) / (B + 1) of the keys."""
+    entry = torch.arange(shapes.batch)[:, None, None, None]
+    lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
+    return torch.arange(shapes.kv_len) < lengths
+
+
+def bias(shapes: Shapes, draws: Draws) -> Tensor:
+    """additive, N(0, 1), another for every head: finite everywhere."""
+    return draws.normal("mask", (1, shapes.heads, shapes.q_len, shapes.kv_len))
+
+
+def bias_inf(shapes: Shapes, draws: Draws) -> Tensor:
+    """additive, N(0, 1), and -inf for 4 keys in 10, though not for all of a row."""
+    seen = _random(shapes, draws, SEEN) | _one_in_each_row(shapes, draws)
+    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)
+
+
+def bias_lowest(shapes: Shapes, draws: Draws) -> Tensor:
+    """additive, 0 or the lowest finite number, as transformers writes it; rows as in `random`."""
+    hidden = ~random(shapes, draws)
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(hidden.shape, dtype=torch.float32, device="cpu").masked_fill(hidden, lowest)
+
+
+MASKS: dict[str, Callable[[Shapes, Draws], Tensor]] = {
+    function.__name__: function
+    for function in (
+        all_true, causal, random, mostly_masked, padding, bias, bias_inf, bias_lowest
+    )
+}  # fmt: skip
+
+
+def _random(shapes: Shapes, draws: Draws, rate: float) -> Tensor:
+    """bool [batch, 1, q_len, kv_len], true at the given rate."""
+    return draws.uniform("mask seen", (shapes.batch, 1, shapes.q_len, shapes.kv_len)) < rate
+
+
+def _one_in_each_row(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool [batch, 1, q_len, kv_len], one key in each row: one that a causal mask leaves."""
+    last = torch.arange(shapes.q_len).clamp_max(shapes.kv_len - 1)
+    choice = draws.uniform("mask key", (shapes.batch, 1, shapes.q_len))
+    key = (choice * (last + 1)).long()
+    return key[..., None] == torch.arange(shapes.kv_len)
+
+
+def _empty_rows(shapes: Shapes, draws: Draws) -> Tensor:
+    """bool [batch, 1, q_len, 1]: rows that see nothing; the middle one for certain, if others
+    remain."""
+    empty = draws.uniform("mask empty", (shapes.batch, 1, shapes.q_len, 1)) < EMPTY_ROWS
+    if shapes.q_len > 1:
+        empty[:, :, shapes.q_len // 2] = True
+        empty[:, :, 0] = False
+    return empty

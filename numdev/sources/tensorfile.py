@@ -1,39 +1,46 @@
 """Captured-tensor files: attention calls on disk, written by numdev or by anybody else.
 
 A file is a safetensors file. The tensors of call i are named `i.q`, `i.k`, `i.v` and, where the
-call has them, `i.mask`, `i.sinks` and `i.grad_out`; what tensors cannot say stands in its header
-(`numdev.sources.tensorheader`).
+call has them, `i.mask`, `i.sinks` and `i.grad_out`. What tensors cannot say stands in its header,
+JSON in the metadata under the key `numdev` (docs/inputs.md): all but its version has a default, and
+what is not known is an error, for a misspelt soft cap would be another function.
 
-safetensors stores contiguous tensors alone, while kernels choose by strides, so a header names for
-every tensor the order its axes are stored in (`layout`), and reading gives back a view. A model's
-[batch, heads, length, dim] view of [batch, length, heads, dim] memory is thus kept, which is what a
-case keeps itself: padding between rows does not survive its being rounded to a format.
-
-A directory of such files is read as one; `numdev.sources.tensorwriter` makes them. Nothing is in
-memory but the call that is loaded.
+safetensors stores contiguous tensors alone, while kernels choose by strides. So a header names for
+every tensor the order its axes are stored in (`layout`), and reading gives back a view. Many calls
+make a directory with a file each: no more than one call is in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import json
+import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
+import numdev
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError, UsageError, closest
 from numdev.sources import files as storage
-from numdev.sources.tensorheader import AXES, KEY, MASK_AXES, Call, Header, parse
+from numdev.sources.files import one_line
 
+KEY, VERSION = "numdev", 1
 INDEX = "cases.json"
 """In a directory of files: which ones belong to it."""
+AXES, MASK_AXES = "bhsd", "bhqk"
+"""How a case has its axes; a layout is another order of these."""
 REQUIRED, OPTIONAL = ("q", "k", "v"), ("mask", "sinks", "grad_out")
 AGAIN = "write the file again"
 DTYPES = {
@@ -47,6 +54,108 @@ DTYPES = {
     "U8": torch.uint8,
 }
 
+# --- the header ---------------------------------------------------------------------------------
+
+
+def _is_layout(layout: str) -> str:
+    if sorted(layout) != sorted(AXES):
+        raise ValueError(f"{layout!r} is no order of the axes {AXES!r}; for example 'bshd'")
+    return layout
+
+
+def _are_layouts(layouts: dict[str, str]) -> dict[str, str]:
+    for name, layout in layouts.items():
+        if name not in ("q", "k", "v", "grad_out", "mask"):
+            raise ValueError(f"no layout can be given for {name!r}")
+        expected = MASK_AXES[-len(layout) :] if name == "mask" else AXES
+        if sorted(layout) != sorted(expected):
+            raise ValueError(f"{layout!r} is no order of the axes {expected!r} of {name}")
+    return layouts
+
+
+Layout = Annotated[str, AfterValidator(_is_layout)]
+Layouts = Annotated[dict[str, str], AfterValidator(_are_layouts)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Call(_Strict):
+    """What a header says of one call. Defaults: docs/inputs.md."""
+
+    case: str | None = None  # `MODULE#CALL` where there is a module, else `FILE#INDEX`
+    module: str | None = None  # the case's name
+    layer: Count | None = None
+    call: Count = 0
+    seed: int | None = None
+    source: str | None = None  # the header's
+    phase: Literal["prefill", "decode"] | None = None
+    step: Count | None = None
+    attends: Literal["self", "cross", "joint"] | None = None
+    mask: Literal["none", "bool", "additive"] | None = None  # a mask of bytes is bool if it says so
+    scale: float | None = None  # 1 / sqrt(head_dim)
+    is_causal: Annotated[bool, Field(strict=True)] = False
+    causal_offset: Annotated[int, Field(strict=True)] | None = None
+    window: tuple[Count | None, Count | None] | None = None
+    softcap: Annotated[float, Field(gt=0)] | None = None
+    grad_out: str | None = None  # where the tensor grad_out comes from, in words
+    layout: Layout | Layouts | None = None  # the header's; for all but the mask, or by tensor
+    axes: dict[str, bool | int | float | str | None] = Field(default_factory=dict)  # of a grid
+
+
+class Header(_Strict):
+    """What the metadata of a captured-tensor file says."""
+
+    version: Literal[1]
+    source: str | None = None  # the file's name
+    versions: dict[str, str] = Field(default_factory=dict)  # of the programs that made the calls
+    layout: Layout = AXES
+    calls: tuple[Call, ...] | None = None  # of tensors `i.*`; without it all have the defaults
+
+
+def parse(path: Path, text: str | None) -> Header:
+    """The header of the file at `path` as its metadata has it.
+
+    Raises UsageError for what is wrong in it, MeasurementError for another version.
+    """
+    where = f"{path}: header"
+    if text is None:
+        raise UsageError(
+            f"{path}: has no header of captured tensors",
+            hint=f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}",
+        )
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        what = f"{where}: is not valid JSON: {one_line(error)}"
+        raise UsageError(what, hint="write it with json.dumps") from error
+    if not isinstance(raw, dict) or "version" not in raw:
+        raise UsageError(f"{where}: gives no version", hint=f'add "version": {VERSION}')
+    if raw["version"] != VERSION:
+        what = f"{where}: has version {raw['version']!r}"
+        raise MeasurementError(what, hint=f"this numdev reads version {VERSION}")
+    try:
+        return Header.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # pydantic adds the names of a union's members to the place.
+        place = [p for p in first["loc"] if isinstance(p, int) or p.isidentifier()]
+        key = ".".join(map(str, place))
+        if first["type"] == "extra_forbidden":
+            known = Call.model_fields if place[0] == "calls" else Header.model_fields
+            hint = closest(str(place[-1]), known)
+            raise UsageError(f"{where}: unknown key {key!r}", hint=hint) from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(
+            f"{where}: {key}: {message[:1].lower()}{message[1:]}, not {first['input']!r}",
+            hint="see docs/inputs.md",
+        ) from error
+
+
+# --- reading ------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCase:
@@ -54,8 +163,7 @@ class StoredCase:
 
     path: Path
     index: int
-    call: Call
-    """With the file's defaults filled in."""
+    call: Call  # with the file's defaults filled in
     tensors: tuple[str, ...]
     device: str = "cpu"
 
@@ -64,16 +172,12 @@ class StoredCase:
         call = self.call
         named = f"{call.module}#{call.call}" if call.module else f"{self.path.stem}#{self.index}"
         case = call.case or named
+        same = ("layer", "call", "seed", "phase", "step", "attends")
         return CaseRef(
             case=case,
             source=call.source or self.path.name,
             module=call.module or case,
-            layer=call.layer,
-            call=call.call,
-            seed=call.seed,
-            phase=call.phase,
-            step=call.step,
-            attends=call.attends,
+            **{name: getattr(call, name) for name in same},
         )
 
     @property
@@ -87,7 +191,7 @@ class StoredCase:
                 read = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
             except SafetensorError as error:
                 raise MeasurementError(
-                    f"{self.path}: cannot be read any more: {storage.one_line(error)}",
+                    f"{self.path}: cannot be read any more: {one_line(error)}",
                     hint="was it changed during the audit?",
                 ) from error
         return self.build({name: x.to(self.device) for name, x in read.items()})
@@ -98,9 +202,7 @@ class StoredCase:
         Raises UsageError, naming file and call, where they do not fit together or the header.
         """
         x = {name: self._arranged(name, tensor) for name, tensor in stored.items()}
-        call, q = self.call, x["q"]
-        dim = q.shape[-1] if q.ndim else 1
-        mask = x.get("mask")
+        call, q, mask = self.call, x["q"], x.get("mask")
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
             mask = mask != 0
         try:
@@ -109,7 +211,7 @@ class StoredCase:
                 q=q,
                 k=x["k"],
                 v=x["v"],
-                scale=max(dim, 1) ** -0.5 if call.scale is None else call.scale,
+                scale=max((1, *q.shape[-1:])) ** -0.5 if call.scale is None else call.scale,
                 mask=mask,
                 is_causal=call.is_causal,
                 causal_offset=call.causal_offset or 0,
@@ -123,10 +225,9 @@ class StoredCase:
             raise self._problem(error.message, "check the tensors, and `layout`") from error
         kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
         if call.mask not in (None, kind):
-            raise self._problem(
-                f"its header says mask: {call.mask!r}, but its mask is {_described(mask)}",
-                "make them agree",
-            )
+            stored_as = "missing" if mask is None else str(mask.dtype).removeprefix("torch.")
+            what = f"its header says mask: {call.mask!r}, but its mask is {stored_as}"
+            raise self._problem(what, "make them agree")
         if case.restricts_positions and case.q_len != case.kv_len and call.causal_offset is None:
             raise self._problem(
                 f"has {case.q_len} queries, {case.kv_len} keys and a causal mask or window, and no "
@@ -147,6 +248,21 @@ class StoredCase:
             return tensor
         return tensor.permute([layout.index(axis) for axis in axes])
 
+    def check(self, file: Any) -> None:
+        """Build the case of tensors without values, which finds what does not fit."""
+        for name in REQUIRED:
+            if name not in self.tensors:
+                raise self._problem(f"has no tensor {self.index}.{name}", "q, k and v are needed")
+        empty = {}
+        for name in self.tensors:
+            stored = file.get_slice(f"{self.index}.{name}")
+            dtype = DTYPES.get(stored.get_dtype())
+            if dtype is None:
+                what = f"{self.path}: {self.index}.{name} is stored as {stored.get_dtype()}"
+                raise UsageError(what, hint=f"known: {', '.join(DTYPES)}")
+            empty[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+        self.build(empty)
+
     def _problem(self, what: str, hint: str) -> UsageError:
         return UsageError(f"{self.path}: call {self.index}: {what}", hint=hint)
 
@@ -158,8 +274,7 @@ class CaseFile:
     path: Path
     files: tuple[Path, ...]
     cases: tuple[StoredCase, ...]
-    versions: Mapping[str, str]
-    """As the first file has them."""
+    versions: Mapping[str, str]  # as the first file has them
 
     def identity(self) -> str:
         """SHA-256 of the file; of a directory, over the names and contents of its files."""
@@ -186,7 +301,7 @@ def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
     """
     files = _files(path) if path.is_dir() else (path,)
     opened = [_open_file(file, device) for file in files]
-    cases = tuple(chain.from_iterable(found for _, found in opened))
+    cases = tuple(case for _, found in opened for case in found)
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
     if count > 1:
         raise UsageError(f"{path}: {count} calls are called {name!r}", hint="name each differently")
@@ -194,14 +309,15 @@ def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
 
 
 def _files(directory: Path) -> tuple[Path, ...]:
-    if not (directory / INDEX).is_file():
+    index = directory / INDEX
+    if not index.is_file():
         return tuple(sorted(directory.glob("*.safetensors")))
-    names = storage.read_json(directory / INDEX).get("files")
+    names = storage.read_json(index).get("files")
     if not isinstance(names, list) or not names:
-        raise MeasurementError(f"{directory / INDEX}: names no files", hint=AGAIN)
+        raise MeasurementError(f"{index}: names no files", hint=AGAIN)
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise MeasurementError(f"{directory / INDEX}: {name!r} is no file beside it")
+            raise MeasurementError(f"{index}: {name!r} is no file beside it")
         if not (directory / name).is_file():
             raise MeasurementError(f"{directory}: {name} is missing", hint="save the cases again")
     return tuple(directory / name for name in names)
@@ -210,67 +326,145 @@ def _files(directory: Path) -> tuple[Path, ...]:
 def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path, hint=AGAIN) as file:
         header = parse(path, (file.metadata() or {}).get(KEY))
-        held = _held(path, file.keys())
-        calls = header.calls
-        if calls is None:
-            calls = (Call(),) * len(held)
+        held: dict[int, list[str]] = {}
+        for name in file.keys():  # noqa: SIM118  # no mapping
+            found = re.fullmatch(r"(\d{1,9})\.(\w+)", name, re.ASCII)
+            if not found or found[2] not in (*REQUIRED, *OPTIONAL):
+                known = ", ".join(REQUIRED + OPTIONAL)
+                raise UsageError(
+                    f"{path}: holds a tensor {name!r}, and numdev does not know what it is",
+                    hint=f"a call's tensors are INDEX.NAME, NAME of {known}",
+                )
+            held.setdefault(int(found[1]), []).append(found[2])
+        calls = (Call(),) * len(held) if header.calls is None else header.calls
         if not calls:
             raise UsageError(f"{path}: holds no attention call", hint="name tensors 0.q, 0.k, 0.v")
-        beyond = next((i for i in held if i >= len(calls)), None)
+        beyond = min((i for i in held if i >= len(calls)), default=None)
         if beyond is not None:
             raise UsageError(
                 f"{path}: holds {beyond}.{held[beyond][0]}, but has no call {beyond}",
                 hint="number the calls from 0, and give every one an entry in `calls`, or none",
             )
-        found = []
+        cases = []
         for index, call in enumerate(calls):
-            call = call.model_copy(
-                update={
-                    "source": call.source or header.source,
-                    "layout": header.layout if call.layout is None else call.layout,
-                }
+            layout = header.layout if call.layout is None else call.layout
+            defaults = {"source": call.source or header.source, "layout": layout}
+            case = StoredCase(
+                path=path,
+                index=index,
+                call=call.model_copy(update=defaults),
+                tensors=tuple(held.get(index, ())),
+                device=device,
             )
-            names = tuple(held.get(index, ()))
-            case = StoredCase(path=path, index=index, call=call, tensors=names, device=device)
-            _check(case, file)
-            found.append(case)
-        return header, found
+            case.check(file)
+            cases.append(case)
+        return header, cases
 
 
-def _held(path: Path, names: Sequence[str]) -> dict[int, list[str]]:
-    """The tensors of every call by its index. Raises UsageError for one that belongs to none."""
-    held: dict[int, list[str]] = {}
-    for name in names:
-        found = re.fullmatch(r"(\d{1,9})\.(\w+)", name, re.ASCII)
-        if not found or found[2] not in (*REQUIRED, *OPTIONAL):
-            raise UsageError(
-                f"{path}: holds a tensor {name!r}, and numdev does not know what it is",
-                hint=f"a call's tensors are INDEX.NAME, NAME of {', '.join(REQUIRED + OPTIONAL)}",
-            )
-        held.setdefault(int(found[1]), []).append(found[2])
-    return dict(sorted(held.items()))
+# --- writing ------------------------------------------------------------------------------------
 
 
-def _check(case: StoredCase, file: Any) -> None:
-    """Build the case of tensors without values, which finds what does not fit."""
-    for name in REQUIRED:
-        if name not in case.tensors:
-            raise UsageError(
-                f"{case.path}: call {case.index}: has no tensor {case.index}.{name}",
-                hint="q, k and v are needed",
-            )
-    empty = {}
-    for name in case.tensors:
-        stored = file.get_slice(f"{case.index}.{name}")
-        dtype = DTYPES.get(stored.get_dtype())
-        if dtype is None:
-            raise UsageError(
-                f"{case.path}: {case.index}.{name} is stored as {stored.get_dtype()}",
-                hint=f"known: {', '.join(DTYPES)}",
-            )
-        empty[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
-    case.build(empty)
+def write(
+    path: Path,
+    cases: Sequence[AttentionCase],
+    axes: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write cases to one captured-tensor file, whole or not at all; their tensors are all needed.
+
+    Tensors are stored as they are, unrounded, each with its axes in the order they have in memory.
+    `axes`: every case's place on a grid.
+    """
+    tensors, calls = {}, []
+    for index, case in enumerate(cases):
+        call, stored = _call_of(case)
+        calls.append({**call, "axes": dict(axes[index]) if axes else {}})
+        tensors.update({f"{index}.{name}": x for name, x in stored.items()})
+    versions = {"numdev": numdev.__version__, "torch": torch.__version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["transformers"] = importlib.metadata.version("transformers")
+    header = Header.model_validate({"version": VERSION, "versions": versions, "calls": calls})
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
+        partial.replace(path)
+    except SafetensorError as error:
+        what = f"{path}: cannot be written: {one_line(error)}"
+        raise MeasurementError(what, hint="is there room?") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _described(mask: Tensor | None) -> str:
-    return "missing" if mask is None else str(mask.dtype).removeprefix("torch.")
+class Writer:
+    """Writes cases one at a time into a directory, which appears, whole, when all are written.
+
+    Use as a context manager; one that is left by an exception, or without a case, leaves nothing.
+    """
+
+    def __init__(self, directory: Path, *, overwrite: bool = False) -> None:
+        """Raises UsageError where the directory exists, or cannot be made; with `overwrite` an
+        existing one is replaced if it holds saved cases."""
+        self.directory, self.names = directory, list[str]()
+        if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
+            hint = "choose another --save-cases, or remove it first"
+            raise UsageError(f"{directory}: exists", hint=hint)
+        self.partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+
+    def __enter__(self) -> Writer:
+        try:
+            self.partial.mkdir(parents=True)
+        except OSError as error:
+            what = f"{self.directory}: cannot write cases there ({error.strerror})"
+            raise UsageError(what, hint="choose another --save-cases") from error
+        return self
+
+    def add(self, case: AttentionCase, axes: Mapping[str, Any] | None = None) -> None:
+        """Write one more case; it is not kept."""
+        name = f"{len(self.names):05d}.safetensors"
+        write(self.partial / name, [case], [axes or {}])
+        self.names.append(name)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self.names:
+                index = json.dumps({"version": VERSION, "files": self.names}, indent=1)
+                (self.partial / INDEX).write_text(index + "\n", encoding="utf-8")
+                if self.directory.exists():
+                    shutil.rmtree(self.directory)
+                self.partial.replace(self.directory)
+        finally:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _call_of(case: AttentionCase) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A case as a header's entry and the tensors to store, each with its axes in storage order."""
+    stored, layout = {}, {}
+    for name in (*REQUIRED, *OPTIONAL):
+        tensor = getattr(case, name)
+        if tensor is None:
+            continue
+        order = storage_order(tensor)
+        if name != "sinks":
+            letters = MASK_AXES[-tensor.ndim :] if name == "mask" else AXES
+            layout[name] = "".join(letters[axis] for axis in order)
+        lying = tensor.detach().permute(order).cpu()
+        stored[name] = lying.clone(memory_format=torch.contiguous_format)
+    of_ref = ("case", "module", "layer", "call", "seed", "source", "phase", "step", "attends")
+    of_case = ("scale", "is_causal", "causal_offset", "window", "softcap")
+    mask = case.mask
+    call = {
+        **{name: getattr(case.ref, name) for name in of_ref},
+        **{name: getattr(case, name) for name in of_case},
+        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        "grad_out": case.grad_out_from,
+        "layout": layout,
+    }
+    return call, stored
+
+
+def storage_order(tensor: Tensor) -> list[int]:
+    """The axes from the slowest to the fastest, as a dense copy of the tensor has them.
+
+    PyTorch's own rule is asked: it is what kernels meet, for they are given dense copies.
+    """
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))

@@ -1,25 +1,34 @@
 """Who calls: which modules of a model run, which of them attend, and whether every one was seen.
 
-A `Watch` follows a model while it runs, by hooks. It names every attention call after the module
-that makes it, tells the passes of a generation apart, and holds the calls it was told of against
-those it expected: modules that own query, key and value projections and ran must have made one. A
-module without such projections that computes attention by hand beside others that do not is not
-noticed.
-
-How a call is met is `numdev.sources.capture`'s business.
+A `Watch` names every attention call after the module that makes it, tells the passes of a
+generation apart, and holds the calls made against those expected: modules that own query, key and
+value projections and ran must have made one. A module without such projections that computes
+attention by hand beside others that do not is not noticed.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from numdev.cases import CaseRef, Phase
 from numdev.errors import MeasurementError
+
+# The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
+_WORD = r"(?:^|_)(?:{})(?:_|$)"
+_ROLES = tuple(
+    re.compile(_WORD.format(words))
+    for words in ("q|wq|query", "k|kv|wk|wkv|key", "v|kv|wv|wkv|value")
+)
+_FUSED = re.compile(_WORD.format("qkv|wqkv|query_key_value|c_attn|att_proj"))
+SHOWN = 8
+"""So many layers are named one by one."""
 
 
 def attention_modules(model: nn.Module) -> list[str]:
@@ -29,6 +38,19 @@ def attention_modules(model: nn.Module) -> list[str]:
     which is how they are named throughout transformers, diffusers and timm.
     """
     return [name for name, module in model.named_modules() if _owns_projections(module)]
+
+
+def _owns_projections(module: nn.Module) -> bool:
+    """Whether the module's children are the projections of an attention. Those of a linear
+    attention have a short convolution behind them, and are not."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    names = [name.lower() for name, _ in module.named_children() if "norm" not in name.lower()]
+    if any("conv1d" in name for name, _ in module.named_children()):
+        return False
+    return any(_FUSED.search(n) for n in names) or all(
+        any(role.search(n) for n in names) for role in _ROLES
+    )
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
@@ -43,10 +65,26 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 
 def numbered(model: nn.Module) -> dict[str, int] | None:
     """The numbers of the modules that attend; None where one of them has none."""
-    modules = dict(model.named_modules())
-    found = {name: layer_of(modules[name], name) for name in attention_modules(model)}
+    found = {n: layer_of(model.get_submodule(n), n) for n in attention_modules(model)}
     known = {name: number for name, number in found.items() if number is not None}
     return known if len(known) == len(found) else None
+
+
+@contextmanager
+def hooked(
+    model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Call `enter(module, args, kwargs)` before and `leave(module, ...)` after every module's run,
+    also one that raises."""
+    handles: list[Any] = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Watch:
@@ -72,20 +110,16 @@ class Watch:
         self.ran: Counter[nn.Module] = Counter()
         self.calls: Counter[str] = Counter()
         self.seen: Counter[nn.Module] = Counter()
-        self.handles: list[Any] = []
 
-    def __enter__(self) -> None:
-        for module in self.modules:
-            self.handles += [
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Run the model in here; raises MeasurementError at the end unless every run of every owner
+        of projections made a call."""
+        with hooked(self.model, self._enter, self._leave):
+            yield
+        self._check_complete()
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         self.running.append(module)
         self.ran[module] += module in self.owners
         self.passes += module is self.model
@@ -100,15 +134,18 @@ class Watch:
         That is the innermost running module with projections. Where they are in a module of their
         own that has already returned, it is the innermost one that such a module is a child of.
         """
-        module = self.running[-1]
+        module, inside_out = self.running[-1], self.running[::-1]
         name = self.modules[module]
-        inside_out = self.running[::-1]
         owner = next((m for m in inside_out if m in self.owners), None)
         owner = owner or next((m for m in inside_out if self.wrappers[m]), module)
         self.seen[owner] += 1
         call = self.calls[name]
         self.calls[name] += 1
-        phase, step = self._phase(), self.step() if self.step else None
+        phase: Phase | None = None
+        if self.generates:  # an encoder's run before the first pass is of the prefill too
+            phase = "prefill" if self.passes <= 1 else "decode"
+        step = self.step() if self.step else None
+        layer = layer_of(module, name)
         return CaseRef(
             case=f"{name}#{call}"
             + (f"/{phase}" if phase else "")
@@ -116,61 +153,62 @@ class Watch:
             + (f"@{self.prompt}" if self.prompt else ""),
             source=self.source,
             module=name,
-            layer=self._layer(module, name),
+            layer=list(self.calls).index(name) if layer is None else layer,
             call=call,
             phase=phase,
             step=step,
         )
 
-    def _layer(self, module: nn.Module, name: str) -> int:
-        """Its number, or where it has none a running number."""
-        layer = layer_of(module, name)
-        return list(self.calls).index(name) if layer is None else layer
-
-    def _phase(self) -> Phase | None:
-        """The first pass of a generation is its prefill, as is an encoder's run before it."""
-        if not self.generates:
-            return None
-        return "prefill" if self.passes <= 1 else "decode"
-
-    def check_complete(self) -> None:
-        """Raises MeasurementError unless every run of every owner of projections made a call."""
+    def _check_complete(self) -> None:
         missed = {m: n - self.seen[m] for m, n in self.ran.items() if n > self.seen[m]}
         for parent in self.modules:
             short = self.wrappers[parent] & missed.keys()
             if short and self.seen[parent] >= sum(missed[m] for m in short):
                 missed = {m: n for m, n in missed.items() if m not in short}
-        hint = "numdev sees calls of scaled_dot_product_attention and of transformers' interface"
+        what = "" if self.calls else "the model made no attention call"
         if missed:
             names = sorted(self.modules[m] for m in missed)
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise MeasurementError(
-                f"attention ran but was not seen in {', '.join(names[:4])}{more}", hint=hint
+            what = f"attention ran but was not seen in {', '.join(names[:4])}{more}"
+        if what:
+            hint = (
+                "numdev sees calls of scaled_dot_product_attention and of transformers' interface"
             )
-        if not self.calls:
-            raise MeasurementError("the model made no attention call", hint=hint)
+            raise MeasurementError(what, hint=hint)
 
 
-# The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
-_WORD = r"(?:^|_)(?:{})(?:_|$)"
-_ROLES = tuple(
-    re.compile(_WORD.format(words))
-    for words in ("q|wq|query", "k|kv|wk|wkv|key", "v|kv|wv|wkv|value")
-)
-_FUSED = re.compile(_WORD.format("qkv|wqkv|query_key_value|c_attn|att_proj"))
+class Layers:
+    """Chooses calls by their layer, and remembers whose were met. None: all are chosen."""
+
+    def __init__(self, asked: Sequence[int] | None) -> None:
+        self.asked = asked
+        self.met: set[int | None] = set()
+
+    def choose(self, layer: int | None) -> bool:
+        self.met.add(layer)
+        return self.asked is None or layer in self.asked
+
+    def notes(self, target: str | None) -> tuple[str, ...]:
+        """What to say when all calls were met: layers that were asked for, and have none. Raises
+        MeasurementError where no call is in any of them."""
+        lacking = sorted(set(self.asked or ()) - self.met)
+        if not lacking:
+            return ()
+        there = sorted(layer for layer in self.met if layer is not None)
+        known = f"calls were met in {_words(there)}" if there else "no call has a number"
+        found = f"no attention call in {_words(lacking)}; {known}"
+        if self.asked and self.met and self.met.isdisjoint(self.asked):
+            raise MeasurementError(f"{target}: {found}", hint="check --layers")
+        return (f"--layers: {found}.",)
 
 
-def _owns_projections(module: nn.Module) -> bool:
-    """Whether the module's children are the projections of an attention.
-
-    Linear attention has them too, with a short convolution behind them, and is no such attention.
-    """
-    if isinstance(module, nn.MultiheadAttention):
-        return True
-    names = [name.lower() for name, _ in module.named_children()]
-    if any("conv1d" in name for name in names):
-        return False
-    names = [name for name in names if "norm" not in name]
-    return any(_FUSED.search(n) for n in names) or all(
-        any(role.search(n) for n in names) for role in _ROLES
-    )
+def _words(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 0, 4 and 5`, `layers 0 to 31`."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if len(layers) > 2 and all(b - a == 1 for a, b in pairwise(layers)):
+        return f"layers {layers[0]} to {layers[-1]}"
+    first, more = layers[:SHOWN], len(layers) - SHOWN
+    if more > 0:
+        return f"layers {', '.join(map(str, first))} and {more} more"
+    return f"layers {', '.join(map(str, first[:-1]))} and {first[-1]}"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask, visible
 from numdev.errors import MeasurementError
-from numdev.sources.tensorwriter import storage_order
+from numdev.sources.tensorfile import storage_order
 
 Shows = Callable[[AttentionCase], bool]
 TRIES = 3  # how often the input, and at the end the result, is asked

@@ -29,9 +29,8 @@ from numdev.errors import MeasurementError, UsageError, closest
 from numdev.kernels import Kernel, imported
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.plain import adapt
-from numdev.sources import tensorwriter
-from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED
-from numdev.sources.tensorwriter import storage_order
+from numdev.sources import tensorfile
+from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED, storage_order
 from numdev.system import System
 
 ENOUGH = 0.5  # a script shows a finding from this part of the reported figure on
@@ -168,7 +167,7 @@ def write(
     script = directory / "reproduce.py"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        tensorwriter.write(directory / "tensors.safetensors", [case])
+        tensorfile.write(directory / "tensors.safetensors", [case])
         for path, told in ((script, comment), (directory / "README.md", facts)):
             text = templates.get_template(f"{path.name}.j2").render(told)
             path.write_text(text, encoding="utf-8")

@@ -23,9 +23,9 @@ from numdev.config import demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import WHOLE
-from numdev.sources.dcp import NESTED, files_of, open_distributed
-from numdev.sources.dcp_metadata import METADATA
-from numdev.sources.statedict import INDEX, SUFFIXES, common_prefix, state_in
+from numdev.sources.dcp import METADATA, files_of, open_distributed
+from numdev.sources.files import common_prefix, state_in
+from numdev.sources.statedict import INDEX, SUFFIXES
 
 ACCEPTED = (
     "a .safetensors, .pt, .pth or .bin file, the .index.json of a sharded one, a directory of "
@@ -90,7 +90,7 @@ def open_weights(target: str) -> Weights:
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
     try:
         if (path / METADATA).is_file():
-            found = open_distributed(path, NESTED)
+            found = open_distributed(path)
             tensors = {name: Stored(shape=x.shape, read=x.read) for name, x in found.items()}
             weights = Weights(name=target, files=files_of(path, found), tensors=tensors)
         else:
