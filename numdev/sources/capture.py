@@ -1,18 +1,12 @@
 """Run a model and hand over every attention call it makes, while it makes it.
 
-Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met: a
-`TorchFunctionMode` turns its arguments into an `AttentionCase` as they came (whether grouped keys
-are repeated and whether causality is a flag decides which backends can run), hands the case over,
-and lets the model go on with the right answer.
-
-transformers models are led there by a function of numdev's in its attention interface, which
-delegates to transformers' own SDPA function. SDPA has no word for a soft cap, for sinks and for a
-window: that function takes these out of what the model passes, and they join the case when the SDPA
-call arrives. An argument it does not know is an error. The mask function of SDPA is registered
-under the same name: without one, transformers would pass no mask at all.
-
-Nothing is kept, but with gradients of the model's own loss (`numdev.sources.loss`). A model whose
-attention went elsewhere is found out by `numdev.sources.watch`.
+Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met by
+a `TorchFunctionMode`, as it came: whether grouped keys are repeated and whether causality is a flag
+decides which backends can run. transformers models are led there by a function of numdev's in its
+attention interface, which delegates to transformers' own: SDPA has no word for a soft cap, sinks
+and a window, so that function takes these out of what the model passes, and they join the case.
+Nothing is kept but for gradients of the model's own loss (`loss`); attention that went elsewhere is
+found out by `watch`.
 """
 
 from __future__ import annotations
@@ -40,8 +34,7 @@ from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracin
 from numdev.sources.watch import Watch
 
 T = TypeVar("T")
-NAME = "numdev"
-"""Under which numdev's function is registered with transformers."""
+NAME = "numdev"  # Under which numdev's function is registered with transformers
 
 # What models pass to their attention function and no SDPA call depends on.
 WITHOUT_EFFECT = frozenset(
@@ -61,12 +54,10 @@ class _Abandoned(BaseException):
 
 
 def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
-    """What `run(hand_over)` hands over, one by one.
-
-    A model has to be run for its calls to be met, so `run` works in a thread, with the CUDA device,
-    the grad mode and the context variables of this one. Exactly one side runs at any time. What
-    `run` raises comes out here; leaving the iterator early ends `run` at its next item.
-    """
+    """What `run(hand_over)` hands over, one by one. A model has to be run for its calls to be met,
+    so `run` works in a thread, with the CUDA device, grad mode and context variables of this one;
+    exactly one side runs at any time. What it raises comes out here; leaving the iterator early
+    ends it at its next item."""
     arrived: SimpleQueue[tuple[T | None, bool]] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
     raised: list[BaseException] = []
@@ -112,8 +103,7 @@ class CaptureCount:
     """What one capture saw."""
 
     calls: int
-    modules: Mapping[str, int]
-    """Calls by module, in the order of their first call."""
+    modules: Mapping[str, int]  # Calls by module, in the order of their first call
     drawn: tuple[str, ...] = ()
     """The cases that get no usable gradient from the model's loss, and a drawn one instead."""
 
@@ -129,18 +119,14 @@ def capture(
     upstream: Upstream | None = None,
     on_met: Callable[[CaseRef], None] = lambda ref: None,
 ) -> CaptureCount:
-    """Run `model(**inputs)` once, calling `on_call` at every attention call.
+    """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case shares its
+    tensors with the model. With `generate` the model writes that many tokens after the first. With
+    `upstream` cases have grad_out: where it is that of the model's loss, `on_call` runs after the
+    backward pass, in the same order. `on_met` is told of every call as it is made.
 
-    Cases are named after the module that made the call and `prompt`, which numbers runs, and share
-    their tensors with the model, which goes on when `on_call` returns. The model should be in eval
-    mode; with `generate` it writes that many tokens after the first. Raises MeasurementError for a
-    call that is no function of its inputs (dropout) or has an argument numdev does not know, for
-    inputs that the model fails on, and when attention that ran was not seen, or there was none.
-
-    With `upstream`, cases have grad_out. Where that is the gradient of the model's loss, one
-    training step is run, and `on_call` runs after its backward pass, in the same order. `on_met` is
-    told of every call as it is made. A hook that raises `Enough` ends the run, and what it has made
-    is all there is.
+    Raises MeasurementError for a call that is no function of its inputs (dropout) or has an
+    argument numdev does not know, for inputs the model fails on, and for attention that was not
+    seen.
     """
     if upstream is not None and generate is not None:
         raise UsageError(
@@ -187,11 +173,9 @@ def capture_run(
     *,
     owner: object,
 ) -> CaptureCount:
-    """Call `run`, calling `on_call` at every attention call that the watched model makes in it.
-
-    Attention of other models in the same run (text encoders, a VAE) goes its own way and is not
-    counted. `owner` is named where the run fails. Raises as `capture` does.
-    """
+    """Call `run`, calling `on_call` at every attention call that the watched model makes in it;
+    that of other models (text encoders, a VAE) goes its own way. `owner` is named where the run
+    fails."""
     interceptor = _Interceptor(watch.next_call, on_call, wanted=lambda: bool(watch.running))
     with (
         _blaming(owner, "failed on its inputs", interceptor),
@@ -254,20 +238,6 @@ def _blaming(model: object, what: str, interceptor: _Interceptor) -> Iterator[No
 # --- meeting the call --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sdpa:
-    """The arguments of `scaled_dot_product_attention`, in its order and with its defaults."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Passed:
     """What a model passed to its attention function that SDPA has no argument for."""
@@ -307,14 +277,15 @@ class _Interceptor(TorchFunctionMode):
 
     def _meet(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
-        case = _as_case(self.next_call(), _Sdpa(*args, **kwargs), self.passed)
+        case = _as_case(self.next_call(), self.passed, *args, **kwargs)
         if self.step is None:
             self._hand_over(case)
         if case.softcap is None and case.sinks is None:
             out = F.scaled_dot_product_attention(*args, **kwargs)
         else:  # SDPA has no words for it
             out = find("baseline").attend(case).out
-            out = out.reshape(*(args[0] if args else kwargs["query"]).shape[:-1], out.shape[-1])
+            query = args[0] if args else kwargs["query"]
+            out = out.reshape(*query.shape[:-1], out.shape[-1])
         return out if self.step is None else self.step.hold(case, out)
 
     def _hand_over(self, case: AttentionCase) -> None:
@@ -329,15 +300,11 @@ class _Interceptor(TorchFunctionMode):
             _active.reset(token)
 
     def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `multi_head_attention_forward` returns, its SDPA call met.
-
-        It calls SDPA by the name it has in its own module, where this mode sees nothing. So it is
-        run from a copy in which that name is ours: torch's own code and masks (a bool mask of this
-        module hides where it is True; both kinds become additive), and no global is touched. Where
-        attention weights are asked for (the default) it multiplies by hand: then the call is met in
-        a run without weights, which computes the same function, and the model gets the answer of
-        its own run (with gradients the met call's, for gradients must pass through it).
-        """
+        """What `multi_head_attention_forward` returns, its SDPA call met. It calls SDPA by the name
+        in its own module, where this mode sees nothing, so it is run from a copy in which that name
+        is ours. Where weights are asked for (the default) it multiplies by hand: then the call is
+        met in a run without, which computes the same function, and the model gets the answer of its
+        own run (with gradients the met call's, for gradients must pass through it)."""
         original = cast(FunctionType, F.multi_head_attention_forward)
         namespace = {**original.__globals__, "scaled_dot_product_attention": self._meet}
         met = FunctionType(original.__code__, namespace, original.__name__, original.__defaults__)
@@ -360,29 +327,40 @@ class _Interceptor(TorchFunctionMode):
 _active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)
 
 
-def _as_case(ref: CaseRef, sdpa: _Sdpa, passed: _Passed | None) -> AttentionCase:
-    """The call as a case; what the model passed beside the SDPA call joins it."""
-    if sdpa.dropout_p > 0:
-        what = f"{ref.module}: attention with dropout {sdpa.dropout_p} has no one answer"
+def _as_case(
+    ref: CaseRef,
+    passed: _Passed | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCase:
+    """An SDPA call as a case; what the model passed beside it joins it."""
+    if dropout_p > 0:
+        what = f"{ref.module}: attention with dropout {dropout_p} has no one answer"
         raise MeasurementError(what, hint="put the model in eval mode")
-    passed = passed or _Passed(query=sdpa.query)
-    q, mask = sdpa.query, sdpa.attn_mask
+    passed = passed or _Passed(query=query)
+    q, mask = query, attn_mask
     if q.shape != passed.query.shape:
         # For a single query transformers lays the heads of a group out as rows of one head.
         q = passed.query
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
-    offset = sdpa.key.shape[-2] - q.shape[-2]
+    offset = key.shape[-2] - q.shape[-2]
     window = _window(ref, passed.sliding_window, mask, q, offset)
     try:
         return AttentionCase(
             ref=ref,
             q=q,
-            k=sdpa.key,
-            v=sdpa.value,
-            scale=q.shape[-1] ** -0.5 if sdpa.scale is None else float(sdpa.scale),
+            k=key,
+            v=value,
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             mask=mask,
-            is_causal=sdpa.is_causal,
+            is_causal=is_causal,
             causal_offset=0 if window is None else offset,
             window=window,
             softcap=passed.softcap,
@@ -395,11 +373,9 @@ def _as_case(ref: CaseRef, sdpa: _Sdpa, passed: _Passed | None) -> AttentionCase
 def _window(
     ref: CaseRef, size: int | None, mask: Tensor | None, q: Tensor, offset: int
 ) -> Window | None:
-    """The window of `size` keys, the query's own included, as the mask has it; None without effect.
-
-    SDPA takes a window by its mask alone, so the two must agree: what the window hides, the mask
-    hides too. The right side is 0 where the mask hides all later keys, else as wide as the left.
-    """
+    """The window of `size` keys, the query's own included; None without effect. SDPA takes a window
+    by its mask alone, so what the window hides, the mask must hide too. The right side is 0 where
+    the mask hides all later keys, else as wide as the left."""
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None
@@ -420,11 +396,9 @@ def _window(
 
 
 def attention_implementation(model_class: Any) -> str:
-    """The `attn_implementation` under which this transformers class can be captured.
-
-    Registers numdev's function on the way (a new name; no existing one is replaced). A class that
-    does not use the attention interface ignores that, and gets what makes it call SDPA, if it can.
-    """
+    """The `attn_implementation` under which this transformers class can be captured: numdev's
+    function and SDPA's mask function (without one no mask would be passed) under a new name, else
+    what makes the class call SDPA, if it can."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
@@ -478,12 +452,9 @@ def _sdpa_of_transformers() -> Callable[..., Any]:
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
-    """The prefill and `steps` decode passes, with a cache, of whatever tokens the model chooses.
-
-    Tokens are chosen greedily and the end token is not let through, so the same inputs give the
-    same calls. A model with a `generate` of its own (Whisper's splits audio into chunks) is run by
-    transformers' common one all the same. Raises UsageError for a model that does not write.
-    """
+    """The prefill and `steps` decode passes, with a cache: greedy and without the end token, so
+    that the same inputs give the same calls. A model with a `generate` of its own (Whisper's splits
+    audio) is run by transformers' common one. Raises UsageError for a model that does not write."""
     check_writes(model)
     import transformers
 

@@ -1,9 +1,8 @@
 """A Hugging Face checkpoint, opened lazily and safely, and the model it says it is.
 
-A checkpoint is `config.json` beside safetensors files or `pytorch_model.bin`, whole or sharded, or
-what torch.distributed.checkpoint wrote. It is foreign data: `numdev.sources.files` alone opens its
-files, and a config that asks for code of its own is refused. transformers builds the model from the
-config and the tensors read here, so neither its search for files nor the network is in play.
+It is `config.json` beside safetensors files or `pytorch_model.bin`, whole or sharded, or what
+torch.distributed.checkpoint wrote. transformers builds the model from the config and the tensors
+that `numdev.sources.files` read, so neither its search for files nor the network is in play.
 """
 
 from __future__ import annotations
@@ -61,17 +60,13 @@ class Checkpoint(Weights):
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
-
-        Raises MeasurementError for an architecture that transformers does not have, and, naming
-        them, for weights that are missing, of the wrong shape, or of no use to the model; heads it
-        does not have are passed over.
-        """
+        Raises MeasurementError for an unknown architecture, and names weights that are missing, of
+        the wrong shape, or of no use to the model; heads it does not have are passed over."""
         return self._built(self._state(), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
-        """The same model on the CPU with a `Deferred` for every weight. What is not stored (rotary
-        frequencies) is there. Raises what `load_model` does, and UsageError for weights in pickles,
-        and without accelerate."""
+        """The same model on the CPU with a `Deferred` for every stored weight. Raises as
+        `load_model`, and UsageError where it cannot be streamed."""
         if not self.can_be_streamed:
             file = next((f for f in self.files if f.suffix in storage.PICKLES), self.path)
             raise UsageError(
@@ -104,7 +99,7 @@ class Checkpoint(Weights):
 
     def _built(self, state: Mapping[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
         """transformers' model of these weights, checked."""
-        cls, config = self._model_class(), self._model_config()
+        cls, config = self._class_and_config()
         with quiet(), blaming(self.path, "build the model with transformers"):
             model, loaded = cls.from_pretrained(
                 None,
@@ -144,7 +139,7 @@ class Checkpoint(Weights):
         """All stored tensors, those of a distributed checkpoint named as the model names them."""
         if not self.split:
             return {name: tensor for path in self.files for name, tensor in read(path)}
-        cls, config = self._model_class(), self._model_config()
+        cls, config = self._class_and_config()
         with quiet(), blaming(self.path, "build the model with transformers"), META:
             empty = cls(config)
         return dict(self.fitted(empty).tensors())
@@ -153,34 +148,26 @@ class Checkpoint(Weights):
         """The directory's tokenizer (a transformers one), or None when it has none."""
         return load_tokenizer(self.path)
 
-    def _model_config(self) -> Any:
-        with quiet():
-            from transformers import CONFIG_MAPPING, __version__
-
-            kind = str(self.config.get("model_type"))
-            if kind not in CONFIG_MAPPING:
-                file = self.path / "config.json"
-                raise MeasurementError(
-                    f"{file}: transformers {__version__} knows no model type {kind!r}",
-                    hint="a newer transformers may",
-                )
-            with blaming(self.path, "read config.json with transformers"):
-                return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(self.config)))
-
-    def _model_class(self) -> Any:
+    def _class_and_config(self) -> tuple[Any, Any]:
+        """The config's first architecture, and the config as transformers has it."""
         with quiet():
             import transformers
 
+            file, kind = self.path / "config.json", str(self.config.get("model_type"))
+            if kind not in transformers.CONFIG_MAPPING:
+                what = f"transformers {transformers.__version__} knows no model type {kind!r}"
+                raise MeasurementError(f"{file}: {what}", hint="a newer transformers may")
+            with blaming(self.path, "read config.json with transformers"):
+                stored = copy.deepcopy(dict(self.config))
+                config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
             names = self.config.get("architectures")
             name = names[0] if isinstance(names, list) and names else None
             cls = getattr(transformers, name, None) if isinstance(name, str) else None
             if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-                return cls
+                return cls, config
         what = f"transformers has no architecture {name!r}" if name else "names no architecture"
-        raise MeasurementError(
-            f"{self.path / 'config.json'}: {what}",
-            hint='set "architectures" to the class that the weights belong to',
-        )
+        hint = 'set "architectures" to the class that the weights belong to'
+        raise MeasurementError(f"{file}: {what}", hint=hint)
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -198,10 +185,8 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at `path` without loading its weights.
-
-    Raises UsageError where there is none or it asks for code of its own, MeasurementError where it
-    is damaged; the message names the file.
+    """Open the checkpoint at `path` without loading its weights. Raises UsageError where there is
+    none or it asks for code of its own, MeasurementError where it is damaged; both name the file.
     """
     stored = path / "config.json"
     for missing, what in (
@@ -228,12 +213,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
-    """Whether a stored tensor without a place in the model changes nothing.
-
-    Either the model computes it (older files store causal masks), or it belongs to a part that the
-    model was built without: BertForMaskedLM's weights hold a pooler. Inside a numbered layer it
-    means a missing layer, or a part of the attention that would silently not be applied.
-    """
+    """Whether a stored tensor without a place in the model changes nothing: the model computes it
+    (causal masks), or was built without its part (a pooler). Inside a numbered layer it means a
+    missing layer, or a part of the attention that would silently not be applied."""
     if key.endswith(".masked_bias") or key in dict(model.named_buffers()):
         return True
     parts = key.split(".")[:-1]

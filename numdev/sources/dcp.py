@@ -1,10 +1,9 @@
 """The tensors of a `torch.distributed.checkpoint` directory, one at a time.
 
 A tensor is stored in pieces, each a byte range of a `__RANK_N.distcp` file that torch.save wrote,
-and the pickle `.metadata` says where. A pickle is a program, so it is read by an unpickler that
-knows the few names such metadata is made of and refuses every other; in place of torch's classes it
-builds empty records made for this one file. No process group is needed, and never more than one
-tensor and one of its pieces is in memory.
+and the pickle `.metadata` says where. A pickle is a program: this one is read by an unpickler that
+refuses every name such metadata is not made of, and builds empty records in place of torch's
+classes.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Piece:
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    file: str | None = None
-    """Beside the metadata; None where that does not say."""
+    file: str | None = None  # Beside the metadata; None where that does not say
     offset: int = 0
     length: int = 0
     transformed: bool = False
@@ -131,8 +129,7 @@ class Weights:
     name: str
     files: tuple[Path, ...]
     split: Mapping[str, SplitTensor] = field(default_factory=dict)
-    prefix: str = ""
-    """What is taken off all names."""
+    prefix: str = ""  # What is taken off all names
 
     def identity(self) -> str:
         """SHA-256 over the names and contents of the files."""
@@ -152,7 +149,7 @@ class Weights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every stored tensor with its name, one at a time in file order, in its stored format;
-        tied ones of a pickle once, under the first name."""
+        tied ones of a pickle once."""
         if self.split:
             yield from ((name, x.read()) for name, x in self.split.items())
             return
@@ -167,9 +164,8 @@ def is_distributed(path: Path) -> bool:
 
 
 def open_distributed(directory: Path) -> dict[str, SplitTensor]:
-    """The tensors of a distributed checkpoint by name: those of the state dict under the first key
-    of NESTED that holds any, named as they are in it; else all. Raises MeasurementError where the
-    metadata cannot be read or holds no tensor."""
+    """The tensors of a distributed checkpoint by name: those under the first key of NESTED that
+    holds any, named as they are in it; else all. Raises MeasurementError where there is none."""
     found = read_metadata(directory)
     if not found:
         raise MeasurementError(f"{directory}: holds no tensor", hint="save model.state_dict()")
@@ -189,8 +185,8 @@ def files_of(directory: Path, tensors: Mapping[str, SplitTensor]) -> tuple[Path,
 
 
 def nested_under(names: Iterable[str], own: Iterable[str]) -> str:
-    """What stands before most of a model's own names among the stored ones, of the keys that
-    training scripts nest a state dict under: `model.`, `state_dict.model.`, or nothing."""
+    """What stands before most of a model's own names among the stored ones, of the keys that a
+    state dict is nested under: `model.`, `state_dict.model.`, or nothing."""
     wanted, counts = set(own), Counter[str]()
     for name in names:
         parts = name.split(".")
@@ -225,11 +221,9 @@ def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
 
 
 def read_metadata(directory: Path) -> list[SplitTensor]:
-    """The tensors of a distributed checkpoint, in its order.
-
-    Raises MeasurementError for a file that asks for anything but metadata, is damaged, or names a
-    file elsewhere; nothing of it is ever run.
-    """
+    """The tensors of a distributed checkpoint, in its order. Raises MeasurementError for a file
+    that asks for anything but metadata, is damaged, or names a file elsewhere; nothing of it is
+    run."""
     path = directory / METADATA
     try:
         with path.open("rb") as file:

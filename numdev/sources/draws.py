@@ -1,8 +1,8 @@
 """What synthetic inputs are drawn with, and what a regime of them is.
 
-Each head of each named tensor has a stream of its own, which follows from seed, label, name and
-head alone: a tensor keeps its numbers whatever else is drawn, and a head if others are added.
-Everything is drawn in fp32 on the host, to the same bits on every machine.
+Each head of each named tensor has a stream of its own, from seed, label, name and head alone: a
+tensor keeps its numbers whatever else is drawn. All is drawn in fp32 on the host, to the same bits
+on every machine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ class Draws:
     """The numbers of one case. A shape is [batch, heads, ...]; one name always gives one draw."""
 
     seed: int
-    label: str = ""
-    """Cases of one audit have different labels, and with them different numbers."""
+    label: str = ""  # Cases of one audit have different labels, and with them different numbers
 
     def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """N(0, 1) in fp32.
-
-        Drawn in fp64 and rounded: the tails need logarithms, whose last bits differ between
-        processors, and in fp64 that reaches no bit of the result but once in some 10^8 of them.
-        """
+        """N(0, 1) in fp32, drawn in fp64 and rounded: the last bits of the tails' logarithms differ
+        between processors, which in fp64 reaches the result once in some 10^8 of them."""
         return self._by_head(name, shape, np.float32, lambda rng, size: rng.standard_normal(size))
 
     def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -126,10 +122,8 @@ class Regime:
 
     function: Callable[..., QKV | Inputs]
     """Of the shapes, draws, and keyword parameters, which may be set in YAML."""
-    stresses: str
-    """What in a kernel may break on it: a clause."""
-    origin: str
-    """The public report or paper that has it."""
+    stresses: str  # What in a kernel may break on it: a clause
+    origin: str  # The public report or paper that has it
     answer: Callable[[AttentionCase], Tensor | None] | None = None
     """For a probe: the exact output of a case that was drawn with it (`numdev.sources.probes`)."""
 

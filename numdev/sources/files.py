@@ -176,8 +176,8 @@ def distinct(path: Path, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
 
 
 def held_at(x: Tensor) -> tuple[Any, ...] | None:
-    """What two views of the same values have in common; None for a tensor without elements, and
-    for one that is no plain array (sparse, nested, without values)."""
+    """What two views of the same values have in common; None for what has no elements or is no
+    plain array."""
     if x.is_nested or x.is_meta or x.layout is not torch.strided or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -224,7 +224,7 @@ def blaming(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet(*others: Any) -> Iterator[None]:
-    """No progress bars, log lines or warnings of transformers, nor of the libraries whose
+    """Without progress bars, log lines and warnings of transformers and the libraries whose
     `utils.logging` is given; all as before afterwards."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars

@@ -1,8 +1,5 @@
-"""What a weight is, by its name: which layer it is in, and what kind of parameter it is.
-
-Names follow a few habits (GPT-2 and nanoGPT, Llama and its relatives, BERT, T5, ViT and CLIP,
-timm, PyTorch's own `nn.Transformer`). A name that follows none is `other`: the kind only groups
-rows, no number depends on it.
+"""What a weight is, by its name: which layer it is in, and what kind of parameter it is, by the
+habits of GPT-2, Llama, BERT, T5, ViT, CLIP, timm and `nn.Transformer`. The kind only groups rows.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Where upstream gradients (dO) come from: the model's own loss, or a seed.
 
-A language model of transformers is asked to predict the tokens it reads, a model with two towers
-for its contrastive loss (`return_loss`), any other is run as it is. Whether that gives a loss is
-found out by running it once, without gradients: a signature does not tell. Else dO is N(0, 1) from
-the seed and the case's name. Which of the two it was goes with every case (`grad_out_from`).
-
-For a loss the calls of one training step are held during the forward pass, and their gradients
-asked of autograd in one go, from the places in the graph (edges) where the outputs were made: that
-stays right where the model overwrites an output, and no graph is held while calls are measured.
-Parameters take no gradients meanwhile: the graph begins at the first attention's output.
+A language model of transformers is asked to predict what it reads, a model with two towers for its
+contrastive loss, any other is run as it is; a run without gradients shows whether there is a loss.
+For a loss, calls are held during the forward pass and their gradients asked of autograd in one go,
+at the edges of the graph where the outputs were made: right also where the model overwrites an
+output, and no graph is held while calls are measured.
 """
 
 from __future__ import annotations
@@ -47,8 +43,7 @@ class Upstream:
     """Which loss of the model's, in words; None where it has none and gradients are drawn."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the model takes beside its inputs to return that loss."""
-    why_not: str = ""
-    """Why the model's loss is not used, where it has one."""
+    why_not: str = ""  # Why the model's loss is not used, where it has one
 
     def describe(self) -> str:
         """For the report."""
@@ -59,10 +54,8 @@ class Upstream:
 
 
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
-    """Where this model's upstream gradients on these inputs come from; runs it once to see.
-
-    A loss that raises, or is not finite, is none; `why_not` says so.
-    """
+    """Where this model's upstream gradients on these inputs come from; runs it once to see. A loss
+    that raises, or is not finite, is none; `why_not` says so."""
     words, arguments = _objective(model, inputs)
     try:
         with torch.no_grad():
@@ -79,7 +72,7 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 def loss_of(answer: Any) -> Tensor | None:
     """The loss in what a model returned: its `loss`, itself a single number, or the one number of a
-    tuple. None where there is none, or where there are several."""
+    tuple; else None."""
     if hasattr(answer, "loss"):
         found = [answer.loss]
     elif isinstance(answer, Mapping):
@@ -96,10 +89,8 @@ def drawn_from(seed: int) -> str:
 
 
 def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
-    """The case with dO of N(0, 1) in its own format, drawn from `seed` and its name.
-
-    Where q is a view of [batch, length, heads, dim], as models have it, so is dO.
-    """
+    """The case with dO of N(0, 1) in its own format, drawn from `seed` and its name; a view of
+    [batch, length, heads, dim] where q is one."""
     shape = (*case.q.shape[:3], case.v.shape[3])
     drawn = Draws(seed, case.ref.case).normal("grad_out", shape)
     x = round_to(drawn, case.format).to(case.q.device, case.q.dtype)
@@ -132,11 +123,9 @@ def _objective(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, dic
 
 
 def _labels(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """[batch, length] of token ids, IGNORED at padding; None for a model that reads no tokens.
-
-    A causal model shifts its labels itself. What a decoder beside an encoder reads is shifted
-    already, so its labels are the tokens that follow.
-    """
+    """[batch, length] of token ids, IGNORED at padding; None without tokens. A causal model shifts
+    its labels itself; a decoder's text beside an encoder is shifted already: its labels are what
+    follows."""
     config: Any = model.config
     decoder = "decoder_" if config.is_encoder_decoder else ""
     labels, mask = inputs.get(f"{decoder}input_ids"), inputs.get(f"{decoder}attention_mask")
@@ -184,10 +173,8 @@ class TrainingStep:
         return out
 
     def differentiate(self, loss: Tensor | None) -> None:
-        """The gradient of `loss` for every call; the graph is gone afterwards.
-
-        Raises MeasurementError where the model has since overwritten what it attended over.
-        """
+        """The gradient of `loss` for every call; the graph is gone afterwards. Raises
+        MeasurementError where the model has since overwritten what it attended over."""
         for call in self.held:
             if call.versions != _versions(call.case):
                 raise MeasurementError(
@@ -203,11 +190,9 @@ class TrainingStep:
             call.edge = None
 
     def hand_over(self, on_call: Callable[[AttentionCase], None]) -> tuple[str, ...]:
-        """Every call with its gradient, in the order they were made; none is kept.
-
-        Where the loss has no gradient for a call, or only zeros, or one that is not finite, it is
-        drawn. Returns the names of these.
-        """
+        """Every call with its gradient, in the order they were made; none is kept. Where the loss
+        has none for a call, or only zeros, or one that is not finite, it is drawn; returns the
+        names of these."""
         drawn = []
         while self.held:
             case = self._with_gradient(self.held.popleft())
@@ -228,8 +213,8 @@ class TrainingStep:
 
 @contextmanager
 def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
-    """Run the model for this training step, with gradients but for its parameters; without a step,
-    without gradients."""
+    """Run the model with gradients but for its parameters: the graph begins at the first
+    attention's output. Without a step, run it without gradients."""
     learning = [p for p in model.parameters() if p.requires_grad and step is not None]
     for parameter in learning:
         parameter.requires_grad_(False)

@@ -1,8 +1,5 @@
-"""Where cases come from: a configuration's shapes, a model's forward pass, or tensors on disk.
-
-A source hands its cases over one at a time and keeps none of them, so memory does not grow with
-their number. It knows nothing of kernels, formats or metrics.
-"""
+"""Where cases come from: a configuration's shapes, a model's forward pass, or tensors on disk. A
+source hands its cases over one at a time and keeps none of them."""
 
 from __future__ import annotations
 
@@ -44,8 +41,7 @@ FOR_PIPELINES = ("denoise", "steps")
 FOR_MODELS = ("model", "text", "tokenizer", "inputs", "generate", "stream", *FOR_PIPELINES)
 """Options that say what a model is and reads, and mean nothing where there is no model."""
 NOT_FOR_PIPELINES = ("model", "tokenizer", "inputs", "generate", "stream")
-FILLED = 0.8
-"""How much of the free memory a whole model may take; an audit needs some beside it."""
+FILLED = 0.8  # How much of the free memory a whole model may take; an audit needs some beside it
 
 
 class Located(Protocol):
@@ -73,12 +69,9 @@ class Source(Protocol):
 
 
 def open_source(request: AuditRequest, system: System, *, projections: bool = False) -> Source:
-    """The request's source, opened and checked but with nothing measured.
-
-    Its cases carry grad_out where the request is for gradients. With `projections`, those out of a
-    running model know the linear layer that made their queries. Raises UsageError for an option
-    that has no meaning for this source.
-    """
+    """The request's source, opened and checked, with nothing measured. Its cases carry grad_out
+    where the request is for gradients; with `projections`, those of a running model know the layer
+    that made their queries. Raises UsageError for an option without meaning for this source."""
     gradients, target = bool(request.gradients), request.checkpoint or ""
     path = None if request.checkpoint == "demo" else Path(target)
     if request.cases:
@@ -122,10 +115,8 @@ class Drawn:
         return dict(self.config.axes)
 
     def load(self) -> AttentionCase:
-        """Draw what the case has, in fp32, from the seed and the name of the grid's entry.
-
-        So cells that differ only in how attention is computed share their inputs.
-        """
+        """Draw it, in fp32, from the seed and the name of the grid's entry: cells that differ only
+        in how attention is computed share their inputs."""
         config = self.config
         shapes = Shapes(
             batch=config.batch,
@@ -188,8 +179,7 @@ class Captured:
         return self.case.detached()
 
     def projection(self) -> Projection:
-        """The linear layer that made its queries. Raises MeasurementError, with the reason, where
-        it is not known."""
+        """The linear layer that made its queries. Raises MeasurementError where it is not known."""
         if self.projections is None:
             raise MeasurementError(f"{self.ref.case}: was captured without its projection")
         return self.projections.of(self.case)
@@ -246,10 +236,8 @@ class ConfigSource(Source):
 
 
 class TensorFileSource(Source):
-    """Cases that are on disk: a captured-tensor file, or a directory of them.
-
-    With `gradients`, what stores no grad_out is given a drawn one.
-    """
+    """Cases on disk: a captured-tensor file, or a directory of them; with a drawn grad_out where
+    `gradients` are asked for and none is stored."""
 
     def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
         self.stored = open_cases(Path(request.checkpoint or ""), device=system.device)
@@ -291,12 +279,8 @@ class TensorFileSource(Source):
 
 
 class CheckpointSource(Source):
-    """The attention calls of a checkpoint's model: of one forward pass, or of a generation.
-
-    With `gradients` of one training step: cases carry grad_out, from the model's own loss where it
-    has one (`numdev.sources.loss`). Once it was iterated, `notes` says which calls that loss does
-    not reach.
-    """
+    """The attention calls of a model: of one forward pass, a generation, or with `gradients` of one
+    training step. Once it was iterated, `notes` says which calls the loss does not reach."""
 
     def __init__(
         self,
@@ -393,11 +377,9 @@ class CheckpointSource(Source):
 
 
 class PipelineSource(Source):
-    """The attention calls of a diffusion pipeline's denoiser, at every denoising step or at chosen
-    ones. Other parts of it (text encoders, the VAE) are not audited, and `notes` names them.
-
-    With `gradients`, cases carry a drawn grad_out: a pipeline has no loss.
-    """
+    """The attention calls of a diffusion pipeline's denoiser, at every denoising step or chosen
+    ones; `gradients` are drawn, for a pipeline has no loss. `notes` names the parts that are not
+    audited."""
 
     def __init__(self, request: AuditRequest, system: System, *, gradients: bool = False) -> None:
         self.request, self.gradients = request, gradients
@@ -475,11 +457,8 @@ def open_model(
     request: AuditRequest, system: System
 ) -> tuple[Checkpoint | StateDict, nn.Module, Streamed | None, tuple[str, ...]]:
     """The request's weights, their model on the system's device, how it is streamed if it is (it is
-    then run within `Streamed.running`), and what a user should be told at once.
-
-    Raises UsageError for a request that cannot be met, MeasurementError for a damaged checkpoint,
-    and for one that holds other weights than its model's.
-    """
+    then run within `Streamed.running`), and what a user should be told at once. Raises UsageError
+    for a request that cannot be met, MeasurementError for damaged weights, or another model's."""
     opened = open_weights(request)
     dtype = dtype_of(format_named(request.model_dtype))
     why = _why_streamed(request, opened, dtype, system)
@@ -491,8 +470,8 @@ def open_model(
 
 
 def open_weights(request: AuditRequest) -> Checkpoint | StateDict:
-    """Open the request's checkpoint or state dict without loading its weights. A directory says
-    itself which model it is; a file or a bare distributed checkpoint needs a factory."""
+    """The request's weights, opened and not loaded. A directory says itself which model it is; a
+    file or a bare distributed checkpoint needs a factory."""
     path = demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
     distributed = is_distributed(path)
     if path.is_dir() and not distributed and any(path.glob("*.distcp")):

@@ -1,13 +1,10 @@
 """A diffusers pipeline: opened safely, run for some steps, its denoiser's attention handed over.
 
-A pipeline is a directory with `model_index.json`, and foreign data. Its parts are classes of
-diffusers and transformers that the index names, and nothing else; weights are read from safetensors
-files alone, and nothing is fetched. What a run without pictures does not need is not loaded.
-
-The part that is audited is the denoiser: the UNet or the transformer that runs once a step. A step
-ends where the scheduler is asked for the next latents, so a second pass within a step (guidance run
-apart) belongs to the same one, and a scheduler that evaluates twice a step (Heun) has as many steps
-more. The run ends with the last step that is wanted, so no picture is decoded.
+Its parts are classes of diffusers and transformers that `model_index.json` names, and nothing else;
+weights are safetensors files alone, and nothing is fetched. The denoiser is audited: the UNet or
+transformer that runs once a step. A step ends where the scheduler is asked for the next latents:
+guidance run apart belongs to the same step, and Heun's two evaluations make two. The run ends with
+the last step that is wanted, so no picture is decoded.
 """
 
 from __future__ import annotations
@@ -47,10 +44,8 @@ ALLOWED = {
     ),
 }
 """What a part may be, by its library: a model, scheduler, tokenizer or processor."""
-STEPS = 4
-"""Denoising steps, where nobody says how many."""
-PROMPT_TOKENS = 16
-"""Of a drawn prompt, at most."""
+STEPS = 4  # Denoising steps, where nobody says how many
+PROMPT_TOKENS = 16  # Of a drawn prompt, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +60,7 @@ class Pipeline:
     denoiser: str  # the name of the part that is audited
 
     def identity(self) -> str:
-        """SHA-256 over the names and contents of the index, the parts' configurations and
-        weights."""
+        """SHA-256 over names and contents of the index, the parts' configurations and weights."""
         inside = (
             file for part in sorted(self.parts) for file in sorted((self.path / part).iterdir())
         )
@@ -80,11 +74,9 @@ class Pipeline:
             yield from storage.read(path)
 
     def load(self, *, dtype: torch.dtype, device: str) -> Any:
-        """The diffusers pipeline, its models in eval mode and cast to `dtype`.
-
-        Raises MeasurementError, naming the part, for a class that the library does not have, for
-        weights that are missing or of another shape, and for whatever the library raises.
-        """
+        """The diffusers pipeline, its models in eval mode and cast to `dtype`. Raises
+        MeasurementError, naming the part, for unknown classes, and for weights that are missing or
+        of another shape."""
         with _quiet():
             cls = _class(self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",))
             made = {name: self._part(name, dtype) for name in self.parts}
@@ -131,11 +123,8 @@ def is_pipeline(path: Path) -> bool:
 
 
 def open_pipeline(path: Path) -> Pipeline:
-    """Open the pipeline in the directory `path` without loading anything.
-
-    Raises UsageError where diffusers is not installed, the pipeline asks for code of its own, or it
-    has no denoiser; MeasurementError where the index or a weight file is damaged.
-    """
+    """Open the pipeline in the directory `path` without loading anything. Raises UsageError without
+    diffusers, for code of its own and for no denoiser; MeasurementError for a damaged index."""
     if find_spec("diffusers") is None:
         raise UsageError(
             "a pipeline needs the package diffusers, which is not installed here",
@@ -235,8 +224,7 @@ def _quiet() -> Iterator[None]:
 class Reading:
     """What a pipeline is given beside its seed."""
 
-    arguments: Mapping[str, Any]
-    """Of its call: `prompt`, `class_labels` or `batch_size`."""
+    arguments: Mapping[str, Any]  # Of its call: `prompt`, `class_labels` or `batch_size`
     description: str
 
     @property
@@ -248,12 +236,9 @@ class Reading:
 def read(
     pipeline: Any, denoiser: nn.Module, texts: Sequence[Path], *, count: int, seed: int
 ) -> Reading:
-    """What `count` images are made of: the prompts of files, a line each, else drawn ones.
-
-    Fewer lines than images are used again, from the first on. Raises UsageError for a file that
-    cannot be read or has no line, for text that the pipeline does not read, and for a pipeline that
-    needs more than numdev can give.
-    """
+    """What `count` images are made of: the prompts of files, a line each and used again from the
+    first on, else drawn ones. Raises UsageError for files without a line, for text that is not
+    read, and for a pipeline that needs more than numdev can give."""
     takes = inspect.signature(type(pipeline).__call__).parameters
     kind = type(pipeline).__name__
     known = ("prompt", "class_labels", "batch_size")
@@ -301,11 +286,9 @@ def denoise(
     seed: int,
 ) -> CaptureCount:
     """Run `steps` denoising steps, calling `on_call` at every call of the `chosen` ones (None: of
-    all), whose case knows its step and what it attends to.
-
-    Latents are drawn on the CPU from `seed`, so they are the same on every device. Raises
-    MeasurementError where attention ran that was not seen, and for whatever the pipeline raises.
-    """
+    all), whose case knows its step and what it attends to. Latents are drawn on the CPU, the same
+    for every device. Raises MeasurementError for attention that was not seen, and whatever the
+    pipeline raises."""
     clock = _Clock(pipeline.scheduler, None if chosen is None else max(chosen))
     given: dict[str, tuple[int | None, int | None]] = {}
 
@@ -357,8 +340,7 @@ class _Clock:
 
 @contextmanager
 def _noting(denoiser: nn.Module, given: dict[str, tuple[int | None, int | None]]) -> Iterator[None]:
-    """Note how many positions each attention module is given, of the image and of what it is
-    told."""
+    """Note how many positions each attention module is given, of image and of what it is told."""
 
     def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         first = kwargs.get("hidden_states", args[0] if args else None)

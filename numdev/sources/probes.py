@@ -1,10 +1,7 @@
 """Probes: regimes whose right answer is known without a reference.
 
-An answer is the exact output of a case that was drawn with the regime and rounded since, whatever
-its causality, window or bool mask; where it is no longer known (a finite bias on the scores, say)
-it is None. They hold the reference to account as much as the kernels.
-
-Rows that see no key are 0, by the reference's convention. Memory is q_len * kv_len.
+An answer is the exact output of a drawn case, rounded since, whatever its causality, window or bool
+mask; None where it is no longer known. Rows that see no key are 0. Memory is q_len * kv_len.
 """
 
 from __future__ import annotations

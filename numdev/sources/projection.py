@@ -1,14 +1,10 @@
 """The linear layer that makes a call's queries, W_Q: what it reads, and the way back to it.
 
-The error of a gradient at q is an error of dW_Q only after it has gone back through whatever stands
-between W_Q and the call: a reshape, rotary embeddings, a norm of the heads. `Projections` notes
-what every module is called with while a model runs. For a call it runs the module that made it
-again, in fp64 and only up to the call, the outputs of its linear layers cut off from what made
-them: the one that q depends on is W_Q, and the graph between the two is the way back. Where the
-queries that come out are not those of the call, or hang on no or several linear layers, there is no
-projection, and the reason says why.
-
-Of a layer that makes keys and values too (GPT-2's `c_attn`), W_Q is the part that q depends on.
+An error of the gradient at q is one of dW_Q only after it has gone back through what stands
+between: rotary embeddings, a norm of the heads. The module that made the call is run again in fp64,
+up to the call, the outputs of its linear layers cut off from what made them: the one that q depends
+on is W_Q (of GPT-2's `c_attn` a part), and the graph between the two is the way back. Where the
+queries are not those of the call, or no or several layers make them, there is no projection.
 """
 
 from __future__ import annotations
@@ -34,20 +30,15 @@ _HOOK_MARKS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Projection:
-    """The linear layer that makes a call's queries. All tensors are fp64.
+    """The linear layer that makes a call's queries, in fp64. dW_Q of head h is the sum over batch
+    and tokens of pull(dQ)[b, t, h] outer x[b, t]."""
 
-    dW_Q of head h is the sum over batch and tokens of pull(dQ)[b, t, h] outer x[b, t].
-    """
-
-    x: Tensor
-    """What the layer reads: [batch, q_len, width]."""
-    weight: Tensor
-    """W_Q as `nn.Linear` stores it, head by head: [heads * head_dim, width]."""
+    x: Tensor  # What the layer reads: [batch, q_len, width]
+    weight: Tensor  # W_Q as `nn.Linear` stores it, head by head: [heads * head_dim, width]
     pull: Callable[[Tensor], Tensor]
     """From a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the layer's output,
     [batch, q_len, heads, head_dim]."""
-    name: str = ""
-    """Of the layer, within the module that makes the call."""
+    name: str = ""  # Of the layer, within the module that makes the call
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,9 +53,7 @@ class _Frame:
 
 class Projections:
     """What the modules of a running model are called with, until a call's projection is asked for.
-
-    `met` is told of every call as it is made (`capture(on_met=...)`), inside `following(model)`.
-    """
+    `met` is told of every call as it is made, inside `following(model)`."""
 
     def __init__(self) -> None:
         self.running: list[_Frame] = []
@@ -85,8 +74,7 @@ class Projections:
             yield
 
     def met(self, ref: CaseRef) -> None:
-        """A call is being made: by the innermost of the modules that run, for which it is the
-        first one."""
+        """A call is made: by the innermost running module, for which it is the first one."""
         self.frames[ref.case] = tuple(f for f in reversed(self.running) if f.calls == 0)
         for frame in self.running:
             frame.calls += 1
@@ -227,8 +215,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    """The same module in fp64, without gradients of its own and without hooks. Its attributes are
-    shared with the module; its parameters are copies."""
+    """The same module in fp64, without hooks, its parameters detached copies; other attributes are
+    shared."""
     if id(module) in known:
         return known[id(module)]
     twin: nn.Module = module.__new__(type(module))
@@ -251,8 +239,8 @@ def _wide(value: Any) -> Any:
 
 
 def _tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same arguments with every tensor changed; caches of keys are left out, for they have
-    changed since."""
+    """The same arguments with every tensor changed; caches of keys, which have changed since, left
+    out."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):

@@ -1,12 +1,8 @@
 """What one run of a model reads: text files, token ids drawn with a seed, tensors out of a file.
 
-A prompt is a batch of independent sequences. Chunks of text do not overlap and each carries the
-special tokens its tokenizer puts around a text, so that a row is what the model would see of such a
-text on its own; statistics over sequences (`bias_p`) rest on that.
-
-Which arguments a run needs follows from the model: its main input, the images of a model with two
-towers, what a decoder beside an encoder reads. Images and spectrograms are drawn from N(0, 1), as
-processors hand them over after normalising.
+A prompt is a batch of independent sequences: chunks of text do not overlap and each carries the
+tokenizer's special tokens, as statistics over sequences (`bias_p`) need. Which arguments a run
+needs follows from the model. Images and spectrograms are N(0, 1), as processors normalise them.
 """
 
 from __future__ import annotations
@@ -41,8 +37,7 @@ class Prompt:
     """By the names of the model's arguments. Of a text: input_ids [sequences, length], int64;
     attention_mask of the same shape (1: a token, 0: padding) only where sequences differ in
     length."""
-    description: str
-    """In words, for example `8 x 256 tokens of prompt.txt`."""
+    description: str  # In words, for example `8 x 256 tokens of prompt.txt`
 
     @property
     def digest(self) -> str:
@@ -57,10 +52,8 @@ class Prompt:
 def model_inputs(
     request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.Module
 ) -> Prompt:
-    """Everything one run of the model needs: what the request gives, and the rest drawn.
-
-    Raises UsageError for text where it would not be read, and for an input that must be given.
-    """
+    """Everything one run of the model needs: what the request gives, and the rest drawn. Raises
+    UsageError for text where it would not be read, and for an input that must be given."""
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer reads --text, and there is none", hint="give --text")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
@@ -127,14 +120,10 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
 
 
 def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: int) -> Prompt:
-    """Chunks of `length` tokens from UTF-8 text files, special tokens included.
-
-    Up to `sequences` chunks, taken in turn from every file's beginning; every file contributes at
-    least one. A file shorter than `length` gives one shorter chunk, and then the batch is padded on
-    the tokenizer's side. What a longer file has left over after its last whole chunk is not used.
-    Raises UsageError for a file that cannot be read, is not UTF-8 or holds no token, and where
-    `length` leaves no room beside the special tokens.
-    """
+    """Up to `sequences` chunks of `length` tokens, special ones included, taken in turn from the
+    beginnings of UTF-8 files; every file gives at least one. A file shorter than `length` gives one
+    shorter chunk, and the batch is padded on the tokenizer's side. Raises UsageError for a file
+    that cannot be read or holds no token, and where `length` leaves no room."""
     if not files:
         raise UsageError("no text file was given", hint="name at least one")
     _check_counts(length, sequences)
@@ -174,11 +163,8 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
 
 
 def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
-    """The prompt with its token ids under the name that `forward` gives its first argument.
-
-    Models written by hand call them `idx`, `tokens`, `x`. Raises UsageError where `forward` takes
-    no such argument, or one of the others is not known to it.
-    """
+    """The prompt with its token ids under the name that `forward` gives its first argument (`idx`,
+    `tokens`, `x`). Raises UsageError for arguments that it does not take."""
     parameters = inspect.signature(forward).parameters
     named = [
         p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -245,11 +231,8 @@ def _batch(rows: list[list[int]], length: int, tokenizer: Any) -> dict[str, Tens
 
 
 def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
-    """The arguments a run of the model needs beside the `given` ones.
-
-    For a model that is not of transformers: the arguments without a default. A model that
-    generates makes its decoder's inputs itself.
-    """
+    """The arguments a run of the model needs beside the `given` ones; of a model that is not of
+    transformers those without a default. One that generates makes its decoder's inputs itself."""
     parameters = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", None)
@@ -269,10 +252,8 @@ def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = F
 
 
 def read(path: Path, model: nn.Module) -> Prompt:
-    """The tensors of a safetensors file, named after the arguments of the model's forward.
-
-    Raises UsageError for a file that is not there, is empty, or names an argument the model does
-    not have; MeasurementError for one that is damaged.
+    """The tensors of a safetensors file, named after the arguments of the model's forward. Raises
+    UsageError for a file that is not there, is empty, or names an argument the model does not have.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file", hint="--inputs takes a safetensors file")
@@ -292,10 +273,8 @@ def read(path: Path, model: nn.Module) -> Prompt:
 
 
 def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> Prompt:
-    """The argument `name` of the model, for `count` sequences, drawn with `seed`.
-
-    `length` is the most a decoder reads. Raises UsageError for an argument that numdev cannot draw,
-    or for which the model's config does not give the size.
+    """The argument `name` of the model, for `count` sequences; `length` is the most a decoder
+    reads. Raises UsageError for one that cannot be drawn, or whose size the config does not give.
     """
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
@@ -330,10 +309,8 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
 
 
 def shifted(prompt: Prompt, model: nn.Module) -> Prompt:
-    """What the decoder reads beside such a text: the same text, one place to the right.
-
-    It begins with the config's `decoder_start_token_id`, as in training on copying the text.
-    """
+    """What the decoder reads beside such a text: the same, one place to the right behind the
+    config's `decoder_start_token_id`, as in training on copying it."""
 
     def after(first: int, x: Tensor) -> Tensor:
         return torch.cat([torch.full_like(x[:, :1], first), x[:, :-1]], dim=1)

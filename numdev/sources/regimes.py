@@ -1,9 +1,7 @@
 """The regimes of synthetic inputs whose answer only a reference knows.
 
-Random normals hide most real errors, so the others stand for inputs that have hurt somebody, or are
-made to: each says what it stresses and which public report or paper has it, and docs/hazards.md is
-written from that. What a hazard needs of the call and not of the numbers (lengths, masks, layouts)
-is in configs/sweep/hazards.yaml.
+Each stands for inputs that have hurt somebody, or are made to; docs/hazards.md is written from what
+it says of itself. What a hazard needs of the call is in configs/sweep/hazards.yaml.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ from numdev.sources.draws import QKV, Draws, Inputs, Shapes, plain, regime
 QIU = "Qiu & Yao, arXiv 2510.04212"
 SMALLEST = 2.0**-16
 """What is smaller in size becomes 0: from here on a number of 8 bits is one of float16."""
-UNSEEN = -1024.0
-"""A score so far below the maximum that exp of it is 0 in fp64."""
-NOISE = 0.5
-"""Standard deviation of the features of q and of the other keys that decide no level."""
+UNSEEN = -1024.0  # A score so far below the maximum that exp of it is 0 in fp64
+NOISE = 0.5  # Standard deviation of the features of q and of the other keys that decide no level
 
 
 @regime(

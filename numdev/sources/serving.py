@@ -1,10 +1,8 @@
 """A serving engine's attention call as cases: packed queries, packed or paged keys and values.
 
-Engines put the tokens of all sequences behind each other, [tokens, heads, head_dim], with
-`cu_seqlens`, the places where sequences begin, and keep keys and values in pages that a block table
-names. The arguments here are those of flash-attention's `flash_attn_varlen_func` and
-`flash_attn_with_kvcache`, which vLLM and SGLang call, so a wrapper around either passes on what it
-was given. No engine is imported. docs/inputs.md has the recipes.
+The arguments are those of flash-attention's `flash_attn_varlen_func` and `flash_attn_with_kvcache`,
+which vLLM and SGLang call, so a wrapper around either passes on what it was given. docs/inputs.md
+has the recipes.
 """
 
 from __future__ import annotations
@@ -40,38 +38,48 @@ def varlen_cases(
     call: int = 0,
     source: str = "",
 ) -> list[AttentionCase]:
-    """One case for each sequence of a packed call, in copies on the CPU: engines overwrite caches.
+    """One case for each sequence of a packed call that has rows, in copies on the CPU: engines
+    overwrite caches.
 
     q is [tokens, heads, head_dim]; sequence i has the rows from `cu_seqlens_q[i]` to
-    `cu_seqlens_q[i + 1]`, and one that has none is left out. k and v are either packed in the same
-    way by `cu_seqlens_k` ([tokens, kv_heads, dim]), or paged ([pages, page_size, kv_heads, dim]):
-    then `block_table` [sequences, pages] names the pages of each and `seqused_k` [sequences] how
-    many keys of them count. Causality and `window_size` (left, right; -1 is no limit) align at the
-    last key, as flash-attention's do; `softcap` 0 is none. Cases are named `MODULE#CALL/seqI`, and
-    their phase is decode for one query before more than one key, else prefill.
-
-    Raises UsageError for tensors and lengths that do not fit together.
+    `cu_seqlens_q[i + 1]`. k and v are packed likewise by `cu_seqlens_k`, or paged ([pages,
+    page_size, kv_heads, dim]): then `block_table` [sequences, pages] names the pages of each and
+    `seqused_k` [sequences] how many keys count. Causality and `window_size` (left, right; -1 is no
+    limit) align at the last key; `softcap` 0 is none. Cases are `MODULE#CALL/seqI`, their phase
+    decode for one query before more than one key, else prefill. Raises UsageError for what does not
+    fit together.
     """
     rows = _begins(cu_seqlens_q, "cu_seqlens_q", q.shape[0])
-    keys = _lengths(cu_seqlens_k, seqused_k, len(rows) - 1)
-    if q.ndim != 3 or k.ndim != v.ndim or k.ndim != (3 if block_table is None else 4):
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise UsageError(
-            f"q, k, v of shapes {shapes} are no packed call",
-            hint="q is [tokens, heads, dim]; k and v too, or [pages, page_size, kv_heads, dim] "
-            "with a block_table",
-        )
+    n, paged = len(rows) - 1, block_table is not None
+    keys = _lengths(cu_seqlens_k, seqused_k, n)
     begins = None
-    if block_table is None and cu_seqlens_k is not None:
+    if not paged and cu_seqlens_k is not None:
         begins = _begins(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
-        if len(begins) != len(rows):
-            what = f"{len(rows) - 1} sequences of queries, and {len(begins) - 1} of packed keys"
-            raise UsageError(what, hint="cu_seqlens_q and cu_seqlens_k have one length")
-    if block_table is not None and (block_table.ndim != 2 or len(block_table) < len(rows) - 1):
-        raise UsageError(
-            f"a block_table of shape {list(block_table.shape)}, and {len(rows) - 1} sequences",
-            hint="it is [sequences, pages]",
-        )
+    shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+    for wrong, what, hint in (
+        (
+            q.ndim != 3 or k.ndim != v.ndim or k.ndim != (4 if paged else 3),
+            f"q, k, v of shapes {shapes} are no packed call",
+            "q is [tokens, heads, dim]; k and v too, or [pages, page_size, kv_heads, dim]",
+        ),
+        (
+            block_table is not None and (block_table.ndim != 2 or len(block_table) < n),
+            f"a block_table whose shape is not [sequences, pages], and {n} sequences",
+            "give a row for every sequence",
+        ),
+        (
+            begins is not None and len(begins) != len(rows),
+            f"{n} sequences of queries, and {len(begins or ()) - 1} of packed keys",
+            "cu_seqlens_q and cu_seqlens_k have one length",
+        ),
+        (
+            not paged and begins is None,
+            "packed k and v need cu_seqlens_k",
+            "or give a block_table",
+        ),
+    ):
+        if wrong:
+            raise UsageError(what, hint=hint)
     found = []
     for i, count in enumerate(keys):
         own = q[rows[i] : rows[i + 1]]
@@ -79,46 +87,40 @@ def varlen_cases(
             continue
         if block_table is not None:
             read = [_gathered(x, block_table[i], count) for x in (k, v)]
-        elif begins is not None:
-            read = [x[begins[i] : begins[i + 1]][:count] for x in (k, v)]
         else:
-            raise UsageError("packed k and v need cu_seqlens_k", hint="or give a block_table")
+            assert begins is not None
+            read = [x[begins[i] : begins[i + 1]][:count] for x in (k, v)]
         if any(len(x) != count for x in read):
             there = " and ".join(str(len(x)) for x in read)
             raise UsageError(f"sequence {i}: {there} keys and values, and it should read {count}")
-        decodes = len(own) == 1 and count > 1
         ref = CaseRef(
             case=f"{module}#{call}/seq{i}",
             source=source,
             module=module,
             layer=layer,
             call=call,
-            phase="decode" if decodes else "prefill",
+            phase="decode" if len(own) == 1 and count > 1 else "prefill",
         )
-        found.append(
-            AttentionCase(
-                ref=ref,
-                q=_alone(own),
-                k=_alone(read[0]),
-                v=_alone(read[1]),
-                scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-                is_causal=causal,
-                causal_offset=count - len(own),
-                window=_window(window_size, causal),
-                softcap=softcap or None,
-                sinks=None if sinks is None else sinks.detach().to("cpu", copy=True),
-            )
+        case = AttentionCase(
+            ref=ref,
+            q=_alone(own),
+            k=_alone(read[0]),
+            v=_alone(read[1]),
+            scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+            is_causal=causal,
+            causal_offset=count - len(own),
+            window=_window(window_size, causal),
+            softcap=softcap or None,
+            sinks=None if sinks is None else sinks.detach().to("cpu", copy=True),
         )
+        found.append(case)
     return found
 
 
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
-    """Write cases to one captured-tensor file, a TARGET of `numdev audit`: whole or not at all.
-
-    Tensors are stored as they are, unrounded. Raises UsageError for a name that does not end in
-    `.safetensors`, for no case, and for two of one name; MeasurementError where it cannot be
-    written.
-    """
+    """Write cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded, whole or not
+    at all. Raises UsageError for a name that does not end in `.safetensors`, for no case, and for
+    two of one name; MeasurementError where it cannot be written."""
     path = Path(path)
     names = [case.ref.case for case in cases]
     twice = next((name for name in names if names.count(name) > 1), None)

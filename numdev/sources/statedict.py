@@ -1,10 +1,8 @@
 """A state dict and the factory that builds its model: any PyTorch module can be audited.
 
-The weights are a `.safetensors` file, the index of a sharded one, what torch.save wrote, or a
-`torch.distributed.checkpoint` directory; the model is the user's own `package.module:factory`. A
-stored configuration (in the pickle under one of `CONFIGS`, else the `config.json` beside the file)
-is handed to a factory that takes a parameter. Loading is strict: a weight missing, left over or of
-another shape is named.
+The weights are a file, the index of sharded ones, or a `torch.distributed.checkpoint` directory;
+the model is the user's own `package.module:factory`, which is handed the stored configuration (of
+`CONFIGS`, or the `config.json` beside) if it takes one. Loading is strict.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class StateDict(Weights):
 
     factory: str
     build: Callable[..., Any]
-    config: Mapping[str, Any] | None
-    """The configuration stored with the weights, if there is one."""
+    config: Mapping[str, Any] | None  # The configuration stored with the weights, if there is one
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
@@ -54,11 +51,9 @@ class StateDict(Weights):
         return {**described, **super().describe()}
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
-        """The factory's model with the stored weights, cast to `dtype`, in eval mode.
-
-        Raises UsageError for a factory that cannot be called or gives no module, MeasurementError
-        for one that raises, and for weights that are not the model's.
-        """
+        """The factory's model with the stored weights, cast to `dtype`, in eval mode. Raises
+        UsageError for a factory that cannot be called or gives no module, MeasurementError for one
+        that raises, and for weights that are not the model's."""
         model = self._built()
         _open_to_capture(model)
         model = model.to(dtype)  # before loading, which would round to the factory's own format
@@ -111,11 +106,9 @@ class StateDict(Weights):
         )
 
     def _check(self, model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        """Raises MeasurementError unless the stored weights are the model's own, name by name.
-
-        A tied weight may be stored under one of its names, and a buffer that the model does not
-        store (a causal mask it computes) may be left over.
-        """
+        """Raises MeasurementError unless the stored weights are the model's own, name by name. A
+        tied weight may be stored under one of its names, and a buffer that the model computes be
+        left over."""
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -146,10 +139,8 @@ class StateDict(Weights):
 
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
-    """Open the weights at `path`, and import the factory of their model.
-
-    Raises UsageError where there are none, where no factory is given or it cannot be imported,
-    MeasurementError for a damaged file and one without a state dict.
+    """Open the weights at `path`, and import the factory of their model. Raises UsageError where
+    there are none or no factory, MeasurementError for a damaged file and one without a state dict.
     """
     if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
         raise UsageError(f"{path}: is no checkpoint that numdev reads", hint=f"give {ACCEPTED}")
@@ -185,15 +176,13 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
 
 
 def vocabulary(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:
-    """How many token ids a model knows: by the configuration stored with it, else the rows of its
-    first embedding. None for a model that embeds nothing."""
+    """How many token ids a model knows: by the stored configuration, else its first embedding."""
     tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
     return size(config or {}, "vocab_size") or next(tables, None)
 
 
 def longest(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:
-    """The longest sequence a model has positions for; None where neither the stored configuration
-    nor the model's own (`model.config`) says."""
+    """The longest sequence a model has positions for, by the stored configuration or its own."""
     own = getattr(model, "config", None)
     its = {name: getattr(own, name, None) for name in LENGTHS}
     return size(config or {}, *LENGTHS) or size(its, *LENGTHS)
@@ -208,10 +197,8 @@ def _config(path: Path) -> Mapping[str, Any] | None:
 
 
 def _open_to_capture(model: nn.Module) -> None:
-    """Lead transformers' models inside to numdev's attention function, as a checkpoint's are.
-
-    Elsewhere a soft cap would be lost on the way to SDPA, and some would not go there at all.
-    """
+    """Lead transformers' models inside to numdev's attention function; elsewhere a soft cap would
+    be lost on the way to SDPA."""
     transformers = sys.modules.get("transformers")
     if transformers is None:  # then no model of its can be inside
         return

@@ -1,12 +1,10 @@
 """Run a model whose weights stay on disk: a layer's are read when it runs, and let go after it.
 
-A `Deferred` stands for a stored tensor while transformers puts a model together: shape, format and
-device, but no values. What is done to it (renaming, casting, stacking experts) is recorded, and
-`Deferred.made` does it later. The model is divided into units: every member of an outermost
-`ModuleList` (a layer), and every module that holds no such list (embeddings, head). Hooks fill in a
-unit's weights before it runs and take them out after it, so one unit's are in memory, whatever the
-depth. Values are made as the whole model's are, operation by operation, and lie in memory as these
-do (mapped where nothing is cast), so kernels that care about alignment give the same bits.
+A `Deferred` stands for a stored tensor while transformers puts a model together, and records what
+is done to it (renaming, casting, stacking experts). Units are the members of an outermost
+`ModuleList` (layers) and the modules that hold no such list; hooks fill in one's weights before it
+runs and take them out after. Values are made as the whole model's are, operation by operation, and
+lie in memory as these do, so kernels that care about alignment give the same bits.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class _Step:
 
 
 class Deferred(Tensor):
-    """A tensor without values. `origin` says where they come from; `sealed`, in words, whose place
-    it holds free: no operation may use such a one. Only out-of-place operations are recorded."""
+    """A tensor without values. `origin` says where they come from; `sealed` whose place it holds
+    free: no operation may use such a one. Only out-of-place operations are recorded."""
 
     origin: Stored | _Step
     sealed: str
@@ -108,12 +106,10 @@ class Slot:
     """The place of one weight."""
 
     module: nn.Module
-    kind: str
-    """`_parameters` or `_buffers`."""
+    kind: str  # `_parameters` or `_buffers`
     name: str
     weight: Deferred
-    empty: Any
-    """What stands there while the weight is not."""
+    empty: Any  # What stands there while the weight is not
 
     def put(self, value: Any) -> None:
         self.module.__dict__[self.kind][self.name] = value
@@ -162,9 +158,9 @@ class Streamed:
 
     @contextmanager
     def running(self, layers: Sequence[int] | None = None) -> Iterator[None]:
-        """Let the model be run. Where only the attention of these layers matters, and the last of
-        them is known, the run ends after it (`Enough`), and no later weight is read. None: all of
-        the model is run."""
+        """Let the model be run. Where only the attention of these layers matters, the run ends
+        after the last of them (`Enough`), and no later weight is read. None: all of the model is
+        run."""
         waited_for = self._with(layers)
 
         def stop(unit: nn.Module, *_: Any) -> None:

@@ -1,9 +1,8 @@
 """Synthetic cases: q, k, v (and dO) of a named regime, and masks as models make them.
 
-A regime is a function of the shapes and of `Draws`, registered by name: `numdev.sources.regimes`
-has those that only a reference can judge, `numdev.sources.probes` those with a known answer. A mask
-is drawn from streams of its own, so q, k and v are the same with it and without. Everything is in
-fp32, and rounded to the audited format afterwards, as a model's activations are.
+Regimes are in `numdev.sources.regimes`, those with a known answer in `numdev.sources.probes`. A
+mask has streams of its own, so q, k and v are the same with it and without. All is drawn in fp32
+and rounded to the audited format afterwards, as a model's activations are.
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ __all__ = [
     "regimes",
 ]
 
-SEEN = 0.6
-"""The fraction of keys that random masks leave."""
+SEEN = 0.6  # The fraction of keys that random masks leave
 FEW = 0.02
 EMPTY_ROWS = 0.1
 
 
 def check(name: str, options: Mapping[str, Any]) -> Regime:
-    """The regime `name`, when it takes these options.
-
-    Raises UsageError for an unknown regime or parameter, naming the closest.
-    """
+    """The regime `name`, when it takes these options; UsageError, naming the closest, when not."""
     found = REGIMES.get(name)
     if found is None:
         raise UsageError(f"unknown input regime {name!r}", hint=closest(name, REGIMES))
@@ -66,12 +61,9 @@ def draw(
     label: str = "",
     gradients: bool = False,
 ) -> Inputs:
-    """The inputs of the regime `name`; `label` gives cases of one audit different draws.
-
-    On the CPU. With `gradients` also grad_out, which changes no q, k or v: the regime's own, else
-    N(0, 1). Raises UsageError for an unknown regime or parameter, and for values it cannot
-    draw with.
-    """
+    """The inputs of the regime `name`, on the CPU; `label` gives cases of one audit different
+    draws. With `gradients` also grad_out, which changes no q, k or v: the regime's own, else N(0,
+    1). Raises UsageError for an unknown regime or parameter, and values it cannot draw with."""
     found = check(name, options)
     draws = Draws(seed, label)
     try:
@@ -93,11 +85,9 @@ def draw(
 
 
 def answer(name: str, case: AttentionCase) -> Tensor | None:
-    """The exact output, in fp64, of a case drawn with the regime `name`, after any rounding.
-
-    Rows that see no key are 0, as in the reference. None where the regime is no probe, or where
-    the case's mask, soft cap, scale or sinks take the known answer away.
-    """
+    """The exact output, in fp64, of a case drawn with the regime `name`, after any rounding; 0 in
+    rows that see no key. None where the regime is no probe, or mask, soft cap, scale or sinks take
+    the answer away."""
     found = check(name, {})
     if found.answer is None or case.sinks is not None:
         return None

@@ -1,13 +1,10 @@
 """Captured-tensor files: attention calls on disk, written by numdev or by anybody else.
 
-A file is a safetensors file. The tensors of call i are named `i.q`, `i.k`, `i.v` and, where the
-call has them, `i.mask`, `i.sinks` and `i.grad_out`. What tensors cannot say stands in its header,
-JSON in the metadata under the key `numdev` (docs/inputs.md): all but its version has a default, and
-what is not known is an error, for a misspelt soft cap would be another function.
-
-safetensors stores contiguous tensors alone, while kernels choose by strides. So a header names for
-every tensor the order its axes are stored in (`layout`), and reading gives back a view. Many calls
-make a directory with a file each: no more than one call is in memory.
+A file is a safetensors file with the tensors `i.q`, `i.k`, `i.v` (`i.mask`, `i.sinks`,
+`i.grad_out`) of call i, and a header, JSON in the metadata under the key `numdev` (docs/inputs.md).
+What is not known there is an error: a misspelt soft cap would be another function. safetensors
+stores contiguous tensors alone, while kernels choose by strides: so the header names the order of
+each tensor's stored axes (`layout`), and reading gives back a view.
 """
 
 from __future__ import annotations
@@ -37,10 +34,8 @@ from numdev.sources import files as storage
 from numdev.sources.files import one_line
 
 KEY, VERSION = "numdev", 1
-INDEX = "cases.json"
-"""In a directory of files: which ones belong to it."""
-AXES, MASK_AXES = "bhsd", "bhqk"
-"""How a case has its axes; a layout is another order of these."""
+INDEX = "cases.json"  # In a directory of files: which ones belong to it
+AXES, MASK_AXES = "bhsd", "bhqk"  # How a case has its axes; a layout is another order of these
 REQUIRED, OPTIONAL = ("q", "k", "v"), ("mask", "sinks", "grad_out")
 AGAIN = "write the file again"
 DTYPES = {
@@ -57,24 +52,19 @@ DTYPES = {
 # --- the header ---------------------------------------------------------------------------------
 
 
-def _is_layout(layout: str) -> str:
-    if sorted(layout) != sorted(AXES):
-        raise ValueError(f"{layout!r} is no order of the axes {AXES!r}; for example 'bshd'")
-    return layout
-
-
-def _are_layouts(layouts: dict[str, str]) -> dict[str, str]:
-    for name, layout in layouts.items():
+def _checked(given: Any) -> Any:
+    """A layout for all tensors but the mask, or by tensor."""
+    for name, layout in given.items() if isinstance(given, dict) else [("q", given)]:
         if name not in ("q", "k", "v", "grad_out", "mask"):
             raise ValueError(f"no layout can be given for {name!r}")
         expected = MASK_AXES[-len(layout) :] if name == "mask" else AXES
         if sorted(layout) != sorted(expected):
-            raise ValueError(f"{layout!r} is no order of the axes {expected!r} of {name}")
-    return layouts
+            raise ValueError(f"{layout!r} is no order of the axes {expected!r}, as 'bshd' is")
+    return given
 
 
-Layout = Annotated[str, AfterValidator(_is_layout)]
-Layouts = Annotated[dict[str, str], AfterValidator(_are_layouts)]
+Layout = Annotated[str, AfterValidator(_checked)]
+Layouts = Annotated[dict[str, str], AfterValidator(_checked)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -116,10 +106,8 @@ class Header(_Strict):
 
 
 def parse(path: Path, text: str | None) -> Header:
-    """The header of the file at `path` as its metadata has it.
-
-    Raises UsageError for what is wrong in it, MeasurementError for another version.
-    """
+    """The header of the file at `path` as its metadata has it. Raises UsageError for what is wrong
+    in it, MeasurementError for another version."""
     where = f"{path}: header"
     if text is None:
         raise UsageError(
@@ -197,10 +185,8 @@ class StoredCase:
         return self.build({name: x.to(self.device) for name, x in read.items()})
 
     def build(self, stored: Mapping[str, Tensor]) -> AttentionCase:
-        """The case of these tensors, which are as the file has them.
-
-        Raises UsageError, naming file and call, where they do not fit together or the header.
-        """
+        """The case of these tensors, which are as the file has them. Raises UsageError, naming file
+        and call, where they do not fit together or the header."""
         x = {name: self._arranged(name, tensor) for name, tensor in stored.items()}
         call, q, mask = self.call, x["q"], x.get("mask")
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
@@ -295,10 +281,8 @@ def holds_cases(path: Path) -> bool:
 
 def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
     """Open a captured-tensor file or a directory of them, and check every call; loads no tensor.
-
-    Raises UsageError, naming file and call, for a header or tensors that are not as docs/inputs.md
-    has them, MeasurementError for a damaged file and for a version of the header it does not know.
-    """
+    Raises UsageError, naming file and call, for what is not as docs/inputs.md has it,
+    MeasurementError for a damaged file and an unknown version."""
     files = _files(path) if path.is_dir() else (path,)
     opened = [_open_file(file, device) for file in files]
     cases = tuple(case for _, found in opened for case in found)
@@ -369,11 +353,8 @@ def write(
     cases: Sequence[AttentionCase],
     axes: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write cases to one captured-tensor file, whole or not at all; their tensors are all needed.
-
-    Tensors are stored as they are, unrounded, each with its axes in the order they have in memory.
-    `axes`: every case's place on a grid.
-    """
+    """Write cases to one captured-tensor file, whole or not at all: unrounded, each tensor with its
+    axes in the order they have in memory. `axes`: every case's place on a grid."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
         call, stored = _call_of(case)
@@ -395,14 +376,12 @@ def write(
 
 
 class Writer:
-    """Writes cases one at a time into a directory, which appears, whole, when all are written.
-
-    Use as a context manager; one that is left by an exception, or without a case, leaves nothing.
-    """
+    """Writes cases one at a time into a directory, which appears, whole, when all are written; left
+    by an exception, or without a case, it leaves nothing."""
 
     def __init__(self, directory: Path, *, overwrite: bool = False) -> None:
-        """Raises UsageError where the directory exists, or cannot be made; with `overwrite` an
-        existing one is replaced if it holds saved cases."""
+        """Raises UsageError where the directory exists; with `overwrite` only if it holds no saved
+        cases."""
         self.directory, self.names = directory, list[str]()
         if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
             hint = "choose another --save-cases, or remove it first"
@@ -462,9 +441,7 @@ def _call_of(case: AttentionCase) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def storage_order(tensor: Tensor) -> list[int]:
-    """The axes from the slowest to the fastest, as a dense copy of the tensor has them.
-
-    PyTorch's own rule is asked: it is what kernels meet, for they are given dense copies.
-    """
+    """The axes from the slowest to the fastest, as a dense copy of the tensor has them: by
+    PyTorch's own rule, for kernels are given dense copies."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))

@@ -1,9 +1,7 @@
 """Who calls: which modules of a model run, which of them attend, and whether every one was seen.
 
-A `Watch` names every attention call after the module that makes it, tells the passes of a
-generation apart, and holds the calls made against those expected: modules that own query, key and
-value projections and ran must have made one. A module without such projections that computes
-attention by hand beside others that do not is not noticed.
+Modules that own query, key and value projections and ran must have made a call. One without such
+projections that attends by hand beside others that do not is not noticed.
 """
 
 from __future__ import annotations
@@ -27,16 +25,13 @@ _ROLES = tuple(
     for words in ("q|wq|query", "k|kv|wk|wkv|key", "v|kv|wv|wkv|value")
 )
 _FUSED = re.compile(_WORD.format("qkv|wqkv|query_key_value|c_attn|att_proj"))
-SHOWN = 8
-"""So many layers are named one by one."""
+SHOWN = 8  # So many layers are named one by one
 
 
 def attention_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that own query, key and value projections, in the model's order.
-
-    They are known by the names of their children (`q_proj`, `to_k`, `value`, `c_attn`, `Wqkv`...),
-    which is how they are named throughout transformers, diffusers and timm.
-    """
+    """The names of the modules that own query, key and value projections, in the model's order:
+    known by the names of their children (`q_proj`, `to_k`, `value`, `c_attn`, `Wqkv`...), as
+    throughout transformers, diffusers and timm."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
@@ -113,7 +108,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run the model in here; raises MeasurementError at the end unless every run of every owner
+        """Run the model in here. Raises MeasurementError at the end unless every run of every owner
         of projections made a call."""
         with hooked(self.model, self._enter, self._leave):
             yield
@@ -129,11 +124,8 @@ class Watch:
             self.running.pop()
 
     def next_call(self) -> CaseRef:
-        """The name of the call being made; it counts for the module that owns its projections.
-
-        That is the innermost running module with projections. Where they are in a module of their
-        own that has already returned, it is the innermost one that such a module is a child of.
-        """
+        """The name of the call being made; it counts for the innermost running module with
+        projections, or where these are in a module of their own that has returned, its parent."""
         module, inside_out = self.running[-1], self.running[::-1]
         name = self.modules[module]
         owner = next((m for m in inside_out if m in self.owners), None)
