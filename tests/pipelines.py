@@ -8,12 +8,7 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 WORDS = ("a", "cat", "dog", "on", "red", "mat", "small", "house")
 

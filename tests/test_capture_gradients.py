@@ -297,8 +297,7 @@ def test_a_gradient_of_zeros_or_that_is_not_finite_is_of_no_use(how: str, times:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
-    [("none", ""), ("list", ""), ("nan", " (the model's own loss is nan)")],
+    ("how", "why"), [("none", ""), ("list", ""), ("nan", " (the model's own loss is nan)")]
 )
 def test_without_a_usable_loss_gradients_are_drawn(how: str, why: str) -> None:
     """No number, more than one, or none that is finite: N(0, 1) from the seed, and why is said."""

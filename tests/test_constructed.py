@@ -91,8 +91,7 @@ def test_sizes_and_signs_of_v(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"count": 0}, {"tail": -1.0}, {"value": 0.0}, {"share": 1.5}, {"v_sign": 2}],
+    "options", [{"count": 0}, {"tail": -1.0}, {"value": 0.0}, {"share": 1.5}, {"v_sign": 2}]
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     """A parameter out of its range is a usage error."""

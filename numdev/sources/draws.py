@@ -142,10 +142,7 @@ REGIMES: dict[str, Regime] = {}
 
 
 def regime(
-    *,
-    stresses: str,
-    origin: str,
-    answer: Callable[[AttentionCase], Tensor | None] | None = None,
+    *, stresses: str, origin: str, answer: Callable[[AttentionCase], Tensor | None] | None = None
 ) -> Callable[[Callable[..., QKV | Inputs]], Callable[..., QKV | Inputs]]:
     """Register a drawing function under its own name."""
 

@@ -72,11 +72,7 @@ def varlen_cases(
             f"{n} sequences of queries, and {len(begins or ()) - 1} of packed keys",
             "cu_seqlens_q and cu_seqlens_k have one length",
         ),
-        (
-            not paged and begins is None,
-            "packed k and v need cu_seqlens_k",
-            "or give a block_table",
-        ),
+        (not paged and begins is None, "packed k and v need cu_seqlens_k", "or give a block_table"),
     ):
         if wrong:
             raise UsageError(what, hint=hint)

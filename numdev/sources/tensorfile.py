@@ -349,9 +349,7 @@ def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
 
 
 def write(
-    path: Path,
-    cases: Sequence[AttentionCase],
-    axes: Sequence[Mapping[str, Any]] | None = None,
+    path: Path, cases: Sequence[AttentionCase], axes: Sequence[Mapping[str, Any]] | None = None
 ) -> None:
     """Write cases to one captured-tensor file, whole or not at all: unrounded, each tensor with its
     axes in the order they have in memory. `axes`: every case's place on a grid."""
