@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev (top)": (1800, 2250),
     "numdev/cli": (900, 1720),
-    "numdev/sources": (3400, 6420),
+    "numdev/sources": (3400, 5200),
     "numdev/kernels": (5600, 8320),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),

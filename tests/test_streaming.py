@@ -331,3 +331,13 @@ def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
         inputs = {name: x.cuda() for name, x in IDS.items()}
         with torch.no_grad(), ours.running():
             assert torch.equal(ours.model(**inputs).logits, whole(**inputs).logits)
+
+
+def test_a_shard_that_is_lost_on_the_way_is_named(tmp_path: Path) -> None:
+    """The error of the thread that reads ahead comes out where the layer would have run."""
+    directory = saved("llama", tmp_path)
+    ours = streamed(directory)
+    (directory / "model.safetensors").write_bytes(b"")
+    with torch.no_grad(), pytest.raises(MeasurementError) as caught, ours.running():
+        ours.model(**IDS)
+    assert "model.safetensors" in str(caught.value)

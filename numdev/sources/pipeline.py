@@ -28,6 +28,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.capture import CaptureCount, capture_run
 from numdev.sources.files import blaming, some
+from numdev.sources.prompts import read_text
 from numdev.sources.watch import Watch, attention_modules
 
 INDEX = "model_index.json"
@@ -289,8 +290,22 @@ def denoise(
     all), whose case knows its step and what it attends to. Latents are drawn on the CPU, the same
     for every device. Raises MeasurementError for attention that was not seen, and whatever the
     pipeline raises."""
-    clock = _Clock(pipeline.scheduler, None if chosen is None else max(chosen))
+    scheduler, now = pipeline.scheduler, 0
+    own_step = scheduler.step
     given: dict[str, tuple[int | None, int | None]] = {}
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal now
+        answer = own_step(*args, **kwargs)
+        now += 1
+        if now > (max(chosen) if chosen else len(scheduler.timesteps) - 1):
+            raise _Over
+        return answer
+
+    def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        first = kwargs.get("hidden_states", args[0] if args else None)
+        told = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
+        given[name] = _positions(first), None if told is first else _positions(told)
 
     def handed(case: AttentionCase) -> None:
         if chosen is None or case.ref.step in chosen:
@@ -298,62 +313,23 @@ def denoise(
             on_call(dataclasses.replace(case, ref=ref))
 
     def run() -> None:
-        with clock.counting(), _noting(denoiser, given), suppress(_Over), _quiet():
-            pipeline(
-                **reading.arguments,
-                num_inference_steps=steps,
-                generator=torch.Generator().manual_seed(seed),
-            )
+        generator = torch.Generator().manual_seed(seed)
+        with ExitStack() as stack, suppress(_Over), _quiet():
+            for name in attention_modules(denoiser):
+                handle = denoiser.get_submodule(name).register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
+                )
+                stack.callback(handle.remove)
+            scheduler.step = step
+            stack.callback(delattr, scheduler, "step")  # that of the class comes forth again
+            pipeline(**reading.arguments, num_inference_steps=steps, generator=generator)
 
-    watch = Watch(denoiser, source=source, step=lambda: clock.now)
+    watch = Watch(denoiser, source=source, step=lambda: now)
     return capture_run(run, watch, handed, owner=pipeline)
 
 
 class _Over(Exception):
     """The last step that is wanted has ended, and so does the run."""
-
-
-class _Clock:
-    """Counts how often the scheduler was asked, and ends the run after the last step."""
-
-    def __init__(self, scheduler: Any, last: int | None) -> None:
-        self.scheduler, self.last, self.now = scheduler, last, 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        step = self.scheduler.step
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            answer = step(*args, **kwargs)
-            self.now += 1
-            last = len(self.scheduler.timesteps) - 1 if self.last is None else self.last
-            if self.now > last:
-                raise _Over
-            return answer
-
-        self.scheduler.step = counted
-        try:
-            yield
-        finally:
-            del self.scheduler.step  # that of the class comes forth again
-
-
-@contextmanager
-def _noting(denoiser: nn.Module, given: dict[str, tuple[int | None, int | None]]) -> Iterator[None]:
-    """Note how many positions each attention module is given, of image and of what it is told."""
-
-    def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        first = kwargs.get("hidden_states", args[0] if args else None)
-        told = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        given[name] = _positions(first), None if told is first else _positions(told)
-
-    with ExitStack() as stack:
-        for name in attention_modules(denoiser):
-            handle = denoiser.get_submodule(name).register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True
-            )
-            stack.callback(handle.remove)
-        yield
 
 
 def _attends(case: AttentionCase, given: Mapping[str, tuple[int | None, int | None]]) -> Attends:
@@ -373,15 +349,8 @@ def _positions(x: Any) -> int | None:
 
 
 def _lines(texts: Sequence[Path]) -> list[str]:
-    found = []
-    for path in texts:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            what = f"{path}: cannot be read as UTF-8 text"
-            raise UsageError(what, hint="one prompt a line") from error
-        found += [line.strip() for line in lines if line.strip()]
-    if not found:
+    lines = (line.strip() for path in texts for line in read_text(path).splitlines())
+    if not (found := [line for line in lines if line]):
         raise UsageError(f"{texts[0]}: holds no prompt", hint="one prompt a line")
     return found
 

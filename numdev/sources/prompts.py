@@ -138,7 +138,7 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     by_file = []
     for file in files:
         # verbose=False: a text longer than the model reads is cut here, no reason for a warning.
-        ids = list(tokenizer(_read(file), add_special_tokens=False, verbose=False)["input_ids"])
+        ids = list(tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"])
         if not ids:
             raise UsageError(f"{file}: holds no token", hint="give a file with text in it")
         by_file.append([ids[i : i + room] for i in range(0, len(ids) - room + 1, room)] or [ids])
@@ -190,15 +190,15 @@ def _check_counts(length: int, sequences: int) -> None:
         raise UsageError(f"{sequences} sequences of {length} tokens", hint="both must be positive")
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A UTF-8 text file. Raises UsageError where it is none."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
         what = f"{file}: cannot be read ({error.strerror})"
-        raise UsageError(what, hint="give a text file") from error
     except UnicodeDecodeError as error:
         what = f"{file}: is not UTF-8 at byte {error.start}"
-        raise UsageError(what, hint="convert it to UTF-8") from error
+    raise UsageError(what, hint="give a text file in UTF-8")
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

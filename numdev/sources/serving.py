@@ -53,7 +53,7 @@ def varlen_cases(
     n, paged = len(rows) - 1, block_table is not None
     keys = _lengths(cu_seqlens_k, seqused_k, n)
     begins = None
-    if not paged and cu_seqlens_k is not None:
+    if not paged and cu_seqlens_k is not None and k.ndim == 3:
         begins = _begins(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
     for wrong, what, hint in (
@@ -64,8 +64,8 @@ def varlen_cases(
         ),
         (
             block_table is not None and (block_table.ndim != 2 or len(block_table) < n),
-            f"a block_table whose shape is not [sequences, pages], and {n} sequences",
-            "give a row for every sequence",
+            f"a block_table of shape {list(getattr(block_table, 'shape', ()))}, and {n} sequences",
+            "it is [sequences, pages]",
         ),
         (
             begins is not None and len(begins) != len(rows),

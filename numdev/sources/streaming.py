@@ -3,15 +3,18 @@
 A `Deferred` stands for a stored tensor while transformers puts a model together, and records what
 is done to it (renaming, casting, stacking experts). Units are the members of an outermost
 `ModuleList` (layers) and the modules that hold no such list; hooks fill in one's weights before it
-runs and take them out after. Values are made as the whole model's are, operation by operation, and
-lie in memory as these do, so kernels that care about alignment give the same bits.
+runs and take them out after, while a thread reads the next one's. Values are made as the whole
+model's are, operation by operation, and lie in memory as these do, so kernels that care about
+alignment give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +141,8 @@ class Streamed:
                 if buffer is not None and not isinstance(buffer, Deferred):
                     module.__dict__["_buffers"][name] = buffer.to(self.device)
             if module not in inside:  # what a module that holds lists has of its own is small
-                self._fill(list(self._emptied(names, module)))
+                for slot in self._emptied(names, module):
+                    slot.fill(self._read((slot,))[0])
 
     def _emptied(self, names: dict[nn.Module, str], module: nn.Module) -> Iterator[Slot]:
         """The places of a module's own weights, all held free."""
@@ -162,6 +166,17 @@ class Streamed:
         after the last of them (`Enough`), and no later weight is read. None: all of the model is
         run."""
         waited_for = self._with(layers)
+        units = list(self.units)
+        after = dict(pairwise(units))
+        ahead: dict[nn.Module, Future[list[Tensor]]] = {}
+
+        def enter(unit: nn.Module, _: Any) -> None:
+            read = ahead.pop(unit).result() if unit in ahead else self._read(self.units[unit])
+            for slot in self.units[unit]:
+                slot.fill(read.pop(0))
+            ahead.clear()
+            if unit in after and waited_for != {unit}:
+                ahead[after[unit]] = pool.submit(self._read, self.units[after[unit]])
 
         def stop(unit: nn.Module, *_: Any) -> None:
             if waited_for is not None:
@@ -174,16 +189,17 @@ class Streamed:
                 slot.put(slot.empty)
 
         with ExitStack() as stack:
-            for unit in self.units:
+            pool = stack.enter_context(ThreadPoolExecutor(1))
+            for unit in units:
                 for handle in (
-                    unit.register_forward_pre_hook(lambda unit, _: self._fill(self.units[unit])),
+                    unit.register_forward_pre_hook(enter),
                     unit.register_forward_hook(leave, always_call=True),
                     unit.register_forward_hook(stop),
                 ):
                     stack.callback(handle.remove)
             yield
 
-    def _fill(self, slots: Sequence[Slot]) -> None:
+    def _read(self, slots: Sequence[Slot]) -> list[Tensor]:
         with ExitStack() as stack, torch.no_grad():
             opened: dict[Path, Any] = {}
 
@@ -191,11 +207,12 @@ class Streamed:
                 if stored.file not in opened:
                     file = storage.open_safetensors(stored.file)
                     opened[stored.file] = stack.enter_context(file)
-                value: Tensor = opened[stored.file].get_tensor(stored.name).to(self.device)
-                return value
+                value: Tensor = opened[stored.file].get_tensor(stored.name)
+                if value.numel():  # reading a byte of each page brings a mapped tensor into memory
+                    value.view(-1).view(torch.uint8)[::4096].max()
+                return value.to(self.device)
 
-            for slot in slots:
-                slot.fill(slot.weight.made(read))
+            return [slot.weight.made(read) for slot in slots]
 
     def _with(self, layers: Sequence[int] | None) -> set[nn.Module] | None:
         """The units that hold the attention of these layers; None where that cannot be told: where
