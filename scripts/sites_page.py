@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from numdev.kernels.emulation import stabilised
 from numdev.kernels.emulation.recipe import (
     ABOUT,
     BACKWARD,
     FORWARD,
     PRESETS,
     SITES,
+    STABILISED,
     TILINGS,
     Recipe,
 )
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "sites.md"
 HEAD = """\
 # Rounding sites and presets
 
-Written by `python scripts/sites_page.py` from `numdev/kernels/sites.py`.
+Written by `python scripts/sites_page.py` from `numdev/kernels/emulation/recipe.py`.
 
 The kernel `emulated` computes tiled attention in fp64 and rounds each step, once and correctly, to
 the format its **site** has. A **preset** gives every site a value: `working` (the case's format),
@@ -119,8 +119,8 @@ TAIL = """\
 - `rounding` (`nearest`, `toward_zero`, `stochastic` with `seed`) holds for every site. In
   `numdev train` what is drawn goes on from step to step, from the run's seed and this one.
 - `compute: float32` does the arithmetic in fp32 and rounds at the same sites; float32 sites then
-  cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulated_forward.py` and
-  `numdev/kernels/emulated_backward.py`.
+  cost nothing. How far it may be from fp64 is derived in `numdev/kernels/emulation/forward.py` and
+  `numdev/kernels/emulation/backward.py`.
 
 ## Limits
 
@@ -150,7 +150,7 @@ def render() -> str:
                 ["", *(f"`{name}`" for name in names)],
                 ([row, *(_shown(PRESETS[n], row) for n in names)] for row in STRUCTURES),
             ),
-            TAIL.format(**stabilised.DEFAULTS),
+            TAIL.format(**STABILISED),
         ]
     )
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from numdev import kernels
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, Refused, UsageError
-from numdev.formats import FORMATS, round_to
-from numdev.kernels import Kernel, Output, backward, find, kernel
-from numdev.kernels.plain import adapt
+from numdev.formats import FORMATS
+from numdev.kernels import Kernel, Output, find, kernel
 from numdev.kernels.reference import gradients
 
 
@@ -62,31 +61,6 @@ def test_a_function_is_differentiated() -> None:
     assert torch.equal(twice.dk, found.dk * 2)
 
 
-def test_the_case_is_left_alone() -> None:
-    """Leaves are fresh: the case's tensors want no gradient afterwards and have collected none,
-    whether gradients are on or off around the call."""
-    case = step()
-    with torch.no_grad():
-        first = Kernel(name="x", function=plain).gradients(case)
-    case.q.requires_grad_()
-    second = Kernel(name="x", function=plain).gradients(case)
-    assert torch.equal(first.dq, second.dq)
-    assert case.q.grad is None
-    assert not case.k.requires_grad
-
-
-def test_a_function_of_q_k_v_is_differentiated() -> None:
-    """A plain function too; where it gets repeated heads, its gradients are summed over them."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
-
-    case = step(heads=4, kv_heads=2)
-    found, exact = adapt("m:attention", attention).gradients(case), exact_gradients(case)
-    for name in NAMES:
-        assert_within(getattr(found, name), getattr(exact, name), 2 * exact.bounds[name])
-
-
 def test_an_input_without_influence_has_gradient_zero() -> None:
     """The mean of V depends on V alone."""
     case = step()
@@ -96,25 +70,6 @@ def test_an_input_without_influence_has_gradient_zero() -> None:
     assert torch.equal(found.dk, torch.zeros_like(case.k))
     expected = (case.grad_out.sum(dim=2, keepdim=True) / 5).expand_as(case.v)
     torch.testing.assert_close(found.dv, expected, rtol=4 * U64, atol=4 * U64)
-
-
-def test_its_own_autograd_function_is_what_runs() -> None:
-    """A kernel with a `torch.autograd.Function` is measured by that, not by the truth."""
-
-    class Wrong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return q * 1.0
-
-        @staticmethod
-        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, None, Tensor]:
-            return dO * 7, None, torch.ones(1, 2, 5, 4, dtype=dO.dtype)
-
-    case = step()
-    found = Kernel(name="x", function=lambda c: Wrong.apply(c.q, c.k, c.v)).gradients(case)
-    assert torch.equal(found.dq, case.grad_out * 7)
-    assert (found.dk == 0).all()
-    assert (found.dv == 1).all()
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
@@ -131,56 +86,7 @@ def test_the_upstream_gradient_comes_in_the_outputs_dtype(narrow: torch.dtype) -
     assert wide.dv.dtype == narrow
 
 
-@pytest.mark.parametrize("function", [lambda c: plain(c).detach(), lambda c: torch.ones_like(c.q)])
-def test_what_autograd_cannot_follow_has_no_backward(function: Any) -> None:
-    """An output cut off from its inputs is a refusal, not three zeros."""
-    with pytest.raises(Refused, match="it has no backward: autograd cannot follow it"):
-        Kernel(name="x", function=function).gradients(step())
-
-
-def test_what_runs_around_the_backward_pass() -> None:
-    """`during_backward` is entered after the forward pass and left after the backward."""
-    seen: list[str] = []
-
-    class Note:
-        def __enter__(self) -> None:
-            seen.append("in")
-
-        def __exit__(self, *_: object) -> None:
-            seen.append("out")
-
-    def function(case: AttentionCase) -> Tensor:
-        seen.append("forward")
-        return plain(case)
-
-    backward.differentiate(function, step(), during_backward=Note())
-    assert seen == ["forward", "in", "out"]
-
-
 # --- by a function of its own, or not at all -----------------------------------------------------
-
-
-def test_a_backward_of_its_own_gets_case_and_options() -> None:
-    """A kernel may compute everything itself; forward and backward are then two functions."""
-
-    @kernel("own", backward=lambda case, *, factor: whole(case, ran_backward=f"times {factor}"))
-    def own(case: AttentionCase, *, factor: float = 1.0) -> Output:
-        """Mine."""
-        raise AssertionError
-
-    case = step(**FEATURES["everything"])
-    found = find("own").gradients(case, factor=3.0)
-    assert found.ran_backward == "times 3.0"
-    assert torch.equal(found.dv, gradients(case).dv)
-
-
-def test_an_edited_backward_is_another_kernel() -> None:
-    """The fingerprint takes in the file of the backward, where that is another one; in the same
-    file it is the function's own."""
-    here, there = kernels.fingerprint(plain), kernels.fingerprint(find("baseline").function)
-    both = kernels.fingerprint(plain, find("baseline").function)
-    assert len({here, there, both}) == 3
-    assert kernels.fingerprint(plain, whole) == here
 
 
 SHORT = torch.zeros(1, 2, 4, 4)
@@ -252,15 +158,3 @@ def test_the_baselines_empty_rows_give_no_nan() -> None:
     found = find("baseline").gradients(case)
     assert all(getattr(found, x).isfinite().all() for x in NAMES)
     assert (found.dq[:, :, 1] == 0).all()
-
-
-def test_the_baselines_group_is_summed_in_one_rounding() -> None:
-    """Eight query heads on one kv head in bfloat16: dV is the sum of eight heads' own dV, rounded
-    once and not seven times."""
-    case = step(heads=8, kv_heads=1, dtype=torch.bfloat16)
-    apart = dataclasses.replace(
-        case, k=case.k.expand(1, 8, 5, 4), v=case.v.expand(1, 8, 5, 4).contiguous()
-    )
-    parts = find("baseline").gradients(apart).dv
-    once = round_to(parts.double().sum(dim=1, keepdim=True), case.format)
-    assert torch.equal(find("baseline").gradients(case).dv.double(), once)

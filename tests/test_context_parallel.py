@@ -7,7 +7,6 @@ the ring on CUDA is tested on two GPUs.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -21,10 +20,9 @@ import torch
 from test_sharded import TENSORS, drawn, errors
 
 from numdev.audit.attempt import Failure, attempt
-from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.errors import MeasurementError, Refused
 from numdev.kernels import Output, find
-from numdev.kernels.ranks import Ranks, end_all, packed, together, unpacked
-from numdev.system import Requirement, System
+from numdev.kernels.context_parallel import end_all, together
 
 PARALLEL, SHARDED = find("context-parallel"), find("sharded")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
@@ -69,15 +67,6 @@ def test_it_is_sharded_bit_by_bit(balance: str, rotate: str, convert_to_f32: boo
     assert real.ran == f"context parallelism, {rotate}: {same.ran}"
 
 
-def test_rows_come_in_their_natural_order() -> None:
-    """A balanced causal call with grouped heads is causal attention of the whole: every error is
-    within a factor of two of one flash call's."""
-    case = drawn(64, heads=4, is_causal=True)
-    real = PARALLEL.gradients(case)
-    whole = errors(case, find("sdpa-flash").gradients(case))
-    assert all(x < 2 * whole[t] for t, x in errors(case, real).items())
-
-
 def test_ranks_are_kept() -> None:
     """A second call is answered by the same processes, and forward alone gives no gradients."""
     case = drawn(64)
@@ -116,18 +105,10 @@ def test_ranks_that_hang_are_ended() -> None:
     assert not any(map(alive, ranks.pids))
 
 
-def test_what_a_rank_raises_is_told() -> None:
-    """An exception in the ranks is the caller's, with its kind and words, and ends them."""
-    ranks = Ranks(1, "cpu")
-    with pytest.raises(MeasurementError, match="rank 0 of 1: KeyError: 'rotate'"):
-        ranks.ask({})
-    assert not any(map(alive, ranks.pids))
-
-
 def test_no_rank_outlives_the_program() -> None:
     """Ranks end with a program that is killed by SIGKILL."""
     program = """
-        from numdev.kernels.ranks import Ranks
+        from numdev.kernels.context_parallel import Ranks
         import time
         print(*Ranks(1, "cpu").pids, flush=True)
         time.sleep(600)
@@ -155,36 +136,7 @@ def alive(pid: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] != "Z"
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("true",)
-
-
-def test_nothing_is_executed_between_processes() -> None:
-    """Tensors and plain data come back as they were; a pickle that calls something does not."""
-    task = {"q": torch.randn(2, 3).bfloat16(), "scale": 0.5, "is_causal": True, "inner": "x"}
-    back = unpacked(packed(task))
-    assert torch.equal(back["q"], task["q"])  # type: ignore[arg-type]
-    assert {**back, "q": 0} == {**task, "q": 0}
-    with pytest.raises(pickle.UnpicklingError):
-        unpacked(packed({"q": Evil()}))
-
-
 # --- what it needs, and refuses ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("system", "missing"),
-    [
-        (System(device="cpu"), "needs 2 CUDA devices, found 0"),
-        (System(device="cuda", devices=1), "needs 2 CUDA devices, found 1"),
-        (System(device="cuda", devices=2), None),
-    ],
-)
-def test_what_is_missing(system: System, missing: str | None) -> None:
-    """How many devices there should be and how many there are."""
-    assert PARALLEL.missing(system) == missing
-    assert Requirement(device="cuda").missing(System(device="cuda", devices=1)) is None
 
 
 def test_what_it_refuses() -> None:
@@ -203,15 +155,6 @@ def test_what_it_refuses() -> None:
         PARALLEL.attend(drawn(62, is_causal=True))
     with pytest.raises(Refused, match="causal calls alone"):
         PARALLEL.attend(drawn(64), load_balance=True)
-
-
-@pytest.mark.parametrize(
-    "options", [{"world": 1}, {"inner": "emulated"}, {"rotate": "x"}, {"load_balance": 1}]
-)
-def test_options_without_sense(options: dict[str, Any]) -> None:
-    """Refused before anything is started."""
-    with pytest.raises(UsageError):
-        PARALLEL.with_options(options)
 
 
 # --- on GPUs -------------------------------------------------------------------------------------

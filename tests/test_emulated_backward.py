@@ -210,39 +210,6 @@ def test_exact_is_the_gradient(name: str) -> None:
             assert ((found - exact).abs() <= 300 * U64 * scale).all(), made
 
 
-def test_the_helper_rejects_a_wrong_gradient() -> None:
-    """A dQ with a scale off by 1e-12 is outside that tolerance."""
-    case = with_grad(make_case())
-    off = dataclasses.replace(case, scale=case.scale * (1 + 1e-12))
-    dQ, exact, scale = gradients(off, recipe("exact"))[2], dense(case)[1], term_scales(case)[0]
-    assert not ((dQ - exact).abs() <= 300 * U64 * scale).all()
-
-
-@pytest.mark.parametrize("fields", [{"causal": True}, {"kv_heads": 1, "logits": 3.0}])
-def test_exact_is_the_gradient_at_length(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At a length of many tiles and blocks too, to 1e-14 of the term scale."""
-    monkeypatch.setattr(forward, "BLOCK_BYTES", {"cpu": 1 << 16})
-    case = drawn(300, head_dim=32, **fields)
-    made = recipe("exact", block_q=16, block_kv=7)
-    found, truth, scales = gradients(case, made), dense(case), term_scales(case)
-    assert (found[0] - truth[0]).abs().max() < 1e-14
-    for a, b, scale in zip(found[2:], truth[1:], scales, strict=True):
-        assert ((a - b).abs() <= 1e-14 * scale).all()
-
-
-def test_the_first_two_are_those_of_forward() -> None:
-    """O and L are bit for bit what `attend` gives for the same recipe."""
-    case = everything()
-    for preset in PRESETS:
-        made = recipe(preset)
-        O, L = forward.attend(case, made)
-        found = gradients(case, made)
-        assert torch.equal(found[0], O)
-        assert torch.equal(found[1], L)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", [name for name in FEATURES if "no key at all" in name])
 def test_a_row_without_keys(preset: str, name: str) -> None:
@@ -316,41 +283,6 @@ def test_every_step_of_a_site_is_rounded(seen: list[tuple[str, Tensor]]) -> None
     assert counted == expected
 
 
-def test_running_sums_have_no_partials(seen: list[tuple[str, Tensor]]) -> None:
-    """With `group_sum: running` the sums go on through a group: no partial is rounded, and working
-    sums give other dk and dv, the same dq."""
-    case = everything()
-    sites = {"dk": "working", "dv": "working"}
-    one = gradients(case, recipe("exact", sites=sites, block_q=4))
-    seen.clear()
-    other = gradients(case, recipe("exact", sites=sites, block_q=4, group_sum="running"))
-    assert not {"dk_partial", "dv_partial"} & {site for site, _ in seen}
-    assert torch.equal(one[2], other[2])
-    assert not torch.equal(one[3], other[3])
-    assert not torch.equal(one[4], other[4])
-
-
-def test_a_gradient_of_the_working_format_is_rounded_once() -> None:
-    """With one key dV is the sum of the rows of dO, 1 + 2^-8 + 2^-40: 1.0078125 in bfloat16, and
-    1.0 only by way of float32, where the tail is lost and a tie is left."""
-    case = make_case(heads=1, q_len=2, kv_len=1, head_dim=1)
-    dO = torch.tensor([1.0, 2**-8 + 2**-40], dtype=torch.float64).view(1, 1, 2, 1)
-    case = dataclasses.replace(case, grad_out=dO)
-    once = gradients(case, recipe("exact", sites={"dv_out": "bfloat16"}))
-    twice = gradients(case, recipe("exact", sites={"dv": "float32", "dv_out": "bfloat16"}))
-    assert once[4].item() == 1.0078125
-    assert twice[4].item() == 1.0
-
-
-def test_stochastic_rounding_is_seeded() -> None:
-    """A seed gives one result, another seed another."""
-    case = drawn(32)
-    runs = [gradients(case, recipe("fa2", rounding="stochastic", seed=s)) for s in (0, 0, 1)]
-    for a, b, c in zip(*runs, strict=True):
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)
-
-
 # --- tiles and blocks ----------------------------------------------------------------------------
 
 
@@ -383,24 +315,6 @@ def test_blocks_cover_what_is_visible_once(monkeypatch: pytest.MonkeyPatch) -> N
             assert count.max() <= 1
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("kv_order", ["ascending", "descending"])
-def test_memory_does_not_matter(
-    preset: str, kv_order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However little memory there is for a block, the numbers are the same, but for the last bit of
-    fp64 where sums are not rounded tile by tile."""
-    fields = {**FEATURES["everything"], "q_len": 30, "kv_len": 30}
-    case = with_grad(make_case(dtype=torch.bfloat16, **fields))
-    tile = {} if preset == "eager" else {"block_q": 4, "block_kv": 8}
-    made = recipe(preset, kv_order=kv_order, **tile)
-    whole = gradients(case, made)
-    for budget in (1, 1 << 12):
-        monkeypatch.setattr(forward, "BLOCK_BYTES", {"cpu": budget})
-        for a, b in zip(gradients(case, made), whole, strict=True):
-            assert (a - b).abs().max() < 1e-13 if preset == "exact" else torch.equal(a, b)
-
-
 def test_tiles_matter_through_the_running_sums() -> None:
     """In `fa2` backward another tile changes no gradient by more than fp32 sums do; with dq, dk and
     dv in the working format smaller tiles mean larger errors, and the order of keys changes dq."""
@@ -423,43 +337,6 @@ def test_tiles_matter_through_the_running_sums() -> None:
 
 
 # --- known answers -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_one_key_has_no_say(preset: str) -> None:
-    """With a single key P is 1, so dS = dP - delta is 0, dQ and dK are 0 and dV is dO; but for
-    presets that round dP and dO o O apart from each other (the second paper's inconsistency), where
-    delta from dP o P puts it right."""
-    case = drawn(1, heads=8)
-    inconsistent = preset in ("golden2024", "qiu2025")
-    dQ, dK, dV = gradients(case, recipe(preset))[2:]
-    assert case.grad_out is not None
-    assert torch.equal(dV, case.grad_out.double())
-    if preset == "exact":
-        assert dQ.abs().max() < 1e-14
-        return
-    assert bool(dQ.any()) == inconsistent
-    assert bool(dK.any()) == inconsistent
-    dQ, dK, _ = gradients(case, recipe(preset, delta_from="dP*P"))[2:]
-    assert not dQ.any()
-    assert not dK.any()
-
-
-def test_rounded_dp_wants_delta_from_it() -> None:
-    """The error of delta reaches dQ through P K (the second paper's first equation), so it grows
-    with what keys have in common. Where they share an offset, dQ is off by a third and more from
-    rounding dP alone, and from rounding O alone; with delta as rowsum(dP o P) of the same rounded
-    dP a row of dS sums to 0, and the offset has no effect (measured: 0.4, 0.6, and 0.025)."""
-    case = drawn(256, one_sign=True)
-    shifted = dataclasses.replace(case, k=case.k + 16)
-    made = recipe("exact", sites={"dp": "bfloat16"}, delta_from="dP*P")
-    size = rms(dense(shifted)[1])
-    assert (errors(shifted, dp="bfloat16")[0] > 0.3 * size).all()
-    assert (errors(shifted, delta_o="bfloat16")[0] > 0.3 * size).all()
-    cured = rms(gradients(shifted, made)[2] - dense(shifted)[1])
-    assert (cured < 0.05 * size).all()
-    as_before = rms(gradients(case, made)[2] - dense(case)[1])
-    assert ((cured / as_before - 1).abs() < 0.1).all()
 
 
 # --- compute: float32 ----------------------------------------------------------------------------
@@ -491,35 +368,6 @@ def test_float32_is_within_its_bound(options: dict[str, Any]) -> None:
 # --- the kernel's own door -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "dtypes"),
-    [
-        ({}, (torch.bfloat16, torch.float32) + (torch.bfloat16,) * 3),
-        ({"preset": "exact"}, (torch.float64,) * 5),
-        ({"preset": "exact", "compute": "float32"}, (torch.float32,) * 5),
-        ({"dk_out": "exact"}, (torch.bfloat16, torch.float32, torch.bfloat16, torch.float64)),
-        ({"dq_out": "float16"}, (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)),
-    ],
-)
-def test_stored_gradients(options: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
-    """Each of the five comes in a dtype that holds its site's format, with the shape of its input,
-    and the values of `gradients`."""
-    case = everything()
-    step = emulated.gradients(case, **options)
-    assert step.lse is not None
-    assert step.dq is not None
-    assert step.dk is not None
-    assert step.dv is not None
-    stored = (step.out, step.lse, step.dq, step.dk, step.dv)
-    assert tuple(x.dtype for x in stored)[: len(dtypes)] == dtypes
-    shapes = [x.shape for x in (case.grad_out, case.q[..., 0], case.q, case.k, case.v)]  # type: ignore[index, union-attr]
-    assert [x.shape for x in stored] == shapes
-    if "preset" not in options:
-        made = recipe("fa2", sites=options)
-        for a, b in zip(stored, gradients(case, made), strict=True):
-            assert torch.equal(a.double(), b)
-
-
 def test_what_cannot_be_done_is_refused() -> None:
     """No grad_out, and one that fp32 does not hold, are Refused; an unknown option is a UsageError
     that names the closest."""
@@ -534,15 +382,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         emulated.gradients(case, delta_form="dP*P")
     with pytest.raises(UsageError, match="delta_from is 'dP'"):
         emulated.gradients(case, delta_from="dP")
-
-
-def test_what_ran_is_said() -> None:
-    """The description names what the preset left open."""
-    said = emulated.backward_description(recipe("eager", compute="float32"), drawn(9))
-    assert said == (
-        "eager: P from exp(S - m) / l, delta from dP*P, dS scaled before its products, "
-        "tiles 1 x 9, float32"
-    )
 
 
 # --- real kernels --------------------------------------------------------------------------------
@@ -643,18 +482,6 @@ def test_eager_is_the_baselines_backward(regime: str, dtype: torch.dtype) -> Non
         few = turned or (name == "dk" and regime == "ties")
         assert ((ratio - 1).abs() < (0.06 if few else 0.02)).all(), (name, ratio)
         assert (residual < (0.4 if turned else 0.25)).all(), (name, residual)
-
-
-def test_eager_with_everything() -> None:
-    """So it does with a soft cap, sinks, an additive mask and a causal limit."""
-    case = make_case(
-        dtype=torch.bfloat16, heads=4, kv_heads=2, q_len=128, kv_len=128, head_dim=32, softcap=3.0,
-        mask=("float", "b1qk"), sinks=True, logits=3.0, is_causal=True,
-    )  # fmt: skip
-    case = with_grad(case)
-    for ratio, residual in compared(case, autograd(case, None), recipe("eager")):
-        assert ((ratio - 1).abs() < 0.02).all(), ratio
-        assert (residual < 0.25).all(), residual
 
 
 @pytest.mark.parametrize("regime", REGIMES)

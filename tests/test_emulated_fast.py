@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import Format, format_named, ulp
-from numdev.kernels import Refused
 from numdev.kernels.emulation import backward as emulated_backward
-from numdev.kernels.emulation import fast_backward as emulated_fast_backward
-from numdev.kernels.emulation import fast_forward as emulated_fast
 from numdev.kernels.emulation import forward as tile_by_tile
 from numdev.kernels.emulation.predict import emulated_step, emulation, recipe_of
 from numdev.kernels.emulation.recipe import Recipe
@@ -101,15 +97,15 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 @pytest.fixture(params=[False, True], ids=["one block", "many blocks"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks as on a GPU, or of few rows and few tiles of keys."""
-    for module in (emulated_fast, emulated_fast_backward):
+    for module in (tile_by_tile, emulated_backward):
         size = 1 << 17 if request.param else 1 << 28
-        monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": size})
-    monkeypatch.setattr(emulated_fast, "FEWEST_ROWS", 30)
+        monkeypatch.setattr(module, "WIDE_BYTES", {"cpu": size})
+    monkeypatch.setattr(tile_by_tile, "MIN_BLOCK_ROWS", 30)
 
 
 def keeps_sums(case: AttentionCase, made: Recipe) -> bool:
     r = Rounder(made, case, tile_by_tile.dtype_of(made))
-    return emulated_fast.keeps_sums(r, case, made)
+    return tile_by_tile.is_at_once(r, case, made)
 
 
 def apart(found: Tensor, tiled: Tensor, error: Tensor) -> float:
@@ -209,47 +205,6 @@ def test_what_is_not_finite_spreads_as_tile_by_tile(name: str, value: float) -> 
     assert torch.equal(emulation(case, claim).nan_to_num(7e4), tiled.nan_to_num(7e4))
 
 
-def test_known_answers() -> None:
-    """One key gives its V, equal scores give the mean of V, a row that sees no key gives 0."""
-    one = drawn(rows=5, keys=1)
-    expected = one.v.float().repeat_interleave(2, dim=1).expand(-1, -1, 5, -1)
-    assert torch.equal(emulation(one, {}), expected)
-    case = drawn(rows=5, keys=256)
-    equal = dataclasses.replace(case, k=torch.zeros_like(case.k), v=case.v.sign())
-    mean = equal.v.float().mean(dim=2, keepdim=True).repeat_interleave(2, dim=1)
-    assert torch.equal(emulation(equal, {}), mean.to(torch.bfloat16).float().expand(-1, -1, 5, -1))
-    empty = drawn(is_causal=True, causal_offset=-20)
-    assert not bool(emulation(empty, {})[:, :, :20].any())
-
-
-class Counted(TorchDispatchMode):
-    """How many operators are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_cost_does_not_grow_with_the_number_of_tiles() -> None:
-    """On a GPU an operator is a launch: a prediction has fewer than 100, a step fewer than 220,
-    however many tiles there are."""
-    claim = {"block_kv": 16, "kv_order": "descending"}
-    for work, most in ((emulation, 100), (emulated_step, 220)):
-        calls = []
-        for keys in (160, 640):
-            case = drawn(rows=64, keys=keys, is_causal=True, causal_offset=keys - 64)
-            with Counted() as counted:
-                work(case, claim)
-            calls.append(counted.calls)
-        assert calls[0] == calls[1] < most
-
-
 # --- a training step -----------------------------------------------------------------------------
 
 
@@ -294,7 +249,7 @@ def test_a_step_in_blocks_is_that_in_tiles(name: str) -> None:
     case = CASES[name]("bfloat16")
     for claim in STEPS.values():
         r = Rounder(recipe_of(claim), case, torch.float32)
-        assert emulated_fast_backward.keeps_sums(r, case, recipe_of(claim))
+        assert emulated_backward.is_at_once(r, case, recipe_of(claim))
         assert_same_step(case, claim, claim, RMS_OF_FEW if name in FEW else RMS)
 
 
@@ -315,14 +270,6 @@ def test_another_step_is_not_the_same(wrong: Mapping[str, Any]) -> None:
         assert_same_step(drawn(), {}, wrong)
 
 
-def test_gradients_summed_in_the_working_format_go_tile_by_tile() -> None:
-    """PyTorch's CPU kernel: forward in blocks, and backward as `emulated` has it."""
-    claim = {"dq": "working", "dk": "working", "dv": "working", "block_kv": 64, "block_q": 32}
-    assert_same_step(drawn(), claim, claim)
-    with pytest.raises(AssertionError):
-        assert_same_step(drawn(), claim, {**claim, "block_q": 64})
-
-
 def test_a_step_of_what_is_not_finite_is_that_in_tiles() -> None:
     """An upstream gradient that overflowed reaches what it reaches in `emulated`."""
     case = drawn(is_causal=True)
@@ -332,12 +279,6 @@ def test_a_step_of_what_is_not_finite_is_that_in_tiles() -> None:
     found = emulated_step(case, {})
     for x, y in zip(found.values(), (tiled[0], *tiled[2:]), strict=True):
         assert torch.equal(x.nan_to_num(7e4), y.nan_to_num(7e4))
-
-
-def test_a_step_needs_an_upstream_gradient() -> None:
-    """Without grad_out there is no backward pass to predict."""
-    with pytest.raises(Refused, match="grad_out"):
-        emulated_step(dataclasses.replace(drawn(), grad_out=None), {})
 
 
 @pytest.mark.gpu
@@ -350,29 +291,6 @@ def test_blocks_are_the_tiles_on_a_gpu(name: str) -> None:
         assert_same(case, claim, claim)
     for claim in STEPS.values():
         assert_same_step(case, claim, claim, RMS_OF_FEW if name in FEW else RMS)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_finds_what_is_not_finite() -> None:
-    """One NaN or infinity among numbers is found there too, wherever it stands."""
-    assert finds_what_is_not_finite("cuda")
-
-
-def test_what_is_not_finite_is_found() -> None:
-    """One NaN or infinity among numbers, wherever it stands; no largest number is one."""
-    assert finds_what_is_not_finite("cpu")
-
-
-def finds_what_is_not_finite(device: str) -> bool:
-    largest = torch.full((3, 5000), torch.finfo(torch.float32).max, device=device)
-    found = [emulated_fast.all_finite(largest, -largest)]
-    for value in (float("nan"), float("inf"), -float("inf")):
-        for place in (0, 2500, 4999):
-            spoilt = largest.clone()
-            spoilt[1, place] = value
-            found.append(not emulated_fast.all_finite(largest, spoilt))
-    return all(found)
 
 
 def on_gpu(case: AttentionCase) -> AttentionCase:

@@ -33,8 +33,8 @@ CPU = System(device="cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def ran(text: str) -> Output:
-    return Output(out=torch.zeros(1), ran=text)
+def ran(device: str, **options: Any) -> Output:
+    return Output(out=torch.zeros(1), did={"compiled": True, "device": device, **options})
 
 
 # --- the right function --------------------------------------------------------------------------
@@ -76,15 +76,6 @@ def test_compiled_equals_the_oracle(feature: str) -> None:
     assert found.lse is None
 
 
-@pytest.mark.slow
-def test_compiled_with_grouped_heads_and_another_v() -> None:
-    """Grouped heads and a V of another width pass through the compiled call."""
-    fields: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_dim": 24}
-    case = make_case(**fields, dtype=torch.float32)
-    exact, found = attention(case), FLEX.attend(case)
-    assert_within(found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0])
-
-
 @pytest.mark.parametrize(
     ("feature", "wrong"),
     [
@@ -109,12 +100,6 @@ def test_comparing_rejects_the_neighbouring_function(feature: str, wrong: dict[s
 # --- what it refuses -----------------------------------------------------------------------------
 
 
-def test_sinks_are_refused() -> None:
-    """The interface has no word for sinks, and they are not dropped."""
-    with pytest.raises(Refused, match="FlexAttention has no attention sinks"):
-        FLEX.attend(make_case(sinks=True), compiled=False)
-
-
 def test_formats_no_compiled_kernel_takes() -> None:
     """float64 is refused compiled, in words, and runs eager."""
     with pytest.raises(Refused, match="takes float16, bfloat16 and float32"):
@@ -126,12 +111,6 @@ def test_there_is_no_backward_on_a_cpu() -> None:
     for compiled in (True, False):
         with pytest.raises(Refused, match="no backward on a CPU"):
             FLEX.gradients(step(dtype=torch.float32), compiled=compiled)
-
-
-def test_options_of_the_other_device_are_refused() -> None:
-    """Tile sizes belong to the kernel for CUDA; on a CPU they would be ignored."""
-    with pytest.raises(Refused, match="BLOCK_N: options of FlexAttention's kernel for CUDA"):
-        FLEX.attend(make_case(dtype=torch.float32), block_n=32)
 
 
 @pytest.mark.parametrize(
@@ -180,38 +159,31 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- how it rounds -------------------------------------------------------------------------------
 
 
-def test_what_ran_says_what_changes_the_numbers() -> None:
-    """The options that are set are part of what ran."""
-    given = {**FLEX.options, "block_n": 32, "prescale_qk": True}
-    asked = flex._kernel_options(given)
-    assert asked == {"BLOCK_N": 32, "PRESCALE_QK": True}
-    expected = "flex_attention, compiled for cuda, BLOCK_N=32, PRESCALE_QK=True"
-    assert flex.described(True, "cuda", asked) == expected
-
-
 @pytest.mark.parametrize(
-    ("fields", "text", "system", "claim"),
+    ("fields", "did", "system", "claim"),
     [
-        ({}, "compiled for cuda", H200, {"block_kv": 128}),
-        ({"head_dim": 128}, "compiled for cuda", H200, {"block_kv": 64}),
-        ({"head_dim": 80}, "compiled for cuda", H200, {"block_kv": 64}),
-        ({"head_dim": 256}, "compiled for cuda", H200, {"block_kv": 32}),
-        ({"dtype": torch.float32}, "compiled for cuda", H200, {"block_kv": 32}),
-        ({}, "compiled for cuda, BLOCK_N=16", H200, {"block_kv": 16}),
-        ({"heads": 4}, "compiled for cuda", H200, {"block_kv": 128, "group_sum": "running"}),
-        ({}, "compiled for cuda, BACKEND=FLASH", H200, {}),
+        ({}, {"device": "cuda"}, H200, {"block_kv": 128}),
+        ({"head_dim": 128}, {"device": "cuda"}, H200, {"block_kv": 64}),
+        ({"head_dim": 80}, {"device": "cuda"}, H200, {"block_kv": 64}),
+        ({"head_dim": 256}, {"device": "cuda"}, H200, {"block_kv": 32}),
+        ({"dtype": torch.float32}, {"device": "cuda"}, H200, {"block_kv": 32}),
+        ({}, {"device": "cuda", "BLOCK_N": 16}, H200, {"block_kv": 16}),
+        ({"heads": 4}, {"device": "cuda"}, H200, {"block_kv": 128, "group_sum": "running"}),
+        ({}, {"device": "cuda", "BACKEND": "FLASH"}, H200, {}),
         # Decoding: 132 multiprocessors over 2 kv heads, twice.
-        ({"q_len": 1}, "compiled for cuda", H200, {"block_kv": 64, "splits": 132}),
-        ({"q_len": 1}, "compiled for cuda, BACKEND=TRITON", H200, {"block_kv": 128}),
-        ({}, "compiled for cpu", CPU, {"block_kv": 300}),
-        ({"is_causal": True}, "compiled for cpu", CPU, {"block_kv": 128}),
+        ({"q_len": 1}, {"device": "cuda"}, H200, {"block_kv": 64, "splits": 132}),
+        ({"q_len": 1}, {"device": "cuda", "BACKEND": "TRITON"}, H200, {"block_kv": 128}),
+        ({}, {"device": "cpu"}, CPU, {"block_kv": 300}),
+        ({"is_causal": True}, {"device": "cpu"}, CPU, {"block_kv": 128}),
     ],
 )
-def test_claims(fields: dict[str, Any], text: str, system: System, claim: dict[str, Any]) -> None:
+def test_claims(
+    fields: dict[str, Any], did: dict[str, Any], system: System, claim: dict[str, Any]
+) -> None:
     """FlashAttention-2's arithmetic in the tiles of what ran, on a machine we need not have."""
     shape: dict[str, Any] = {"head_dim": 64, "q_len": 300, "kv_len": 300, "kv_heads": 2}
     case = make_case(**{**shape, "dtype": torch.bfloat16, **fields})
-    found = FLEX.claims(case, ran(f"flex_attention, {text}"), system)
+    found = FLEX.claims(case, ran(**did), system)
     assert found == {"preset": "fa2", **claim}
     assert emulation(case, found).shape == case.q.shape  # a claim that `emulated` understands
 
@@ -219,8 +191,7 @@ def test_claims(fields: dict[str, Any], text: str, system: System, claim: dict[s
 def test_nothing_is_claimed_of_a_prescaled_q() -> None:
     """What is rounded there is Q times scale and log2(e), which no emulation does."""
     case = make_case(head_dim=64, dtype=torch.bfloat16)
-    text = "flex_attention, compiled for cuda, PRESCALE_QK=True"
-    assert FLEX.claims(case, ran(text), H200) is None
+    assert FLEX.claims(case, ran("cuda", PRESCALE_QK=True), H200) is None
 
 
 def drawn(device: str, dtype: torch.dtype, length: int = 300, **fields: Any) -> AttentionCase:
@@ -239,13 +210,6 @@ def ratios(case: AttentionCase, **options: Any) -> list[float]:
     rows = measured_rows(task, FLEX, case, system)
     assert not [row.reason for row in rows if row.reason]
     return [row.expected_ratio for row in rows if row.tensor == "out"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"is_causal": True}, {"softcap": 5.0}])
-def test_eager_rounds_where_it_claims_to(fields: dict[str, Any]) -> None:
-    """In bfloat16 each head's error is within 5 % of what the claim predicts."""
-    for ratio in ratios(drawn("cpu", torch.bfloat16, **fields), compiled=False):
-        assert ratio == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.slow

@@ -10,23 +10,17 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import scipy.stats
 import torch
 from on_bench import prepare
 from oracles import make_case
 from test_deviation import changed, output_for, yardstick
-from test_summary import baseline, precision, row
-from test_terminal import kernel, report, shown
 from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, format_named, next_lower, round_to
-from numdev.gate.rules import ESTIMATED
 from numdev.metrics.deviation import measure
-from numdev.report.renderers import html
-from numdev.report.summary import summarise
 
 RATIOS = ("flash_vs_low_precision", "flash_vs_lower")
 NEW = (*RATIOS, *(f"{name}_w1" for name in RATIOS), "low_precision_rms", "low_precision_w1",
@@ -126,16 +120,6 @@ def test_what_overflows_below_is_left_out_there_alone() -> None:
     assert lost["nulls"]["lower_rms"] == "0/0"
 
 
-def test_nothing_else_moves() -> None:
-    """Without the two there are no new metrics, and the others are the same to the bit."""
-    y = yardstick()
-    both = changed(y, baseline_fp32=y.reference, baseline_lower=y.reference + 1)
-    output = output_for(y)
-    for plain_head, head in zip(measure(output, y).heads, measure(output, both).heads, strict=True):
-        assert not plain_head.keys() & set(NEW)
-        assert all(head[k] == plain_head[k] for k in plain_head)
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.half)])
 def test_the_bench_runs_the_baseline_in_both(name: str, dtype: torch.dtype) -> None:
     """In float32 of the unrounded inputs; and in the format itself of inputs that were rounded,
@@ -162,47 +146,3 @@ def test_float32_goes_down_to_bfloat16_and_up_to_nothing() -> None:
     assert y.baseline_lower is not None
     low = plain(case, torch.bfloat16, "bfloat16")
     assert torch.equal(y.baseline_lower, low)
-
-
-def test_heads_and_rows_are_the_measured_ones() -> None:
-    """A selection of heads restricts the new runs as it does the baseline."""
-    case = drawn()
-    whole = prepare(case, "bfloat16").yardsticks["out"]
-    one = prepare(case, "bfloat16", (1,)).yardsticks["out"]
-    for name in ("baseline_fp32", "baseline_lower"):
-        assert torch.equal(getattr(one, name), getattr(whole, name)[:, 1:2])
-
-
-def test_estimates_from_sampled_rows_are_judged_as_such() -> None:
-    """A gate on one of the ratios looks at its interval."""
-    assert set(RATIOS) <= ESTIMATED
-
-
-def test_the_summary_takes_the_median_head() -> None:
-    """Of the ratios, with the name of the lower format."""
-    values = {0: 0.5, 1: 0.2, 2: 0.9}
-    rows = [
-        row(h, lower_format="float8_e4m3fn", **{name: x for name in NEW if "flash" in name})
-        for h, x in values.items()
-    ]
-    [k] = [k for k in summarise([precision(), baseline(), *rows]).kernels if k.role == "kernel"]
-    assert {getattr(k, name) for name in NEW if "flash" in name} == {0.5}
-    assert k.lower_format == "float8_e4m3fn"
-    assert np.isclose(np.median(list(values.values())), 0.5)
-
-
-@pytest.mark.parametrize("lower", [0.004, 0.5])
-def test_it_is_shown(lower: float) -> None:
-    """In the terminal and on the page, W1 behind the paired number; a small one is not 0.00."""
-    found = report(
-        (kernel(flash_vs_low_precision=0.31, flash_vs_low_precision_w1=0.35, flash_vs_lower=lower,
-                flash_vs_lower_w1=lower, lower_format="float8_e4m3fn"),)
-    )  # fmt: skip
-    text = shown(found, 300)
-    assert "over the baseline's own way from float32 to bfloat16: sdpa-flash 0.31 (W1 0.35)" in text
-    assert "on to float8_e4m3fn: sdpa-flash" in text
-    assert "0.00" not in text
-    page = html.page(found.model_copy(update={"request": {"target": "demo"}}))
-    assert "own way from float32 to bfloat16: sdpa-flash 0.31 (W1 0.35)" in page.replace(
-        "&#39;", "'"
-    )

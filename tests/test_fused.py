@@ -15,7 +15,7 @@ import pytest
 import torch
 from fused_bounds import BACKWARD, FORWARD, bounds, shares
 from gradient_oracle import step
-from interpreted import python, results_of
+from interpreted import results_of
 from oracles import FEATURES, make_case
 
 from numdev.cases import AttentionCase, CaseRef, visible
@@ -100,14 +100,6 @@ def test_divided_keys_agree(interpreted: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_tiles_of_any_shape_agree(interpreted: dict[str, Any]) -> None:
-    """And tiles that are higher or wider than all rows and keys."""
-    assert len(interpreted["tiles"]) == 3
-    for found in interpreted["tiles"]:
-        assert max(found["shares"].values()) <= 1.0, found
-
-
-@pytest.mark.slow
 def test_exp2_is_as_good_as_it_says(interpreted: dict[str, Any]) -> None:
     """Against mpmath its relative error is below 2^-52 from -1021 to 1021, at whole numbers it is
     exact, and below -1021 it is 0."""
@@ -149,18 +141,6 @@ def test_the_comparison_rejects(name: str) -> None:
     for wrong in (moved, spoilt, value.float(), value[:, :1]):
         changed: dict[str, Any] = {name: wrong}
         assert shares(case, dataclasses.replace(exact, **changed), exact, limits)[name] > 1.0
-
-
-@pytest.mark.parametrize("name", ["empty", "unseen"])
-def test_the_comparison_rejects_another_row(name: str) -> None:
-    """One row called empty, or one key unseen, that is not."""
-    case = step(mask=("bool", "bhqk"))
-    exact = blocked.gradients(case)
-    flipped = getattr(exact, name).clone()
-    flipped.view(-1)[2] ^= True
-    changed: dict[str, Any] = {name: flipped}
-    wrong = dataclasses.replace(exact, **changed)
-    assert shares(case, wrong, exact, bounds(case, exact))[name] == inf
 
 
 def test_the_bounds_are_of_the_size_of_fp64() -> None:
@@ -248,39 +228,6 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "18 elements" in str(fused_refusal._unfit(shaped(mask=torch.zeros(2, 3, 3))))
 
 
-@pytest.mark.parametrize("value", [nan, inf, -inf])
-@pytest.mark.parametrize("name", ["q", "k", "v", "sinks", "grad_out"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_inputs_that_are_not_finite(name: str, value: float, dtype: torch.dtype) -> None:
-    """One element of any input is enough, in any format."""
-    case = step(dtype=torch.float32, sinks=True)
-    narrow = {x: getattr(case, x).to(dtype) for x in ("q", "k", "v", "grad_out")}
-    case = dataclasses.replace(case, **narrow)
-    assert fused_refusal._out_of_range(case) is None
-    spoilt = getattr(case, name).float()
-    spoilt.view(-1)[1] = value
-    changed: dict[str, Any] = {name: spoilt.to(getattr(case, name).dtype)}
-    found = fused_refusal._out_of_range(dataclasses.replace(case, **changed))
-    assert found == "an input is not finite"
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (nan, "not finite"),
-        (inf, "not finite"),
-        (-inf, None),
-        (torch.finfo(torch.float32).min, None),
-    ],
-)
-def test_masks_that_are_not_finite(value: float, words: str | None) -> None:
-    """-inf and the lowest number hide, be it everything; NaN and +inf would not be hidden keys."""
-    for mask in (torch.zeros(4, 5), torch.full((4, 5), value)):
-        mask[1, 2] = value
-        found = fused_refusal._out_of_range(make_case(dtype=torch.float32, mask=mask))
-        assert found is None if words is None else words in str(found)
-
-
 @pytest.mark.parametrize(
     ("fields", "refused"),
     [
@@ -309,27 +256,6 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
                 fused_refusal.accept_scores(forward)
         else:
             fused_refusal.accept_scores(forward)
-
-
-def test_a_cpu_is_refused() -> None:
-    """By both passes, in words."""
-    case = step(dtype=torch.float32)
-    for call in (fused.attend, fused.gradients):
-        with pytest.raises(Refused, match="runs on CUDA"):
-            call(case)
-
-
-def test_without_triton_there_is_a_reason() -> None:
-    """Where triton cannot be imported the reference works, and the fast path says why it cannot."""
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from numdev.kernels import reference\n"
-        "from numdev.kernels.reference import fused_refusal\n"
-        "print(fused_refusal._missing())"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Triton cannot be imported (")
 
 
 # --- which path a result came by -----------------------------------------------------------------

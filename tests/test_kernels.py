@@ -15,35 +15,14 @@ from typing import Any
 import pytest
 import torch
 from oracles import assert_within, attention, error_bounds, make_case
-from torch import Tensor
 
 from numdev import kernels
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, UsageError, closest
+from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Kernel, Output, Refused, Requirement, all_kernels, find, kernel
 from numdev.kernels.plain import adapt
-from numdev.kernels.reference import attend, reference
 from numdev.system import System
 
-BUILT_IN = [
-    "reference",
-    "floor",
-    "baseline",
-    "emulated",
-    "sdpa-math",
-    "sdpa-flash",
-    "sdpa-efficient",
-    "sdpa-cudnn",
-    "sdpa-default",
-    "triton-flash",
-    "flex",
-    "flash-attn-2",
-    "flash-attn-3",
-    "flash-attn-4",
-    "xformers",
-    "sharded",
-    "context-parallel",
-]
 CPU = System(device="cpu", cpu="a laptop", packages={"torch": "2.13.0"})
 H200 = System(
     device="cuda",
@@ -64,14 +43,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Kernel]]:
 
 
 # --- the registry --------------------------------------------------------------------------------
-
-
-def test_built_in_kernels_are_there() -> None:
-    """The built-in kernels come first, in their order, each with a line that says what it is."""
-    known = all_kernels()
-    assert list(known)[: len(BUILT_IN)] == BUILT_IN
-    assert all(known[name].summary.endswith(".") for name in BUILT_IN)
-    assert all(known[name].name == name for name in known)
 
 
 def test_registering_a_kernel() -> None:
@@ -106,78 +77,6 @@ def test_two_kernels_of_one_name_are_refused(registry: dict[str, Kernel]) -> Non
     assert "numdev.kernels.baseline:baseline" in caught.value.message
     assert "other" in caught.value.message
     assert find("baseline") is before
-
-
-def test_registering_the_same_function_again_is_fine() -> None:
-    """A module that is reloaded registers its kernels anew."""
-    for factor in (1.0, 2.0):
-
-        @kernel("again")
-        def again(case: AttentionCase, *, factor: float = factor) -> Output:
-            return Output(out=case.q)
-
-    assert find("again").options == {"factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("sdpa-flsh", "did you mean 'sdpa-flash'?"),
-        ("refrence", "did you mean 'reference'?"),
-        (
-            "zzz",
-            "known: baseline, context-parallel, emulated, flash-attn-2, ",
-        ),
-        ("", "known: baseline"),
-    ],
-)
-def test_an_unknown_kernel_gets_the_closest(name: str, hint: str) -> None:
-    """A misspelt name is answered with the nearest one, or with all of them."""
-    with pytest.raises(UsageError, match="unknown kernel") as caught:
-        find(name)
-    assert caught.value.hint is not None
-    assert caught.value.hint.startswith(hint)
-
-
-def test_closest_among_none() -> None:
-    """A hint is a sentence also when there is nothing to choose from."""
-    assert closest("x", []) == "there is none to choose from"
-
-
-def test_unknown_options_are_refused() -> None:
-    """An option a kernel does not have is named, with the closest; defaults fill in the rest."""
-
-    @kernel("tiled")
-    def tiled(case: AttentionCase, *, block_q: int = 64, block_kv: int = 32) -> Output:
-        return Output(out=case.q)
-
-    found = find("tiled")
-    assert found.with_options({}) == {"block_q": 64, "block_kv": 32}
-    assert found.with_options({"block_kv": 8}) == {"block_q": 64, "block_kv": 8}
-    with pytest.raises(UsageError, match="kernel tiled has no option 'blok_q'; did you mean 'bloc"):
-        found.with_options({"blok_q": 1})
-    with pytest.raises(UsageError, match="kernel baseline has no option 'x'; it has no options"):
-        find("baseline").with_options({"x": 1})
-
-
-def test_an_option_needs_a_default() -> None:
-    """Every option stands in every row, so one without a value cannot be registered."""
-    with pytest.raises(UsageError, match="has no default for its option 'block'"):
-
-        @kernel("incomplete")
-        def incomplete(case: AttentionCase, *, block: int) -> Output:
-            return Output(out=case.q)
-
-
-def test_declining_a_case() -> None:
-    """What `supports` says becomes the reason, and the function is not called."""
-
-    def never(case: AttentionCase) -> Output:
-        raise AssertionError
-
-    declines = Kernel(name="x", function=never, supports=lambda case: "not today")
-    with pytest.raises(Refused, match="not today"):
-        declines.attend(make_case())
 
 
 # --- what a kernel may return --------------------------------------------------------------------
@@ -244,58 +143,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
     return write
 
 
-def test_a_function_of_q_k_v(module: Callable[[str], str]) -> None:
-    """`module:function` is a kernel under that name, without being registered."""
-    name = module(
-        """
-        import torch
-
-        def attention(q, k, v):
-            "My attention."
-            return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
-        """
-    )
-    found = find(f"{name}:attention")
-    assert (found.name, found.summary) == (f"{name}:attention", "My attention.")
-    assert found.name not in all_kernels()
-    case = make_case()
-    torch.testing.assert_close(found.attend(case).out, attend(case).out)
-
-
-def test_a_function_of_a_case(module: Callable[[str], str]) -> None:
-    """A function whose first parameter is `case` gets the case and its options."""
-    name = module(
-        """
-        from numdev.kernels import Output
-
-        def attention(case, *, factor=3.0):
-            return Output(out=case.v[:, :, :1].expand_as(case.q) * factor, ran="by hand")
-        """
-    )
-    found = find(f"{name}:attention")
-    assert found.options == {"factor": 3.0}
-    output = found.attend(make_case(), factor=2.0)
-    assert output.ran == "by hand"
-    assert torch.equal(output.out[:, :, 0], make_case().v[:, :, 0] * 2)
-
-
-def test_a_registered_function_by_its_path(module: Callable[[str], str]) -> None:
-    """A path to a function that registers itself gives the registered kernel, requirements and
-    all."""
-    name = module(
-        """
-        from numdev.kernels import Output, Requirement, kernel
-
-        @kernel("by-path", requires=Requirement(device="cuda"))
-        def attention(case):
-            return Output(out=case.q)
-        """
-    )
-    found = find(f"{name}:attention")
-    assert found is find("by-path")
-    assert found.missing(CPU) == "needs CUDA, and this audit runs on CPU"
-
-
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -311,13 +158,6 @@ def test_a_path_that_leads_nowhere(path: str, says: str, module: Callable[[str],
     name = module("NUMBER = 3\ndef attention(q, k, v): return q\n")
     with pytest.raises(UsageError, match=says):
         find(path.format(name))
-
-
-def test_a_module_that_raises(module: Callable[[str], str]) -> None:
-    """An import runs foreign code; what it raises is reported with the path, as a usage error."""
-    name = module("raise ZeroDivisionError('oh')")
-    with pytest.raises(UsageError, match=rf"{name}:f.*ZeroDivisionError\('oh'\)"):
-        find(f"{name}:f")
 
 
 # --- plain functions: parameters by their names --------------------------------------------------
@@ -342,29 +182,6 @@ def reason(found: Kernel, case: AttentionCase) -> str:
     return refused.value.message
 
 
-@pytest.mark.parametrize("causal", ["is_causal", "causal"])
-@pytest.mark.parametrize("scale", ["scale", "softmax_scale", "sm_scale", "scaling"])
-def test_causality_and_scale(causal: str, scale: str) -> None:
-    """They are passed under whatever name the function has for them."""
-    found, seen = recorded(f"q, k, v, {causal}=False, {scale}=None")
-    found.attend(make_case(is_causal=True, scale=0.3))
-    assert (seen[causal], seen[scale]) == (True, 0.3)
-
-
-@pytest.mark.parametrize("name", ["attn_mask", "mask", "attention_mask"])
-def test_masks(name: str) -> None:
-    """A mask is passed as it is; causality and window become one where no parameter takes them."""
-    found, seen = recorded(f"q, k, v, {name}=None")
-    case = make_case(mask=("bool", "qk"))
-    found.attend(case)
-    assert torch.equal(seen[name], case.mask)
-    found.attend(make_case(is_causal=True, window=(1, 0)))
-    lower = torch.ones(4, 5, dtype=torch.bool).tril()
-    assert torch.equal(seen[name], lower & lower.triu(-1))
-    found.attend(make_case())
-    assert seen[name] is None
-
-
 @pytest.mark.parametrize("name", ["bias", "attn_bias"])
 def test_a_bias_is_additive(name: str) -> None:
     """A parameter that is called a bias is added to the scores: it never gets a bool mask."""
@@ -373,14 +190,6 @@ def test_a_bias_is_additive(name: str) -> None:
     lower = torch.ones(4, 5, dtype=torch.float64).tril()
     assert torch.equal(seen[name], torch.zeros_like(lower).masked_fill(lower == 0, -math.inf))
     assert seen[name].dtype == torch.float64
-
-
-def test_a_mask_says_everything_at_once() -> None:
-    """With a mask, causality goes into it, and the function is told not to be causal besides."""
-    found, seen = recorded("q, k, v, mask=None, causal=True")
-    found.attend(make_case(mask=torch.ones(4, 5, dtype=torch.bool), is_causal=True))
-    assert torch.equal(seen["mask"], torch.ones(4, 5, dtype=torch.bool).tril())
-    assert seen["causal"] is False
 
 
 def test_functions_that_are_causal_by_default() -> None:
@@ -410,17 +219,6 @@ def test_windows(name: str) -> None:
     assert seen[name] == (-1, -1)
 
 
-def test_soft_cap_and_sinks() -> None:
-    """They are passed where the case has them, and left at the function's default elsewhere."""
-    found, seen = recorded("q, k, v, softcap=0.0, s_aux=None")
-    case = make_case(softcap=5.0, sinks=True)
-    found.attend(case)
-    assert seen["softcap"] == 5.0
-    assert torch.equal(seen["s_aux"], case.sinks)
-    found.attend(make_case())
-    assert (seen["softcap"], seen["s_aux"]) == (0.0, None)
-
-
 def test_grouped_heads() -> None:
     """Keys and values are repeated, unless the function can be told that heads are grouped."""
     case = make_case(heads=4, kv_heads=2)
@@ -434,15 +232,6 @@ def test_grouped_heads() -> None:
     assert torch.equal(seen["k"], case.k)
     found.attend(make_case())
     assert seen["enable_gqa"] is False
-
-
-def test_required_parameters_are_always_given() -> None:
-    """A known parameter without a default gets "none" in flash-attention's words."""
-    found, seen = recorded("q, k, v, causal, sm_scale, mask, window, softcap, sinks, enable_gqa")
-    found.attend(make_case())
-    none = {"causal": False, "mask": None, "window": (-1, -1), "softcap": 0.0, "sinks": None}
-    assert {name: seen[name] for name in none} == none
-    assert (seen["sm_scale"], seen["enable_gqa"]) == (0.5, False)
 
 
 @pytest.mark.parametrize(
@@ -471,14 +260,6 @@ def test_the_usual_scale_needs_no_parameter() -> None:
         assert found.supports(make_case(head_dim=d, scale=d**-0.5 * (1 + 1e-14)))
 
 
-def test_other_parameters_are_options() -> None:
-    """What has a default and no known meaning is an option; *args and **kwargs are nothing."""
-    found, seen = recorded("q, k, v, *args, causal=False, block=64, dropout_p=0.0, **kwargs")
-    assert found.options == {"block": 64, "dropout_p": 0.0}
-    found.attend(make_case(), **found.with_options({"block": 16}))
-    assert (seen["block"], seen["args"], seen["kwargs"]) == (16, (), {})
-
-
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
@@ -496,32 +277,6 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         recorded(parameters)
     assert "AttentionCase named 'case'" in (caught.value.hint or "")
-
-
-def test_a_builtin_has_no_parameters_to_read() -> None:
-    """PyTorch's own function is a builtin: that is said, and `sdpa-*` are there for it."""
-    with pytest.raises(UsageError, match="cannot read the function's parameters"):
-        find("torch.nn.functional:scaled_dot_product_attention")
-
-
-def test_a_plain_function_that_raises() -> None:
-    """What a kernel raises comes out as it is; the bench turns it into a `failed` row."""
-
-    def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise ValueError("tile size")
-
-    with pytest.raises(ValueError, match="tile size"):
-        adapt("broken", broken).attend(make_case())
-
-
-def test_a_plain_function_is_audited_as_given() -> None:
-    """Layout is the function's border: a transposed result is refused, not silently mended."""
-
-    def transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q.transpose(1, 2)
-
-    with pytest.raises(MeasurementError, match=r"it returned shape \[1, 4, 2, 4\]"):
-        adapt("transposed", transposed).attend(make_case())
 
 
 @pytest.mark.parametrize(
@@ -590,35 +345,6 @@ def test_a_plugin_is_found(module: Callable[[str], str], monkeypatch: pytest.Mon
         find("pluged")
 
 
-def test_what_is_installed_is_looked_through_once(
-    module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However often kernels are asked for, entry points are listed once a process."""
-    asked: list[str] = []
-    install(monkeypatch, module(PLUGIN))
-    listed = importlib.metadata.entry_points
-
-    def counted(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-        asked.append(group)
-        return listed(group=group)
-
-    monkeypatch.setattr(importlib.metadata, "entry_points", counted)
-    for _ in range(3):
-        assert find("plugged").name in all_kernels()
-    assert asked == [kernels.ENTRY_POINTS]
-
-
-def test_a_plugin_that_takes_a_taken_name(
-    module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plugin cannot replace a built-in kernel; it is listed as one that cannot be loaded."""
-    install(monkeypatch, module(PLUGIN.replace('"plugged"', '"reference"')))
-    known = all_kernels()
-    assert known["reference"].function is reference
-    with pytest.raises(UsageError, match="two kernels are called 'reference'"):
-        find("plugin0")
-
-
 @pytest.mark.parametrize(
     ("source", "says"),
     [
@@ -641,18 +367,6 @@ def test_a_plugin_that_raises(
         find("plugin0")
     with pytest.raises(UsageError, match=f"unknown kernel 'its-kernel'.*{reason}"):
         find("its-kernel")
-
-
-def test_a_broken_plugin_leaves_the_name_of_a_kernel_alone(
-    module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An entry point called like a built-in kernel does not hide it when it cannot be loaded."""
-    name = module("raise RuntimeError")
-    point = importlib.metadata.EntryPoint(name="baseline", value=name, group=kernels.ENTRY_POINTS)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
-    kernels.load_all.cache_clear()
-    assert all_kernels()["baseline"].broken is None
-    assert all_kernels()[f"baseline ({name})"].broken
 
 
 # --- machines we do not have ---------------------------------------------------------------------
@@ -728,13 +442,3 @@ def test_this_machine() -> None:
     assert here.as_dict()["packages"].items() <= here.packages.items()
     assert here.as_dict()["packages"]["torch"] == here.packages["torch"]
     assert dataclasses.replace(here, threads=99).as_dict()["threads"] == 99
-
-
-def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown device, or CUDA without one, is a usage error; `auto` takes what there is."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert System.here("auto").device == "cpu"
-    with pytest.raises(UsageError, match="no CUDA device is available here; use --device cpu"):
-        System.here("cuda")
-    with pytest.raises(UsageError, match="unknown device 'tpu'"):
-        System.here("tpu")

@@ -49,13 +49,6 @@ def test_the_same_numbers_elsewhere(layout: str) -> None:
     assert v.stride() == k.stride()
 
 
-def test_packed_is_one_tensor() -> None:
-    """q, k and v share a storage, one after the other in every token."""
-    q, k, v = laid_out("packed", *tensors())
-    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-    assert (k.storage_offset(), v.storage_offset()) == (H * D, (H + H // 2) * D)
-
-
 @pytest.mark.parametrize("fmt", ["bfloat16", "float32", "float64", "float8_e4m3fn", "e8m10"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rounding_keeps_strides(layout: str, fmt: str) -> None:
@@ -103,21 +96,3 @@ def test_shared_elements_are_left_alone(like: Tensor) -> None:
     """An expanded or overlapping tensor cannot be written in its own strides."""
     x = torch.arange(60.0).view(3, 5, 4)
     assert strided_as(x, like) is x
-
-
-@pytest.mark.parametrize(
-    "like",
-    [
-        torch.zeros(3, 5, 4),
-        torch.zeros(4, 5, 3).permute(2, 1, 0),
-        torch.zeros(3, 5, 12)[..., ::3],
-        torch.zeros(3, 9, 4)[:, 2:7],
-        torch.zeros(1, 5, 4).expand(1, 5, 4),
-    ],
-)
-def test_strided_as(like: Tensor) -> None:
-    """The numbers of the one, the strides of the other; gaps stay gaps."""
-    x = torch.arange(float(like.numel())).view(like.shape)
-    y = strided_as(x, like)
-    assert torch.equal(x, y)
-    assert y.stride() == like.stride()

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import UsageError
-from numdev.formats import FORMATS, ulp
 from numdev.kernels import find
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import recipe
-from numdev.kernels.emulation.rounding import Rounder
 from numdev.kernels.training import attended
 
 KERNEL = find("emulated")
@@ -96,22 +93,6 @@ def test_the_other_errors_stay() -> None:
     assert "random signs" in str(ran[1].ran_backward)
 
 
-def test_there_is_no_sham_of_no_error() -> None:
-    """delta from dP o P has no error of this kind."""
-    with pytest.raises(UsageError, match="no error whose sign"):
-        KERNEL.with_options({"delta_sign": "random", "delta_from": "dP*P"})
-    with pytest.raises(UsageError, match="delta_sign"):
-        KERNEL.with_options({"delta_sign": "up"})
-
-
-def test_signs_are_even() -> None:
-    """1 or -1, each half of the time, within 5 standard deviations."""
-    x = torch.zeros(1 << 16)
-    signs = Rounder(recipe(), case(), torch.float32).signs(x)
-    assert set(signs.tolist()) == {1.0, -1.0}
-    assert signs.mean().abs() < 5 * 2.0**-8
-
-
 # --- inside a network ----------------------------------------------------------------------------
 
 
@@ -136,17 +117,3 @@ def test_nothing_is_drawn_where_nothing_is_random() -> None:
     learned({"compute": "float32"}, made)
     attended(find("baseline"), case(), {}, made)
     assert torch.equal(made.get_state(), before)
-
-
-def test_stochastic_rounding_has_no_bias_from_step_to_step() -> None:
-    """The output's mean over 256 calls is that which is not rounded, to 6 standard errors of at
-    most ulp/32 (Hoeffding: one element in 10^7 is farther off); the same draws at every call would
-    leave each its error, two thirds of which are larger."""
-    made = torch.Generator().manual_seed(5)
-    options = {**STOCHASTIC, "p": "exact"}
-    outs = torch.stack([learned(options, made)[0].double() for _ in range(256)])
-    exact = KERNEL.attend(case(), compute="float32", p="exact", out="exact").out.double()
-    limit = 6 / 32 * ulp(exact, FORMATS["bfloat16"]) + 1e-6
-    assert ((outs.mean(dim=0) - exact).abs() <= limit).all()
-    once = learned(options, None)[0].double()
-    assert ((once - exact).abs() <= limit).float().mean() < 0.5

@@ -88,12 +88,6 @@ def test_equals_the_oracle(name: str) -> None:
     assert_is_exact(step(**{**FEATURES, **SATURATED}[name]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_any_format_is_widened_exactly(dtype: torch.dtype) -> None:
-    """Inputs of fewer bits are taken as they are."""
-    assert_is_exact(step(**FEATURES["everything"], dtype=dtype))
-
-
 @pytest.mark.parametrize("spoil", [1 + 1e-12, 0.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_comparison_rejects(name: str, spoil: float) -> None:

@@ -80,14 +80,6 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-def test_one_wrong_row_is_apart() -> None:
-    x = torch.ones(64, 8)
-    assert apart(x, x) == 0.0
-    wrong = x.clone()
-    wrong[3] = 1.01
-    assert apart(wrong, x) > 0.02 * 2**-9
-
-
 @pytest.mark.parametrize("name", ["baseline", "sdpa-flash", "emulated", "reference"])
 def test_autocast_changes_nothing_in_either_pass(name: str) -> None:
     """Inputs in fp32 stay so: cast silently in forward alone, they would give other numbers."""
@@ -126,17 +118,6 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
     ):
         with pytest.raises(Refused, match=words):
             in_network(kernel, given, {})
-
-
-def test_nothing_of_forward_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`emulated`: one forward pass for both."""
-    from numdev.kernels.emulation import fast_forward as emulated_fast
-
-    calls, forward = [], emulated_fast.forward
-    monkeypatch.setattr(emulated_fast, "forward", lambda *given: calls.append(1) or forward(*given))
-    kernel = find("emulated")
-    in_network(kernel, case(), kernel.with_options({"compute": "float32"}))
-    assert calls == [1]
 
 
 def test_graphs_are_freed_without_the_garbage_collector() -> None:
@@ -229,10 +210,3 @@ def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
         assert found is not None
         assert torch.equal(found, theirs)
         assert not torch.equal(found, not_theirs)
-
-
-def test_a_kernel_without_a_backward_cannot_stand_behind_another() -> None:
-    """It is refused before anything runs."""
-    forward_only = Kernel(name="f", function=lambda case: Output(out=case.q), backward=None)
-    with pytest.raises(Refused, match="f has no backward"):
-        crossed(find("baseline"), case(), {}, forward_only, {})

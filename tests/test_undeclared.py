@@ -26,9 +26,9 @@ from numdev.audit.task import measure_task
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output
 from numdev.kernels.autograd_styles import WAYS
+from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.emulation.recipe import recipe
-from numdev.kernels.emulation.training import attend
 from numdev.kernels.reference import gradients
 from numdev.report import DeviationRow
 from numdev.system import System

@@ -97,15 +97,6 @@ def test_a_packed_call_is_one_case_a_sequence(given: Any, causal: bool, left: in
         assert not np.allclose(found, wrong, rtol=1e-12, atol=1e-13)
 
 
-def test_phases_are_told_apart() -> None:
-    """One query before several keys is decoding; a prompt of one token is read, not written."""
-    assert [c.ref.phase for c in numdev.varlen_cases(**paged())] == ["prefill", "decode", "prefill"]
-    one = torch.tensor([0, 1])
-    q, k = drawn(1, HEADS, DIM), drawn(1, KV_HEADS, DIM)
-    (case,) = numdev.varlen_cases(q, k, k, cu_seqlens_q=one, cu_seqlens_k=one)
-    assert case.ref.phase == "prefill"
-
-
 def test_cases_are_copies() -> None:
     """The engine overwrites its cache, and the case stays."""
     given = paged()
@@ -182,20 +173,3 @@ def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: pytest.CaptureFixtur
         "decode",
     ]
     assert "bfloat16: prefill beside decode" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "says"),
-    [
-        ("d.pt", 1, "no .safetensors file"),
-        ("d.safetensors", 0, "no case"),
-        ("d.safetensors", 2, "called"),
-    ],
-)
-def test_a_file_that_could_not_be_audited_is_not_written(
-    tmp_path: Path, name: str, count: int, says: str
-) -> None:
-    cases = numdev.varlen_cases(**packed())[:1] * count
-    with pytest.raises(UsageError, match=says):
-        numdev.save_cases(tmp_path / name, cases)
-    assert not list(tmp_path.iterdir())

@@ -34,10 +34,10 @@ from interpreted import prepare
 from numdev.cases import AttentionCase, CaseRef, additive, visible
 from numdev.kernels import find
 from numdev.kernels.emulation.predict import emulated_step
-from numdev.kernels.emulation.stabilised import DEFAULTS
+from numdev.kernels.emulation.recipe import STABILISED as DEFAULTS
 from numdev.kernels.reference import attend as reference
 from numdev.kernels.reference import gradients
-from numdev.kernels.triton_flash.tiles import within
+from numdev.kernels.triton_flash.forward import within
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 

@@ -32,7 +32,7 @@ from numdev.gate.rows import GRADIENTS
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel
-from numdev.kernels.backward import differentiate
+from numdev.kernels.output import differentiate
 from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding
 from numdev.report.summary import summarise
 from numdev.system import System

@@ -4,7 +4,7 @@ Without a word a kernel is held against `fa2`. Sound functions that round elsewh
 plain code by autograd's casts, a wrapper by those of the operator it calls. So where a kernel
 declared nothing and a tensor of a call is beyond its limit under `fa2`, and only there, other ways
 that sound kernels are known to round are tried on the same inputs: the claims of PyTorch's fused
-operators (`numdev.kernels.sdpa_claims`), the presets that stand for real code (not `golden2024` and
+operators (`numdev.kernels.sdpa`), the presets that stand for real code (not `golden2024` and
 `qiu2025`, which keep running sums in the working format: that is a fault here), and code in PyTorch
 with autograd's gradients of it (`numdev.kernels.autograd_styles`).
 
@@ -34,7 +34,7 @@ from numdev.audit.bench import Bench
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain.attribution import ENOUGH, EXPLAINS, row_weights, weighed
 from numdev.formats import Format, round_to
-from numdev.kernels import Kernel, Output, sdpa_claims
+from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.autograd_styles import WAYS, Way
 from numdev.kernels.emulation.predict import returning, unpredictable
 from numdev.kernels.output import GRADIENTS
@@ -170,8 +170,7 @@ def _ways(
     claims: dict[str, Mapping[str, Any]] = {}
     place = "GPU" if system.device == "cuda" else "CPU"
     for name, operator in OPERATORS[system.device].items():
-        ran = Output(out=bench.case.q, ran=operator)
-        claims[f"as {name} rounds on this {place}"] = sdpa_claims.claims(bench.case, ran, system)
+        claims[f"as {name} rounds on this {place}"] = sdpa.claim_of(operator, bench.case, system)
     claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
     for words, claim in claims.items():
         yield words, functools.partial(bench.predicted, returning(claim, bench.case, formats))

@@ -25,12 +25,10 @@ from numdev.diagnose.report import Bias, CureRow, KernelRow
 from numdev.diagnose.statistics import bias, by_head, mean, norm, rms, t_of
 from numdev.errors import NumdevError
 from numdev.kernels import Kernel
-from numdev.kernels.backward import upstream
 from numdev.kernels.emulation.forward import smallest_weight
-from numdev.kernels.emulation.recipe import Recipe, changed
+from numdev.kernels.emulation.recipe import SITES, Recipe, changed
 from numdev.kernels.emulation.rounding import plain_arithmetic
-from numdev.kernels.emulation.site_list import SITES
-from numdev.kernels.output import GRADIENTS
+from numdev.kernels.output import GRADIENTS, upstream
 
 NONE = "none"
 NUMBERS = ("delta_mean", "delta_rms", "delta_t", "ds_row_sum", "dq_rel", "dk_rel", "dv_rel",

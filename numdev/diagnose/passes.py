@@ -19,7 +19,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, additive, key_range, visible
 from numdev.diagnose.projection import weight_gradient
 from numdev.diagnose.statistics import norm, rms
-from numdev.kernels.backward import upstream
+from numdev.kernels.output import upstream
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Given, Kept

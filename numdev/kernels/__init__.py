@@ -39,8 +39,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
-from numdev.kernels.backward import differentiate, upstream
-from numdev.kernels.output import GRADIENTS, Output, as_output
+from numdev.kernels.output import GRADIENTS, Output, as_output, differentiate, upstream
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
@@ -177,6 +176,7 @@ def kernel(
     *,
     requires: Requirement = NOTHING,
     supports: Callable[[AttentionCase], str | None] = lambda case: None,
+    options: Mapping[str, Any] | None = None,
     validate: Callable[[Mapping[str, Any]], object] | None = None,
     any_format: bool = False,
     any_rows: bool = False,
@@ -192,7 +192,8 @@ def kernel(
     and the log-sum-exp [batch, heads, q_len]. `requires`: what it needs of the machine. `supports`:
     of a case, why it cannot run it, or None. `validate`: raises UsageError for options that make no
     sense together. `claims`: the options of `emulated` that say how it rounds, a function of case,
-    output and system; by default FlashAttention-2's. `backward`: "autograd" (the function is
+    output and system; by default FlashAttention-2's. `options`: names and defaults, for a function
+    of arbitrary keywords. `backward`: "autograd" (the function is
     differentiated), a function of the same arguments that returns out, dq, dk and dv, or None.
     `any_format`, `any_rows`, `training`, `draws`: as in `Kernel`.
 
@@ -215,7 +216,7 @@ def kernel(
             supports=supports,
             validate=validate,
             summary=summary_of(function),
-            options=options_of(function),
+            options=options_of(function) if options is None else dict(options),
             any_format=any_format,
             any_rows=any_rows,
             claims=claims,
@@ -260,7 +261,7 @@ def find(name: str) -> Kernel:
     imported or adapted.
     """
     if ":" in name:
-        return _from_path(name)
+        return of_function(name, imported(name, "kernel"))
     known = all_kernels()
     found = known.get(name)
     if found is None:
@@ -291,17 +292,16 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 def fingerprint(*functions: Callable[..., Any]) -> str:
     """A hash of the files that define the functions; of a name where there is no such file."""
-    sources = dict.fromkeys(_source(function) for function in functions)
-    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
+    def source(function: Callable[..., Any]) -> bytes:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        try:
+            found = Path(code.co_filename).read_bytes() if code else b""
+        except OSError:
+            found = b""
+        return found or _identity(function).encode()
 
-def _source(function: Callable[..., Any]) -> bytes:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    try:
-        source = Path(code.co_filename).read_bytes() if code else b""
-    except OSError:
-        source = b""
-    return source or _identity(function).encode()
+    return hashlib.sha256(b"".join(dict.fromkeys(map(source, functions)))).hexdigest()[:16]
 
 
 def summary_of(function: Callable[..., Any]) -> str:
@@ -322,16 +322,8 @@ def _load(entry: importlib.metadata.EntryPoint) -> Kernel | None:
         why = error.message if isinstance(error, NumdevError) else repr(error)
         reason = f"the kernel plugin {package} ({entry.value}) cannot be loaded: {why}"
         name = f"{entry.name} ({package})" if entry.name in _registry else entry.name
-        return Kernel(name=name, function=_nothing, broken=reason)
+        return Kernel(name=name, function=lambda case: None, broken=reason)
     return None
-
-
-def _nothing(case: AttentionCase) -> Output:
-    raise MeasurementError("its plugin could not be loaded")
-
-
-def _from_path(path: str) -> Kernel:
-    return of_function(path, imported(path, "kernel"))
 
 
 def of_function(name: str, function: Callable[..., Any]) -> Kernel:

@@ -7,7 +7,11 @@ asked for, and the options. None of them takes a mask. A package is imported whe
 never to learn whether it exists (`Requirement`). What version 4 cannot do on one generation of
 GPUs and can on another it says itself, and the row is failed with its words.
 
-Gradients are autograd's, through the package's own backward.
+Gradients are autograd's, through the package's own backward, and every step of the way there and
+back: numdev's tensors are [batch, heads, length, head_dim], the packages' [batch, length, heads,
+head_dim], or all sequences of a batch in a row, [batch * length, heads, head_dim], with the places
+where each begins. All align causality and windows bottom-right: query i stands at key i + kv_len -
+q_len.
 """
 
 from __future__ import annotations
@@ -17,28 +21,73 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.kernels import Output, Requirement, kernel
-from numdev.kernels.packing import (
-    lengths_first,
-    misaligned,
-    pack,
-    starts,
-    unpack,
-    unpack_lse,
-    window_of,
-)
-from numdev.kernels.sdpa_claims import flash_attention_2
+from numdev.kernels.sdpa import flash_attention_2
 from numdev.system import System
 
 MOST_HEAD_DIM = 256
 Claim = Mapping[str, Any] | None
 
 
-def _unsupported(case: AttentionCase, package: str) -> str | None:
-    """What no version can do."""
+def lengths_first(x: Tensor) -> Tensor:
+    """[batch, heads, length, head_dim] to [batch, length, heads, head_dim] and back: a view."""
+    return x.transpose(1, 2)
+
+
+def pack(x: Tensor) -> Tensor:
+    """[batch, heads, length, head_dim] to [batch * length, heads, head_dim], one sequence after the
+    other."""
+    return lengths_first(x).flatten(0, 1)
+
+
+def unpack(x: Tensor, batch: int) -> Tensor:
+    """The inverse of `pack`."""
+    return lengths_first(x.unflatten(0, (batch, -1)))
+
+
+def unpack_lse(lse: Tensor, batch: int) -> Tensor:
+    """[heads, batch * length], as packed calls return it, to [batch, heads, length]."""
+    rows: Tensor = lse.unflatten(1, (batch, -1))
+    return rows.transpose(0, 1)
+
+
+def starts(batch: int, length: int, device: torch.device) -> Tensor:
+    """int32 [batch + 1]: where each of the packed sequences begins, and where the last one ends."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+def misaligned(case: AttentionCase, package: str) -> str | None:
+    """Why a package that aligns bottom-right cannot say which keys a query sees by position, as a
+    sentence; None when it can."""
+    own = case.kv_len - case.q_len
+    if case.restricts_positions and case.causal_offset != own:
+        return (
+            f"{package} aligns causality and windows bottom-right, which is an offset of {own} "
+            f"here, and the case has {case.causal_offset}"
+        )
+    if any(side is not None and side < 0 for side in case.window or ()):
+        return f"{package} takes a side of a window below 0 for one without a limit"
+    return None
+
+
+def window_of(case: AttentionCase, unlimited: int | None) -> tuple[int | None, int | None]:
+    """The window (left, right) in a package's words for a side without a limit. Causality closes
+    the right side, whatever the window leaves open there."""
+    if case.window is None:
+        return unlimited, unlimited
+    left, right = (unlimited if side is None else side for side in case.window)
+    return left, 0 if case.is_causal else right
+
+
+def _unsupported(case: AttentionCase, package: str, multiple: int = 1) -> str | None:
+    """What no version can do. Version 2 pads a head dimension that is no multiple of 8; the others'
+    loads are of 16 bytes."""
+    if case.q.shape[-1] % multiple or case.v.shape[-1] % multiple:
+        return f"{package} takes head dimensions that are multiples of {multiple}"
     if case.q.dtype not in (torch.float16, torch.bfloat16):
         return f"{package} takes float16 and bfloat16"
     if case.mask is not None:
@@ -59,20 +108,13 @@ def _unsupported_by_2(case: AttentionCase) -> str | None:
 def _unsupported_by_3(case: AttentionCase) -> str | None:
     if case.sinks is not None:
         return "flash-attn 3 has no attention sinks"
-    return _odd_head_dim(case, "flash-attn 3") or _unsupported(case, "flash-attn 3")
+    return _unsupported(case, "flash-attn 3", multiple=8)
 
 
 def _unsupported_by_4(case: AttentionCase) -> str | None:
     if case.sinks is not None and case.sinks.dtype != torch.bfloat16:
         return "FlashAttention-4 takes attention sinks in bfloat16 only"
-    return _odd_head_dim(case, "FlashAttention-4") or _unsupported(case, "FlashAttention-4")
-
-
-def _odd_head_dim(case: AttentionCase, package: str) -> str | None:
-    """Version 2 pads what is no multiple of 8; the others' loads are of 16 bytes."""
-    if case.q.shape[-1] % 8 or case.v.shape[-1] % 8:
-        return f"{package} takes head dimensions that are multiples of 8"
-    return None
+    return _unsupported(case, "FlashAttention-4", multiple=8)
 
 
 def _positive_splits(options: Mapping[str, Any]) -> None:
@@ -91,7 +133,7 @@ def _claim_of_2(case: AttentionCase, output: Output, system: System) -> Claim:
     if case.softcap is not None:
         return None
     claim = flash_attention_2(case, system)
-    packed = (output.ran or "").endswith("varlen_func")
+    packed = (output.did or {}).get("packed", False)
     return {**claim, "splits": 1} if packed and case.q_len > 1 else claim
 
 
@@ -116,7 +158,8 @@ def _attend(
     if not packed:
         q, k, v = (lengths_first(x) for x in (case.q, case.k, case.v))
         out, lse, *_ = package.flash_attn_func(q, k, v, **arguments)
-        return Output(out=lengths_first(out), lse=lse, ran=f"{module}.flash_attn_func")
+        ran, did = f"{module}.flash_attn_func", {"packed": False}
+        return Output(out=lengths_first(out), lse=lse, ran=ran, did=did)
     batch, device = case.q.shape[0], case.q.device
     out, lse, *_ = package.flash_attn_varlen_func(
         pack(case.q),
@@ -129,7 +172,8 @@ def _attend(
         **arguments,
     )
     whole, rows = unpack(out, batch), unpack_lse(lse, batch)
-    return Output(out=whole, lse=rows, ran=f"{module}.flash_attn_varlen_func")
+    ran, did = f"{module}.flash_attn_varlen_func", {"packed": True}
+    return Output(out=whole, lse=rows, ran=ran, did=did)
 
 
 @kernel(

@@ -11,7 +11,18 @@ Every shape is compiled for itself (seconds each), since a compiler that may gen
 another kernel according to the cases before it. For the time of a call the compiler's limit on that
 is lifted. A block mask is made from the whole mask, q_len x kv_len booleans.
 
-How it rounds is `numdev.kernels.flex_claims`. Where compilation fails, the row is failed.
+Where compilation fails, the row is failed.
+
+How it rounds. On both devices the compiled kernel is FlashAttention-2's arithmetic: scores,
+maximum, sums and output in fp32, P in the working format for its product with V, one cast at the
+end. Backward as well, but that a group's dK and dV are summed before they are cast. Its exponential
+is to the base 2 on CUDA and good to 20 ulp on a CPU, which no format of 16 bits shows. With
+PRESCALE_QK what is rounded first is Q times the scale and log2(e), for which no emulation stands:
+without the latter, a scale that is a power of two would round nothing. Sources: the templates in
+torch/_inductor/kernel/flex and torch/_inductor/codegen/cpp_flex_attention_template.py, and the
+tiles in torch/_inductor/template_heuristics, of PyTorch 2.13. With a block mask the blocks of 128
+keys that the mask cuts come before those that it shows whole, in an order of its own for every row;
+the emulation knows ascending order only, which is seen in the residual, not in the size of errors.
 """
 
 from __future__ import annotations
@@ -28,12 +39,27 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError, closest
 from numdev.kernels import Output, Refused, kernel
-from numdev.kernels.flex_claims import claims, described
+from numdev.system import System
 
 BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 OF_THE_KERNEL = ("backend", "block_m", "block_n", "prescale_qk", "rows_guaranteed_safe")
 """The options that PyTorch knows as `kernel_options`, by the same names in capitals. None, as all
 are by default, leaves PyTorch's own."""
+SPARSE_BLOCK = 128
+"""The keys of a block mask's block."""
+SHORT = 128
+"""With fewer queries CUDA runs the kernel for decoding, which splits the keys."""
+DECODING_TILE = 64
+PLAIN_TILE = 64
+TILES: Mapping[tuple[int, bool], Mapping[int, int]] = {
+    (8, True): {64: 64, 128: 64, 192: 32, 256: 64},
+    (9, True): {64: 128, 128: 64, 256: 32},
+    (10, True): {64: 128, 128: 64, 192: 128, 256: 32},
+    (8, False): {64: 32, 128: 32, 256: 16},
+    (9, False): {64: 32, 128: 64, 192: 64, 256: 32},
+    (10, False): {64: 32, 128: 64, 192: 64, 256: 32},
+}
+"""Keys of a tile by head_dim, for (compute capability, 16-bit format); PLAIN_TILE for others."""
 UNLIMITED = 1_000_000
 LEAST_HEAD_DIM = 16
 """Of a matrix product in Triton."""
@@ -71,7 +97,45 @@ def _kernel_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {n.upper(): options[n] for n in OF_THE_KERNEL if options[n] is not None}
 
 
-@kernel("flex", supports=_unsupported, validate=_check, claims=claims)
+def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
+    """What the FlexAttention that ran computes like, in both passes."""
+    did, d = output.did or {}, case.q.shape[-1]
+    if not did[
+        "compiled"
+    ]:  # scores in fp32 from widened inputs, P rounded for a product in 16 bits
+        return {"preset": "eager", **dict.fromkeys(("scores", "scaled", "softcap", "bias"), "wide")}
+    if did["device"] != "cuda":  # without a block mask all keys are one tile
+        cut = case.restricts_positions or (case.mask is not None and case.mask.dtype == torch.bool)
+        return {"preset": "fa2", "block_kv": SPARSE_BLOCK if cut else case.kv_len}
+    if did.get("PRESCALE_QK"):
+        return None
+    if did.get("BACKEND") == "FLASH":
+        return {"preset": "fa2"}
+    claim: dict[str, Any] = {"preset": "fa2"}
+    if case.group > 1:
+        claim["group_sum"] = "running"
+    if _decodes(case, did.get("BACKEND")):
+        parts = (system.processors or 1) // (case.q.shape[0] * case.kv_heads) * 2
+        return {**claim, "block_kv": did.get("BLOCK_N", DECODING_TILE), "splits": max(parts, 1)}
+    sixteen, major = case.q.dtype != torch.float32, min((system.capability or (0, 0))[0], 10)
+    tile = TILES.get((major, sixteen), {}).get(d, PLAIN_TILE)  # without autotuning
+    if d > 256:
+        tile = 32 if sixteen else 16
+    return {**claim, "block_kv": did.get("BLOCK_N", tile)}
+
+
+def _decodes(case: AttentionCase, backend: str | None) -> bool:
+    """Whether the kernel for decoding runs: few queries, and a group that is a power of two. A mask
+    that differs by head must do so for every query head, and none may be grouped."""
+    if backend is not None:
+        return backend == "TRITON_DECODE"
+    mask = case.mask
+    by_head = mask is not None and mask.dtype == torch.bool and mask.ndim >= 3
+    by_head = by_head and mask is not None and mask.shape[-3] > 1 and case.group > 1
+    return case.q_len < SHORT and case.group & (case.group - 1) == 0 and not by_head
+
+
+@kernel("flex", supports=_unsupported, validate=_check, claims=_claims)
 def flex(
     case: AttentionCase,
     *,
@@ -83,19 +147,11 @@ def flex(
     rows_guaranteed_safe: bool | None = None,
 ) -> Output:
     """PyTorch's FlexAttention, compiled into one kernel."""
-    asked = _kernel_options(
-        {
-            "backend": backend,
-            "block_m": block_m,
-            "block_n": block_n,
-            "prescale_qk": prescale_qk,
-            "rows_guaranteed_safe": rows_guaranteed_safe,
-        }
-    )
+    asked = _kernel_options(locals())  # keep this the first line
     refusal = _refusal(case, compiled, asked)
     if refusal:
         raise Refused(refusal)
-    on_cuda = case.q.is_cuda
+    device = case.q.device.type
     with _unlimited_recompilation(), warnings.catch_warnings():
         # Said once a process where it is eager, which `ran` says of every call.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -108,11 +164,14 @@ def flex(
             case.scale,
             case.group > 1,
             asked or None,
-            on_cuda or not compiled,  # the C++ kernel has no log-sum-exp to give
+            device == "cuda" or not compiled,  # the C++ kernel has no log-sum-exp to give
         )
     if compiled and not was_compiled:
         raise MeasurementError("flex_attention ran eagerly: is torch.compile switched off?")
-    return Output(out=out, lse=lse, ran=described(compiled, case.q.device.type, asked))
+    how = f"compiled for {device}" if compiled else "eager"
+    ran = ", ".join(["flex_attention", how, *(f"{n}={x}" for n, x in asked.items())])
+    did = {"compiled": compiled, "device": device, **asked}
+    return Output(out=out, lse=lse, ran=ran, did=did)
 
 
 def _refusal(case: AttentionCase, compiled: bool, asked: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,16 @@
-"""What a kernel returns, and whether it is an output of the case it was given."""
+"""What a kernel returns, and whether it is an output of the case it was given; and the gradients of
+one that is made of operations autograd knows.
+
+What a kernel's own backward does is its affair: a `torch.autograd.Function`, PyTorch's fused
+operators and plain tensor code are all followed alike."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +18,8 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.formats import format_of, round_to
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -23,7 +33,9 @@ class Output:
     lse: Tensor | None = None
     """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
     ran: str | None = None
-    """Evidence of what really ran, for example the operator the dispatcher chose."""
+    """Evidence of what really ran, in words, for example the operator the dispatcher chose."""
+    did: Mapping[str, Any] | None = None
+    """The same as data, for `Kernel.claims`."""
     dq: Tensor | None = None
     """The gradients, from `Kernel.gradients`: each has the shape of what it is the gradient of,
     so those of k and v have kv heads."""
@@ -72,3 +84,46 @@ def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> No
         f"it returned {problem} as {what}; expected a floating-point tensor of shape "
         f"{list(shape)} on {case.q.device}"
     )
+
+
+def upstream(case: AttentionCase) -> Tensor:
+    """The gradient with respect to the output, [batch, heads, q_len, v_dim]. Raises UsageError for
+    a case without one."""
+    if case.grad_out is None:
+        raise UsageError(
+            f"attention case {case.ref.case!r} has no grad_out, so it has no gradients",
+            hint="draw one, or take it from the model's loss",
+        )
+    return case.grad_out
+
+
+def differentiate(
+    function: Callable[[AttentionCase], Any],
+    case: AttentionCase,
+    *,
+    during_backward: AbstractContextManager[Any] | None = None,
+) -> Output:
+    """The function's output and its gradients; `during_backward` is entered for the backward pass.
+
+    dO is brought to the output's dtype, rounded once where that is narrower. The gradient of an
+    input the output does not depend on is 0, as it is to autograd. Raises Refused where autograd
+    cannot follow the function, and whatever the function raises.
+    """
+    dO = upstream(case)
+    leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+    q, k, v = leaves
+    with torch.enable_grad():
+        given = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)
+    if not given.out.requires_grad:
+        raise Refused("it has no backward: autograd cannot follow it")
+    dtype = given.out.dtype
+    dO = dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
+    with during_backward or contextlib.nullcontext(), warnings.catch_warnings():
+        # On its own thread autograd is the first to need a CUDA context, and says so.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+        found = torch.autograd.grad(given.out, leaves, dO, allow_unused=True)
+    dq, dk, dv = (
+        torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)
+    )
+    lse = None if given.lse is None else given.lse.detach()
+    return dataclasses.replace(given, out=given.out.detach(), lse=lse, dq=dq, dk=dk, dv=dv)

@@ -7,6 +7,15 @@ So it is with the backward pass: every fused operator has one of its own, called
 with `_backward` behind it, and autograd shows its dispatch also where a thread of its own runs it.
 Where PyTorch's flash kernels were replaced (`activate_flash_attention_impl`) the operator keeps its
 name, and what stands in its place is part of what ran.
+
+A claim is of both passes. What none of the operators on CUDA needs to say, since it is so in `fa2`:
+P and dS in the working format for their products, delta from the O that was returned, gradients
+summed in fp32 and cast once. With grouped heads FlashAttention-2 and cuDNN write dK and dV of every
+query head in the working format before the group is summed, which is so in `fa2` too; the efficient
+backend takes no grouped heads. Tiles and orders are those of the operators' sources, and the errors
+of the emulation agree with the operators' own element by element (docs/log.md has the residuals).
+Where a later version divides its work another way, the size of its errors hardly changes and the
+residual shows it.
 """
 
 from __future__ import annotations
@@ -24,10 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError
-from numdev.kernels import Output, Refused, Requirement, kernel
-from numdev.kernels.backward import differentiate
-from numdev.kernels.sdpa_claims import claims
-from numdev.system import flash_attention_impl
+from numdev.kernels import NOTHING, Output, Refused, Requirement, kernel
+from numdev.kernels.output import differentiate
+from numdev.system import System, flash_attention_impl
 
 FUSED = {
     "_scaled_dot_product_flash_attention": SDPBackend.FLASH_ATTENTION,
@@ -39,6 +47,10 @@ FUSED = {
 """The operators of fused backends; when none of them runs, it was the math path."""
 FUSED_BACKWARD = {f"{name}_backward" for name in FUSED}
 REFUSALS = ("no available kernel", "no viable backend")
+FAST_EXP = {"AVX2": 8, "AVX512": 16}
+"""Instruction sets under which PyTorch's CPU kernel uses its fast exp, and how many keys it takes
+at once: those left over in a tile get the exact one."""
+Claim = Mapping[str, Any]
 
 
 class OperatorLog(TorchDispatchMode):
@@ -94,7 +106,8 @@ def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
     chosen = FUSED.get(ran, SDPBackend.MATH)
     if backend is not None and chosen != backend:
         raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
-    return Output(out=out, lse=_lse(log.returned, out), ran=_named(ran))
+    ran = _named(ran)
+    return Output(out=out, lse=_lse(log.returned, out), ran=ran, did={"operator": ran})
 
 
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
@@ -178,63 +191,138 @@ def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
     return " ".join(sentences) or "PyTorch refuses this case and gives no reason"
 
 
-@kernel(
-    "sdpa-math",
-    supports=_unsupported,
-    claims=claims,
-    backward=_step(SDPBackend.MATH),
-    training=_training(SDPBackend.MATH),
-)
-def sdpa_math(case: AttentionCase) -> Output:
-    """PyTorch's unfused path; for 16-bit inputs it computes in fp32 and casts once."""
-    return _attend(case, SDPBackend.MATH)
+# --- what the operators compute like -------------------------------------------------------------
 
 
-@kernel(
-    "sdpa-flash",
-    supports=_unsupported,
-    claims=claims,
-    backward=_step(SDPBackend.FLASH_ATTENTION),
-    training=_training(SDPBackend.FLASH_ATTENTION),
-)
-def sdpa_flash(case: AttentionCase) -> Output:
-    """PyTorch's flash attention: FlashAttention-2 on CUDA, its own tiled kernel on CPU."""
-    return _attend(case, SDPBackend.FLASH_ATTENTION)
+def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
+    """What an operator computes like, with the backward pass that belongs to it."""
+    known: Mapping[str, Callable[[AttentionCase, System], Claim]] = {
+        "math": _math,
+        "_scaled_dot_product_flash_attention_for_cpu": _flash_on_cpu,
+        "_scaled_dot_product_flash_attention": flash_attention_2,
+        "_scaled_dot_product_efficient_attention": efficient_attention,
+        "_scaled_dot_product_cudnn_attention": _cudnn,
+    }
+    return known[operator](case, system) if operator in known else {"preset": "fa2"}
 
 
-@kernel(
-    "sdpa-efficient",
-    requires=Requirement(device="cuda"),
-    supports=_unsupported,
-    claims=claims,
-    backward=_step(SDPBackend.EFFICIENT_ATTENTION),
-    training=_training(SDPBackend.EFFICIENT_ATTENTION),
-)
-def sdpa_efficient(case: AttentionCase) -> Output:
-    """PyTorch's memory-efficient attention (from xFormers)."""
-    return _attend(case, SDPBackend.EFFICIENT_ATTENTION)
+def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
+    return claim_of((output.did or {}).get("operator", ""), case, system)
 
 
-@kernel(
-    "sdpa-cudnn",
-    requires=Requirement(device="cuda", capability=(8, 0)),
-    supports=_unsupported,
-    claims=claims,
-    backward=_step(SDPBackend.CUDNN_ATTENTION),
-    training=_training(SDPBackend.CUDNN_ATTENTION),
-)
-def sdpa_cudnn(case: AttentionCase) -> Output:
-    """cuDNN's fused attention through PyTorch."""
-    return _attend(case, SDPBackend.CUDNN_ATTENTION)
+def _math(case: AttentionCase, system: System) -> Claim:
+    """16-bit inputs are computed with in fp32, a group's sums included."""
+    casts = ("out", "dq_out", "dk_out", "dv_out")
+    return {"preset": "exact", **dict.fromkeys(casts, "working")}
 
 
-@kernel(
-    "sdpa-default",
-    supports=_unsupported,
-    claims=claims,
-    backward=_step(None),
-    training=_training(None),
-)
-def sdpa_default(case: AttentionCase) -> Output:
-    """Whatever PyTorch picks for this call: what a user's own call would hit."""
-    return _attend(case, None)
+def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
+    """Its backward adds every tile to the gradients in the working format, in the tiles of forward,
+    and goes on from one query head of a group to the next. There exp is the exact one."""
+    lanes = max((n for name, n in FAST_EXP.items() if name in system.cpu_capability), default=0)
+    return {
+        "preset": "fa2",
+        **dict.fromkeys(("dq", "dk", "dv"), "working"),
+        **({"group_sum": "running"} if case.group > 1 else {}),
+        "block_q": 256 if case.q_len >= 768 else 64 if case.q_len >= 192 else 32,
+        "block_kv": 512,
+        "exponential": "fexp_u20" if 0 < lanes <= case.kv_len else "exact",
+    }
+
+
+def efficient_attention(case: AttentionCase, system: System) -> Claim:
+    """Its backward keeps P in the working format for both products, and scales dS before it is
+    rounded."""
+    tile = 64 if case.v.shape[-1] <= 64 else 128
+    return {"preset": "fa2", "block_kv": tile, "p_for_ds": "working", "ds_scale": "before"}
+
+
+def _cudnn(case: AttentionCase, system: System) -> Claim:
+    """It scales dS before it is rounded."""
+    return {"preset": "fa2", "block_kv": 128, "ds_scale": "before"}
+
+
+def flash_attention_2(case: AttentionCase, system: System) -> Claim:
+    """FlashAttention-2, which begins with the last tile. A call too small to fill the GPU divides
+    its keys, and then its tiles are larger."""
+    d = case.q.shape[-1]
+    wide = 256 if d <= 64 else 128 if d <= 128 else 64
+    splits = _splits(case, wide, system.processors or 1)
+    tile = wide if splits > 1 else 128 if d <= 64 else 64
+    return {"preset": "fa2", "block_kv": tile, "kv_order": "descending", "splits": splits}
+
+
+def _splits(case: AttentionCase, tile: int, processors: int) -> int:
+    """FlashAttention-2's `num_splits_heuristic`: the fewest parts of the keys that use the GPU at
+    least 85 % as well as the best number, if whole heads in blocks of 64 rows leave 20 % idle."""
+    work = case.q.shape[0] * case.heads * -(-case.q_len // 64)
+    if case.q_len == 1 and case.window is None:  # the query heads of a group become its rows
+        work = case.q.shape[0] * case.kv_heads * -(-case.group // 64)
+    slots, tiles = 2 * processors, -(-case.kv_len // tile)
+    if work >= 0.8 * slots:
+        return 1
+
+    def used(parts: int) -> float:
+        again = parts > 1 and -(-tiles // parts) == -(-tiles // (parts - 1))
+        waves = work * parts / slots
+        return 0.0 if again else waves / -(-work * parts // slots)
+
+    candidates = range(1, min(128, slots, tiles) + 1)
+    best = max(used(parts) for parts in candidates)
+    return next(parts for parts in candidates if used(parts) >= 0.85 * best)
+
+
+# --- the kernels ---------------------------------------------------------------------------------
+
+
+def _register(
+    name: str, backend: SDPBackend | None, requires: Requirement, summary: str
+) -> Callable[..., Output]:
+    def attend(case: AttentionCase) -> Output:
+        return _attend(case, backend)
+
+    attend.__doc__, attend.__qualname__ = summary, name
+    register = kernel(
+        name,
+        requires=requires,
+        supports=_unsupported,
+        claims=_claims,
+        backward=_step(backend),
+        training=_training(backend),
+    )
+    return register(attend)
+
+
+for _kernel in (
+    (
+        "sdpa-math",
+        SDPBackend.MATH,
+        NOTHING,
+        "PyTorch's unfused path; for 16-bit inputs it computes in fp32 and casts once.",
+    ),
+    (
+        "sdpa-flash",
+        SDPBackend.FLASH_ATTENTION,
+        NOTHING,
+        "PyTorch's flash attention: FlashAttention-2 on CUDA, its own tiled kernel on CPU.",
+    ),
+    (
+        "sdpa-efficient",
+        SDPBackend.EFFICIENT_ATTENTION,
+        Requirement(device="cuda"),
+        "PyTorch's memory-efficient attention (from xFormers).",
+    ),
+    (
+        "sdpa-cudnn",
+        SDPBackend.CUDNN_ATTENTION,
+        Requirement(device="cuda", capability=(8, 0)),
+        "cuDNN's fused attention through PyTorch.",
+    ),
+    (
+        "sdpa-default",
+        None,
+        NOTHING,
+        "Whatever PyTorch picks for this call: what a user's own call would hit.",
+    ),
+):
+    _register(*_kernel)

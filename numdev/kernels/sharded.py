@@ -1,53 +1,250 @@
 """Attention divided over shards of the keys, as ring attention and flash-decoding divide it.
 
 Each shard is computed by another kernel (`inner`), and the partial results (O, log-sum-exp) are
-merged (`numdev.kernels.merging`) in an order (`numdev.kernels.shards`). All of it happens in one
-process, so that what a division does to the numbers can be seen on any machine; the same over
-several GPUs is `numdev.kernels.context_parallel`.
+merged. All of it happens in one process, so that what a division does to the numbers can be seen on
+any machine; the same over several GPUs is `numdev.kernels.context_parallel`. With one shard nothing
+is merged: it is the inner kernel.
 
-Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, each
-shard's operator computes gradients in the working format, and these are added up in the format of
-the merge. In `ring` and `zigzag` queries are divided as well, so that dk and dv are sums over ranks
-and dq is one over shards; in the other orders dk and dv are each shard's own.
+Merging. A part s of the keys gives O_s, the output of a softmax over its keys alone, and L_s, the
+log-sum-exp of their scores. Together they are the output over all keys:
 
-With one shard nothing is merged: it is the inner kernel.
+    L = log sum_s exp(L_s),    O = sum_s exp(L_s - L) O_s.
+
+Flash-decoding merges all parts at once; ring attention (arXiv 2310.01889) merges each as it comes,
+by a formula of two states (in ring-flash-attention, and from there in PyTorch's context
+parallelism), with sigma the logistic function:
+
+    O <- O - sigma(L_s - L) (O - O_s),    L <- L - log sigma(L - L_s).
+
+A part that hides every key of a row has L_s = -inf, whatever its O_s, and adds nothing; a row
+without any key has O = 0 and L = -inf. NaN propagates.
+
+Who meets which keys. Keys are divided into shards of one length, the last of which may be shorter.
+`ring`: queries are divided too; rank r begins with its own shard, then meets r - 1, r - 2 and so
+on. `zigzag`: the same for causal calls with the work balanced, as PyTorch and ring-flash-attention
+have it: rank r of n holds the chunks r and 2 n - 1 - r of 2 n, and what it need not compute it does
+not. Any other order: all queries at once meet shard after shard. A step is one rank's, those of one
+round follow each other, and one that no query can see by position is left out.
+
+Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, so
+with P = exp(S - L) and delta of the whole row, a shard's gradients need only be added up, in the
+format of the merge. PyTorch's operators take O and L as arguments, the emulation in place of its
+own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
 
-from numdev.cases import AttentionCase
-from numdev.errors import UsageError, closest
-from numdev.formats import Format, round_to
-from numdev.kernels import Output, find, kernel
-from numdev.kernels.merging import Merge, State, merged
-from numdev.kernels.shard_claims import claims, described
-from numdev.kernels.shard_inner import INNER, backward, forward, options_of
-from numdev.kernels.shards import Slices, Step, divided, part, schedule, taken
+from numdev.cases import AttentionCase, empty_rows, key_range, mask_block
+from numdev.errors import MeasurementError, UsageError, closest
+from numdev.formats import Format, dtype_of, format_named, format_of, round_to
+from numdev.kernels import Output, Refused, find, kernel, options_of
+from numdev.kernels.emulation import backward as emulation
+from numdev.kernels.emulation import forward as emulated_forward
+from numdev.kernels.emulation.recipe import recipe
+from numdev.kernels.emulation.rounding import plain_arithmetic, rounding, stored
+from numdev.kernels.output import upstream
+from numdev.kernels.sdpa import claim_of, mask_arguments
+from numdev.system import System
 
-ORDERS = ("ring", "zigzag", "sequential", "tree", "simultaneous")
-MERGE_FORMATS = ("float32", "float64", "bfloat16", "float16", "working", "promoted")
-PARTIAL_FORMATS = ("working", "float32")
+CHOICES: Mapping[str, Sequence[str]] = {
+    "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "emulated"),
+    "order": ("ring", "zigzag", "sequential", "tree", "simultaneous"),
+    "merge_format": ("float32", "float64", "bfloat16", "float16", "working", "promoted"),
+    "partial_format": ("working", "float32"),
+}
+CASTS = ("out", "dq_out", "dk_out", "dv_out")
+HEAD_DIMS, LSE_ROWS = 8, 32
+"""Of PyTorch's operators on CUDA: flash takes multiples of so many features and is given others
+padded; the efficient one keeps L for a multiple of so many rows."""
+Slices = tuple[slice, ...]
+"""Ranges of one axis, ascending."""
+Step = tuple[Slices, Slices]
+"""Some rows meeting the keys of one shard, or of half of it."""
+State = tuple[Tensor, Tensor]
+"""O [B, H, rows, v_dim] and L [B, H, rows]."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """How partial results become one."""
+
+    order: str
+    """`simultaneous`: all at once; `tree`: neighbours, then their results, and so on; any other:
+    one after the other, in the order in which they are given."""
+    format: str
+    """What a running result is stored in between two merges: a format, or `working`. A merge is
+    computed in fp32, in fp64 for `float64` and where the working format asks for it. `promoted`: as
+    torch promotes a running result in the working format and weights in fp32: the first difference
+    O - O_s is rounded, and nothing after it."""
+    working: Format
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """What merges are computed in."""
+        wide = self.format == "float64" or not format_of(torch.float32).contains(self.working)
+        return torch.float64 if wide else torch.float32
+
+    @property
+    def between(self) -> Format | None:
+        """What a running result is rounded to; None where it is not."""
+        if self.format in ("working", "promoted"):
+            return self.working
+        fmt = format_named(self.format)
+        return None if fmt.contains(format_of(self.arithmetic)) else fmt
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The dtype in which gradients of several parts are added up."""
+        return self.arithmetic if self.between is None else dtype_of(self.between)
+
+
+def merged(parts: Sequence[State], how: Merge) -> State:
+    """The parts as one, O in the arithmetic of `how` and L no narrower.
+
+    One part is returned as it is, unrounded. Raises ValueError for none.
+    """
+    if not parts:
+        raise ValueError("there is nothing to merge")
+    keep = how.format == "promoted" and how.order != "simultaneous"
+    states = []
+    for O, L in parts:
+        O = O.masked_fill(torch.isneginf(L)[..., None], 0.0)
+        states.append((O if keep else O.to(how.arithmetic), L.to(how.arithmetic)))
+    if len(states) == 1:
+        return states[0]
+    step = rounding(how.between, how.arithmetic, "nearest", None)
+    store = step if step is not None and how.format != "promoted" else (lambda x: x)
+    if how.order == "simultaneous":
+        L_s = torch.stack([L for _, L in states])
+        L = L_s.logsumexp(dim=0)
+        weights = (L_s - L.clamp(min=torch.finfo(L.dtype).min)).exp()
+        O = torch.zeros_like(states[0][0])
+        for weight, (O_s, _) in zip(weights, states, strict=True):
+            O = O + weight[..., None] * O_s
+        return store(O), L
+    if how.order == "tree":
+        states = [(store(O), L) for O, L in states]
+        while len(states) > 1:
+            pairs = zip(states[::2], states[1::2], strict=False)
+            left_over = states[len(states) - len(states) % 2 :]
+            states = [*(_pair(a, b, store) for a, b in pairs), *left_over]
+        return states[0]
+    done = (store(states[0][0]), states[0][1])
+    for state in states[1:]:
+        done = _pair(done, state, store)
+    return done
+
+
+def _pair(a: State, b: State, store: Callable[[Tensor], Tensor]) -> State:
+    (O, L), (O_b, L_b) = a, b
+    nothing, first = torch.isneginf(L_b), torch.isneginf(L)
+    weight = torch.sigmoid(L_b - L)[..., None]
+    merged_O = torch.where(nothing[..., None], O, O - weight * (O - O_b))
+    merged_L = torch.where(first, L_b, L - logsigmoid(L - L_b))
+    return store(merged_O), torch.where(nothing, L, merged_L)
+
+
+# --- who meets which keys ------------------------------------------------------------------------
+
+
+def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
+    """The steps of a case, in the order of time. Raises Refused where an order cannot have it."""
+    if order == "zigzag":
+        return list(_zigzag(case, shards))
+    keys = chunks(case.kv_len, shards)
+    rows = chunks(case.q_len, shards) if order == "ring" else [slice(0, case.q_len)]
+    steps = (
+        ((rows[rank],), (keys[(rank - turn if order == "ring" else turn) % len(keys)],))
+        for turn in range(len(keys))
+        for rank in range(len(rows))
+    )
+    return [step for step in steps if _meets(case, step)]
+
+
+def chunks(length: int, number: int) -> list[slice]:
+    """At most so many ranges of one length, the last of which may be shorter."""
+    size = -(-length // number)
+    return [slice(at, min(at + size, length)) for at in range(0, length, size)]
+
+
+def _meets(case: AttentionCase, step: Step) -> bool:
+    seen, keys = key_range(case, step[0][0]), step[1][0]
+    return bool(max(seen.start, keys.start) < min(seen.stop, keys.stop))
+
+
+def _zigzag(case: AttentionCase, ranks: int) -> Iterator[Step]:
+    plain = case.mask is None and case.window is None and case.causal_offset == 0
+    if not (case.is_causal and plain and case.q_len == case.kv_len):
+        raise Refused("zigzag balances plain causal calls, with as many queries as keys")
+    if case.q_len % (2 * ranks):
+        raise Refused(f"zigzag divides a length by {2 * ranks}, and {case.q_len} it does not")
+    at = chunks(case.q_len, 2 * ranks)
+    held = [(at[rank], at[-1 - rank]) for rank in range(ranks)]
+    for turn in range(ranks):
+        for rank in range(ranks):
+            rows, keys = held[rank], held[rank - turn]
+            if turn == 0:
+                yield rows, keys
+            else:
+                yield (rows, keys[:1]) if turn <= rank else (rows[1:], keys)
+
+
+def part(case: AttentionCase, step: Step) -> AttentionCase:
+    """The call that a step is, without sinks, which are no keys of any shard."""
+    rows, keys = step
+    hides = case.is_causal and keys[-1].stop - 1 > rows[0].start + case.causal_offset
+    by_position = hides or case.window is not None
+    # The same chunks on both sides keep their order, so that causality stays what it was.
+    moved = 0 if rows == keys else rows[0].start - keys[0].start
+    return dataclasses.replace(
+        case,
+        q=taken(case.q, rows),
+        k=taken(case.k, keys),
+        v=taken(case.v, keys),
+        mask=None if case.mask is None else mask_block(case.mask, rows[0], keys[0]),
+        is_causal=hides,
+        causal_offset=case.causal_offset + moved if by_position else 0,
+        sinks=None,
+        grad_out=None if case.grad_out is None else taken(case.grad_out, rows),
+    )
+
+
+def taken(x: Tensor, ranges: Slices) -> Tensor:
+    """These places of the third axis: a view of one range, a copy of several."""
+    if len(ranges) == 1:
+        return x[:, :, ranges[0]]
+    return torch.cat([x[:, :, places] for places in ranges], dim=2)
+
+
+def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
+    """What `taken` put together, apart again, along the third axis."""
+    parts: Sequence[Tensor] = x.split([places.stop - places.start for places in ranges], dim=2)
+    return parts
+
+
+# --- the kernel ----------------------------------------------------------------------------------
 
 
 def _check(options: Mapping[str, Any]) -> None:
     shards = options["shards"]
     if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
         raise UsageError(f"shards is {shards!r}", hint="a whole number from 1 on")
-    choices: Mapping[str, Sequence[str]] = {
-        "inner": INNER,
-        "order": ORDERS,
-        "merge_format": MERGE_FORMATS,
-        "partial_format": PARTIAL_FORMATS,
-    }
-    for name, known in choices.items():
+    for name, known in CHOICES.items():
         if options[name] not in known:
             hint = closest(str(options[name]), known)
             raise UsageError(f"sharded: {name} is {options[name]!r}", hint=hint)
@@ -58,36 +255,55 @@ def _check(options: Mapping[str, Any]) -> None:
         )
 
 
-def gradients(
-    case: AttentionCase,
-    *,
-    shards: int = 2,
-    inner: str = "sdpa-flash",
-    order: str = "ring",
-    merge_format: str = "float32",
-    partial_format: str = "working",
-) -> Output:
+def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
+    """What the merged shards compute like; None where no emulation does: a running result that is
+    stored in a narrow format between two merges, gradients that are added up in one, a rounded
+    difference (`promoted`), and the shards of `zigzag`, which are two chunks each.
+
+    A recipe has splits of the keys, merged in full precision: each split's O is rounded at `merge`
+    as it is handed over, its dQ at `dq_partial`; where queries are divided too (`q_splits`), each
+    part's dK and dV at `dk_partial` and `dv_partial`. Within a shard it is the inner's claim.
+    """
+    did = output.did or {}
+    if "shards" not in did:  # a single shard: the inner kernel itself
+        return _inner_claim(case, did, system)
+    shards, order, partial = did["shards"], did["order"], did["partial_format"]
+    one_merge = shards == 2 or order == "simultaneous"
+    exact = did["merge_format"] in ("float32", "float64")
+    narrow = output.dq is not None or not one_merge or did["merge_format"] == "promoted"
+    if order == "zigzag" or (not exact and narrow):
+        return None
+    claim = dict(_inner_claim(part(case, schedule(case, shards, order)[0]), did["each"], system))
+    # Splits that are the shards. Where a shard is no whole number of the inner kernel's tiles it is
+    # one tile: P is then rounded relative to another maximum, which its size hardly shows.
+    fields = {"block_kv": claim["block_kv"]} if "block_kv" in claim else {}
+    width = chunks(case.kv_len, shards)[0].stop
+    _, tile = recipe(claim.get("preset", "fa2"), **fields).tile(case.q.shape[-1], case.kv_len)
+    claim |= {"splits": shards, "block_kv": width if width % tile else tile}
+    claim |= {"merge": partial, "dq_partial": partial}
+    if order == "ring":
+        claim |= {"q_splits": shards, "dk_partial": partial, "dv_partial": partial}
+    return claim
+
+
+def _inner_claim(case: AttentionCase, did: Mapping[str, Any], system: System) -> Mapping[str, Any]:
+    """What the kernel of one shard claims, for its own call; the emulation says no operator."""
+    return claim_of(did["operator"], case, system) if "operator" in did else {"preset": "fa2"}
+
+
+def described(did: Mapping[str, Any], each: str) -> str:
+    """What ran in words, for example `4 shards, ring, merged in float32, handed over in working,
+    each by _scaled_dot_product_flash_attention`."""
+    return (
+        f"{did['shards']} shards, {did['order']}, merged in {did['merge_format']}, handed over in "
+        f"{did['partial_format']}, each by {each}"
+    )
+
+
+def gradients(case: AttentionCase, **options: Any) -> Output:
     """A training step, under the options of `sharded`. Raises Refused where the inner kernel has no
     backward over shards."""
-    options = options_of(inner, partial_format)
-    if shards == 1:
-        return find(inner).gradients(case)
-    how = Merge(order=order, format=merge_format, working=case.format)
-    steps = schedule(case, shards, order)
-    (O, L), ran = _forward(case, steps, how, inner, options)
-    out = _cast(O, case)
-    sums = [torch.zeros_like(x, dtype=how.sums) for x in (case.q, case.k, case.v)]
-    for step in steps:
-        found = backward(
-            inner, part(case, step), taken(out, step.rows), taken(L, step.rows), options
-        )
-        for total, partial, places in zip(
-            sums, found, (step.rows, step.keys, step.keys), strict=True
-        ):
-            _add(total, partial, places)
-    dq, dk, dv = (_cast(x, case) for x in sums)
-    says = described(shards, order, merge_format, partial_format, ran)
-    return Output(out=out, lse=L, dq=dq, dk=dk, dv=dv, ran=says, ran_backward=says)
+    return _computed(case, {**options_of(sharded), **options}, with_gradients=True)
 
 
 @kernel("sharded", validate=_check, claims=claims, backward=gradients)
@@ -101,31 +317,53 @@ def sharded(
     partial_format: str = "working",
 ) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding merge."""
-    options = options_of(inner, partial_format)
+    given = locals()  # the arguments and nothing else: keep this the first line
+    options = {name: value for name, value in given.items() if name != "case"}
+    return _computed(case, options, with_gradients=False)
+
+
+def _computed(case: AttentionCase, options: Mapping[str, Any], *, with_gradients: bool) -> Output:
+    inner, shards, order = options["inner"], options["shards"], options["order"]
     if shards == 1:
-        return find(inner).attend(case)
-    how = Merge(order=order, format=merge_format, working=case.format)
-    (O, L), ran = _forward(case, schedule(case, shards, order), how, inner, options)
-    says = described(shards, order, merge_format, partial_format, ran)
-    return Output(out=_cast(O, case), lse=L, ran=says)
+        return (find(inner).gradients if with_gradients else find(inner).attend)(case)
+    wide = inner == "emulated" and options["partial_format"] == "float32"
+    casts = dict.fromkeys(CASTS, "float32") if wide else {}
+    how = Merge(order=order, format=options["merge_format"], working=case.format)
+    steps = schedule(case, shards, order)
+    (O, L), last = _forward(case, steps, how, inner, casts)
+    did = {**{n: x for n, x in options.items() if n != "inner"}, "each": last.did or {}}
+    done = Output(out=_cast(O, case), lse=L, ran=described(did, last.ran or inner), did=did)
+    if not with_gradients:
+        return done
+    sums = [torch.zeros_like(x, dtype=how.sums) for x in (case.q, case.k, case.v)]
+    for rows, keys in steps:
+        shard = part(case, (rows, keys))
+        partial = _backward(inner, shard, taken(done.out, rows), taken(L, rows), casts)
+        for total, x, places in zip(sums, partial, (rows, keys, keys), strict=True):
+            for at, y in zip(places, divided(x, places), strict=True):
+                total[:, :, at] += y
+    dq, dk, dv = (_cast(x, case) for x in sums)
+    return dataclasses.replace(done, dq=dq, dk=dk, dv=dv, ran_backward=done.ran)
 
 
 def _forward(
-    case: AttentionCase,
-    steps: Sequence[Step],
-    how: Merge,
-    inner: str,
-    options: Mapping[str, Any],
-) -> tuple[State, str]:
-    """O and L of all rows in the arithmetic of the merge, and what the inner kernel ran."""
-    ran, states = inner, defaultdict(list)
-    for step in steps:
-        (O, L), ran = forward(inner, part(case, step), options)
+    case: AttentionCase, steps: Sequence[Step], how: Merge, inner: str, casts: Mapping[str, str]
+) -> tuple[State, Output]:
+    """O and L of all rows in the arithmetic of the merge, and the inner kernel's last output."""
+    last, states = Output(out=case.q), defaultdict(list)
+    for rows, keys in steps:
+        shard = part(case, (rows, keys))
+        last = find(inner).attend(shard, **casts)
+        if last.lse is None:
+            raise MeasurementError(f"{inner} gave no log-sum-exp, which a merge needs")
+        empty = empty_rows(shard)  # PyTorch's CPU kernel has a log-sum-exp of 0 for such a row
+        O_s, L_s = (
+            last.out.masked_fill(empty[..., None], 0.0),
+            last.lse.masked_fill(empty, -math.inf),
+        )
         # Chunks of one rank are merged apart: one of them may meet fewer shards.
-        for rows, O_rows, L_rows in zip(
-            step.rows, divided(O, step.rows), divided(L, step.rows), strict=True
-        ):
-            states[rows.start, rows.stop].append((O_rows, L_rows))
+        for at, *state in zip(rows, divided(O_s, rows), divided(L_s, rows), strict=True):
+            states[at.start, at.stop].append((state[0], state[1]))
     shape = (*case.q.shape[:3], case.v.shape[-1])
     O = case.q.new_zeros(shape, dtype=how.arithmetic)
     L = O.new_full(shape[:3], -math.inf)
@@ -134,16 +372,85 @@ def _forward(
     for (start, stop), parts in states.items():
         sink = [] if case.sinks is None else [(O[:, :, start:stop], L[:, :, start:stop])]
         O[:, :, start:stop], L[:, :, start:stop] = merged([*sink, *parts], how)
-    return (O, L), ran
-
-
-def _add(total: Tensor, partial: Tensor, places: Slices) -> None:
-    """Add what belongs to these places of the third axis; in the format of the total."""
-    for at, x in zip(places, divided(partial, places), strict=True):
-        total[:, :, at] += x
+    return (O, L), last
 
 
 def _cast(x: Tensor, case: AttentionCase) -> Tensor:
     """x rounded once to the working format."""
     fmt: Format = case.format
     return x.to(case.q.dtype) if x.dtype == torch.float32 else round_to(x, fmt).to(case.q.dtype)
+
+
+# --- the backward pass of one shard --------------------------------------------------------------
+
+
+def _backward(
+    inner: str, case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]
+) -> Gradients:
+    """dq, dk and dv that come through the keys of one shard, for O and L of all keys."""
+    # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not NaN.
+    L = L.masked_fill(torch.isneginf(L), 0.0)
+    if inner == "emulated":
+        return _emulated(case, O, L, casts)
+    if inner == "sdpa-flash":
+        return (_flash if case.q.is_cuda else _flash_on_cpu)(case, O, L.float())
+    if inner == "sdpa-efficient" and case.q.is_cuda:
+        return _efficient(case, O, L.float())
+    raise Refused(f"{inner} has no backward over shards")
+
+
+def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]) -> Gradients:
+    made = recipe("fa2", sites=casts)
+    r, dtype = emulation.rounder(case, made), emulated_forward.dtype_of(made)
+    with torch.no_grad(), plain_arithmetic(case.q.device):
+        q, k, v, O, L = (x.to(dtype) for x in (case.q, case.k, case.v, O, L))
+        kept = emulation.Kept(
+            case=case, made=made, q=q, q_s=emulated_forward.scaled_q(r, case, made, q), k=k, v=v,
+            O=O, L=L, m=L, l=torch.ones_like(L),
+        )  # fmt: skip
+        found = emulation.backward(r, kept.with_upstream(r, upstream(case)))
+        dq, dk, dv = (
+            stored(x, made.format_at(site, case.format), case.q.dtype)
+            for site, x in zip(CASTS[1:], emulation.cast(r, *found), strict=True)
+        )
+    return dq, dk, dv
+
+
+def _flash_on_cpu(case: AttentionCase, O: Tensor, L: Tensor) -> Gradients:
+    mask, by_flag = mask_arguments(case)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=case.q.dtype).masked_fill_(~mask, -math.inf)
+    found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        upstream(case), case.q, case.k, case.v, O, L, 0.0, by_flag,
+        attn_mask=mask, scale=case.scale,
+    )  # fmt: skip
+    return found
+
+
+def _flash(case: AttentionCase, O: Tensor, L: Tensor) -> Gradients:
+    if case.q.shape[-1] % HEAD_DIMS or case.v.shape[-1] != case.q.shape[-1]:
+        raise Refused(f"its backward over shards takes head dimensions divisible by {HEAD_DIMS}")
+    seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
+    found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        upstream(case), case.q, case.k, case.v, O, L.contiguous(), None, None, case.q_len,
+        case.kv_len, 0.0, _by_flag(case), seed, seed[0], scale=case.scale,
+    )  # fmt: skip
+    return found
+
+
+def _efficient(case: AttentionCase, O: Tensor, L: Tensor) -> Gradients:
+    seed = torch.zeros((), dtype=torch.int64)
+    L = pad(L, (0, -L.shape[-1] % LSE_ROWS))
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        upstream(case), case.q, case.k, case.v, None, O, L, seed, seed, 0.0,
+        [True, True, True, False], _by_flag(case), scale=case.scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _by_flag(case: AttentionCase) -> bool:
+    """Whether causality is said by a flag, where a mask cannot be said. Raises Refused."""
+    mask, by_flag = mask_arguments(case)
+    if mask is not None:
+        raise Refused("its backward over shards takes no mask on CUDA")
+    return by_flag

@@ -23,8 +23,8 @@ from torch import Tensor
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError, closest
 from numdev.kernels import Output, Refused, Requirement, kernel
-from numdev.kernels.packing import lengths_first, misaligned, unpack_lse
-from numdev.kernels.sdpa_claims import efficient_attention
+from numdev.kernels.flash_attn import lengths_first, misaligned, unpack_lse
+from numdev.kernels.sdpa import efficient_attention
 from numdev.system import System
 
 OPERATORS = ("cutlass", "flash")
@@ -57,7 +57,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
     """Its cutlass operator is the one PyTorch calls efficient."""
-    cutlass = (output.ran or "").startswith("cutlass")
+    cutlass = (output.did or {}).get("op") == "cutlass"
     return efficient_attention(case, system) if cutlass else {"preset": "fa2"}
 
 
@@ -92,7 +92,8 @@ def xformers(case: AttentionCase, *, op: str = "cutlass", varlen: bool = False) 
             raise
         raise Refused(_reasons(str(error))) from error
     found = None if lse is None else _lse(case, lse)
-    return Output(out=_returned(case, out, varlen), lse=found, ran=operator.FwOp.NAME)
+    ran, did = operator.FwOp.NAME, {"op": op}
+    return Output(out=_returned(case, out, varlen), lse=found, ran=ran, did=did)
 
 
 def _given(case: AttentionCase, x: Tensor, packed: bool) -> Tensor:

@@ -1,9 +1,9 @@
 """The forward pass of `emulated`: tiled attention with a format at every rounding site.
 
-`attend` computes it in fp64 and rounds each intermediate result, once and correctly,
-to the format its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md). So a
-recipe is a hypothesis about a kernel: its output predicts the size of the kernel's error, and where
-tiles and order are right too, the error itself. With every site exact it is the reference.
+It is computed in fp64, and each intermediate result is rounded, once and correctly, to the format
+its *site* has in a recipe (`numdev.kernels.emulation.recipe`, docs/sites.md). So a recipe is a
+hypothesis about a kernel: its output predicts the size of the kernel's error, and where tiles and
+order are right too, the error itself. With every site exact it is the reference.
 
 What is modelled. A site is rounded after the exact result of its step. The sum inside a matrix
 product or a row sum is therefore exact up to its one rounding: kernels accumulate such sums in at
@@ -11,21 +11,33 @@ least fp32, and that error is left out. So are approximate exp and reciprocal. T
 good for the size of a 16-bit kernel's error; of its bias it is not, since with ties a relative
 error of 1e-6 in l moves the output by 0.1 ulp.
 
-What the tile changes. P is rounded relative to the running maximum, and the accumulators are
-rounded once per tile, so `block_kv` and `kv_order` change the numbers. `block_q` does not, in
-round-to-nearest: rows are independent, and to a row that sees no key of a tile the tile is P = 0,
-a = 1, which changes nothing that is rounded already. (`fa1` multiplies O by l and divides by l
-again; once O = round(X / l), round(round(O l) / l) is O. A test goes through all significands of
-bf16.) Rounding toward zero, O shrinks at every such tile, so there the size of the block tells. As
-in real kernels, rows take part in a tile as whole blocks of block_q, and a tile that no row of a
-block can see by its position is skipped. (Where a case holds some of a call's rows, its blocks are
-still the call's.) The outer loop changes nothing but the rounding at `state`; so one order is
-computed, and rows are processed in as few pieces as memory allows.
+What the tile changes. P is rounded relative to the running maximum, and the accumulators once per
+tile, so `block_kv` and `kv_order` change the numbers. `block_q` does not, in round-to-nearest: to a
+row that sees no key of a tile the tile is P = 0, a = 1, which changes nothing that is rounded
+already. (`fa1` multiplies O by l and divides by l again; once O = round(X / l), round(round(O l) /
+l) is O: a test goes through all significands of bf16.) Rounding toward zero, O shrinks at every
+such tile, so there the size of the block tells. As in real kernels, rows take part in a tile as
+whole blocks of block_q, those of the whole call where a case holds some of its rows, and a tile
+that no row of a block can see by its position is skipped. The outer loop changes nothing but the
+rounding at `state`; so one order is computed, in as few pieces of rows as memory allows.
 
-`compute="float32"` does the same in fp32, TF32 and autocast off, and rounds at the same sites
-(float32 sites are then free). How far apart the two modes may be, for `fa2`. Let u be the unit
-roundoff of the working format, w = 2^-24, d the head_dim, n the length, t the number of tiles, and
-A = |scale| sum |q||k|, the sum of absolute terms in a score.
+Many tiles at once. Predictions and training take an `fa2` recipe in fp32 that rounds nothing
+between tiles (`is_at_once`) in a few large steps; some twenty small ones a tile are what it costs
+on a GPU. P is rounded relative to the maximum met when its tile came: a cumulative maximum over the
+tiles in their order, so that each P is what it is tile by tile. The sum over tiles, scaled to the
+last maximum by P exp(m_tile - m_last), the product of all factors a, has no rounding to model.
+Splits of the keys are one more axis. What differs is fp32 rounding, which no site models: by (2 n +
+8 t) 2^-24 of the term scale at most, about 1e-7 usually, and then a P now and then falls on the
+other side of its boundary. Before the last cast the two lie apart by a root mean square of at most
+0.3 % of the error in bf16 and 2 % in fp16; the cast takes at most 0.05 % and 0.2 % of the outputs
+to the neighbouring number. A tile that a row cannot see is not skipped there. 0 times infinity is
+not 0, so where anything comes out that is not finite, the tiles decide, one by one. The kernel
+`emulated` always goes tile by tile.
+
+`compute="float32"` rounds at the same sites in fp32, TF32 and autocast off (float32 sites are then
+free). How far it may be from fp64, for `fa2`. Let u be the unit roundoff of the working format, w =
+2^-24, d the head_dim, n the length, t the number of tiles, and A = |scale| sum |q||k|, the sum of
+absolute terms in a score.
 
 - Two scores differ by at most (d + 4) w A: d for the product, 2 for the scale and its product, 2
   for the fp64 mode's own roundings to fp32. The maximum differs by as much, and S - m rounds once
@@ -35,12 +47,10 @@ A = |scale| sum |q||k|, the sum of absolute terms in a score.
 - Rounding is monotone: where e carries a P over a boundary it lands one ulp away, 2 u relative
   (above the subnormals); elsewhere both modes get the same P. The cast at the end is monotone too.
 
-With T the term scale, therefore, always |o32 - o64| <= (2 u + 2 e + (2 n + 8) w) T + ulp(o). That
-is every P on the other side of its boundary, and in one direction. A P is carried over with a
-probability of about its relative error / u, and the real error is far below e. Measured (lengths
-256 and 1024, normal, wide and tied scores, all presets): 0.1 % of the outputs differ in bf16 and
-up to 2 % in fp16, by a root mean square of at most 7 % and 18 % of the emulated error, whose own
-rms agrees to 0.1 %.
+With T the term scale, therefore, always |o32 - o64| <= (2 u + 2 e + (2 n + 8) w) T + ulp(o): every
+P on the other side of its boundary, all in one direction. Measured (lengths 256 and 1024, normal,
+wide and tied scores, all presets): 0.1 % of the outputs differ in bf16 and up to 2 % in fp16, by a
+root mean square of at most 7 % and 18 % of the emulated error, whose own rms agrees to 0.1 %.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; a = exp(m_old
 - m) rescales what was summed before.
@@ -49,37 +59,56 @@ Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from numdev.cases import AttentionCase, additive, keys_from, rows_within, span, visible
-from numdev.formats import format_of
-from numdev.kernels.emulation import guarded, stabilised
+from numdev.cases import (
+    AttentionCase,
+    additive,
+    key_range,
+    keys_from,
+    rows_within,
+    span,
+    visible,
+)
+from numdev.errors import Refused
+from numdev.formats import FORMATS, format_of
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 
 BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 """How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for
 stochastic rounding, whose random numbers are drawn in the order of the pieces."""
-
+WIDE_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""The same of a block of many tiles at once. Three to six times as much is needed for it."""
+MIN_BLOCK_ROWS = 64  # below this a matrix product waits for K and V
+CAUSAL_PARTS, CAUSAL_BYTES = 4, 1 << 24
+"""Under causality rows are cut into so many blocks, which spares three eighths of the scores, where
+each still holds as much: then it is not the launching of steps that takes the time."""
+GOLDEN = 2654435769  # 2^32 / phi
+GUARD_BITS = 8
 LN_SMALLEST_FP32 = -126 * math.log(2.0)
 
 State = tuple[Tensor, Tensor, Tensor]
 """m [B, H, rows], l [B, H, rows], O [B, H, rows, v_dim]."""
 
 
-def attend(case: AttentionCase, made: Recipe) -> tuple[Tensor, Tensor]:
+def attend(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> tuple[Tensor, Tensor]:
     """O [B, H, q_len, v_dim] and L [B, H, q_len] as the recipe has them, in its `compute` dtype.
 
-    Differentiates nothing: it runs without autograd. Raises Refused as `emulated` does.
+    With `at_once` many tiles together, to fp32 rounding, where the recipe allows it; that waits for
+    the device once. Runs without autograd. Raises Refused as `emulated` does.
     """
-    dtype = dtype_of(made)
-    r = Rounder(made, case, dtype)
+    r = Rounder(made, case, dtype_of(made))
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
-        m, l, O = forward(r, case, made, scaled_q(r, case, made, q), k, v)
+        q, k, v = (x.to(dtype_of(made)) for x in (case.q, case.k, case.v))
+        q = scaled_q(r, case, made, q)
+        m, l, O = forward(r, case, made, q, k, v, at_once=at_once)
+        if at_once and is_at_once(r, case, made) and not all_finite(O):
+            m, l, O = forward(r, case, made, q, k, v)
         return r("out", O), r("lse", m + l.log())
 
 
@@ -93,16 +122,52 @@ def scaled_q(r: Rounder, case: AttentionCase, made: Recipe, q: Tensor) -> Tensor
     return r("q_scaled", q * case.scale) if made.scale_in == "q" else q
 
 
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether nothing in the tensors is infinite or NaN. Waits for the device, once."""
+    largest = torch.stack([torch.linalg.vector_norm(x, math.inf) for x in tensors])
+    return all(math.isfinite(x) for x in largest.tolist())
+
+
+def in_any_order(case: AttentionCase, made: Recipe) -> bool:
+    """Whether it is no matter to a prediction in which order fp32 sums are added up, and random
+    numbers drawn. Where inputs are in float32, such sums are all that there is to predict."""
+    in_fp32 = made.compute == "float32" and not case.format.contains(FORMATS["float32"])
+    return in_fp32 and made.rounding == "nearest"
+
+
+def is_at_once(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
+    """Whether many tiles at once are what the recipe says, as far as that is more than fp32
+    rounding.
+
+    With `exponent` rounded a product of factors is not a factor. Rounding toward zero makes a whole
+    ulp of a last bit wherever the exact output is a number of the format. The stabilised softmax is
+    not written so.
+    """
+    between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
+    if made.loop_order == "kv":
+        between.append("state")
+    plainly = made.algorithm == "fa2" and made.softmax == "plain"
+    return plainly and in_any_order(case, made) and not r.rounds(*between)
+
+
 def forward(
-    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor
+    r: Rounder,
+    case: AttentionCase,
+    made: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    at_once: bool = False,
 ) -> State:
     """m, l and O after the last tile, O normalised and not yet cast. q is that of `scaled_q`.
-    l is the sum of exp(S - m), whatever its P were multiplied with.
+    l is the sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may be.
 
     Merged splits have neither m nor l of their own: they return L and 1, which give P as well.
     """
-    parts = [_pass(r, case, made, q, k, v, split)[0] for split in splits(case, made)]
-    return parts[0] if len(parts) == 1 else _merged(r, parts)
+    if at_once and is_at_once(r, case, made):
+        return _at_once(r, case, made, q, k, v)
+    return forward_with_products(r, case, made, q, k, v)[0]
 
 
 def forward_with_products(
@@ -114,22 +179,30 @@ def forward_with_products(
     parts = [_pass(r, case, made, q, k, v, split) for split in splits(case, made)]
     if len(parts) == 1:
         return parts[0]
-    return _merged(r, [state for state, _ in parts]), None
+    states = [state for state, _ in parts]
+    L = torch.stack([m + l.log() for m, l, _ in states]).logsumexp(dim=0)
+    O = torch.zeros_like(states[0][2])
+    for m, l, O_s in states:  # O = sum_s exp(L_s - L) O_s
+        O += (m + l.log() - finite(L)).exp()[..., None] * r("merge", O_s)
+    return (L, torch.ones_like(L), r("merge", O)), None
+
+
+# --- tile by tile --------------------------------------------------------------------------------
 
 
 def _pass(
     r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor, split: slice
 ) -> tuple[State, Tensor]:
     """m, l and O of the keys of one split, tile by tile, and O before it was normalised."""
-    w = _weights(case, made, q.dtype)
+    w = _guard(case, made, q.dtype)
     m, l, O = start(r, case, q, v, split)
     l = l if w is None else l * w
     products = torch.zeros_like(O) if made.algorithm == "fa1" else O
     for rows, keys in _tiles(case, made, split):
         S, _ = scores(r, case, made, q, k, rows, keys)
         before = (m[:, :, rows], l[:, :, rows], O[:, :, rows])
-        step, w_rows = STEPS[made.algorithm], None if w is None else w[rows]
-        m[:, :, rows], l[:, :, rows], new = step(r, case, made, S, v[:, :, keys], before, w_rows)
+        w_rows = None if w is None else w[rows]
+        m[:, :, rows], l[:, :, rows], new = _step(r, case, made, S, v[:, :, keys], before, w_rows)
         if made.algorithm == "fa1":
             products[:, :, rows] = new
             new = r("normalised", new / nonzero(l[:, :, rows])[..., None])
@@ -139,23 +212,6 @@ def _pass(
     if made.softmax == "stabilised":
         O = O.masked_fill(lost(m, l)[..., None], math.nan)
     return (m, l if w is None else l / w, O), products
-
-
-def _weights(case: AttentionCase, made: Recipe, dtype: torch.dtype) -> Tensor | None:
-    """By what the P of each row are multiplied, [q_len]; None where they are not."""
-    if made.softmax != "guarded":
-        return None
-    guarded.check({site: made.format_at(site, case.format) for site in ("exp", "p")})
-    return guarded.weights(case, dtype)
-
-
-def _merged(r: Rounder, parts: list[State]) -> State:
-    """The splits' results as one: O = sum_s exp(L_s - L) O_s."""
-    L = torch.stack([m + l.log() for m, l, _ in parts]).logsumexp(dim=0)
-    O = torch.zeros_like(parts[0][2])
-    for m, l, O_s in parts:
-        O += (m + l.log() - finite(L)).exp()[..., None] * r("merge", O_s)
-    return L, torch.ones_like(L), r("merge", O)
 
 
 def start(r: Rounder, case: AttentionCase, q: Tensor, v: Tensor, split: slice) -> State:
@@ -188,7 +244,7 @@ def scores(
     return (S if shown is None else S.masked_fill_(~shown, -math.inf)), tanh
 
 
-def _fa2(
+def _step(
     r: Rounder,
     case: AttentionCase,
     made: Recipe,
@@ -197,64 +253,30 @@ def _fa2(
     before: State,
     w: Tensor | None,
 ) -> State:
-    """FlashAttention-2, Algorithm 1, lines 8 to 10: O is normalised after the last tile."""
+    """m, l and O with a tile added. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10. `fa1`:
+    FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum and O is not yet
+    normalised here. `plain`: softmax over all keys, then P V; at most a sink came before."""
     m_old, l_old, O_old = before
-    m = torch.maximum(m_old, maximum(r, case, made, S))
+    own = maximum(r, case, made, S)
+    m = torch.maximum(m_old, own)
     a = _factor(r, m_old, m)
-    P = exponential(r, made, S, m, w)
-    P_V = r("p", P)
-    l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P_V))
-    O = r("accumulator", a[..., None] * O_old)
-    return m, l, r("accumulator", O.add_(r("pv", times(case, P_V, V))))
-
-
-def _fa1(
-    r: Rounder,
-    case: AttentionCase,
-    made: Recipe,
-    S: Tensor,
-    V: Tensor,
-    before: State,
-    w: Tensor | None,
-) -> State:
-    """FlashAttention, Algorithm 1, lines 10 to 13: a tile has a maximum of its own, and O is
-    normalised after every tile: here it is not yet."""
-    m_old, l_old, O_old = before
-    m_tile = maximum(r, case, made, S)
-    m = torch.maximum(m_old, m_tile)
-    a, b = _factor(r, m_old, m), _factor(r, m_tile, m)
-    P = exponential(r, made, S, m_tile, w)
+    b = _factor(r, own, m) if made.algorithm == "fa1" else None
+    P = exponential(r, made, S, m if b is None else own, w)
+    if made.algorithm == "plain":
+        l = r("row_sum", r("rescale", a * l_old) + r("tile_sum", P.sum(dim=-1)))
+        P_V = r("p", r("normalised", P / nonzero(l)[..., None]))
+        return m, l, r("accumulator", r("pv", times(case, P_V, V)))
     P_V = r("p", P)
     al = r("rescale", a * l_old)
-    l = r("row_sum", al + r("rescale", b * _tile_sum(r, made, P, P_V)))
+    tile_sum = r("tile_sum", (P_V if made.l_from == "rounded" else P).sum(dim=-1))
+    if b is None:
+        l = r("row_sum", al + tile_sum)
+        O = r("accumulator", a[..., None] * O_old)
+        return m, l, r("accumulator", O.add_(r("pv", times(case, P_V, V))))
+    l = r("row_sum", al + r("rescale", b * tile_sum))
     O = r("accumulator", al[..., None] * O_old)
-    return (
-        m,
-        l,
-        r("accumulator", O.add_(r("accumulator", b[..., None] * r("pv", times(case, P_V, V))))),
-    )
-
-
-def _plain(
-    r: Rounder,
-    case: AttentionCase,
-    made: Recipe,
-    S: Tensor,
-    V: Tensor,
-    before: State,
-    w: Tensor | None,
-) -> State:
-    """Softmax over all keys, then P V. There is one tile, and at most a sink before it."""
-    m_old, l_old, _ = before
-    m = torch.maximum(m_old, maximum(r, case, made, S))
-    a = _factor(r, m_old, m)
-    P = exponential(r, made, S, m, w)
-    l = r("row_sum", r("rescale", a * l_old) + _tile_sum(r, made, P, P))
-    P_V = r("p", r("normalised", P / nonzero(l)[..., None]))
-    return m, l, r("accumulator", r("pv", times(case, P_V, V)))
-
-
-STEPS = {"fa2": _fa2, "fa1": _fa1, "plain": _plain}
+    new = r("accumulator", b[..., None] * r("pv", times(case, P_V, V)))
+    return m, l, r("accumulator", O.add_(new))
 
 
 def maximum(r: Rounder, case: AttentionCase, made: Recipe, S: Tensor) -> Tensor:
@@ -264,16 +286,72 @@ def maximum(r: Rounder, case: AttentionCase, made: Recipe, S: Tensor) -> Tensor:
     if made.beta is None or made.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
     smallest = smallest_weight(made, case, S.dtype)
-    wanted = stabilised.shift(
-        S, beta=made.beta, tie_tolerance=made.tie_tolerance, smallest=smallest
-    )
-    return r("max", wanted)
+    return r("max", stabilised_shift(S, made.beta, made.tie_tolerance, smallest))
 
 
 def smallest_weight(made: Recipe, case: AttentionCase, dtype: torch.dtype) -> float:
     """The smallest normal number that P may be on its way to V."""
     formats = [made.format_at(site, case.format) or format_of(dtype) for site in ("exp", "p")]
     return max(fmt.smallest_normal for fmt in formats)
+
+
+def stabilised_shift(S: Tensor, beta: float, tie_tolerance: float, smallest: float) -> Tensor:
+    """By what the stabilised softmax (Qiu & Yao, arXiv 2510.04212) shifts each row of a tile: [...]
+    of scores [..., keys].
+
+    Where several scores are the row's maximum r, P would be exactly 1 for each of them, and sums of
+    such rows of V of one sign are rounded to one side. So where more than one score lies within the
+    tolerance of r the shift is beta r if r > 0 and 0 if not, and online softmax goes on with that
+    as the tile's maximum, as the authors' code does. (As printed, the running maximum is of
+    unadjusted ones, which undoes it.) A row whose every score is -inf has -inf, one with a NaN NaN.
+
+    P is then at most exp(-(beta - 1) r). The authors keep l above 1e-10: wrong, silently, from
+    (beta - 1) r = 23 on; here the row becomes NaN where exp(-(beta - 1) r) < smallest, the
+    smallest normal number of the formats P goes through, and where r < 0 and l is 0 (`lost`). One
+    tied tile is enough to shift the whole row by 0. `triton-flash` has the same on the device.
+    """
+    r = S.amax(dim=-1)
+    tied = ((r - tie_tolerance)[..., None] <= S).sum(dim=-1) > 1
+    shifted = torch.where(r > 0, beta * r, 0.0)
+    shifted = shifted.masked_fill_((beta - 1.0) * r > -math.log(smallest), math.nan)
+    return torch.where(tied & (r > -math.inf), shifted, r)
+
+
+def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
+    """By what the guarded softmax multiplies the P of each row, [q_len]:
+
+        P = w exp(S - m),  l = rowsum P,  O = P V / l,  L = m + log(l / w),
+
+    with m the true maximum and w one of the 64 odd numbers 129, 131 ... 255 over 256. Equal maxima
+    have P = 1 in plain softmax, 1 · V keeps the zero low bits of V, and sums of such terms of one
+    sign are rounded to one side. w has 8 significant bits, so bf16 and fp16 hold it exactly and P
+    at the maximum is not rounded; it is odd, so a product with V fills low bits that were zero. No
+    score is asked whether it is tied, so all ties are met alike and a shift changes nothing.
+
+    Which w: number frac(place / phi) of 64 (Fibonacci hashing), place = position + kv_len: all 64
+    evenly in any stretch of rows, in every second or 64th, and in decoding, where a row stands at 0
+    and kv_len grows. One w for all rows would leave every row the same error where tied keys share
+    V (sinks): a feature's error would not average out (docs/method.md). Rows of one position share
+    w over batches and heads. The cast of O errs as ever; where P V is summed in fp32 nothing is to
+    gain. Backward has P normalised, as in plain softmax. `triton_flash.forward.weight` is the same.
+    """
+    at = case.positions
+    at = torch.arange(case.q_len, device=case.q.device) if at is None else at
+    number = ((at + case.kv_len) * GOLDEN & 0xFFFFFFFF) >> 26
+    return (2 * number + 129).to(dtype) / 256
+
+
+def _guard(case: AttentionCase, made: Recipe, dtype: torch.dtype) -> Tensor | None:
+    """The guarded softmax's weights; None under another one. Refused where a format rounds them."""
+    if made.softmax != "guarded":
+        return None
+    for site in ("exp", "p"):
+        fmt = made.format_at(site, case.format)
+        if fmt is not None and fmt.precision < GUARD_BITS:
+            raise Refused(
+                f"the guarded softmax needs {GUARD_BITS} bits, and {site} is in {fmt.name}"
+            )
+    return guarded_weights(case, dtype)
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
@@ -302,10 +380,6 @@ def _fexp_u20(x: Tensor) -> Tensor:
     return power.masked_fill_(x < LN_SMALLEST_FP32, 0.0).masked_fill_(x.isnan(), math.nan)
 
 
-def _tile_sum(r: Rounder, made: Recipe, P: Tensor, P_V: Tensor) -> Tensor:
-    return r("tile_sum", (P_V if made.l_from == "rounded" else P).sum(dim=-1))
-
-
 def finite(m: Tensor) -> Tensor:
     """m, with the lowest number as the maximum of no key at all: any finite shift then gives P = 0,
     not NaN."""
@@ -325,8 +399,8 @@ def nonzero(l: Tensor) -> Tensor:
 def splits(case: AttentionCase, made: Recipe) -> Iterator[slice]:
     """The keys of each split: whole tiles, the same number for each but the last."""
     step = split_width(case, made)
-    for start in range(0, case.kv_len, step):
-        yield slice(start, min(start + step, case.kv_len))
+    for first in range(0, case.kv_len, step):
+        yield slice(first, min(first + step, case.kv_len))
 
 
 def split_width(case: AttentionCase, made: Recipe) -> int:
@@ -344,15 +418,14 @@ def _tiles(case: AttentionCase, made: Recipe, split: slice) -> Iterator[tuple[sl
     """
     block_q, block_kv = made.tile(case.q.shape[-1], case.kv_len)
     row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
-    budget = BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"]
-    step = block_q * max(1, budget // (row_bytes * block_q))
+    step = block_q * max(1, BLOCK_BYTES[_kind(case)] // (row_bytes * block_q))
     for first in range(0, case.q_len, step):
         piece = slice(first, min(first + step, case.q_len))
         keys = keys_from(case, _blocks_of(case, piece, block_q))
         first_key = max(keys.start - keys.start % block_kv, split.start)
         starts = range(first_key, min(keys.stop, split.stop), block_kv)
-        for start in reversed(starts) if made.kv_order == "descending" else starts:
-            tile = slice(start, min(start + block_kv, case.kv_len))
+        for at in reversed(starts) if made.kv_order == "descending" else starts:
+            tile = slice(at, min(at + block_kv, case.kv_len))
             rows = _row_range(case, tile, piece, block_q)
             if rows.start < rows.stop:
                 yield rows, tile
@@ -364,12 +437,11 @@ def _row_range(case: AttentionCase, keys: slice, piece: slice, block_q: int) -> 
     first, last = blocks.start, blocks.stop
     if case.is_causal:
         first = max(first, keys.start - case.causal_offset)
-    if case.window is not None:
-        left, right = case.window
-        if right is not None:
-            first = max(first, keys.start - case.causal_offset - right)
-        if left is not None:
-            last = min(last, keys.stop - case.causal_offset + left)
+    left, right = case.window or (None, None)
+    if right is not None:
+        first = max(first, keys.start - case.causal_offset - right)
+    if left is not None:
+        last = min(last, keys.stop - case.causal_offset + left)
     if first >= last:
         return slice(piece.start, piece.start)
     rows = rows_within(case, slice(first - first % block_q, last + -last % block_q))
@@ -391,3 +463,110 @@ def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
     b, h, rows, width = x.shape
     product = x.reshape(b, case.kv_heads, case.group * rows, width) @ of_kv_heads
     return product.view(b, h, rows, -1)
+
+
+def _kind(case: AttentionCase) -> str:
+    return "cuda" if case.q.is_cuda else "cpu"
+
+
+# --- many tiles at once --------------------------------------------------------------------------
+
+
+def _at_once(
+    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor
+) -> State:
+    """What `forward` returns, for a recipe that `is_at_once`. m and l are [B, H, rows, splits], O
+    is [B, H, rows, splits, v_dim] until splits are merged."""
+    parts, done = -(-case.kv_len // split_width(case, made)), []
+    if parts == 1:
+        pieces = wide_blocks(case, made, WIDE_BYTES)
+    else:  # splits, which are made where rows are few, are taken whole
+        every = [slice(0, case.kv_len)]
+        pieces = ((rows, every) for rows in _row_blocks(case, WIDE_BYTES, fewest=1))
+    for rows, blocks in pieces:
+        shape = (*q.shape[:2], rows.stop - rows.start, parts)
+        m, l = q.new_full(shape, -math.inf), q.new_zeros(shape)
+        O = q.new_zeros(*shape, v.shape[-1])
+        if case.sinks is not None:
+            m[..., 0] = r("max", case.sinks.to(q.dtype))[None, :, None]
+            l[..., 0] = 1.0
+        for keys in blocks:
+            S, _ = scores(r, case, made, q, k, rows, keys)
+            m, l, O = _add_tiles(r, case, made, S, v[:, :, keys], (m, l, O))
+        O = r("normalised", O / nonzero(l)[..., None])
+        if parts == 1:
+            done.append((m[..., 0], l[..., 0], O[..., 0, :]))
+            continue
+        L_s = m + l.log()
+        L = L_s.logsumexp(dim=-1)
+        weights = (L_s - finite(L)[..., None]).exp_()
+        merged = (weights[..., None] * r("merge", O)).sum(dim=-2)
+        done.append((L, torch.ones_like(L), r("merge", merged)))
+    if len(done) == 1:
+        return done[0]
+    m, l, O = (torch.cat(x, dim=2) for x in zip(*done, strict=True))
+    return m, l, O
+
+
+def _add_tiles(
+    r: Rounder, case: AttentionCase, made: Recipe, S: Tensor, V: Tensor, before: State
+) -> State:
+    """m, l and O with a block of keys added: whole tiles, and of all splits where there are some.
+
+    Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and the factor
+    by which it is scaled to the last one [B, H, rows, splits, tiles].
+    """
+    m_old, l_old, O_old = before
+    parts, (_, block_kv) = m_old.shape[-1], made.tile(case.q.shape[-1], case.kv_len)
+    each = split_width(case, made) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
+    missing = parts * each - S.shape[-1]
+    if missing:  # keys that are hidden, where a tile or a split is not full
+        S, V = pad(S, (0, missing), value=-math.inf), pad(V, (0, 0, 0, missing))
+    S = S.unflatten(-1, (parts, each // block_kv, block_kv))
+    descending = made.kv_order == "descending"
+    own = r("max", S.amax(dim=-1))
+    own = own.flip(-1) if descending else own
+    met = torch.cat([m_old[..., None], own], dim=-1).cummax(dim=-1).values[..., 1:]
+    m, met = met[..., -1], met.flip(-1) if descending else met
+    P = exponential(r, made, S, met)
+    P_V = r("p", P)
+    sums = (P_V if made.l_from == "rounded" else P).sum(dim=-1)
+    last = finite(m)
+    factor, a = (met - last[..., None]).exp_(), (m_old - last).exp_()
+    l = (a * l_old).add_(sums.mul_(factor).sum(dim=-1))
+    weights = P_V.mul_(factor[..., None]).flatten(-2)
+    b, h, rows = weights.shape[:3]
+    grouped = weights.view(b, case.kv_heads, case.group * rows, parts, each).transpose(2, 3)
+    product = (grouped @ V.unflatten(2, (parts, each))).transpose(2, 3)
+    return m, l, product.reshape(b, h, rows, parts, -1).addcmul_(a[..., None], O_old)
+
+
+def wide_blocks(
+    case: AttentionCase, made: Recipe, bytes_of: Mapping[str, int]
+) -> Iterator[tuple[slice, Iterable[slice]]]:
+    """Rows, each with blocks of the keys that they can see by position: whole tiles, in the order
+    they meet them, and no larger than so many bytes, by device, of scores in fp32."""
+    _, block_kv = made.tile(case.q.shape[-1], case.kv_len)
+    for rows in _row_blocks(case, bytes_of, MIN_BLOCK_ROWS):
+        seen = key_range(case, rows)
+        stop = min(seen.stop + -seen.stop % block_kv, case.kv_len)
+        tiles = _cells(case, bytes_of) // (rows.stop - rows.start) // block_kv
+        wide = max(tiles, 1) * block_kv
+        starts = range(seen.start - seen.start % block_kv, stop, wide)
+        ordered = reversed(starts) if made.kv_order == "descending" else starts
+        yield rows, [slice(at, min(at + wide, stop)) for at in ordered]
+
+
+def _row_blocks(case: AttentionCase, bytes_of: Mapping[str, int], fewest: int) -> Iterator[slice]:
+    step = min(max(_cells(case, bytes_of) // case.kv_len, fewest), case.q_len)
+    part = -(-case.q_len // CAUSAL_PARTS)
+    size = 4 * case.q.shape[0] * case.heads * part * case.kv_len
+    if case.is_causal and case.places is None and part < step and size >= CAUSAL_BYTES:
+        step = part
+    for first in range(0, case.q_len, step):
+        yield slice(first, min(first + step, case.q_len))
+
+
+def _cells(case: AttentionCase, bytes_of: Mapping[str, int]) -> int:
+    """How many scores of every head a block may hold."""
+    return bytes_of[_kind(case)] // (4 * case.q.shape[0] * case.heads)

@@ -6,8 +6,8 @@ the reference is then the distance the kernel should have, head by head and on a
 kernel is within a few per cent of it, and one that rounds where it does not say so is not, however
 much worse than both plain attention may be.
 
-It is computed in large blocks where the recipe allows it (`numdev.kernels.emulation.fast_forward`),
-and is then that of the kernel `emulated` up to fp32 rounding.
+It is computed with many tiles at once where the recipe allows it, and is then that of the kernel
+`emulated` up to fp32 rounding.
 
 An emulation leaves out what a kernel's fp32 arithmetic errs. So it predicts no single error where
 that is not small beside the rounding to the working format, or where the output keeps more bits
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
-from numdev.kernels.emulation.fast_backward import gradients
-from numdev.kernels.emulation.fast_forward import output
+from numdev.kernels.emulation.backward import gradients
+from numdev.kernels.emulation.forward import attend
 from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
 
 CASTS: Mapping[str, str] = {"out": "out", "dq": "dq_out", "dk": "dk_out", "dv": "dv_out"}
@@ -43,13 +43,13 @@ def recipe_of(claim: Mapping[str, Any], **overrides: Any) -> Recipe:
 def emulation(case: AttentionCase, claim: Mapping[str, Any]) -> Tensor:
     """The claim's output [B, H, q_len, v_dim], float32. Raises as `emulated` does; waits for the
     device once."""
-    return output(case, recipe_of(claim))
+    return attend(case, recipe_of(claim), at_once=True)[0]
 
 
 def emulated_step(case: AttentionCase, claim: Mapping[str, Any]) -> dict[str, Tensor]:
     """What the claim has of a training step, float32: `out`, as in `emulation`, and `dq`, `dk`,
-    `dv`, each in the shape of its input. Raises as `emulated_backward.gradients` does."""
-    out, dq, dk, dv = gradients(case, recipe_of(claim))
+    `dv`, each in the shape of its input. Raises as `backward.gradients` does."""
+    out, _, dq, dk, dv = gradients(case, recipe_of(claim), at_once=True)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -59,7 +59,8 @@ def unpredictable(claim: Mapping[str, Any] | None, working: Format, returned: Fo
         return "no emulation stands for this kernel"
     if working.precision > MOST_BITS or not FORMATS["float32"].contains(working):
         return f"an emulation leaves out arithmetic, which is not small in {working.name}"
-    if returned.precision > MOST_BITS and _rounds_nowhere(claim):
+    rounded = (s for s, value in recipe_of(claim).sites.items() if value == "working")
+    if returned.precision > MOST_BITS and all(site in CASTS.values() for site in rounded):
         return f"it rounds nowhere, and {returned.name} shows its arithmetic"
     return None
 
@@ -70,8 +71,7 @@ def unexpected(claim: Mapping[str, Any] | None, working: Format, returned: Forma
     In float32 an emulation, which is in fp32 arithmetic itself, predicts no element; but together
     with what that arithmetic may err (`Yardstick.arithmetic`) it bounds the size.
     """
-    plain = FORMATS["float32"]
-    if claim is not None and working == returned == plain:
+    if claim is not None and working == returned == FORMATS["float32"]:
         return None
     return unpredictable(claim, working, returned)
 
@@ -94,9 +94,3 @@ def returning(
             changed["delta_o"] = value
         changed[CASTS[tensor]] = value
     return changed
-
-
-def _rounds_nowhere(claim: Mapping[str, Any]) -> bool:
-    """Whether a claim rounds nothing to the working format but what it returns."""
-    sites = recipe_of(claim).sites
-    return all(value != "working" for site, value in sites.items() if site not in CASTS.values())

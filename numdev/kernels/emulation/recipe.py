@@ -19,45 +19,89 @@ References: FlashAttention, arXiv 2205.14135 (`fa1`, Algorithm 1); FlashAttentio
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, format_named
-from numdev.kernels.emulation import stabilised
-from numdev.kernels.emulation.site_list import BACKWARD, FORWARD, SITES, Site
 
-__all__ = [
-    "ABOUT",
-    "BACKWARD",
-    "FORWARD",
-    "PRESETS",
-    "SITES",
-    "TILINGS",
-    "Recipe",
-    "Site",
-    "changed",
-    "recipe",
-]
-
-Algorithm = Literal["fa2", "fa1", "plain"]
-LFrom = Literal["unrounded", "rounded"]
-ScaleIn = Literal["scores", "q"]
-LoopOrder = Literal["q", "kv"]
-KvOrder = Literal["ascending", "descending"]
-Exponential = Literal["exact", "fexp_u20"]
-PFrom = Literal["lse", "m_and_l"]
 DeltaFrom = Literal["dO*O", "dP*P"]
-DeltaSign = Literal["own", "random"]
-GroupSum = Literal["separate", "running"]
-DsScale = Literal["before", "after"]
-Softmax = Literal["plain", "stabilised", "guarded"]
-Compute = Literal["float64", "float32"]
-
 WORKING, WIDE, EXACT = "working", "wide", "exact"
 # wide: float32, or the working format where that is wider (a kernel for fp64 inputs does not round
 # its sums down to fp32).
+STABILISED: Mapping[str, float] = {"beta": 2.0, "tie_tolerance": 1e-3}
+"""Options of the stabilised softmax as the authors' later runs have them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A step at which a kernel rounds, and what is rounded there, in the papers' letters."""
+
+    name: str
+    rounds: str
+    may_hide: bool = False
+    """Whether it must be able to hold -inf: a hidden score, or the maximum of a row without keys.
+    A format without infinity cannot stand there."""
+
+
+# In the order of the pass. A row of steps that round alike in all code we know is one site.
+_FORWARD = {
+    "q_scaled": "scale · Q, where the scale is folded into Q",
+    "scores": "S = Q Kᵀ, the finished sum",
+    "scaled": "scale · S",
+    "softcap": "S / cap, its tanh, and cap times that: each of the three",
+    "bias": "S + additive mask",
+    "max": "row maximum of a tile, and so the running m",
+    "exponent": "S − m, and m_old − m",
+    "exp": "exp(S − m)",
+    "p": "P as it is multiplied with V",
+    "tile_sum": "sum of a row of P within a tile",
+    "rescale": "exp(m_old − m), and its product with l",
+    "row_sum": "running l, after a tile is added",
+    "pv": "P V of one tile, the finished sum",
+    "accumulator": "running O, after it is rescaled and after P V is added",
+    "normalised": "O / l (in `plain`, P / l)",
+    "state": "O as stored after a tile, where kv is the outer loop",
+    "merge": "O of one split of the keys as stored, and the merged O",
+    "lse": "m + log l, as returned",
+    "out": "O as returned",
+}
+_BACKWARD = {
+    "s": "S as recomputed, through the forward's own sites",
+    "lse_read": "L as backward reads it (or m and l)",
+    "p_backward": "S − L and its exp, P (or S − m, its exp, and P = exp / l): each",
+    "p_for_dv": "P as it is multiplied with dO",
+    "dv_product": "Pᵀ dO of one tile, the finished sum",
+    "dv": "running dV, after a tile is added",
+    "dp": "dP = dO Vᵀ, the finished sum",
+    "delta_o": "O as it is multiplied with dO, from before its cast",
+    "delta_product": "dO ∘ O, or dP ∘ P",
+    "delta": "δ, the finished sum of a row (with dP ∘ P, after every tile)",
+    "dp_minus_delta": "dP − δ",
+    "p_for_ds": "P as it is multiplied with dP − δ",
+    "ds_softmax": "dS = P ∘ (dP − δ)",
+    "ds_softcap": "cap · dS, its product with 1 − tanh², and / cap: each",
+    "ds_scaled": "scale · dS, where it is scaled before the products",
+    "ds": "dS as it is multiplied with K and Q",
+    "dq_product": "(scale ·) dS K of one tile, the finished sum",
+    "dq": "running dQ, after a tile is added",
+    "dq_partial": "dQ from a split of the keys, before the splits' are summed",
+    "dk_product": "(scale ·) dSᵀ Q of one tile, the finished sum",
+    "dk": "running dK, after a tile is added",
+    "dk_partial": "dK of a query head or a part of the queries, before a sum",
+    "dv_partial": "dV of a query head or a part of the queries, before a sum",
+    "dq_out": "dQ as returned",
+    "dk_out": "dK as returned",
+    "dv_out": "dV as returned",
+}
+_HIDING = ("bias", "max", "exponent", "lse", "s", "lse_read", "p_backward")
+FORWARD, BACKWARD = tuple(_FORWARD), tuple(_BACKWARD)
+SITES: Mapping[str, Site] = {
+    name: Site(name=name, rounds=rounds, may_hide=name in _HIDING)
+    for name, rounds in {**_FORWARD, **_BACKWARD}.items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +136,17 @@ class Recipe:
     preset: str
     sites: Mapping[str, str]
     """Every site and its value."""
-    algorithm: Algorithm = "fa2"
+    algorithm: Literal["fa2", "fa1", "plain"] = "fa2"
     """`fa2` normalises at the end. `fa1` takes each tile's own maximum, and its output is
     normalised after every tile. `plain` normalises P before it meets V; it has a single tile."""
-    l_from: LFrom = "unrounded"
+    l_from: Literal["unrounded", "rounded"] = "unrounded"
     """Whether l sums P as exp gave it, or as it is multiplied with V."""
-    scale_in: ScaleIn = "scores"
+    scale_in: Literal["scores", "q"] = "scores"
     """Whether the scores are multiplied by the scale, or Q is beforehand."""
-    loop_order: LoopOrder = "q"
+    loop_order: Literal["q", "kv"] = "q"
     """The outer loop. With `kv` O is stored after every tile (site `state`); m and l are two
     numbers a row and are kept as `max` and `row_sum` left them."""
-    kv_order: KvOrder = "ascending"
+    kv_order: Literal["ascending", "descending"] = "ascending"
     """The order in which a row meets its tiles. FlashAttention-2's CUDA code begins with the last
     one, PyTorch's CPU kernel with the first."""
     splits: int | None = None
@@ -111,28 +155,28 @@ class Recipe:
     q_splits: int | None = None
     """Backward: into how many parts the queries are divided, as ring attention does: each has a dK
     and dV of its own (`dk_partial`, `dv_partial`), and these are summed. None: one."""
-    exponential: Exponential = "exact"
+    exponential: Literal["exact", "fexp_u20"] = "exact"
     """How forward computes exp(S − m); exp in backward is exact. `fexp_u20` is what PyTorch's CPU
     kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
-    softmax: Softmax = "plain"
+    softmax: Literal["plain", "stabilised", "guarded"] = "plain"
     """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
-    of one that is met more than once (`numdev.kernels.emulation.stabilised`). `guarded` multiplies
-    P with a number of the row's own (`numdev.kernels.emulation.guarded`)."""
+    of one that is met more than once (`forward.stabilised_shift`). `guarded` multiplies
+    P with a number of the row's own (`forward.guarded_weights`)."""
     beta: float | None = None
     """Of the stabilised softmax, as the next; None with the plain one."""
     tie_tolerance: float | None = None
-    p_from: PFrom = "lse"
+    p_from: Literal["lse", "m_and_l"] = "lse"
     """Backward: whether P is exp(S − L), or exp(S − m) / l as in forward: kept by autograd, or
     recomputed as FlashAttention's first version does (`fa1`, Algorithm 4, line 13)."""
     delta_from: DeltaFrom = "dO*O"
     """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
-    delta_sign: DeltaSign = "own"
+    delta_sign: Literal["own", "random"] = "own"
     """Backward: with `random` the error of δ, against rowsum(dP ∘ P) of the same P and dP, has a
     sign drawn for each row: as large as ever, and without bias. A sham, to hold cures against."""
-    ds_scale: DsScale = "after"
+    ds_scale: Literal["before", "after"] = "after"
     """Backward: whether dS is multiplied by the scale before it is rounded for the products with K
     and Q, or the products are, tile by tile."""
-    group_sum: GroupSum = "separate"
+    group_sum: Literal["separate", "running"] = "separate"
     """Backward: whether each query head of a group has its own dK and dV, which are summed at the
     end, or the running sums go on from one query head to the next."""
     tiling: str = "fa2"
@@ -145,7 +189,7 @@ class Recipe:
     rounding: RoundingMode = "nearest"
     seed: int = 0
     """Of what is drawn, which is stochastic rounding and random signs."""
-    compute: Compute = "float64"
+    compute: Literal["float64", "float32"] = "float64"
 
     @property
     def draws(self) -> bool:
@@ -285,42 +329,31 @@ def changed(
     if "memory" in changes:
         changes["tiling"] = "fa1"
     if "softmax" in changes:
-        of_it = stabilised.DEFAULTS if changes["softmax"] == "stabilised" else {}
-        changes = {**dict.fromkeys(stabilised.DEFAULTS), **of_it, **changes}
+        of_it = STABILISED if changes["softmax"] == "stabilised" else {}
+        changes = {**dict.fromkeys(STABILISED), **of_it, **changes}
     made = dataclasses.replace(start, **changes, sites={**start.sites, **given})
     _check_together(made, changes)
     return made
 
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "algorithm": get_args(Algorithm),
-    "l_from": get_args(LFrom),
-    "scale_in": get_args(ScaleIn),
-    "p_from": get_args(PFrom),
-    "delta_from": get_args(DeltaFrom),
-    "delta_sign": get_args(DeltaSign),
-    "ds_scale": get_args(DsScale),
-    "group_sum": get_args(GroupSum),
-    "loop_order": get_args(LoopOrder),
-    "kv_order": get_args(KvOrder),
-    "exponential": get_args(Exponential),
-    "softmax": get_args(Softmax),
-    "rounding": get_args(RoundingMode),
-    "compute": get_args(Compute),
+    name: get_args(kind)
+    for name, kind in get_type_hints(Recipe).items()
+    if get_origin(kind) is Literal
 }
 _POSITIVE = ("block_q", "block_kv", "memory", "splits", "q_splits")
-_FIELDS = (*_CHOICES, *_POSITIVE, *stabilised.DEFAULTS, "seed")
+_FIELDS = (*_CHOICES, *_POSITIVE, *STABILISED, "seed")
 
 
 def _check_fields(changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         if name not in _FIELDS:
             raise UsageError(f"a recipe has no {name!r}", hint=closest(name, _FIELDS))
+        if name in STABILISED:
+            continue
         if name in _CHOICES:
             if value not in _CHOICES[name]:
                 raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
-        elif name in stabilised.DEFAULTS:
-            continue
         elif not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{name} is {value!r}", hint="expected a whole number")
         elif name in _POSITIVE and value < 1:
@@ -345,34 +378,56 @@ def _check_sites(given: Mapping[str, Any]) -> None:
             )
 
 
+def check_stabilised(options: Mapping[str, Any]) -> None:
+    """Raises UsageError for a beta or a tie tolerance that is no such number, or is given beside
+    another `softmax`. None is none given."""
+    for name, least in (("beta", 1.0), ("tie_tolerance", 0.0)):
+        value = options[name]
+        if value is None:
+            continue
+        if options["softmax"] != "stabilised":
+            raise UsageError(f"{name} is of the stabilised softmax", hint="softmax: stabilised")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and least <= value < math.inf):
+            raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")
+
+
 def _check_together(made: Recipe, changes: Iterable[str]) -> None:
     """Refuse what would otherwise be ignored."""
-    stabilised.check(vars(made))
-    if made.delta_sign == "random" and made.delta_from == "dP*P":
-        raise UsageError(
+    check_stabilised(vars(made))
+    plain = made.algorithm == "plain"
+    ignored = (
+        (
+            made.delta_sign == "random" and made.delta_from == "dP*P",
             "delta from dP*P has no error whose sign could be drawn",
-            hint="leave out delta_sign, or take delta_from dO*O",
-        )
-    if made.algorithm == "plain":
-        if made.block_kv is not None or made.tiling != "whole":
-            raise UsageError(
-                f"preset {made.preset} with algorithm plain has a single tile of all keys",
-                hint="leave out block_kv and memory, or take another algorithm",
-            )
-        if made.splits is not None:
-            raise UsageError(
-                "algorithm plain has a single tile of all keys, which cannot be split",
-                hint="leave out splits, or take another algorithm",
-            )
-        if made.softmax == "guarded":
-            raise UsageError(
-                "algorithm plain divides P by l before P meets V: a guarded row would be as plain",
-                hint="take another algorithm, or softmax plain",
-            )
-        if made.l_from == "rounded":
-            raise UsageError(
-                "algorithm plain divides P by l before P is rounded, so l_from is unrounded",
-                hint="leave out l_from, or take another algorithm",
-            )
-    if "memory" in changes and made.block_kv is not None:
-        raise UsageError("memory and block_kv both set the tile", hint="give one of them")
+            "leave out delta_sign, or take delta_from dO*O",
+        ),
+        (
+            plain and (made.block_kv is not None or made.tiling != "whole"),
+            f"preset {made.preset} with algorithm plain has a single tile of all keys",
+            "leave out block_kv and memory, or take another algorithm",
+        ),
+        (
+            plain and made.splits is not None,
+            "algorithm plain has a single tile of all keys, which cannot be split",
+            "leave out splits, or take another algorithm",
+        ),
+        (
+            plain and made.softmax == "guarded",
+            "algorithm plain divides P by l before P meets V: a guarded row would be as plain",
+            "take another algorithm, or softmax plain",
+        ),
+        (
+            plain and made.l_from == "rounded",
+            "algorithm plain divides P by l before P is rounded, so l_from is unrounded",
+            "leave out l_from, or take another algorithm",
+        ),
+        (
+            "memory" in changes and made.block_kv is not None,
+            "memory and block_kv both set the tile",
+            "give one of them",
+        ),
+    )
+    for wrong, message, hint in ignored:
+        if wrong:
+            raise UsageError(message, hint=hint)

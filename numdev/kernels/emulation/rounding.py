@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
+from numdev.errors import Refused
 from numdev.formats import Format, RoundingMode, format_of, round_to
-from numdev.kernels import Refused
 from numdev.kernels.emulation.recipe import SITES, Recipe
 
 Step = Callable[[Tensor], Tensor]
@@ -34,8 +34,7 @@ class Rounder:
         if not here.contains(case.format):
             raise Refused(f"computing in {here.name} would round inputs in {case.format.name}")
         # None can be seeded while a CUDA graph is recorded: only what needs one has it.
-        draws = made.rounding == "stochastic" or made.delta_sign == "random"
-        if generator is None and draws:
+        if generator is None and made.draws:
             generator = torch.Generator(device).manual_seed(made.seed)
         self.generator = generator
         self.steps: dict[str, Step | None] = {}
@@ -80,12 +79,8 @@ def rounding(
     if mode == "nearest":
         for narrow in direct:
             if format_of(narrow).contains(fmt) and fmt.contains(format_of(narrow)):
-                return functools.partial(_there_and_back, narrow=narrow)
+                return lambda x: x.to(narrow).to(x.dtype)
     return functools.partial(round_to, format=fmt, mode=mode, generator=generator)
-
-
-def _there_and_back(x: Tensor, narrow: torch.dtype) -> Tensor:
-    return x.to(narrow).to(x.dtype)
 
 
 def stored(x: Tensor, fmt: Format | None, preferred: torch.dtype) -> Tensor:

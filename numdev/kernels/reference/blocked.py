@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, key_range, visible
-from numdev.kernels.backward import upstream
+from numdev.kernels.output import upstream
 from numdev.kernels.reference.results import Gradients, Reference
 
 BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
-from numdev.kernels.backward import upstream
 from numdev.kernels.gpucode import launch, on_nvidia, shared_memory
+from numdev.kernels.output import upstream
 from numdev.kernels.reference.fused_refusal import accept, accept_scores, is_additive
 from numdev.kernels.reference.fused_terms import Terms, grouped, scaled
 from numdev.kernels.reference.results import Gradients, Reference

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.kernels.backward import upstream
+from numdev.kernels.output import upstream
 from numdev.kernels.reference import attend
 from numdev.kernels.reference.blocked import (
     BACKWARD_BLOCKS,

@@ -7,8 +7,8 @@ group have is summed by the caller. Both compute S again as forward did, and P =
 P are rounded to the working format for their products, which are summed in fp32 and scaled at the
 end.
 
-Legend: as in `numdev.kernels.triton_flash.tiles`; d of any of them the gradient with respect to it,
-delta = rowsum(dO o O), o elementwise.
+Legend: as in `triton_flash.forward`; d of any of them the gradient with respect to it, delta =
+rowsum(dO o O), o elementwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from numdev.kernels.triton_flash.tiles import (
+from numdev.kernels.triton_flash.forward import (
     LOG2_E,
     exponential,
     finite,

@@ -4,11 +4,10 @@ It is a kernel to audit and an experiment at once: where a published result is a
 here is GPU code that rounds there, or does not. What its options do is named as in `emulated`
 (`numdev.kernels.emulation.recipe`), and it claims to compute as those options there say.
 
-This module registers the kernel and launches it. What the options mean is in
-`numdev.kernels.triton_flash.options`, what follows from them and a case in `triton_flash_plan`. The
-code that runs on the device is `triton_flash_forward` and `triton_flash_backward`, imported when it
-runs: this module needs no triton. It is meant to be fast for 16-bit inputs; products of fp32
-operands do not use tensor cores, and take long.
+This module registers the kernel and launches it. What the options mean, and what follows from them
+and a case, is in `triton_flash.plan`; the code that runs on the device is in `forward` and
+`backward` beside it, imported when it runs: this module needs no triton. It is meant to be fast for
+16-bit inputs; products of fp32 operands do not use tensor cores, and take long.
 
 The tiles given as options are those of the forward pass. Backward has its own, which decide nothing
 but the order of fp32 sums.
@@ -27,8 +26,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of, round_to
 from numdev.kernels import Output, Requirement, kernel
-from numdev.kernels.backward import upstream
-from numdev.kernels.triton_flash.options import check, claims, described, in_force
+from numdev.kernels.output import upstream
 from numdev.kernels.triton_flash.plan import (
     LOG2_E,
     Launch,
@@ -36,7 +34,10 @@ from numdev.kernels.triton_flash.plan import (
     Size,
     Strides,
     backward_tiles,
+    check,
+    claims,
     forward_tiles,
+    in_force,
     plan_of,
     size_of,
     strides_of,
@@ -161,7 +162,8 @@ class _Call:
     scores_scale: float
     wide_o: bool
     """Whether backward reads O from before its cast."""
-    ran: str
+    options: Mapping[str, Any]
+    """In force, tiles included."""
 
 
 def _call(case: AttentionCase, given: Mapping[str, Any]) -> _Call:
@@ -184,7 +186,7 @@ def _call(case: AttentionCase, given: Mapping[str, Any]) -> _Call:
         launch=launch,
         scores_scale=case.scale * (LOG2_E if plan.folded else 1.0),
         wide_o=options["delta_o"] == "float32",
-        ran=described({**options, **launch._asdict()}),
+        options={**options, **launch._asdict()},
     )
 
 
@@ -201,7 +203,8 @@ def _forward(call: _Call) -> tuple[Output, Tensor]:
         *map(strides_of, (q, k, v, O)), call.mask_strides, call.size, call.scores_scale,
         PLAN=call.plan, **call.launch.as_arguments(),
     )  # fmt: skip
-    return Output(out=O.to(q.dtype), lse=lse, ran=call.ran), O
+    ran = " ".join(f"{name}={value}" for name, value in call.options.items())
+    return Output(out=O.to(q.dtype), lse=lse, ran=ran, did=call.options), O
 
 
 def _backward(
