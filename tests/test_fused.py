@@ -21,7 +21,7 @@ from oracles import FEATURES, make_case
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused
 from numdev.kernels import find, reference
-from numdev.kernels.reference import blocked, fused, fused_refusal
+from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.results import Gradients, Reference
 
 nan, inf = math.nan, math.inf
@@ -216,16 +216,16 @@ def shaped(heads: int = 2, width: int = 4, **fields: Any) -> AttentionCase:
 )
 def test_shapes_and_formats_it_cannot_take(case: AttentionCase, words: str | None) -> None:
     """Each has its reason in words."""
-    found = fused_refusal._unfit(case)
+    found = fused._unfit(case)
     assert found is None if words is None else words in str(found)
 
 
 def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask is held in fp64, also a bool one, and may not take more than MASK_BYTES there."""
-    monkeypatch.setattr(fused_refusal, "MASK_BYTES", 8 * 9)
-    assert fused_refusal._unfit(shaped(mask=torch.zeros(3, 3))) is None
-    assert "18 elements" in str(fused_refusal._unfit(shaped(mask=torch.zeros(2, 3, 3) == 0)))
-    assert "18 elements" in str(fused_refusal._unfit(shaped(mask=torch.zeros(2, 3, 3))))
+    monkeypatch.setattr(fused, "MASK_BYTES", 8 * 9)
+    assert fused._unfit(shaped(mask=torch.zeros(3, 3))) is None
+    assert "18 elements" in str(fused._unfit(shaped(mask=torch.zeros(2, 3, 3) == 0)))
+    assert "18 elements" in str(fused._unfit(shaped(mask=torch.zeros(2, 3, 3))))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_mask_too_large_for_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_scores_beyond_fp64(fields: dict[str, Any], refused: bool) -> None:
     """Where scores may reach 2^44 the sums of the two passes differ by more than P can bear."""
-    found = fused_refusal._out_of_range(make_case(dtype=torch.float32, **fields))
+    found = fused._out_of_range(make_case(dtype=torch.float32, **fields))
     assert ("where fp64 has no digits left" in str(found)) is refused
 
 
@@ -253,9 +253,9 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
         forward = vars(blocked.attend(make_case(dtype=torch.float32, mask=mask)))
         if refused:
             with pytest.raises(Refused, match="about 1e\\+30"):
-                fused_refusal.accept_scores(forward)
+                fused.accept_scores(forward)
         else:
-            fused_refusal.accept_scores(forward)
+            fused.accept_scores(forward)
 
 
 # --- which path a result came by -----------------------------------------------------------------

@@ -23,6 +23,7 @@ from numdev.diagnose.cures import CURES
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS, round_to, ulp
 from numdev.kernels import find
+from numdev.kernels.emulation import forward
 from numdev.kernels.emulation.forward import attend, guarded_weights
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.emulation.rounding import Rounder
@@ -304,7 +305,7 @@ def sink_errors(ties: int, weight: float | None = None, **options: Any) -> tuple
     with pytest.MonkeyPatch.context() as patch:
         if weight is not None:
             constant = lambda case, dtype: torch.full((case.q_len,), weight, dtype=dtype)  # noqa: E731
-            patch.setattr(guarded, "weights", constant)
+            patch.setattr(forward, "guarded_weights", constant)
         given = {"preset": "exact", "p": "bfloat16", "block_kv": 64, **options}
         (exact,), (found,) = (at_site("pv", case, **given, pv=x) for x in ("exact", "bfloat16"))
     return ((found - exact) / ulp(exact, BF16))[0, 0], exact

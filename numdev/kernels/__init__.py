@@ -187,15 +187,10 @@ def kernel(
 ) -> Callable[[Callable[..., Output]], Callable[..., Output]]:
     """Register a function of a case as the kernel `name`: a decorator.
 
-    The function takes an AttentionCase, and its options as keyword-only parameters with defaults;
-    it returns an Output, or the tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out
-    and the log-sum-exp [batch, heads, q_len]. `requires`: what it needs of the machine. `supports`:
-    of a case, why it cannot run it, or None. `validate`: raises UsageError for options that make no
-    sense together. `claims`: the options of `emulated` that say how it rounds, a function of case,
-    output and system; by default FlashAttention-2's. `options`: names and defaults, for a function
-    of arbitrary keywords. `backward`: "autograd" (the function is
-    differentiated), a function of the same arguments that returns out, dq, dk and dv, or None.
-    `any_format`, `any_rows`, `training`, `draws`: as in `Kernel`.
+    The function takes an AttentionCase, and its options as keyword-only parameters with defaults
+    (or arbitrary keywords, with `options` their names and defaults); it returns an Output, or the
+    tensor out [batch, heads, q_len, v_dim] alone, or a tuple of out and the log-sum-exp [batch,
+    heads, q_len]. The arguments are the fields of `Kernel`.
 
     Raises UsageError for a name that is taken by another function, and for an option without a
     default.

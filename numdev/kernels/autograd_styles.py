@@ -33,32 +33,14 @@ HIDDEN = -1e30
 """The score of a hidden key: exp of it is 0 beside any other, and no row is without a number."""
 
 
-def _scores_in_fp32(case: AttentionCase) -> Tensor:
-    """All in fp32 but P, cast for its product with V."""
+def _plainly(case: AttentionCase, *, scores: bool, softmax: bool, product: bool) -> Tensor:
+    """Plain attention, in fp32 where said: the product Q Kᵀ, the softmax, the product P V."""
+    dtype = case.q.dtype
     k, v = _repeated(case)
-    P = _shown(case, _capped(case, case.q.float() @ k.float().mT * case.scale)).softmax(dim=-1)
-    return P.to(case.q.dtype) @ v
-
-
-def _fp32(case: AttentionCase) -> Tensor:
-    """All in fp32 but the result."""
-    k, v = _repeated(case)
-    S = _capped(case, case.q.float() @ k.float().mT * case.scale)
-    return (_shown(case, S).softmax(dim=-1) @ v.float()).to(case.q.dtype)
-
-
-def _softmax_in_working(case: AttentionCase) -> Tensor:
-    """Nothing is cast: autograd keeps P as it was returned, in the working format."""
-    k, v = _repeated(case)
-    S = _capped(case, (case.q @ k.mT) * case.scale)
-    return _shown(case, S).softmax(dim=-1) @ v
-
-
-def _scores_in_working(case: AttentionCase) -> Tensor:
-    """S in the working format, and all after it in fp32 but the result."""
-    k, v = _repeated(case)
-    S = _capped(case, (case.q @ k.mT) * case.scale)
-    return (_shown(case, S).float().softmax(dim=-1) @ v.float()).to(case.q.dtype)
+    q, k = (case.q.float(), k.float()) if scores else (case.q, k)
+    S = _shown(case, _capped(case, q @ k.mT * case.scale))
+    P = (S.float() if softmax else S).softmax(dim=-1)
+    return ((P @ v.float()) if product else (P.to(dtype) @ v)).to(dtype)
 
 
 def _online(case: AttentionCase, *, tile: int | None, maximum: Maximum) -> Tensor:
@@ -107,42 +89,33 @@ def _shown(case: AttentionCase, S: Tensor) -> Tensor:
     return S.masked_fill(~mask, max(HIDDEN, torch.finfo(S.dtype).min))
 
 
-def _with_nothing_for_nothing(way: Way) -> Way:
-    """The way, whose rows that see no key are 0 and have no gradient."""
-
-    @functools.wraps(way)
-    def run(case: AttentionCase) -> Tensor:
-        return way(case).masked_fill(empty_rows(case)[..., None], 0.0)
-
-    return run
-
-
 def _ways() -> Mapping[str, Way]:
-    plain: Mapping[str, Way] = {
-        "as autograd rounds all in fp32": _fp32,
-        "as autograd rounds a softmax in fp32, cast before P V": _scores_in_fp32,
-        "as autograd rounds a softmax in the working format": _softmax_in_working,
-        "as autograd rounds S in the working format and the rest in fp32": _scores_in_working,
+    plain: Mapping[str, tuple[bool, bool, bool]] = {
+        "all in fp32": (True, True, True),
+        "a softmax in fp32, cast before P V": (True, True, False),
+        "a softmax in the working format": (False, False, False),
+        "S in the working format and the rest in fp32": (False, True, True),
     }
     through: Mapping[Maximum, str] = {
         "amax": "the maximum's gradient included",
         "max": "the gradient of the first maximum included",
         "constant": "the maximum detached",
     }
-    online: Mapping[str, Way] = {
-        f"as autograd rounds exp(S - m), cast before P V{_tiled(tile)}, {said}": functools.partial(
-            _online, tile=tile, maximum=maximum
-        )
-        for tile in (None, 64, 128, 32)
-        for maximum, said in through.items()
+    ways: dict[str, Way] = {
+        words: functools.partial(_plainly, scores=scores, softmax=softmax, product=product)
+        for words, (scores, softmax, product) in plain.items()
     }
-    return {
-        words: _with_nothing_for_nothing(way) for words, way in (*plain.items(), *online.items())
-    }
+    for tile in (None, 64, 128, 32):
+        tiled = "" if tile is None else f" in tiles of {tile} keys"
+        for maximum, said in through.items():
+            words = f"exp(S - m), cast before P V{tiled}, {said}"
+            ways[words] = functools.partial(_online, tile=tile, maximum=maximum)
+    return {f"as autograd rounds {words}": _of_seen_rows(way) for words, way in ways.items()}
 
 
-def _tiled(tile: int | None) -> str:
-    return "" if tile is None else f" in tiles of {tile} keys"
+def _of_seen_rows(way: Way) -> Way:
+    """The way, whose rows that see no key are 0 and have no gradient."""
+    return lambda case: way(case).masked_fill(empty_rows(case)[..., None], 0.0)
 
 
 WAYS: Mapping[str, Way] = _ways()

@@ -17,7 +17,7 @@ q_len.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from numdev.kernels.sdpa import flash_attention_2
 from numdev.system import System
 
 MOST_HEAD_DIM = 256
+FLASH_4 = "FlashAttention-4"
 Claim = Mapping[str, Any] | None
 
 
@@ -83,38 +84,29 @@ def window_of(case: AttentionCase, unlimited: int | None) -> tuple[int | None, i
     return left, 0 if case.is_causal else right
 
 
-def _unsupported(case: AttentionCase, package: str, multiple: int = 1) -> str | None:
+def _unsupported(package: str, *, multiple: int = 1) -> Callable[[AttentionCase], str | None]:
     """What no version can do. Version 2 pads a head dimension that is no multiple of 8; the others'
     loads are of 16 bytes."""
-    if case.q.shape[-1] % multiple or case.v.shape[-1] % multiple:
-        return f"{package} takes head dimensions that are multiples of {multiple}"
-    if case.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"{package} takes float16 and bfloat16"
-    if case.mask is not None:
-        return f"{package} takes no mask"
-    if case.q.shape[-1] > MOST_HEAD_DIM:
-        return f"{package} takes head dimensions up to {MOST_HEAD_DIM}"
-    return misaligned(case, package)
 
+    def reason(case: AttentionCase) -> str | None:
+        d, d_v = case.q.shape[-1], case.v.shape[-1]
+        if case.sinks is not None and package != FLASH_4:
+            return f"{package} has no attention sinks"
+        if case.sinks is not None and case.sinks.dtype != torch.bfloat16:
+            return f"{package} takes attention sinks in bfloat16 only"
+        if multiple == 1 and d_v != d:
+            return f"{package} takes V of the same head dimension as Q and K"
+        if d % multiple or d_v % multiple:
+            return f"{package} takes head dimensions that are multiples of {multiple}"
+        if case.q.dtype not in (torch.float16, torch.bfloat16):
+            return f"{package} takes float16 and bfloat16"
+        if case.mask is not None:
+            return f"{package} takes no mask"
+        if d > MOST_HEAD_DIM:
+            return f"{package} takes head dimensions up to {MOST_HEAD_DIM}"
+        return misaligned(case, package)
 
-def _unsupported_by_2(case: AttentionCase) -> str | None:
-    if case.sinks is not None:
-        return "flash-attn 2 has no attention sinks"
-    if case.v.shape[-1] != case.q.shape[-1]:
-        return "flash-attn 2 takes V of the same head dimension as Q and K"
-    return _unsupported(case, "flash-attn 2")
-
-
-def _unsupported_by_3(case: AttentionCase) -> str | None:
-    if case.sinks is not None:
-        return "flash-attn 3 has no attention sinks"
-    return _unsupported(case, "flash-attn 3", multiple=8)
-
-
-def _unsupported_by_4(case: AttentionCase) -> str | None:
-    if case.sinks is not None and case.sinks.dtype != torch.bfloat16:
-        return "FlashAttention-4 takes attention sinks in bfloat16 only"
-    return _unsupported(case, "FlashAttention-4", multiple=8)
+    return reason
 
 
 def _positive_splits(options: Mapping[str, Any]) -> None:
@@ -179,7 +171,7 @@ def _attend(
 @kernel(
     "flash-attn-2",
     requires=Requirement(device="cuda", package="flash-attn", capability=(8, 0)),
-    supports=_unsupported_by_2,
+    supports=_unsupported("flash-attn 2"),
     claims=_claim_of_2,
 )
 def flash_attn_2(
@@ -194,7 +186,7 @@ def flash_attn_2(
 @kernel(
     "flash-attn-3",
     requires=Requirement(device="cuda", package="flash-attn-3", capability=(9, 0)),
-    supports=_unsupported_by_3,
+    supports=_unsupported("flash-attn 3", multiple=8),
     validate=_positive_splits,
     claims=_claim_of_others,
 )
@@ -222,7 +214,7 @@ def flash_attn_3(
 @kernel(
     "flash-attn-4",
     requires=Requirement(device="cuda", package="flash-attn-4", capability=(9, 0)),
-    supports=_unsupported_by_4,
+    supports=_unsupported(FLASH_4, multiple=8),
     validate=_positive_splits,
     claims=_claim_of_others,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,8 @@ class Output:
     """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
     ran: str | None = None
     """Evidence of what really ran, in words, for example the operator the dispatcher chose."""
-    did: Mapping[str, Any] | None = None
-    """The same as data, for `Kernel.claims`."""
+    did: Any = None
+    """The same as data, a mapping, for `Kernel.claims`."""
     dq: Tensor | None = None
     """The gradients, from `Kernel.gradients`: each has the shape of what it is the gradient of,
     so those of k and v have kv heads."""

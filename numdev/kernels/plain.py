@@ -103,9 +103,9 @@ def _unusable(first: list[inspect.Parameter], others: list[inspect.Parameter]) -
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(first) < 3 or any(p.kind not in positional for p in first):
         return "q, k and v must be its first three arguments"
-    for p in first:
-        if any(p.name in names for names in NAMES.values()):
-            return f"{p.name} stands where q, k and v belong"
+    misplaced = [p.name for p in first if any(p.name in names for names in NAMES.values())]
+    if misplaced:
+        return f"{misplaced[0]} stands where q, k and v belong"
     unknown = [p.name for p in others if p.default is p.empty]
     return f"the meaning of {', '.join(unknown)} is unknown" if unknown else None
 
@@ -139,11 +139,8 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
 def _tensors(case: AttentionCase, roles: Roles) -> tuple[Tensor, Tensor, Tensor]:
     if case.group == 1 or roles["gqa"]:
         return case.q, case.k, case.v
-    return (
-        case.q,
-        case.k.repeat_interleave(case.group, dim=1),
-        case.v.repeat_interleave(case.group, dim=1),
-    )
+    k, v = (x.repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
+    return case.q, k, v
 
 
 def _arguments(case: AttentionCase, roles: Roles, required: Collection[str]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ forward and not in its backward, so that the two disagree about what was compute
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,8 +51,14 @@ def attended(
         elif kernel.backward == "autograd":
             out = as_output(kernel.function(case, **options), case).out
         else:
-            tensors = (case.q, case.k, case.v)
-            out = _WholeStep.apply(*tensors, kernel, case, options)  # type: ignore[no-untyped-call]
+
+            def whole_step(case: AttentionCase, dO: Tensor) -> tuple[Tensor | None, ...]:
+                with torch.autocast(dO.device.type, enabled=False):
+                    case = dataclasses.replace(case, grad_out=dO)
+                    done = kernel.gradients(case, **options)
+                return done.dq, done.dk, done.dv
+
+            out = _applied(kernel, case, options, whole_step)
     if torch.is_grad_enabled() and case.q.requires_grad and not out.requires_grad:
         raise Refused("it cannot be trained with: autograd cannot follow it")
     found: Tensor = out
@@ -74,56 +81,37 @@ def crossed(
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")
-    tensors = (case.q, case.k, case.v)
+
+    def trained(case: AttentionCase, dO: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (x.detach().requires_grad_() for x in (case.q, case.k, case.v))
+        with torch.enable_grad():
+            out = attended(behind, dataclasses.replace(case, q=q, k=k, v=v), behind_options)
+        return torch.autograd.grad(out, (q, k, v), dO.to(out.dtype))
+
     with torch.autocast(case.q.device.type, enabled=False):
-        out: Tensor = _Crossed.apply(  # type: ignore[no-untyped-call]
-            *tensors, kernel, case, options, behind, behind_options
-        )
+        return _applied(kernel, case, options, trained)
+
+
+def _applied(
+    kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], behind: Callable[..., Any]
+) -> Tensor:
+    run = functools.partial(kernel.attend, **options)
+    given = (case.q, case.k, case.v, case, run, behind)
+    out: Tensor = _Step.apply(*given)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Crossed(torch.autograd.Function):
-    """Forward runs one kernel; backward trains with another, forward pass and all."""
+class _Step(torch.autograd.Function):
+    """Forward runs one kernel; the gradients are what a function of case and dO returns."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Any, case: Any, options: Any,
-        behind: Any, behind_options: Any,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Any, run: Any, behind: Any) -> Any:
         ctx.save_for_backward(q, k, v)
-        ctx.behind, ctx.options = behind, behind_options
+        ctx.behind = behind
         ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
-        out: Tensor = kernel.attend(ctx.case, **options).out
-        return out
+        return run(ctx.case).out
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        (dO,) = given
-        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        case = dataclasses.replace(ctx.case, q=q, k=k, v=v)
-        with torch.enable_grad():
-            out = attended(ctx.behind, case, ctx.options)
-        return *torch.autograd.grad(out, (q, k, v), dO.to(out.dtype)), *[None] * 5
-
-
-class _WholeStep(torch.autograd.Function):
-    """Forward runs the kernel; backward its whole training step."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Any, case: Any, options: Any
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.kernel, ctx.options = kernel, options
-        ctx.case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
-        out: Tensor = kernel.attend(ctx.case, **options).out
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        (dO,) = given
-        case = dataclasses.replace(ctx.case, grad_out=dO)
-        with torch.autocast(dO.device.type, enabled=False):
-            done = ctx.kernel.gradients(case, **ctx.options)
-        needed = zip((done.dq, done.dk, done.dv), ctx.saved_tensors, strict=True)
-        return *(gradient.to(x.dtype) for gradient, x in needed), None, None, None
+        found = zip(ctx.behind(ctx.case, given[0]), ctx.saved_tensors, strict=True)
+        return *(gradient.to(x.dtype) for gradient, x in found), None, None, None

@@ -128,8 +128,8 @@ def cast(r: Rounder, dQ: Tensor, dK: Tensor, dV: Tensor) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Given:
-    """What backward reads."""
+class _Operands:
+    """What both passes have."""
 
     case: AttentionCase
     made: Recipe
@@ -138,9 +138,15 @@ class Given:
     """Q as it met K in forward."""
     k: Tensor
     v: Tensor
-    dO: Tensor
     O: Tensor
     """Before its cast."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Given(_Operands):
+    """What backward reads."""
+
+    dO: Tensor
     shift: Tensor
     """What is taken from S: L, or m."""
     l: Tensor | None
@@ -149,11 +155,8 @@ class Given:
     def of_group(self, place: int) -> Given:
         """The query heads at one place of their groups: one for every kv head."""
         heads = slice(place, None, self.case.group)
-        changes = {
-            name: x[:, heads]
-            for name in ("q", "q_s", "dO", "O", "shift", "l")
-            if (x := getattr(self, name)) is not None
-        }
+        names = ("q", "q_s", "dO", "O", "shift", "l")
+        changes = {n: x[:, heads] for n in names if (x := getattr(self, n)) is not None}
         return dataclasses.replace(self, case=self.case.one_of_each_group(place), **changes)
 
     @property
@@ -162,16 +165,9 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Kept:
-    """What forward leaves for backward; the fields are those of `Given`."""
+class Kept(_Operands):
+    """What forward leaves for backward."""
 
-    case: AttentionCase
-    made: Recipe
-    q: Tensor
-    q_s: Tensor
-    k: Tensor
-    v: Tensor
-    O: Tensor
     L: Tensor
     """As it is returned."""
     m: Tensor
@@ -180,11 +176,10 @@ class Kept:
     def with_upstream(self, r: Rounder, dO: Tensor) -> Given:
         """What backward reads, once the gradient of the output is there."""
         by_lse = self.made.p_from == "lse"
-        return Given(
-            case=self.case, made=self.made, q=self.q, q_s=self.q_s, k=self.k, v=self.v,
-            dO=dO.to(self.q.dtype), O=self.O, shift=r("lse_read", self.L if by_lse else self.m),
-            l=None if by_lse else r("lse_read", self.l),
-        )  # fmt: skip
+        same = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Operands)}
+        shift = r("lse_read", self.L if by_lse else self.m)
+        l = None if by_lse else r("lse_read", self.l)
+        return Given(**same, dO=dO.to(self.q.dtype), shift=shift, l=l)
 
 
 def kept(

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, round_to
 from numdev.kernels import Kernel, Output, Refused, find, fingerprint
-from numdev.kernels.output import GRADIENTS
+from numdev.kernels.output import GRADIENTS, upstream
 
 PREFIX = "control:"
 FORWARD = ("out",)
@@ -115,13 +116,6 @@ def control_named(name: str) -> Control:
     return found
 
 
-# --- another case --------------------------------------------------------------------------------
-
-
-def _wrong_scale(case: AttentionCase, dose: float) -> AttentionCase:
-    return dataclasses.replace(case, scale=case.scale * (1 + dose))
-
-
 def _without_last_keys(case: AttentionCase, dose: float) -> AttentionCase:
     """The last keys of k, v and the mask left out; positions stay as they are."""
     kept = case.kv_len - int(dose)
@@ -135,25 +129,12 @@ def _without_last_keys(case: AttentionCase, dose: float) -> AttentionCase:
 
 def _keys_restored(results: Results, case: AttentionCase, dose: float) -> Results:
     """Keys that were dropped get a gradient of 0."""
-    missing = int(dose)
-    return {name: _padded(x, missing) if name in ("dk", "dv") else x for name, x in results.items()}
+    rows = (0, 0, 0, int(dose))
+    return {name: pad(x, rows) if name in ("dk", "dv") else x for name, x in results.items()}
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
-    whole = x.new_zeros(*x.shape[:2], x.shape[2] + rows, x.shape[3])
-    whole[:, :, : x.shape[2]] = x
-    return whole
-
-
-# --- other options -------------------------------------------------------------------------------
-
-
-def _p_with_fewer_bits(fmt: Format, dose: float) -> dict[str, str]:
-    return {"p": _narrowed(fmt, fmt.precision - int(dose))} if dose else {}
-
-
-def _backward_p_with_fewer_bits(fmt: Format, dose: float) -> dict[str, str]:
-    return {"p_for_dv": _narrowed(fmt, fmt.precision - int(dose))} if dose else {}
+def _fewer_bits(site: str) -> Callable[[Format, float], dict[str, str]]:
+    return lambda fmt, dose: {site: _narrowed(fmt, fmt.precision - int(dose))} if dose else {}
 
 
 def _l_with_fewer_bits(fmt: Format, dose: float) -> dict[str, str]:
@@ -181,9 +162,6 @@ def _narrowed(fmt: Format, precision: int, *, least_exponent: int = 2) -> str:
     return f"e{exponent}m{precision - 1}"
 
 
-# --- spoiled results -----------------------------------------------------------------------------
-
-
 def _one_head_larger(results: Results, case: AttentionCase, dose: float) -> Results:
     """The first head, of queries and of keys alike."""
     for x in results.values():
@@ -205,9 +183,7 @@ def _delta_too_small(results: Results, case: AttentionCase, dose: float) -> Resu
         return results
     if case.softcap is not None:
         raise Refused("this control does not know the soft cap")
-    dO = case.grad_out
-    assert dO is not None  # there are gradients
-    delta = (dO.double() * results["out"]).sum(dim=-1, keepdim=True)
+    delta = (upstream(case).double() * results["out"]).sum(dim=-1, keepdim=True)
     turned = dataclasses.replace(case, v=case.k, grad_out=delta * case.q.double())
     missing: Output = getattr(find("emulated"), "gradients")(turned, preset="exact")  # noqa: B009
     factor = dose * case.scale
@@ -227,14 +203,14 @@ CONTROLS: Mapping[str, Control] = {
             name="scale",
             said=lambda dose: f"the scale is {100 * dose:g} % too large",
             doses=RELATIVE,
-            case=_wrong_scale,
+            case=lambda case, dose: dataclasses.replace(case, scale=case.scale * (1 + dose)),
         ),
         Control(
             name="p-bits",
             said=lambda dose: f"P has {_bits(dose)} fewer than the format",
             doses=BITS,
-            options=_p_with_fewer_bits,
-            backward_options=_backward_p_with_fewer_bits,
+            options=_fewer_bits("p"),
+            backward_options=_fewer_bits("p_for_dv"),
         ),
         Control(
             name="l-rounded",

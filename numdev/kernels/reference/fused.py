@@ -1,16 +1,16 @@
 """The fused fp64 reference on CUDA: how a case is laid out for its Triton kernels, and run.
 
 The same mathematics as the blocked path of `numdev.kernels.reference`, which is the check on this
-one and runs wherever this cannot. Results are those of that path to fp64
-rounding (docs/method.md has the bound), and the same from run to run. What this path cannot take
-stands in `numdev.kernels.reference.fused_refusal`.
+one and runs wherever this cannot. Results are those of that path to fp64 rounding (docs/method.md
+has the bound), and the same from run to run. What this path cannot take (`refusal`) the blocked one
+computes, so that a refusal costs time and no digit.
 
-Forward is one kernel, `fused_tiles.forward`: two products in fp64, and one for the term scale of
+Forward is one kernel, `fused_triton.forward`: two products in fp64, and one for the term scale of
 the output. Backward is the five matrix products that every backward pass makes, in fp64, and three
 for the term scales of dq, dk and dv. Those for term scales are in bfloat16: these are what errors
 are measured in, sums of numbers of one sign, and good to 1 % (docs/method.md).
 S and dP stay in registers until they have become P, dX and the terms of dX
-(`fused_tiles.score_gradients`); these are written for a run of query rows at a time, and the other
+(`fused_triton.score_gradients`); these are written for a run of query rows at a time, and the other
 six are the library's products of large matrices.
 
 Memory is bounded: operands are cast to fp64 a few kv heads at a time (`OPERAND_BYTES`), and runs of
@@ -24,20 +24,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
-from numdev.kernels.gpucode import launch, on_nvidia, shared_memory
+from numdev.errors import Refused
 from numdev.kernels.output import upstream
-from numdev.kernels.reference.fused_refusal import accept, accept_scores, is_additive
-from numdev.kernels.reference.fused_terms import Terms, grouped, scaled
 from numdev.kernels.reference.results import Gradients, Reference
 
+LARGEST = 2.0**44
+"""No score may reach this. Sums of so large terms are off by about 1, since fp64 has 2^53; and P
+would be any number where the two passes, which sum in another order, disagree by that."""
+TOO_LARGE = "where fp64 has no digits left"
+WIDEST = 256
+MOST_HEADS = 65535
+"""Of all batch entries: the most that CUDA takes along a grid's second and third axis."""
+MASK_BYTES = 1 << 30
+"""What a mask may take in fp64."""
 OPERAND_BYTES = 1 << 30
 SCRATCH_BYTES = 3 << 30
 PROGRAMS, LEAST_BLOCKS = 512, 8
@@ -225,7 +233,7 @@ def _upper(x: Tensor) -> Tensor:
 
 def _forward_tile(case: AttentionCase) -> Tile:
     widest, device = max(_width(case.q), _width(case.v)), case.q.device
-    tiles = FORWARD if not on_nvidia(device) or suits(*_of_gpu(device)) else ELSEWHERE
+    tiles = FORWARD if not _on_nvidia(device) or suits(*_of_gpu(device)) else ELSEWHERE
     return next(tile for width, tile in tiles.items() if widest <= width)
 
 
@@ -238,7 +246,13 @@ def suits(shared: int, capability: int) -> bool:
 @functools.cache
 def _of_gpu(device: torch.device) -> tuple[int, int]:
     """What `suits` asks, of a tensor's device, an NVIDIA GPU."""
-    return shared_memory(device.index), torch.cuda.get_device_capability(device)[0]
+    properties: Any = torch.cuda.get_device_properties(device.index)
+    shared = int(properties.shared_memory_per_block_optin)
+    return shared, torch.cuda.get_device_capability(device)[0]
+
+
+def _on_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _span(case: AttentionCase, tile: Tile, programs: int) -> int:
@@ -455,3 +469,199 @@ def _width(x: Tensor) -> int:
 
 def _room(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float64, device=like.device)
+
+
+# --- Triton's kernels on a GPU -------------------------------------------------------------------
+
+
+_NOT_BUILT: dict[Hashable, str] = {}
+"""What Triton could not build, and why. To try takes seconds, and it prints pages."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Runs a Triton kernel where its tensors are, and not on the current device. Raises Refused
+    where Triton cannot build it for this one; what it could not once is not tried again."""
+    if _NOT_BUILT and (why := _NOT_BUILT.get(_built(kernel, arguments, options))):
+        raise Refused(why)
+    try:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **options)
+    except Exception as error:
+        of_triton = type(error).__module__.startswith("triton") or "PassManager" in str(error)
+        # It has a C compiler build what starts its kernels.
+        of_compiler = "C compiler" in str(error) or isinstance(error, CalledProcessError)
+        if not (of_triton or of_compiler):
+            raise
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        why = f"Triton cannot build it ({first})"
+        _NOT_BUILT[_built(kernel, arguments, options)] = why
+        raise Refused(why) from error
+
+
+def _built(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Hashable:
+    """What is the same where the same is built."""
+    kinds = (str(x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in arguments)
+    return (kernel, arguments[0].device, *kinds, repr(sorted(options.items())))
+
+
+# --- term scales ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The sums of a backward pass over absolute values, run of rows by run of rows, for one group
+    of heads: a unit for errors. Rounding terms of one sign to 8 bits moves a sum by less than 1 %
+    (docs/method.md), and by much less where there are many.
+
+    Operands are bfloat16, times powers of two that bring them to at most 1 (the terms of dX to at
+    most 2), so that they keep clear of the ends of its range; products accumulate in fp32.
+    """
+
+    q: Tensor
+    """|Q|, |K| and |dO|, padded as the fp64 ones."""
+    k: Tensor
+    dO: Tensor
+    units: tuple[Tensor, Tensor, Tensor]
+    """What q, k and dO were multiplied by."""
+    unit: Tensor
+    """What the terms of dX are multiplied by."""
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    @classmethod
+    def of(cls, case: AttentionCase, q: Tensor, k: Tensor, v: Tensor, dO: Tensor) -> Terms:
+        """Of the fp64 operands of `fused`: q comes with the scale."""
+        # |dP| is at most |dO| |V|, and so is delta, an average of dP.
+        largest = dO.norm(dim=-1).amax() * v.norm(dim=-1).amax()
+        (q, of_q), (k, of_k), (dO, of_dO) = (scaled(x.abs()) for x in (q, k, dO))
+        by_key = (case.q.shape[0] * case.kv_heads, case.kv_len)
+        return cls(
+            q=q,
+            k=k.flatten(0, 1),
+            dO=dO,
+            units=(of_q, of_k, of_dO),
+            unit=_unit(largest),
+            dq=torch.empty_like(q, dtype=torch.float32),
+            dk=q.new_zeros(*by_key, q.shape[-1], dtype=torch.float32),
+            dv=q.new_zeros(*by_key, dO.shape[-1], dtype=torch.float32),
+        )
+
+    def add(self, case: AttentionCase, rows: slice, keys: slice, P: Tensor, dX: Tensor) -> None:
+        """One run of rows, by its P and terms of dX."""
+        q, dO = (grouped(case, x[:, :, rows]) for x in (self.q, self.dO))
+        dq = _in_fp32(dX, self.k[:, keys])
+        self.dq[:, :, rows] = dq.view(*self.dq.shape[:2], -1, q.shape[-1])
+        self.dk[:, keys] += _in_fp32(dX.mT, q)
+        self.dv[:, keys] += _in_fp32(P.mT, dO)
+
+    def found(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The term scales of dq, dk and dv in fp64, but for the scale of attention."""
+        q, k, dO = self.units
+        sums, units = (self.dq, self.dk, self.dv), (self.unit * k, self.unit * q, dO)
+        dq, dk, dv = (x.double().div_(u) for x, u in zip(sums, units, strict=True))
+        return dq, dk, dv
+
+
+def grouped(case: AttentionCase, x: Tensor) -> Tensor:
+    """[B, H, rows, X] as [B * kv_heads, group * rows, X]."""
+    return x.reshape(x.shape[0] * case.kv_heads, -1, x.shape[-1])
+
+
+def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """The product of bfloat16 matrices, accumulated and returned in fp32."""
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in bfloat16, times a power of two that brings it to at most 1, and that power."""
+    unit = _unit(x.amax())
+    return (x * unit).bfloat16(), unit
+
+
+def _unit(largest: Tensor) -> Tensor:
+    """The power of two that brings `largest` to 1/2 .. 1; 1 for 0."""
+    return torch.where(largest > 0, torch.frexp(largest).mantissa / largest, 1.0)
+
+
+# --- what it cannot take -------------------------------------------------------------------------
+
+
+def accept(case: AttentionCase) -> None:
+    """Raises Refused with the reason of `refusal`, where there is one."""
+    reason = refusal(case)
+    if reason is not None:
+        raise Refused(reason)
+
+
+def accept_scores(forward: Mapping[str, Tensor]) -> None:
+    """Raises Refused where P is not to be had from L for a backward pass. An additive mask can lift
+    every score of a row beyond LARGEST: L then says nothing of the differences between them, and
+    only a softmax that subtracts their maximum, as the blocked path's, still does."""
+    size = forward["lse"].abs().masked_fill(forward["empty"], 0.0).amax().item()
+    if size > LARGEST:
+        raise Refused(f"a row's scores are all about {size:.1g}, {TOO_LARGE}")
+
+
+def refusal(case: AttentionCase) -> str | None:
+    """Why this path cannot take the case, as a sentence; None when it can. Reads the inputs, and
+    waits for the device."""
+    if not case.q.is_cuda:
+        return "the fused one runs on CUDA"
+    return _unfit(case) or _missing() or _out_of_range(case)
+
+
+def is_additive(case: AttentionCase) -> bool:
+    return case.mask is not None and case.mask.dtype != torch.bool
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return None
+
+
+def _unfit(case: AttentionCase) -> str | None:
+    """Why shapes and formats do not suit it."""
+    tensors = [x for x in (*_factors(case), case.mask) if x is not None]
+    widest = max(case.q.shape[-1], case.v.shape[-1])
+    heads = case.q.shape[0] * case.heads
+    masked = 0 if case.mask is None else case.mask.numel()
+    if any(x.dtype == torch.float64 for x in tensors):
+        return "in float64 sums may leave the range the fused one counts on"
+    if widest > WIDEST:
+        return f"the fused one takes operands up to {WIDEST} wide, not {widest}"
+    if heads > MOST_HEADS:
+        return f"the fused one takes up to {MOST_HEADS} heads of all batch entries, not {heads}"
+    if 8 * masked > MASK_BYTES:
+        return f"the mask has {masked:.2g} elements, too many to hold in float64"
+    return None
+
+
+def _out_of_range(case: AttentionCase) -> str | None:
+    """Why the numbers in the inputs do not suit it."""
+    largest = [_wide(x).abs().amax().double() for x in _factors(case)]
+    if case.mask is not None and is_additive(case):  # -inf hides; NaN and +inf spoil
+        largest.append(_wide(case.mask).clamp_min(0.0).amax().double())
+    q, k, *others = torch.stack(largest).tolist()
+    if not all(map(math.isfinite, (q, k, *others))):
+        return "an input is not finite"
+    # At least 1 each: nor may Q times scale leave the range where K is nothing.
+    size = abs(case.scale) * case.q.shape[-1] * max(q, 1.0) * max(k, 1.0)
+    return f"scores may reach {size:.1g}, {TOO_LARGE}" if size > LARGEST else None
+
+
+def _factors(case: AttentionCase) -> list[Tensor]:
+    """q and k first."""
+    found = (case.q, case.k, case.v, case.sinks, case.grad_out)
+    return [x for x in found if x is not None]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In a format that torch computes in: it does not in those of 8 bits."""
+    return x.detach().float() if x.element_size() == 1 else x.detach()
