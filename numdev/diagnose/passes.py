@@ -19,12 +19,12 @@ from torch import Tensor
 from numdev.cases import AttentionCase, additive, key_range, visible
 from numdev.diagnose.projection import weight_gradient
 from numdev.diagnose.statistics import norm, rms
-from numdev.kernels.output import upstream
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Given, Kept
 from numdev.kernels.emulation.recipe import EXACT, SITES, DeltaFrom, Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
+from numdev.kernels.output import upstream
 from numdev.kernels.reference import gradients
 from numdev.kernels.reference.blocked import _per_kv_head, _products, _row_blocks, _scores, _slope
 from numdev.kernels.reference.results import Gradients

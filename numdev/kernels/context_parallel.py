@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -228,7 +229,7 @@ class Ranks:
         try:
             for _, pipe in self._ranks:
                 with contextlib.suppress(OSError):  # it is gone, and so it will be found
-                    pipe.send(dict(task))
+                    pipe.send_bytes(pickle.dumps(dict(task)))
             return self._answers("answer", limit_s)
         except BaseException:
             self.close()
@@ -258,7 +259,7 @@ class Ranks:
                 )
             for number in (waiting[pipe] for pipe in ready):  # type: ignore[index]
                 try:
-                    answer = self._ranks[number][1].recv()
+                    answer = pickle.loads(self._ranks[number][1].recv_bytes())
                 except (EOFError, OSError):
                     answer = {"error": "it closed its pipe"}
                 if "error" in answer:
@@ -299,14 +300,15 @@ def rank(number: int, world: int, device: str, store: str, pipe: int) -> None:
             world_size=world, timeout=timedelta(seconds=LIMIT_S),
         )  # fmt: skip
         mesh = init_device_mesh(device, (world,))
-        tasks.send({})
+        tasks.send_bytes(pickle.dumps({}))
         while True:
-            tasks.send(_answer(tasks.recv(), number, mesh))
+            task = pickle.loads(tasks.recv_bytes())
+            tasks.send_bytes(pickle.dumps(_answer(task, number, mesh)))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # groups of processes are not taken apart while others may be gone
     except Exception as error:
         with contextlib.suppress(OSError):
-            tasks.send({"error": _one_line(error)})
+            tasks.send_bytes(pickle.dumps({"error": _one_line(error)}))
         time.sleep(2 * GRACE_S)  # until it is ended: what it says is the reason, not its death
         os._exit(1)
 
