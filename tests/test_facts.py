@@ -27,7 +27,7 @@ H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=13
 def claim(operator: str, system: System, **fields: Any) -> dict[str, Any]:
     """What PyTorch's kernel claims to compute like where this operator ran."""
     case = make_case(**{"heads": 64, "batch": 4, "dtype": torch.bfloat16, **fields})
-    ran = Output(out=torch.zeros(1), ran=operator)
+    ran = Output(out=torch.zeros(1), did={"operator": operator})
     options = find("sdpa-default").claims(case, ran, system)
     assert options is not None
     return dict(options)

@@ -14,7 +14,6 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
 from numdev.kernels.emulation import backward as bwd
-from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.training import attended
 
@@ -59,7 +58,8 @@ def deltas(**options: Any) -> tuple[Tensor, Tensor]:
     given = dataclasses.replace(given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16())
     made = recipe(sites={"dp": "working"}, **options)
     r = bwd.rounder(given, made)
-    read, _ = bwd.read(r, given, made, fwd.forward)
+    assert given.grad_out is not None
+    read = bwd.kept(r, given, made).with_upstream(r, given.grad_out)
     even = bwd.delta_of(r, dataclasses.replace(read, made=recipe(delta_from="dP*P")), blocks(read))
     return bwd.delta_of(r, read, blocks(read)).flatten(), even.flatten()
 
