@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from numdev.audit.run import audit
 from numdev.audit.timing import SECTIONS, TOTAL
-from numdev.cli.main import DEFAULT_KERNELS
-from numdev.config import AuditRequest, Choice
+from numdev.config import BACKENDS, AuditRequest, Choice
 
 VOCABULARY = 32000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,7 +87,7 @@ def main() -> None:
     request = AuditRequest(
         target=str(given.directory),
         checkpoint=str(given.directory),
-        kernels=tuple(Choice(name=name) for name in given.kernel or DEFAULT_KERNELS),
+        kernels=tuple(Choice(name=name) for name in given.kernel or BACKENDS),
         formats=("bfloat16",),
         sampled_rows=given.rows,
         device=DEVICE,

@@ -1,6 +1,6 @@
 """`python -m numdev`."""
 
-from numdev.cli.main import program
+from numdev.cli.main import main
 
 if __name__ == "__main__":
-    program()
+    main()

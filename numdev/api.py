@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from numdev import report as reports
@@ -19,8 +18,8 @@ from numdev.audit.attempt import copied
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli.requests import audit_request
-from numdev.errors import MeasurementError, UsageError
+from numdev.config import audit_request
+from numdev.errors import MeasurementError
 from numdev.kernels import Kernel, Output
 from numdev.report import AuditReport, DeviationRow
 from numdev.report.renderers import html
@@ -61,20 +60,14 @@ def audit(
     flags = {
         "kernels": tuple(kernels),
         "formats": tuple(formats),
-        "text": (),
-        "layers": None if layers is None else ",".join(map(str, layers)),
-        "heads": None,
+        "layers": None if layers is None else tuple(layers),
         "gradients": backward,
         "sampled_rows": rows,
         "device": device,
         "seed": seed,
         "reproducers": 0 if output is None else None,
     }
-    try:
-        request = audit_request(str(target), flags)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    request = audit_request(str(target), flags)
     scratch = tempfile.TemporaryDirectory(prefix="numdev-") if output is None else nullcontext("")
     with scratch as name:
         directory = Path(name if output is None else output)

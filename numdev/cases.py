@@ -4,9 +4,6 @@ An `AttentionCase` holds tensors and says nothing of how they are to be processe
 reference included, is a function of a case. A `CaseRef` names a case in plain data, so that tasks
 and report rows can speak of it without holding a tensor.
 
-Where cases come from is not decided here: `numdev.sources.synthetic` draws them from a
-configuration, `numdev.sources.capture` takes them out of a running model.
-
 A case may hold some of a call's query rows alone (`select_rows`): then `positions` says where they
 stand, and causality and windows go by that. To such rows it is the same call, since a row of
 attention depends on its own query and on no other. Kernels under audit are given whole calls.
@@ -183,29 +180,19 @@ class AttentionCase:
     def select_groups(self, kv_heads: list[int]) -> AttentionCase:
         """The same call restricted to some kv heads and all query heads that read them."""
         heads = [kv * self.group + i for kv in kv_heads for i in range(self.group)]
-        whole = self.select_heads(heads)
-        return dataclasses.replace(whole, k=self.k[:, kv_heads], v=self.v[:, kv_heads])
+        return self._with_queries_of(heads, k=self.k[:, kv_heads], v=self.v[:, kv_heads])
 
     def select_heads(self, heads: list[int]) -> AttentionCase:
         """The same call restricted to some query heads, each with the kv head it reads."""
         kv = [h // self.group for h in heads]
-        mask = self.mask
-        if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
-            mask = mask[..., heads, :, :]
-        return dataclasses.replace(
-            self,
-            q=self.q[:, heads],
-            k=self.k[:, kv],
-            v=self.v[:, kv],
-            mask=mask,
-            sinks=None if self.sinks is None else self.sinks[heads],
-            grad_out=None if self.grad_out is None else self.grad_out[:, heads],
-        )
+        return self._with_queries_of(heads, k=self.k[:, kv], v=self.v[:, kv])
 
     def one_of_each_group(self, place: int) -> AttentionCase:
         """The same call restricted to the query heads at one place of their groups: one for every
         kv head. Its tensors are views."""
-        heads = slice(place, None, self.group)
+        return self._with_queries_of(slice(place, None, self.group))
+
+    def _with_queries_of(self, heads: list[int] | slice, **keys: Any) -> AttentionCase:
         mask = self.mask
         if mask is not None and mask.ndim >= 3 and mask.shape[-3] > 1:
             mask = mask[..., heads, :, :]
@@ -215,6 +202,7 @@ class AttentionCase:
             mask=mask,
             sinks=None if self.sinks is None else self.sinks[heads],
             grad_out=None if self.grad_out is None else self.grad_out[:, heads],
+            **keys,
         )
 
     def detached(self) -> AttentionCase:

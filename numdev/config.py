@@ -1,24 +1,40 @@
 """What was asked: configurations and requests as validated data.
 
-A YAML file (`numdev.yamlfile`) is validated against the models here. A request is what a
-configuration and the command line come to together (flag beats YAML, YAML beats default); it is
-stored whole in the report.
+One model for each command: a YAML file (`numdev.yamlfile`) and the command line fill the same
+fields (a flag beats the YAML, the YAML beats the default), and the report stores it whole. A field
+with an `Option` is on the command line too; the string under it is its help.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from numdev.yamlfile import Names, Scalar, Strict, each_once
+from numdev.errors import UsageError
+from numdev.yamlfile import Names, Scalar, Strict, bundled, each_once, read_yaml, validated
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
-Step = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Seconds = Annotated[float, Field(gt=0)]
+MaskKind = Literal[
+    "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
+]  # what `numdev.sources.synthetic` can draw
+Layout = Literal["contiguous", "transposed", "packed"]  # of q, k and v (`numdev.layouts`)
+RowsOf = Literal["head", "cell"]
 MOST_SEEDS = 100_000
+
+
+@dataclass(frozen=True)
+class Option:
+    """That a field is on the command line too, as `flag` if not by its own name."""
+
+    flag: str = ""
+    metavar: str | None = None
 
 
 def _named(value: Any) -> Any:
@@ -38,14 +54,8 @@ class Choice(Strict):
 
 
 Named = Annotated[Choice, BeforeValidator(_named)]
-
-
-MaskKind = Literal[
-    "all_true", "causal", "random", "mostly_masked", "padding", "bias", "bias_inf", "bias_lowest"
-]
-"""What `numdev.sources.synthetic` can draw."""
-Layout = Literal["contiguous", "transposed", "packed"]
-"""How q, k and v lie in memory (`numdev.layouts`)."""
+BACKENDS = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-default")
+DEFAULT_KERNELS: tuple[Choice, ...] = tuple(Choice(name=name) for name in BACKENDS)
 
 
 class CaseConfig(Strict):
@@ -80,15 +90,11 @@ class CaseConfig(Strict):
         return self.name.removesuffix(f"/{place}") if place else self.name
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> CaseConfig:
+    def _fits_together(self) -> CaseConfig:
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _packable(self) -> CaseConfig:
         alike = self.kv_len in (None, self.seq_len) and self.v_dim in (None, self.head_dim)
         if self.layout == "packed" and not alike:
             raise ValueError("layout packed: q, k and v in one tensor have one length and head_dim")
@@ -112,46 +118,84 @@ class CheckConfig(Strict):
     cases: Annotated[Cases, Field(min_length=1)]
 
 
-class AuditConfig(Strict):
-    """The keys of a YAML file for `numdev audit`. None: the default of the command."""
+class Measuring(Strict):
+    """How kernels are run and measured, in an audit and in a sweep."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    gradients: Annotated[bool, Option("--backward")] = False
+    """Measure the backward pass too: dq, dk and dv."""
+    sampled_rows: Annotated[Positive | None, Option("--rows", "N")] = None
+    """Measure N query rows of each head, drawn with the seed and spread over positions; kernels
+    still run whole. Exact for these rows in the output and dq. With --backward also N keys, which
+    takes an fp64 forward pass of all queries. Averages get 95 % intervals, maxima are lower bounds.
+    [all]"""
+    isolate: Annotated[bool, Option()] = False
+    """Run kernels in a process of their own, so that a crash or a hang costs one row."""
+    reproducers: Annotated[Count, Option(metavar="N")] = 8
+    """Write a script that shows it for the first N findings.  [8]"""
+    time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
+    """What an isolated kernel may take, and any with --workers or --scheduler.  [60]"""
+    device: Annotated[str, Option()] = "auto"
+    """Where to run.  [auto]"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+
+class AuditConfig(Measuring):
+    """The keys of a YAML file for `numdev audit`."""
 
     checkpoint: str | None = None
+    """A checkpoint directory, a state dict, a file or directory of captured tensors, or `demo`."""
     cases: Cases = ()
-    model: str | None = None
-    kernels: tuple[Named, ...] | None = None
-    formats: tuple[str, ...] | None = None
-    model_dtype: str | None = None
-    device: str | None = None
-    seed: int | None = None
-    text: tuple[str, ...] | None = None
-    tokenizer: str | None = None
-    inputs: str | None = None
-    generate: Positive | None = None
-    denoise: Positive | None = None
-    """For a diffusers pipeline: how many denoising steps are run."""
-    steps: tuple[Step, ...] | None = None
-    """Only these of them, counted from 0."""
-    stream: bool | None = None
-    """Whether weights are read layer by layer while the model runs. None: where they are too large
-    to be loaded whole."""
-    length: Positive | None = None
-    sequences: Positive | None = None
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-    explain: bool | None = None
-    control: bool | None = None
-    gradients: bool | None = None
-    """Whether the backward pass is measured too: dq, dk and dv."""
-    repeats: Positive | None = None
-    """How often each kernel runs on the same inputs; from two on its noise is measured."""
-    isolate: bool | None = None
-    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
-    time_limit: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that an isolated kernel may take."""
-    reproducers: Annotated[int, Field(ge=0)] | None = None
-    """For how many findings, in the order of the rules, a script is written that shows them."""
-    sampled_rows: Positive | None = None
-    """How many query rows of each head are measured, drawn with the seed; None: all."""
+    kernels: Annotated[tuple[Named, ...], Option("--kernel", "NAME")] = DEFAULT_KERNELS
+    """Kernel to audit: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
+    the default, all SDPA backends."""
+    formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
+    """Format to audit, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
+    model: Annotated[str | None, Option(metavar="FACTORY")] = None
+    """For a state dict: package.module:factory, which builds its model. It is called with the
+    configuration stored in the file if it takes an argument."""
+    model_dtype: Annotated[str, Option(metavar="NAME")] = "float32"
+    """Format the model itself runs in.  [float32]"""
+    text: Annotated[tuple[str, ...], Option(metavar="PATH")] = ()
+    """Text file the model reads. Repeatable. Without it token ids are drawn."""
+    tokenizer: Annotated[str | None, Option(metavar="DIR")] = None
+    """Directory of the tokenizer for --text.  [the checkpoint's]"""
+    inputs: Annotated[str | None, Option(metavar="FILE")] = None
+    """Safetensors file of further inputs, named as the model's forward names them, for example
+    pixel_values. What a model needs and nobody gives is drawn."""
+    generate: Annotated[Positive | None, Option(metavar="N")] = None
+    """Let the model write: audit the prefill and N decode steps, with a cache, in place of one
+    forward pass."""
+    denoise: Annotated[Positive | None, Option(metavar="N")] = None
+    """For a diffusers pipeline: run N denoising steps.  [4]"""
+    steps: Annotated[tuple[Count, ...] | None, Option(metavar="LIST")] = None
+    """Only these denoising steps, from 0: 0,3.  [all]"""
+    stream: Annotated[bool | None, Option("--stream/--no-stream")] = None
+    """Read the model's weights from disk layer by layer while it runs, in memory for two layers.
+    [where they are too large to be loaded whole]"""
+    length: Annotated[Positive, Option()] = 256
+    """Tokens in a sequence.  [256]"""
+    sequences: Annotated[Positive, Option()] = 8
+    """Independent sequences; a bias needs at least 8.  [8]"""
+    layers: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
+    """Only these layers, for example 0,3-5."""
+    heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
+    """Only these query heads."""
+    explain: Annotated[bool, Option()] = False
+    """Find out which roundings make each kernel's errors."""
+    control: Annotated[bool, Option()] = False
+    """Measure planted faults of growing size too, to show which of them a gate would catch."""
+    repeats: Annotated[Positive, Option(metavar="N")] = 2
+    """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [2]"""
+    seed: Annotated[int, Option()] = 0
+    """Seed of all drawn numbers.  [0]"""
 
     @model_validator(mode="after")
     def _one_source(self) -> AuditConfig:
@@ -160,103 +204,48 @@ class AuditConfig(Strict):
         return self
 
 
-class AuditRequest(Strict):
-    """A resolved audit: what was asked, with every default filled in."""
+class AuditRequest(AuditConfig):
+    """A resolved audit: what was asked, with every default filled in, and what it is called."""
 
     target: str
-    checkpoint: str | None = None
-    """A checkpoint directory, a state dict, a file or directory of captured tensors, or `demo`."""
-    cases: Cases = ()
-    model: str | None = None
-    """The factory of a state dict's model, as package.module:name."""
-    kernels: tuple[Choice, ...]
-    formats: tuple[str, ...] = ("bfloat16",)
-    model_dtype: str = "float32"
-    device: str = "auto"
-    seed: int = 0
-    text: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    """A directory; None: the checkpoint's own."""
-    inputs: str | None = None
-    """A safetensors file of arguments for the model's forward."""
-    generate: Positive | None = None
-    """Decode this many tokens after the prefill; None: one forward pass."""
-    denoise: Positive | None = None
-    """For a diffusers pipeline: how many denoising steps are run. None: 4."""
-    steps: tuple[Step, ...] | None = None
-    """Only these of them, counted from 0; None: all."""
-    stream: bool | None = None
-    """Whether weights are read layer by layer while the model runs. None: where they are too large
-    to be loaded whole."""
-    length: Positive = 256
-    sequences: Positive = 8
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-    explain: bool = False
-    """Whether to find out which roundings make each kernel's errors."""
-    control: bool = False
-    """Whether planted faults are measured beside the kernels, to show what a gate would catch."""
-    gradients: bool = False
-    """Whether the backward pass is measured too: dq, dk and dv."""
-    repeats: Positive = 2
-    """How often each kernel runs on the same inputs; from two on its noise is measured."""
-    isolate: bool = False
-    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
-    time_limit: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that an isolated kernel may take."""
-    reproducers: Annotated[int, Field(ge=0)] = 8
-    """For how many findings, in the order of the rules, a script is written that shows them."""
-    sampled_rows: Positive | None = None
-    """How many query rows of each head are measured, drawn with the seed; None: all."""
 
 
 def _seeds(value: Any) -> Any:
     """A number of seeds as these seeds, counted from 0; a list as it is."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
-            raise ValueError(f"{value} seeds are none; give 1 or more, or a list of seeds")
-        if value > MOST_SEEDS:
-            raise ValueError(f"{value} seeds are too many; give up to {MOST_SEEDS:,}")
+        if not 1 <= value <= MOST_SEEDS:
+            raise ValueError(f"expected 1 to {MOST_SEEDS:,} seeds, or a list of them, got {value}")
         return tuple(range(value))
     return value
 
 
-Seed = Annotated[int, Field(ge=0, strict=True)]
-Seeds = Annotated[tuple[Seed, ...], BeforeValidator(_seeds), AfterValidator(each_once)]
+Seeds = Annotated[tuple[Count, ...], BeforeValidator(_seeds), AfterValidator(each_once)]
 Kernels = Annotated[tuple[Named, ...], AfterValidator(each_once)]
-RowsOf = Literal["head", "cell"]
 
 
-class SweepConfig(Strict):
-    """The keys of a YAML file for `numdev sweep`. None: the default of the command."""
+class SweepConfig(Measuring):
+    """The keys of a YAML file for `numdev sweep`."""
 
     title: str | None = None
     cases: Cases
-    kernels: Kernels | None = None
-    formats: Names | None = None
-    seeds: Seeds | None = None
+    kernels: Annotated[Kernels, Option("--kernel", "NAME")] = DEFAULT_KERNELS
+    """Kernel to sweep: a name of `numdev kernels`, or package.module:function. Repeatable; replaces
+    the file's."""
+    formats: Annotated[Names, Option("--format", "NAME")] = ("bfloat16",)
+    """Format, for example bfloat16, or e8m10 for kernels that take any. Repeatable; replaces the
+    file's."""
+    seeds: Seeds = (0, 1, 2, 3, 4)
     """A list, or how many, counted from 0. Each draws every case anew."""
-    device: str | None = None
-    baseline: Named | None = None
+    baseline: Named = Choice(name="baseline")
     """Whom ratios are taken to. An emulation stands in where plain attention has no format."""
     x: str | None = None
     """The axis curves run along: a key with several values, `format`, or a kernel's option."""
-    y: Names | None = None
+    y: Names = ("max_abs", "rms")
     """Metrics to draw."""
-    gradients: bool | None = None
-    """Whether the backward pass is measured too: dq, dk and dv."""
-    repeats: Positive | None = None
-    """How often each kernel runs on the same inputs; from two on its noise is measured."""
-    isolate: bool | None = None
-    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
-    time_limit: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that an isolated kernel may take."""
-    reproducers: Annotated[int, Field(ge=0)] | None = None
-    """For how many findings, in the order of the rules, a script is written that shows them."""
-    sampled_rows: Positive | None = None
-    """How many query rows of each head are measured, drawn with each case's seed; None: all."""
-    rows: RowsOf | None = None
+    rows: RowsOf = "head"
     """`head`: the report keeps a row for every head and seed. `cell`: only what they come to."""
+    repeats: Annotated[Positive, Option(metavar="N")] = 1
+    """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [1]"""
 
     @model_validator(mode="after")
     def _not_empty(self) -> SweepConfig:
@@ -265,32 +254,10 @@ class SweepConfig(Strict):
         return self
 
 
-class SweepRequest(Strict):
-    """A resolved sweep: what was asked, with every default filled in."""
+class SweepRequest(SweepConfig):
+    """A resolved sweep: what was asked, with every default filled in, and what it is called."""
 
     target: str
-    title: str | None = None
-    cases: Cases
-    kernels: Kernels
-    formats: Names = ("bfloat16",)
-    seeds: Seeds = (0, 1, 2, 3, 4)
-    device: str = "auto"
-    baseline: Choice = Choice(name="baseline")
-    x: str | None = None
-    y: Names = ("max_abs", "rms")
-    rows: RowsOf = "head"
-    gradients: bool = False
-    """Whether the backward pass is measured too: dq, dk and dv."""
-    repeats: Positive = 1
-    """How often each kernel runs on the same inputs; from two on its noise is measured."""
-    isolate: bool = False
-    """Whether kernels run in a supervised process, so that a crash or a hang costs one row."""
-    time_limit: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that an isolated kernel may take."""
-    reproducers: Annotated[int, Field(ge=0)] = 8
-    """For how many findings, in the order of the rules, a script is written that shows them."""
-    sampled_rows: Positive | None = None
-    """How many query rows of each head are measured, drawn with each case's seed; None: all."""
 
     def measured(self) -> dict[str, Any]:
         """What decides the numbers, and so whether a finished task can be kept: not how they are
@@ -298,8 +265,43 @@ class SweepRequest(Strict):
         return self.model_dump(mode="json", exclude={"title", "x", "y", "rows"})
 
 
+def audit_request(target: str | None, flags: Mapping[str, Any]) -> AuditRequest:
+    """What `target` names (None: configs/audit/default.yaml), and what was asked of it beside."""
+    path = bundled("audit/default.yaml") if target is None else Path(target)
+    if target == "demo":
+        name, fields = "demo", {"checkpoint": "demo"}
+    elif path.suffix in (".yaml", ".yml"):
+        name, fields = path.name, _given(read_yaml(path, AuditConfig))
+    elif path.exists():
+        name, fields = path.resolve().name, {"checkpoint": str(path)}
+    else:
+        raise UsageError(
+            f"{target}: no such file or directory",
+            hint="give a checkpoint, a file of captured tensors, a YAML file, or `demo`",
+        )
+    return validated({**fields, **_asked(flags), "target": name}, AuditRequest, str(path))
+
+
+def sweep_request(path: Path, flags: Mapping[str, Any]) -> SweepRequest:
+    """A sweep's YAML, and what was asked beside; `seed`: where its seeds are counted from."""
+    asked = _asked(flags)
+    first = asked.pop("seed", None)
+    config = read_yaml(path, SweepConfig)
+    if first is not None:
+        asked["seeds"] = tuple(range(first, first + len(config.seeds)))
+    fields = {**_given(config), **asked, "target": path.name}
+    return validated(fields, SweepRequest, str(path))
+
+
+def _given(config: Strict) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.model_fields_set}
+
+
+def _asked(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said: neither None nor an option that was given no time."""
+    return {name: value for name, value in flags.items() if value is not None and value != ()}
+
+
 def demo_checkpoint() -> Path:
     """The demo checkpoint that ships with the package."""
-    from importlib import resources  # ten milliseconds that most commands need not wait for
-
-    return Path(str(resources.files("numdev"))) / "data" / "demo"
+    return Path(__file__).parent / "data" / "demo"

@@ -1,12 +1,5 @@
 """Floating-point formats, and rounding to them correctly.
 
-What is here. A `Format` is a record of four facts: how many significant bits, the smallest and
-the largest exponent of a normal number, and whether there are infinities. Everything else (unit
-roundoff, largest, smallest normal and subnormal) follows from these. `FORMATS` is the catalogue,
-`format_named` finds a format by the name a person writes, `format_of` and `dtype_of` go between
-formats and torch's dtypes. Two functions do arithmetic: `round_to` rounds the values of a tensor
-to a format, `ulp` gives the format's spacing at each value.
-
 Why not `x.to(torch.bfloat16)`. torch converts float64 to its 16-bit and 8-bit dtypes by way of
 float32, so the value is rounded twice: 1 + 2^-8 + 2^-40 first loses its 2^-40, then looks like a
 tie, and becomes 1.0 instead of 1.0078125. An audit that must tell rounding from error cannot
@@ -18,17 +11,14 @@ that is all there is to subnormals. Then round s to an integer. Scaling by power
 so the one inexact step is the rounding of s, and the three modes differ in that step alone. The
 scaling is done in two steps, |x| / 2^e (between 0 and 2) and then times 2^(p - 1), because
 2^(p - 1 - e) as a single factor would overflow for the formats with the widest exponents. After
-that, what exceeds the largest value overflows, and the sign of x goes back on. Many numbers on an
-NVIDIA GPU take these steps in one pass over memory (`rowwise_tiles.rounded`).
+that, what exceeds the largest value overflows, and the sign of x goes back on.
 
-What is left to others. Values are rounded, never encoded: the result is a float32 or float64
-tensor whose values the format contains. Scaling tensors to make them fit (fp8 recipes), block
-formats, and where an algorithm rounds (`kernels.emulated`) are not this module's business.
+Values are rounded, never encoded: the result is a float32 or float64 tensor whose values the format
+contains. Where an algorithm rounds is `kernels.emulation`'s business.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Mapping
@@ -38,18 +28,6 @@ from typing import Literal, get_args
 import torch
 
 from numdev.errors import UsageError, closest
-
-__all__ = [
-    "FORMATS",
-    "Format",
-    "RoundingMode",
-    "dtype_of",
-    "format_named",
-    "format_of",
-    "next_lower",
-    "round_to",
-    "ulp",
-]
 
 RoundingMode = Literal["nearest", "toward_zero", "stochastic"]
 
@@ -101,17 +79,12 @@ class Format:
 
     def contains(self, other: Format) -> bool:
         """Whether every value of `other`, infinities included, is a value of this format."""
-        return _contains(self, other)
-
-
-@functools.lru_cache(maxsize=1024)
-def _contains(format: Format, other: Format) -> bool:
-    return (
-        format.precision >= other.precision
-        and format.largest >= other.largest
-        and format.smallest_subnormal <= other.smallest_subnormal
-        and format.has_infinity >= other.has_infinity
-    )
+        return (
+            self.precision >= other.precision
+            and self.largest >= other.largest
+            and self.smallest_subnormal <= other.smallest_subnormal
+            and self.has_infinity >= other.has_infinity
+        )
 
 
 # float8_e4m3fn: bias 7 as an IEEE format of that shape would have, but the top exponent is used
@@ -272,15 +245,33 @@ def round_to(
     float64 can hold (3.4e38 to e9m7 is 2^128).
     """
     wide = _widened(x)
-    _check_mode(mode, generator, wide.device)
+    modes = get_args(RoundingMode)
+    if mode not in modes:
+        raise UsageError(f"unknown rounding mode {mode!r}", hint=closest(str(mode), modes))
+    device = wide.device.type
+    if mode == "stochastic" and (generator is None or generator.device.type != device):
+        raise UsageError(
+            f"stochastic rounding needs a random generator on {device}, as the tensor is",
+            hint=f"pass generator=torch.Generator({device!r}).manual_seed(seed)",
+        )
     here = format_of(wide.dtype)
     if format.contains(here):
         return wide.clone()
-    uniform = _uniform(wide, generator) if mode == "stochastic" else None
+    uniform = None
+    if mode == "stochastic":  # 53 random bits, whatever the dtype of x, so that it changes none
+        shape, on = wide.shape, wide.device
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=on)
     if here.contains(format) and here.emin <= format.emin:
         return _rounded(wide, format, mode, saturate, uniform)
     # A float32 x and a format with more bits or exponents, on either side, than float32 has.
-    return _narrowed(_rounded(wide.double(), format, mode, saturate, uniform), wide.dtype, format)
+    rounded = _rounded(wide.double(), format, mode, saturate, uniform)
+    narrow = rounded.to(wide.dtype)
+    if not bool(((narrow == rounded) | rounded.isnan()).all()):  # it would be rounded twice
+        raise UsageError(
+            f"rounded to {format.name}, some values do not fit in {wide.dtype}",
+            hint="pass the tensor as float64",
+        )
+    return narrow
 
 
 def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
@@ -302,25 +293,6 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     if not x.is_floating_point():
         raise UsageError(f"only real floating-point tensors have a format, not {x.dtype}")
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-
-
-def _check_mode(
-    mode: RoundingMode, generator: torch.Generator | None, device: torch.device
-) -> None:
-    if mode not in get_args(RoundingMode):
-        raise UsageError(
-            f"unknown rounding mode {mode!r}", hint=closest(str(mode), get_args(RoundingMode))
-        )
-    if mode == "stochastic" and (generator is None or generator.device.type != device.type):
-        raise UsageError(
-            f"stochastic rounding needs a random generator on {device.type}, as the tensor is",
-            hint=f"pass generator=torch.Generator({device.type!r}).manual_seed(seed)",
-        )
-
-
-def _uniform(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Numbers in [0, 1) with 53 random bits, whatever the dtype of x, so that it changes none."""
-    return torch.rand(x.shape, generator=generator, dtype=torch.float64, device=x.device)
 
 
 def _rounded(
@@ -351,24 +323,17 @@ def _on_grid(
     binade = _binade(magnitude, format)
     unit = math.ldexp(1.0, format.precision - 1)
     significand = magnitude.div(binade).mul_(unit)
-    rounded = _to_integer(significand, mode, uniform)
-    return rounded.mul_(1.0 / unit).mul_(binade)
-
-
-def _to_integer(
-    significand: torch.Tensor, mode: RoundingMode, uniform: torch.Tensor | None
-) -> torch.Tensor:
-    """The one inexact step. `significand` is not negative and may be overwritten."""
     if mode == "nearest":
-        return significand.round_()  # torch rounds halves to even
-    below = significand.floor()
-    if uniform is None:
-        return below
-    # Up with probability `fraction`. Not floor(significand + uniform): that sum is rounded, and
-    # would now and then move a value that needs no rounding. 1 - fraction is exact but for bits
-    # of the fraction below 2^-53, which is the resolution of `uniform`.
-    fraction = significand.sub_(below).double()
-    return below.add_(uniform >= 1.0 - fraction)
+        rounded = significand.round_()  # torch rounds halves to even
+    else:
+        rounded = significand.floor()
+        if uniform is not None:
+            # Up with probability `fraction`. Not floor(significand + uniform): that sum is rounded,
+            # and would now and then move a value that needs no rounding. 1 - fraction is exact but
+            # for bits of the fraction below 2^-53, which is the resolution of `uniform`.
+            fraction = significand.sub_(rounded).double()
+            rounded.add_(uniform >= 1.0 - fraction)
+    return rounded.mul_(1.0 / unit).mul_(binade)
 
 
 def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
@@ -382,14 +347,3 @@ def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
     else:
         field = (magnitude.view(torch.int32) & 0x7F80_0000).view(torch.float32)
     return field.clamp_(math.ldexp(1.0, format.emin), math.ldexp(1.0, format.emax))
-
-
-def _narrowed(rounded: torch.Tensor, dtype: torch.dtype, format: Format) -> torch.Tensor:
-    """float64 results as `dtype`; refuses where that would round them a second time."""
-    narrow = rounded.to(dtype)
-    if not bool(((narrow == rounded) | rounded.isnan()).all()):
-        raise UsageError(
-            f"rounded to {format.name}, some values do not fit in {dtype}",
-            hint="pass the tensor as float64",
-        )
-    return narrow

@@ -74,7 +74,9 @@ class System:
             device=device,
             gpu=torch.cuda.get_device_name() if on_gpu else None,
             capability=torch.cuda.get_device_capability() if on_gpu else None,
-            processors=_processors() if on_gpu else None,
+            processors=torch.cuda.get_device_properties("cuda").multi_processor_count
+            if on_gpu
+            else None,
             devices=torch.cuda.device_count() if on_gpu else 0,
             driver=_driver_version() if on_gpu else None,
             cuda=torch.version.cuda if on_gpu else None,
@@ -111,10 +113,10 @@ class Requirement:
         if self.device and system.device != self.device:
             return f"needs {self.device.upper()}, and this audit runs on {system.device.upper()}"
         if self.capability and (system.capability or (0, 0)) < self.capability:
-            need = f"needs compute capability {_dotted(self.capability)} or newer"
+            need = f"needs compute capability {'.'.join(map(str, self.capability))} or newer"
             if system.capability is None:
                 return f"{need}, and this audit runs on {system.device.upper()}"
-            return f"{need}; {system.gpu} has {_dotted(system.capability)}"
+            return f"{need}; {system.gpu} has {'.'.join(map(str, system.capability))}"
         if self.package and _normalised(self.package) not in system.packages:
             return f"needs the package {self.package}, which is not installed"
         return None
@@ -127,15 +129,9 @@ def visible_gpus() -> list[str]:
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
-    return (
-        [name.strip() for name in named.split(",")][:count]
-        if named
-        else list(map(str, range(count)))
-    )
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+    if named:
+        return [name.strip() for name in named.split(",")][:count]
+    return list(map(str, range(count)))
 
 
 @functools.cache
@@ -214,12 +210,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _processors() -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
 
 
 def _driver_version() -> str | None:

@@ -1,14 +1,14 @@
 """Configuration files: YAML, read strictly into validated models.
 
-An unknown key is an error that names the closest known one. A list where a scalar belongs is a
-grid: the entry is repeated for every value, and several lists multiply.
+An unknown key is an error that names the closest known one; every error names the line. A list
+where a scalar belongs is a grid: the entry is repeated for every value, and several lists multiply.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -18,11 +18,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from numdev.errors import UsageError, closest
 
 Scalar = bool | int | float | str | None
-
-MOST_CELLS = 100_000
-"""Of a grid in one file: more are a slip of the pen, and would fill the memory."""
-MOST_VALUES = 200_000
-"""Of one file, aliases written out."""
+MOST_CELLS = 100_000  # of a grid in one file: more are a slip of the pen, and would fill the memory
+MOST_VALUES = 200_000  # of one file, aliases written out
+Place = tuple[int | str, ...]  # keys and indices, from the top of a file down
 
 
 class Strict(BaseModel):
@@ -45,39 +43,10 @@ def _as_list(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(each_once)]
-
 M = TypeVar("M", bound=BaseModel)
 
 
-def read_yaml(path: Path, model: type[M]) -> M:
-    """A YAML file as a validated model; raises UsageError that names the file and the key."""
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_EachKeyOnce)
-    except FileNotFoundError as error:
-        raise UsageError(f"{path}: cannot be read (no such file)", hint=_shipped(path)) from error
-    except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
-        raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
-    except RecursionError as error:
-        raise UsageError(
-            f"{path}: is nested too deeply", hint="see the files under configs/"
-        ) from error
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or "malformed"
-        raise UsageError(
-            f"{path}{line}: not valid YAML: {problem}", hint="fix that line"
-        ) from error
-    if not isinstance(raw, dict):
-        raise UsageError(f"{path}: holds no mapping of keys", hint="see the files under configs/")
-    if _endless(raw):
-        raise UsageError(
-            f"{path}: comes to more than {MOST_VALUES:,} values", hint="see to its aliases (*name)"
-        )
-    return validated(raw, model, str(path))
-
-
-class _EachKeyOnce(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
     """YAML forbids a key that stands twice in a mapping; of two limits the loader would take the
     last and say nothing."""
 
@@ -92,38 +61,104 @@ class _EachKeyOnce(yaml.SafeLoader):
         return node
 
 
-def validated(raw: Mapping[str, Any], model: type[M], where: str) -> M:
+def read_yaml(path: Path, model: type[M]) -> M:
+    """A YAML file as a validated model; raises UsageError that names the file, line and key."""
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        raw = loader.construct_document(node) if node is not None else None
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: cannot be read (no such file)", hint=_shipped(path)) from error
+    except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
+        raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
+    except RecursionError as error:
+        raise UsageError(
+            f"{path}: is nested too deeply", hint="see the files under configs/"
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "malformed"
+        raise UsageError(
+            f"{path}{line}: not valid YAML: {problem}", hint="fix that line"
+        ) from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path}: holds no mapping of keys", hint="see the files under configs/")
+    if _endless(raw):
+        raise UsageError(
+            f"{path}: comes to more than {MOST_VALUES:,} values", hint="see to its aliases (*name)"
+        )
+    return validated(raw, model, str(path), node)
+
+
+def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = None) -> M:
     """A mapping as a validated model, its grids expanded; raises UsageError that names `where` it
-    stands and the key."""
+    stands, the key, and the line in `node`, the file's tree."""
+    origins: dict[str, list[int]] = {}
     for part, cells in (("cases", expand), ("kernels", expand_options)):
         if isinstance(raw.get(part), list):
-            found = (cell for entry in raw[part] for cell in cells(entry, where))
-            raw = {**raw, part: list(itertools.islice(found, MOST_CELLS + 1))}
-            if len(raw[part]) > MOST_CELLS:
+            found = (
+                (i, cell)
+                for i, entry in enumerate(raw[part])
+                for cell in cells(entry, f"{where}{_line(node, (part, i))}")
+            )
+            few = list(itertools.islice(found, MOST_CELLS + 1))
+            if len(few) > MOST_CELLS:
                 raise UsageError(
-                    f"{where}: {part}: a grid of more than {MOST_CELLS:,} cells",
+                    f"{where}{_line(node, (part,))}: {part}: a grid of more than {MOST_CELLS:,} "
+                    "cells",
                     hint="give fewer values, or several files",
                 )
+            origins[part] = [i for i, _ in few]
+            raw = {**raw, part: [cell for _, cell in few]}
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise UsageError(f"{where}: {_explain(error, model)}") from error
+        # An unknown key comes first: a misspelt one is also missed under its right name.
+        errors = error.errors()
+        first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+        place = first["loc"]
+        named = ".".join(map(str, place))
+        if first["type"] == "extra_forbidden":
+            hint = closest(str(place[-1]), _model_at(place, model).model_fields)
+            what = f"unknown key {named!r}; {hint}"
+        else:
+            message = first["msg"].removeprefix("Value error, ")
+            what = f"{named}: {message}" if named else message
+        if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
+            place = (place[0], origins[str(place[0])][place[1]], *place[2:])
+        raise UsageError(f"{where}{_line(node, place)}: {what}") from error
+
+
+def _line(node: Any, place: Place) -> str:
+    """`, line N` of what stands at a place of a file's tree, or of the nearest above it."""
+    if node is None:
+        return ""
+    mark = node.start_mark
+    for part in place:
+        if isinstance(node, yaml.MappingNode):
+            entry = next(((k, v) for k, v in node.value if k.value == str(part)), None)
+            if entry is None:
+                continue  # a level that only the model has
+            mark, node = entry[0].start_mark, entry[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            if part >= len(node.value):
+                break
+            node = node.value[part]
+            mark = node.start_mark
+    return f", line {mark.line + 1}"
 
 
 def lines_of(path: Path) -> dict[str, tuple[int, ...]]:
     """Of a YAML file that `read_yaml` read, for each key of its mapping: the line, from 1, where
     the key stands, then those where the entries of its list or mapping begin."""
-    text = path.read_text(encoding="utf-8")
-    try:  # ten times as fast, where there is one
-        tree = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:  # of what `read_yaml` takes it refuses some: `%YAML 1.3`
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-    found = {}
+    tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    lines = {}
     for key, value in tree.value if isinstance(tree, yaml.MappingNode) else ():
         entries = value.value if isinstance(value, yaml.CollectionNode) else ()
         begin = (entry[0] if isinstance(entry, tuple) else entry for entry in entries)
-        found[str(key.value)] = (key.start_mark.line + 1, *(e.start_mark.line + 1 for e in begin))
-    return found
+        lines[str(key.value)] = (key.start_mark.line + 1, *(e.start_mark.line + 1 for e in begin))
+    return lines
 
 
 def _endless(raw: Any) -> bool:
@@ -153,10 +188,7 @@ def expand(entry: Any, where: str) -> Iterator[Any]:
     ]
     if isinstance(inputs, dict):
         axes += [(("inputs", k), v) for k, v in inputs.items() if isinstance(v, list)]
-    for path, values in axes:
-        if not values:
-            raise UsageError(f"{where}: {'.'.join(path)} is an empty list", hint="give it values")
-    for cell in itertools.product(*(values for _, values in axes)):
+    for cell in _product([(".".join(path), values) for path, values in axes], where):
         case = {**entry, "inputs": dict(inputs)} if isinstance(inputs, dict) else dict(entry)
         place = {}
         for (path, _), value in zip(axes, cell, strict=True):
@@ -179,18 +211,21 @@ def expand_options(entry: Any, where: str) -> Iterator[Any]:
     if not isinstance(entry, dict):
         yield entry
         return
+    entries = [entry]
     if isinstance(entry.get("options"), dict):
         options = expand_options(entry["options"], where)
         entries = [{**entry, "options": given} for given in options]
-    else:
-        entries = [entry]
     for each in entries:
         axes = {key: value for key, value in each.items() if isinstance(value, list)}
-        for key, values in axes.items():
-            if not values:
-                raise UsageError(f"{where}: kernels: {key} is an empty list", hint="give it values")
-        for cell in itertools.product(*axes.values()):
+        for cell in _product([(f"kernels: {k}", v) for k, v in axes.items()], where):
             yield {**each, **dict(zip(axes, cell, strict=True))}
+
+
+def _product(axes: Sequence[tuple[str, list[Any]]], where: str) -> Iterator[tuple[Any, ...]]:
+    for name, values in axes:
+        if not values:
+            raise UsageError(f"{where}: {name} is an empty list", hint="give it values")
+    return itertools.product(*(values for _, values in axes))
 
 
 def _shown(value: Any) -> str:
@@ -218,32 +253,18 @@ def _shipped(path: Path) -> str:
         return "give a YAML file"
 
 
-def _explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first thing wrong, in one sentence, with the closest known key for an unknown one.
-
-    An unknown key comes first: a misspelt one is also missed under its right name.
-    """
-    errors = error.errors()
-    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        nested = _model_at(first["loc"], model)
-        hint = closest(str(first["loc"][-1]), nested.model_fields)
-        return f"unknown key {where!r}; {hint}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
-
-
-def _model_at(place: tuple[int | str, ...], model: type[BaseModel]) -> type[BaseModel]:
+def _model_at(place: Place, model: type[BaseModel]) -> type[BaseModel]:
     """The model whose key stands at the end of `place`, for example cases.0.inputs.KEY."""
     for part in place[:-1]:
         if part in model.model_fields:
-            model = _model_in(model.model_fields[str(part)].annotation) or model
+            inner = models_in(model.model_fields[str(part)].annotation)
+            model = next(inner, model)
     return model
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The first model an annotation speaks of: of `tuple[CaseConfig, ...]`, CaseConfig."""
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models an annotation speaks of: of `tuple[CaseConfig, ...]`, CaseConfig."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
+        yield annotation
+    for argument in get_args(annotation):
+        yield from models_in(argument)

@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
-    "numdev (top)": (1800, 2250),
-    "numdev/cli": (900, 1720),
+    "numdev (top)": (1800, 2200),
+    "numdev/cli": (900, 1290),
     "numdev/sources": (3400, 5200),
     "numdev/kernels": (5600, 7320),
     "numdev/metrics": (2200, None),

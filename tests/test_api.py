@@ -120,13 +120,6 @@ def test_a_sound_kernel_passes_the_default_cases(seed: int) -> None:
     assert "(padding, additive-mask, empty-rows): the function takes no mask" in result.skipped[0]
 
 
-def test_gradients_are_left_out_if_they_are_not_wanted() -> None:
-    """`backward=False` measures no gradient, and needs none."""
-    result = check_attention(without_backward, cases="full", backward=False, claims=EAGER)
-    assert {r.tensor for r in result.report.rows} == {"out"}
-    assert not result.skipped
-
-
 QUICK = {
     "scale_off": ("full", "out", "scale"),
     "causal_off_by_one": ("causal", "out", "the causal mask is off by one"),
@@ -201,26 +194,6 @@ def test_on_a_gpu_too() -> None:
 # --- the message, and the script -----------------------------------------------------------------
 
 
-def test_the_message_has_the_row_beside_floor_and_baseline() -> None:
-    """Head, case, value and limit are those of the report's row, and so are the three errors."""
-    error = failing(larger, cases="full", formats="bfloat16", backward=False)
-    report, message = error.result.report, str(error)
-    finding = report.findings[0]
-    assert finding.place is not None
-    at = f"full, head {finding.place.head}, out, bfloat16"
-    assert at in message
-    rms = {
-        r.role: r.rms
-        for r in report.rows
-        if r.head == finding.place.head and r.tensor == "out" and r.role != "precision"
-    }
-    said = re.search(r"rms error: kernel (\S+), floor (\S+), baseline (\S+)", message)
-    assert said is not None
-    for text, role in zip(said.groups(), ("kernel", "floor", "baseline"), strict=True):
-        assert float(text) == pytest.approx(rms[role], rel=0.06)  # two digits
-    assert re.search(r"the output is 1\.25\d times too large", " ".join(message.split()))
-
-
 def bare(script: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process that knows nothing of this one's paths."""
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **more}
@@ -273,17 +246,6 @@ def test_the_script_shows_it_in_a_bare_process(own: Any, tmp_path: Path, local: 
     assert "The deviation shows." in answer.stdout
 
 
-def test_a_kernel_that_raises_fails_with_its_words(own: Any, tmp_path: Path) -> None:
-    """And the script raises the same."""
-    error = failing(broken_kernels.raises, cases="full", reproducers=tmp_path)
-    assert "illegal memory access" in str(error)
-    assert error.result.judgement.outcome == "unmeasured"
-    assert error.result.reproducer is not None
-    answer = bare(error.result.reproducer, PYTHONPATH=str(ROOT))
-    assert answer.returncode == 1, answer.stdout + answer.stderr
-    assert "illegal memory access" in answer.stdout
-
-
 def test_an_exceptions_words_are_harmless() -> None:
     """Control characters of what a kernel raises are spelled out, in the message and in the line of
     pytest's summary; and it is not said of what a call failed that another was declined."""
@@ -333,14 +295,6 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     assert "Without `claims`" not in str(failing(rounded, claims=EAGER, **wrong))
 
 
-def test_checks_do_not_overwrite_each_others_scripts(tmp_path: Path) -> None:
-    """Two checks of one function in one directory leave two scripts."""
-    given: dict[str, Any] = {"formats": "float16", "backward": False, "reproducers": tmp_path}
-    scripts = {failing(larger, cases=c, **given).result.reproducer for c in ("full", "decode")}
-    assert all(script is not None and script.exists() for script in scripts)
-    assert len(scripts) == 2
-
-
 def test_without_a_script_the_reason_is_told() -> None:
     """A lambda cannot be written down."""
     error = failing(lambda q, k, v: larger(q, k, v), cases="decode", backward=False)
@@ -388,12 +342,6 @@ def test_nothing_measured_raises(
     assert "no pass" in str(error)
     assert words in " ".join(str(error).split())
     assert "not measured" in error.result.in_short
-
-
-def test_where_some_was_measured_the_rest_is_said() -> None:
-    """Without a backward the output alone is judged."""
-    result = check_attention(without_backward, cases="full", formats="float16", claims=EAGER)
-    assert "Skipped: 1 of 1 backward passes" in str(result)
 
 
 # --- arguments -----------------------------------------------------------------------------------

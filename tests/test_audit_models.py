@@ -105,7 +105,9 @@ def test_what_is_written_fits_after_what_is_read(
     """A model of 64 positions that writes 60 tokens reads 4; an encoder is not so limited."""
     checkpoint = open_checkpoint(saved(name, tmp_path))
     model = checkpoint.load_model(dtype=torch.float32, device="cpu")
-    request = AuditRequest(target="", kernels=(), length=99, sequences=1, generate=generate)
+    request = AuditRequest(
+        target="", checkpoint="x", kernels=(), length=99, sequences=1, generate=generate
+    )
     prompt = model_inputs(request, checkpoint, model)
     assert prompt.inputs["input_ids"].shape == (1, length)
     capture(model, prompt.inputs, lambda case: None, source="", generate=generate)

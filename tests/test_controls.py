@@ -14,7 +14,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused, UsageError
 from numdev.formats import format_named, round_to
 from numdev.kernels import Kernel, find
-from numdev.kernels.emulation.faults import CONTROLS, PREFIX, Control, control_named
+from numdev.kernels.emulation.faults import CONTROLS
 from numdev.kernels.reference import attend as reference
 from numdev.sources.synthetic import Shapes, draw
 
@@ -74,16 +74,6 @@ def test_nothing_is_planted_at_dose_0(name: str, feature: str) -> None:
         assert torch.equal(planted.lse, sound.lse)
 
 
-@pytest.mark.parametrize("name", ["tf32", "e6m4", "float8_e4m3fn"])
-def test_formats_without_arithmetic(name: str) -> None:
-    """So it is in formats that torch cannot compute in, or has no dtype for."""
-    case = make_case(q_len=8, kv_len=9, head_dim=16).rounded_to(format_named(name))
-    for control in CONTROLS.values():
-        assert torch.equal(control.attend(case, 0).out.double(), emulated_out(case))
-    worse = CONTROLS["p-bits"].attend(case, 2)
-    assert not torch.equal(worse.out.double(), emulated_out(case))
-
-
 def emulated_out(case: AttentionCase) -> torch.Tensor:
     return find("emulated").attend(case).out.double()
 
@@ -119,25 +109,6 @@ def test_the_last_keys_are_dropped(causal: bool) -> None:
         assert (rms(out - masked) < 0.05 * error("keys-dropped", case, 0)).all()
         if causal:
             assert torch.equal(out[:, :, : 100 - dose], emulated_out(case)[:, :, : 100 - dose])
-
-
-def test_a_mask_loses_its_last_keys_too() -> None:
-    """A mask with one entry for each key goes along, one that broadcasts stays."""
-    case = make_case(kv_len=9, mask=("holes", "bhqk"))
-    kept = kept_with(case, 5)
-    assert torch.equal(CONTROLS["keys-dropped"].attend(case, 4).out, emulated_like(kept))
-    whole = make_case(kv_len=9, q_len=3, mask=("float", "q1"))
-    assert CONTROLS["keys-dropped"].attend(whole, 4).out.shape == (1, 2, 3, 4)
-
-
-def kept_with(case: AttentionCase, keys: int) -> AttentionCase:
-    assert case.mask is not None
-    parts: dict[str, Any] = {"k": case.k[:, :, :keys], "v": case.v[:, :, :keys]}
-    return dataclasses.replace(case, **parts, mask=case.mask[..., :keys])
-
-
-def emulated_like(case: AttentionCase) -> torch.Tensor:
-    return find("emulated").attend(case).out
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
@@ -201,24 +172,6 @@ def test_one_head_is_wrong(case: AttentionCase) -> None:
     assert (rms(out[:, :1].double() - larger) < 1.05 * error("one-head", case, 0)[0]).all()
 
 
-def test_faults_of_the_backward_leave_the_output(case: AttentionCase) -> None:
-    """A control of gradients alone has a sound output at every dose."""
-    for control in CONTROLS.values():
-        if control.in_backward_only:
-            for dose in control.doses:
-                assert torch.equal(control.attend(case, dose).out, emulated_like(case))
-
-
-@pytest.mark.parametrize("name", FORWARD)
-def test_the_input_is_left_alone(name: str) -> None:
-    """Neither the case nor its tensors change."""
-    case = make_case(dtype=torch.bfloat16, kv_len=90, mask=("float", "bhqk"), heads=3)
-    before = [x.clone() for x in (case.q, case.k, case.v, case.mask) if x is not None]
-    CONTROLS[name].attend(case, CONTROLS[name].doses[-1])
-    after = [x for x in (case.q, case.k, case.v, case.mask) if x is not None]
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-
-
 def test_doses_that_cannot_be_had() -> None:
     """A case with too few keys or bits is refused; a dose that is none is a mistake."""
     case = make_case(dtype=torch.bfloat16, kv_len=5)
@@ -231,37 +184,6 @@ def test_doses_that_cannot_be_had() -> None:
             CONTROLS["scale"].attend(case, dose)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"control:p-bits is 1.5; expected a whole number"):
         CONTROLS["p-bits"].attend(case, 1.5)
-
-
-def test_names() -> None:
-    """A control is found by the name its rows carry; an unknown one gets the closest."""
-    assert control_named("control:p-bits") is CONTROLS["p-bits"]
-    with pytest.raises(UsageError, match="did you mean 'control:scale'"):
-        control_named("control:scael")
-
-
-@pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
-def test_a_control_is_a_kernel(control: Control, case: AttentionCase) -> None:
-    """With its dose as an option, sound by default, and with words for every dose."""
-    kernel = control.kernel()
-    assert kernel.name == PREFIX + control.name
-    assert torch.equal(kernel.attend(case).out, emulated_like(case))
-    with pytest.raises(UsageError, match="dose"):
-        kernel.with_options({"dose": -1})
-    assert sorted(control.doses) == list(control.doses)
-    for dose in control.doses:
-        ran = kernel.attend(case, dose=dose).ran
-        assert ran is not None
-        assert ran.startswith(control.said(dose))
-
-
-def test_words() -> None:
-    """Doses in words a reader of a report understands."""
-    said = {name: CONTROLS[name].said(CONTROLS[name].doses[0]) for name in CONTROLS}
-    assert said["scale"] == "the scale is 0.1 % too large"
-    assert said["p-bits"] == "P has 1 significant bit fewer than the format"
-    assert said["l-rounded"] == "the row sum is rounded to the significand of the format"
-    assert CONTROLS["l-rounded"].said(3).endswith("less 2 significant bits")
 
 
 # --- gradients -----------------------------------------------------------------------------------

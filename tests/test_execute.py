@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from numdev.audit.journal import JOURNAL, Journal
 from numdev.audit.plan import Task, digest
@@ -63,13 +62,6 @@ def test_a_finished_run_computes_nothing_again(tmp_path: Path) -> None:
     assert (tmp_path / JOURNAL).read_bytes() == before
 
 
-@pytest.mark.parametrize("done", range(5))
-def test_an_interrupted_run_continues(tmp_path: Path, done: int) -> None:
-    """Stopped after any number of tasks, the same run computes the others and no more."""
-    run(tmp_path, stop_after=done)
-    assert run(tmp_path) == (ALL, 4 - done)
-
-
 def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finished: bytes) -> None:
     """Killed at every single byte of the journal, header included: the rows are the same, only the
     task being written is computed again, and the file ends up the same."""
@@ -81,15 +73,6 @@ def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finis
         kept = sum(end <= length for end in ends[1:])
         assert run(directory) == (ALL, 4 - kept), length
         assert (directory / JOURNAL).read_bytes() == finished, length
-
-
-def test_cut_off_twice(tmp_path: Path, finished: bytes) -> None:
-    """A torn line is cut away before anything is appended: a second interruption does no harm."""
-    (tmp_path / JOURNAL).write_bytes(finished[: len(finished) // 2])
-    run(tmp_path, stop_after=1)
-    content = (tmp_path / JOURNAL).read_bytes()
-    (tmp_path / JOURNAL).write_bytes(content[:-7])
-    assert run(tmp_path)[0] == ALL
 
 
 def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes) -> None:
@@ -122,35 +105,6 @@ def test_rows_come_in_the_order_of_the_first_visit(tmp_path: Path) -> None:
     assert run(tmp_path) == (ALL, 0)
 
 
-def test_rows_of_tasks_that_were_not_visited_are_not_given(tmp_path: Path) -> None:
-    """A task that is no longer part of the run does not slip into its report."""
-    run(tmp_path)
-    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        assert journal.finished == 4
-        assert journal.visit(TASKS[1])
-        assert list(journal.rows("row")) == rows_of(TASKS[1])
-
-
-def test_kinds_are_kept_apart(tmp_path: Path) -> None:
-    """Cases and rows share the journal and are given separately, before and after a restart."""
-    for _ in range(2):
-        with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-            for key, kind in (("case 1", "case"), ("task 1", "row")):
-                if not journal.visit(key):
-                    journal.append(key, {kind: [{"kind": kind}]})
-            assert list(journal.rows("row")) == [{"kind": "row"}]
-            assert list(journal.rows("case")) == [{"kind": "case"}]
-
-
-def test_a_task_without_rows_is_finished_too(tmp_path: Path) -> None:
-    """No rows is a result, and is not computed again."""
-    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.append("empty", {"row": []})
-    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        assert journal.visit("empty")
-        assert list(journal.rows("row")) == []
-
-
 def test_every_line_is_strict_json(tmp_path: Path) -> None:
     """A number that JSON cannot hold is an error at once, not a file nobody can read."""
     with (
@@ -166,42 +120,6 @@ def test_what_is_finished_is_on_disk_at_once(tmp_path: Path) -> None:
         journal.append("first", {"row": rows_of("first")})
         lines = (tmp_path / JOURNAL).read_text().splitlines()
         assert json.loads(lines[1]) == {"task": "first", "rows": {"row": rows_of("first")}}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        -0.0,
-        1e-7,
-        5e-324,
-        1.7976931348623157e308,
-        2**70,
-        None,
-        True,
-        "NaN, Infinity",
-        "é\u2028\n",
-        "\ud800",
-    ],
-)
-def test_what_is_written_is_read(value: Any, tmp_path: Path) -> None:
-    """Whatever a row holds, as plain data or as a report's model, in one line of ASCII."""
-    given = {"value": value}
-    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        journal.append("plain", {"row": [given]})
-        journal.append("model", {"row": [Holding(**given)]})
-        assert journal.records("row", Holding) == (Holding(**given),) * 2
-    text = (tmp_path / JOURNAL).read_text(encoding="ascii")
-    assert len(text.splitlines()) == 3
-    with Journal.open(tmp_path, HEADER, overwrite=False) as journal:
-        for key in ("plain", "model"):
-            journal.visit(key)
-        assert [repr(row) for row in journal.rows("row")] == [repr(given)] * 2
-
-
-class Holding(BaseModel):
-    """A model of a report, as far as the journal is concerned."""
-
-    value: Any
 
 
 # --- refusing ------------------------------------------------------------------------------------
@@ -244,16 +162,6 @@ def test_another_run_is_refused_and_the_first_difference_named(
     message = refused(tmp_path, header)
     assert named in message
     assert "--overwrite" in message
-
-
-def test_a_difference_deep_down_is_named_by_its_path(tmp_path: Path) -> None:
-    """Nested settings are named by their path, and the rest is not printed."""
-    nested = changed("request", kernel={"options": {"block": 64, "other": "x" * 1000}})
-    run(tmp_path, nested)
-    other = changed("request", kernel={"options": {"block": 128, "other": "x" * 1000}})
-    message = refused(tmp_path, other)
-    assert "different request: kernel.options.block was 64, now 128" in message
-    assert "xxx" not in message
 
 
 def test_a_setting_that_is_gone_is_a_difference_too(tmp_path: Path) -> None:
@@ -305,11 +213,6 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None
     assert "cannot write results there" in refused(tmp_path / "dir")
 
 
-def test_a_directory_is_made_with_its_parents(tmp_path: Path) -> None:
-    """A new --output may be several levels deep."""
-    assert run(tmp_path / "a" / "b" / "c") == (ALL, 4)
-
-
 # --- keys ----------------------------------------------------------------------------------------
 
 TASK: dict[str, Any] = {
@@ -341,15 +244,6 @@ def test_the_same_task_has_the_same_key() -> None:
 def test_every_field_is_in_the_key(field: str) -> None:
     """Two tasks that differ in any field are two tasks."""
     assert Task(**TASK).key != Task(**{**TASK, field: OTHERS[field]}).key
-
-
-@pytest.mark.parametrize("field", ["case", "source", "module", "layer", "call", "seed"])
-def test_every_field_of_the_case_is_in_the_key(field: str) -> None:
-    """Two cases that differ in any field are two cases."""
-    import dataclasses
-
-    other = dataclasses.replace(TASK["case"], **{field: 7 if field != "case" else "x"})
-    assert Task(**TASK).key != Task(**{**TASK, "case": other}).key
 
 
 def test_options_keep_their_types_in_the_key() -> None:

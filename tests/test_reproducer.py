@@ -472,21 +472,6 @@ def test_a_square_call_never_shows_another_alignment() -> None:
     assert all(c.q_len == c.kv_len for c in flagged)
 
 
-def test_what_the_fault_needs_stays() -> None:
-    """Two sequences, four keys or the third head: an axis the question needs is kept."""
-    case = make_case(batch=5, heads=4, q_len=9, kv_len=70, dtype=torch.float32)
-    for needed in (
-        lambda c: c.q.shape[0] >= 2,
-        lambda c: c.kv_len >= 65,
-        lambda c: c.heads >= 3,
-        lambda c: c.q_len % 3 == 0,
-    ):
-        assert needed(reduce(case, needed, 10))
-    small = reduce(case, lambda c: c.kv_len >= 65, 10)
-    assert (small.q.shape, small.kv_len) == ((1, 1, 1, 4), 65)
-    assert reduce(case, lambda c: c is case, 10) is case
-
-
 def test_every_form_is_the_same_call() -> None:
     """Each row of a smaller call sees what it saw among the keys that are left: scores agree with
     those of the whole call wherever both exist."""
@@ -538,31 +523,3 @@ def test_a_finding_that_comes_and_goes() -> None:
     assert small.q_len * small.kv_len < 40 * 40 / 8
     with pytest.raises(MeasurementError, match="does not show again"):
         reduce(case, lambda c: False, 1)
-
-
-def test_memory_layout_survives() -> None:
-    """A view of [batch, length, heads, dim] memory stays one, dense: kernels choose by strides."""
-    case = make_case(batch=2, heads=3, q_len=8, dtype=torch.float32)
-    case = dataclasses.replace(case, q=case.q.transpose(1, 2).contiguous().transpose(1, 2))
-    small = at_positions(case, [1, 4, 5], [0, 2])
-    assert small.q.stride() == (3 * 3 * 4, 4, 3 * 4, 1)
-    assert torch.equal(small.q, case.q[:, :, [1, 4, 5]])
-
-
-def test_from_a_fault_to_a_small_script(planted: str, tmp_path: Path) -> None:
-    """The whole way: a large call with one bad row becomes a reproducer of one row and one key,
-    well under 200 kB, that shows it."""
-    case = make_case(
-        batch=2, heads=8, kv_heads=2, q_len=120, kv_len=120, head_dim=64, dtype=torch.bfloat16,
-        is_causal=True,
-    )  # fmt: skip
-    case.q[1, 6, 77, 5] = 200.0
-    kernel = find(planted)
-    head, count = worst(case, kernel, "nonfinite", "out", {})
-    assert (head, count) == (6, 64)
-    small = reduce(case, lambda c: worst(c, kernel, "nonfinite", "out", {})[1] > 0, 30, head=head)
-    assert small.q.shape == small.k.shape == (1, 1, 1, 64)
-    script, observed = reproduce(tmp_path / "found", small, kernel, "nonfinite")
-    (answer,) = run(script, path=tmp_path / "theirs")
-    assert (answer[0], figure_in(answer), observed) == (1, 64, 64)
-    assert sum(f.stat().st_size for f in (tmp_path / "found").iterdir()) < 20_000

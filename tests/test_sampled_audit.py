@@ -14,9 +14,8 @@ from click.testing import CliRunner, Result
 from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit.bench import Bench, Selection
+from numdev.audit.bench import Bench
 from numdev.audit.examine import examine
-from numdev.audit.explain_rows import explain
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
@@ -168,14 +167,6 @@ def test_every_role_is_measured_in_the_same_rows(role: str) -> None:
         assert all(0.9 < (r.floor_ratio or 0) <= 1.0 for r in rows)
 
 
-def test_what_is_exact_takes_no_part_in_the_sample() -> None:
-    """A call of no more rows than asked for is measured whole, and every number is as without."""
-    case, kernel = drawn(), find("sdpa-flash")
-    whole = rows_of(kernel, bench_of(case, None, gradients=True))
-    assert rows_of(kernel, bench_of(case, Sample(count=200), gradients=True)) == whole
-    assert not any(r.sampled for r in whole)
-
-
 def test_few_keys_are_all_measured() -> None:
     """Where only the queries are more than asked for, dk and dv are of all keys, and exact."""
     shapes = Shapes(batch=1, heads=2, kv_heads=2, q_len=90, kv_len=30, head_dim=16, v_dim=16)
@@ -192,14 +183,6 @@ def test_few_keys_are_all_measured() -> None:
         for r in rows_of(find("sdpa-flash"), bench_of(case, None, gradients=True))
     }
     assert math.isclose(rows["dk", 1].rms or 0, whole["dk", 1].rms or 1, rel_tol=1e-9)
-
-
-def test_one_query_against_many_keys_is_whole() -> None:
-    """Decoding has one row, and no sample of keys is taken where queries are whole."""
-    shapes = Shapes(batch=1, heads=2, kv_heads=2, q_len=1, kv_len=300, head_dim=16, v_dim=16)
-    x = draw("normal", shapes, seed=0, options={})
-    case = AttentionCase(ref=CaseRef(case="x"), q=x.q, k=x.k, v=x.v, scale=0.25)
-    assert Selection.of(case, gradients=True, sample=SAMPLE).keys is None
 
 
 # --- what is not finite --------------------------------------------------------------------------
@@ -244,28 +227,6 @@ def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
             assert f"row {row_index} (of 200" in first.sentence
 
 
-def test_worst_keys_are_named_by_theirs() -> None:
-    """And what is said of them comes from all queries: how many see key j is 200 - j, twice."""
-    bench = bench_of(drawn(), gradients=True)
-    kernel = find("sdpa-flash")
-    task = Task(
-        case=bench.case.ref,
-        role="kernel",
-        kernel=kernel.name,
-        format="bfloat16",
-        gradients=True,
-        sample=SAMPLE,
-    )
-    measured = measure_task(task, kernel, bench, HERE)
-    found = [w for w in examine(task, kernel, measured, bench, HERE) if w.tensor == "dv"]
-    assert bench.selection.keys is not None
-    assert found
-    for w in found:
-        assert w.row in bench.selection.keys.tolist()
-        assert w.sees == 2 * (200 - w.row)
-        assert not w.predicted
-
-
 def test_a_different_function_is_recognised_from_sampled_rows() -> None:
     """A kernel that ignores the causal mask is accused of that in every head."""
     blind = Kernel(
@@ -274,24 +235,6 @@ def test_a_different_function_is_recognised_from_sampled_rows() -> None:
     )
     rows = rows_of(blind, bench_of(drawn()))
     assert {r.suspicion for r in rows} == {"the causal mask is ignored"}
-
-
-def test_roundings_are_explained_from_sampled_rows() -> None:
-    """The output's and dq's are; those of dk and dv are unknown, with the reason."""
-    bench, kernel = bench_of(drawn(), gradients=True), find("sdpa-math")
-    task = Task(
-        case=bench.case.ref,
-        role="kernel",
-        kernel=kernel.name,
-        format="bfloat16",
-        gradients=True,
-        sample=SAMPLE,
-    )
-    found = {row.tensor: row for row in explain(task, kernel, bench, HERE)}
-    assert found["out"].explained_by == found["dq"].explained_by == "one cast"
-    for tensor in ("dk", "dv"):
-        assert found[tensor].explained_by is None
-        assert "sampled" in (found[tensor].reason or "")
 
 
 # --- the gate ------------------------------------------------------------------------------------
@@ -344,29 +287,6 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
     assert "sampled_rows was 50, now 51" in str(other.exception)
 
 
-def test_a_number_of_rows_from_the_file_and_none_at_all(tmp_path: Path) -> None:
-    """YAML says it too, and 0 rows are refused."""
-    (tmp_path / "a.yaml").write_text("sampled_rows: 30\n" + CONFIG)
-    common = ("audit", str(tmp_path / "a.yaml"), "--kernel", "sdpa-math", "--device", "cpu")
-    assert invoked(*common, "-q", "-o", str(tmp_path / "out")).exit_code == 0
-    assert read(tmp_path / "out").request["sampled_rows"] == 30
-    assert CliRunner().invoke(cli, [*common, "--rows", "0"]).exit_code != 0
-
-
-def test_the_seed_draws_the_rows(tmp_path: Path) -> None:
-    """Another seed draws other rows of the same length; the same seed the same, twice over."""
-    (tmp_path / "a.yaml").write_text(CONFIG)
-    rows = []
-    for seed, name in (("1", "a"), ("1", "b"), ("2", "c")):
-        invoked(
-            "audit", str(tmp_path / "a.yaml"), "--kernel", "sdpa-math", "--rows", "20", "--seed",
-            seed, "-q", "--device", "cpu", "-o", str(tmp_path / name),
-        )  # fmt: skip
-        rows.append(read(tmp_path / name).rows)
-    assert rows[0] == rows[1]
-    assert rows[0] != rows[2]
-
-
 def test_a_sweep_of_sampled_rows(tmp_path: Path) -> None:
     """Each seed draws its own rows; the report's notes say what was measured."""
     (tmp_path / "grid.yaml").write_text(GRID)
@@ -398,21 +318,6 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
     )  # fmt: skip
     assert "Reproducer:" in result.stderr
     assert any((tmp_path / "out" / "reproducers").iterdir())
-
-
-@pytest.mark.slow
-def test_an_isolated_kernel_gets_the_whole_call(tmp_path: Path) -> None:
-    """The rows are those of the same audit without --isolate."""
-    (tmp_path / "a.yaml").write_text(CONFIG)
-    rows = []
-    for extra in ((), ("--isolate",)):
-        name = str(tmp_path / f"out{len(rows)}")
-        invoked(
-            "audit", str(tmp_path / "a.yaml"), "--kernel", "sdpa-flash", "--rows", "20", "-q",
-            "--device", "cpu", "-o", name, *extra,
-        )  # fmt: skip
-        rows.append(read(Path(name)).rows)
-    assert rows[0] == rows[1]
 
 
 @pytest.mark.gpu

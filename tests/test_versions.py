@@ -14,7 +14,7 @@ import pytest
 
 import numdev
 from numdev.cli.main import main
-from numdev.cli.schemas import schema_of
+from numdev.cli.schema import schema_of
 from numdev.errors import MeasurementError
 from numdev.report import AuditReport, read
 

@@ -1,17 +1,14 @@
 """One case on the bench: in one format, with everything its kernels are measured against.
 
-What the tasks of one case share (the references, the floor, the baseline) is nearly all the cost of
-an audit, so it is computed once per format. What a kernel returns is measured in
-`numdev.audit.task`.
+What the tasks of one case share (references, floor, baseline) is nearly all the cost of an audit,
+so it is computed once per format. Kernels always see the whole call; a selection of heads and rows
+restricts what is measured.
 
-Kernels always see the whole call. A selection of heads restricts what is measured: the reference is
-computed for those heads alone, and outputs are cut down to them. With gradients a selection grows
-to whole groups of query heads, since dk and dv are sums over a group.
-
-So does a sample of rows. The reference of some query rows is exact for them at their share of the
-cost, in out, log-sum-exp and dq, and so are emulations; the baseline, whose scores would not fit in
-memory, is computed for these rows alone. dk and dv are measured in a sample of keys, which takes
-one forward reference of all queries; for them there is neither baseline nor prediction.
+With gradients a selection grows to whole groups of query heads, since dk and dv are sums over a
+group. The reference of a sample of query rows is exact for them at their share of the cost, in out,
+log-sum-exp and dq, and so are emulations; the baseline, whose scores would not fit in memory, is
+computed for these rows alone. dk and dv are measured in a sample of keys, which takes one forward
+reference of all queries; for them there is neither baseline nor prediction.
 """
 
 from __future__ import annotations
@@ -137,19 +134,19 @@ class Selection:
             return case.select_groups(list(self.kv_heads))
         return case.select_heads(list(self.heads))
 
-    def with_rows(self, case: AttentionCase) -> AttentionCase:
-        """A case restricted to the measured query rows."""
-        return case if self.queries is None else case.select_rows(self.queries.cpu())
+    def measured(self, case: AttentionCase) -> AttentionCase:
+        """A case of this call's shape, restricted to the measured heads and query rows."""
+        heads = self.with_heads(case)
+        return heads if self.queries is None else heads.select_rows(self.queries.cpu())
 
     def exact(self, case: AttentionCase) -> tuple[Reference, Tensor]:
         """The fp64 reference of what is measured of a case of this call's shape; and the
         log-sum-exp [B, H, q_len] of all queries for which it is computed."""
-        heads = self.with_heads(case)
-        measured = self.with_rows(heads)
+        measured = self.measured(case)
         reference = gradients(measured) if self.gradients else attend(measured)
         if self.keys is None or not isinstance(reference, Gradients):
             return reference, reference.lse
-        of_keys = dict(vars(key_gradients(heads, self.keys)))
+        of_keys = dict(vars(key_gradients(self.with_heads(case), self.keys)))
         lse = of_keys.pop("lse")
         return dataclasses.replace(reference, **of_keys), lse
 
@@ -186,14 +183,16 @@ class Bench:
         """The selection in a format. `exact`: `Selection.exact` of the case as it came."""
         given = selection.case
         case = given if given.is_in(fmt) else given.rounded_to(fmt)
-        measured = selection.with_rows(selection.with_heads(case))
-        unrounded = exact[0]
-        reference, lse = exact
+        measured = selection.measured(case)
+        unrounded, (reference, lse) = exact[0], exact
         if not fmt.contains(given.format):
             with watch("reference"):
                 reference, lse = selection.exact(case)
         with watch("baseline"):
-            baseline = _baseline(selection, case, measured)
+            whole = case if selection.queries is None else measured
+            baseline = attempt(find("baseline"), whole, {}, gradients=selection.gradients)
+            if selection.queries is not None and not isinstance(baseline, Failure):
+                baseline = dataclasses.replace(baseline, dk=None, dv=None)  # sums over these rows
             in_fp32 = in_lower = None
             if not isinstance(baseline, Failure):
                 in_fp32 = _in_fp32(selection, fmt)
@@ -292,17 +291,6 @@ class Bench:
         }
 
 
-def _baseline(
-    selection: Selection, case: AttentionCase, measured: AttentionCase
-) -> Output | Failure:
-    if selection.queries is None:
-        return attempt(find("baseline"), case, {}, gradients=selection.gradients)
-    output = attempt(find("baseline"), measured, {}, gradients=selection.gradients)
-    if isinstance(output, Failure):
-        return output
-    return dataclasses.replace(output, dk=None, dv=None)  # sums over these rows alone
-
-
 def _in_fp32(selection: Selection, fmt: Format) -> Tensor | None:
     """What the baseline returns in float32 for the unrounded inputs, where `fmt` is narrower."""
     fp32, case = FORMATS["float32"], selection.case
@@ -327,7 +315,7 @@ def _in_lower(selection: Selection, case: AttentionCase, fmt: Format) -> Tensor 
 
 def _plain(selection: Selection, case: AttentionCase) -> Tensor | None:
     """The baseline's output in the measured heads and rows; None where it cannot run."""
-    whole = case if selection.queries is None else selection.with_rows(selection.with_heads(case))
+    whole = case if selection.queries is None else selection.measured(case)
     output = attempt(find("baseline"), whole, {})
     return None if isinstance(output, Failure) else selection.select(output.out)
 

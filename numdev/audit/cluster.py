@@ -120,14 +120,19 @@ def at_work(
     watch: Stopwatch,
     say: Callable[[str], None],
 ) -> Iterator[Workers | None]:
-    """The workers of a cluster, which are started for the first case; None without a cluster."""
+    """The workers of a cluster; None without one. Raises UsageError where no scheduler answers."""
     if cluster is None:
         yield None
         return
     same = {name: header[name] for name in ("environment", "kernels")}
     expected = json.dumps({**same, "torch": torch_settings()}, default=str)
     with contextlib.ExitStack() as stack:
-        yield Workers(cluster, plan, expected, limit_s, watch, say, stack)
+        with watch.stopped():
+            client = stack.enter_context(_client(cluster, plan.system))
+        team = Workers(cluster, plan, expected, limit_s, watch, say, client)
+        if not team.present() and cluster.scheduler is not None:
+            say(f"Waiting for workers at {cluster.scheduler}.")
+        yield team
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,8 +160,7 @@ class Workers:
     limit_s: float
     watch: Stopwatch  # gets the workers' times; the time this process waits is not counted
     say: Callable[[str], None]
-    stack: contextlib.ExitStack  # closes what is started
-    client: Client | None = None
+    client: Client
     flights: dict[Future[Any], Tasks] = field(default_factory=dict)
     arrived: queue.SimpleQueue[Future[Any]] = field(default_factory=queue.SimpleQueue)
     away: float | None = None  # since when there is no worker
@@ -164,17 +168,12 @@ class Workers:
     def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
         """Send a case with its unfinished tasks, as soon as there is room for it: two cases for
         each worker, so that none waits for the next one; of shipped cases one each and one more."""
-        with self.watch.stopped():
-            if self.client is None:
-                self.client = self.stack.enter_context(_client(self.cluster, self.plan.system))
-                if not self._present(self.client) and self.cluster.scheduler is not None:
-                    self.say(f"Waiting for workers at {self.cluster.scheduler}.")
-        client, shipped = self.client, not isinstance(located, Drawn | InMemory)
+        shipped = not isinstance(located, Drawn | InMemory)
         while True:
-            present = max(1, self._present(client))
+            present = max(1, self.present())
             if len(self.flights) < (present + 1 if shipped else 2 * present):
                 break
-            yield from self._landed(client)
+            yield from self._landed()
         if shipped:
             with self.watch("capture"):
                 case = on_device(located.load(), CPU)
@@ -183,16 +182,16 @@ class Workers:
         chosen = [(self.plan.kernels.index(p), task) for p, task in tasks]
         plan = dataclasses.replace(self.plan, kernels=())
         parcel = pickle.dumps((plan, names, chosen, located, self.limit_s))
-        future = client.submit(work, self.expected, parcel, pure=False)
+        future = self.client.submit(work, self.expected, parcel, pure=False)
         self.flights[future] = tasks
         future.add_done_callback(self.arrived.put)
 
     def rest(self) -> Iterator[Finished]:
         """What is still to come of all cases."""
-        while self.client is not None and self.flights:
-            yield from self._landed(self.client)
+        while self.flights:
+            yield from self._landed()
 
-    def _landed(self, client: Client) -> Iterator[Finished]:
+    def _landed(self) -> Iterator[Finished]:
         """What the next case that is done came to; nothing, where none is for a while."""
         from distributed import CancelledError, KilledWorker
 
@@ -200,7 +199,7 @@ class Workers:
             with self.watch.stopped():
                 future = self.arrived.get(timeout=TICK_S)
         except queue.Empty:
-            self._look_for_workers(client)
+            self._look_for_workers()
             return
         tasks = self.flights.pop(future)
         try:
@@ -225,11 +224,11 @@ class Workers:
         self.watch.add(answer["seconds"])
         yield from answer["finished"]
 
-    def _present(self, client: Client) -> int:
+    def present(self) -> int:
         """How many workers there are now. Raises UsageError for one that would do several cases at
         a time: they would share a GPU, and torch's settings."""
         try:
-            threads = client.nthreads()
+            threads = self.client.nthreads()
         except (OSError, TimeoutError) as error:
             raise _lost() from error
         for address, count in threads.items():
@@ -240,10 +239,10 @@ class Workers:
                 )
         return len(threads)
 
-    def _look_for_workers(self, client: Client) -> None:
-        if client.status != "running":
+    def _look_for_workers(self) -> None:
+        if self.client.status != "running":
             raise _lost()
-        if self._present(client):
+        if self.present():
             self.away = None
         elif self.away is None:
             self.away = time.monotonic()

@@ -12,6 +12,7 @@ up, work that grows with the rows alone. Expect the right order of magnitude, an
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class SweepPlan:
         if not calibrate:
             return said
         start = time.perf_counter()
-        fits = list(_calibrate(cases[0], self.plan))
+        forward = dataclasses.replace(self.plan, gradients=False, repeats=1)
+        fits = list(_calibrate(cases[0], forward))
         # Formats that the time did not reach cost what the reached ones do on average.
         scale = seeds * len(self.plan.formats) * len(self.plan.kernels) / len(fits)
         seconds = scale * sum(a + b * x for a, b in fits for x in work)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from numdev.cli.options import result_options
-from numdev.cli.session import command_line, hand_over
+from numdev.cli.session import Results, command_line, result_options
 from numdev.errors import UsageError
 
-F = TypeVar("F", bound=Callable[..., Any])
+ROLES = {
+    "golden": "The checkpoint that distances are taken from, in place of RUN.",
+    "flash": "As the golden one, with a flash kernel.",
+    "low-precision": "As the golden one, all of it in another format.",
+    "attention-precision": "As the golden one, with attention alone in another format.",
+    "other-seed": "From another initialisation.",
+    "null": "That differs by chance alone: re-rounded at random, or moved by one ulp.",
+}
 
 
-def checkpoint_options(function: F) -> F:
+def checkpoint_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpoint for each role that `bounds` knows."""
-    for name, role in (
-        ("null", "That differs by chance alone: re-rounded at random, or moved by one ulp."),
-        ("other-seed", "From another initialisation."),
-        ("attention-precision", "As the golden one, with attention alone in another format."),
-        ("low-precision", "As the golden one, all of it in another format."),
-        ("flash", "As the golden one, with a flash kernel."),
-        ("golden", "The checkpoint that distances are taken from, in place of RUN."),
-    ):
+    for name, role in reversed(ROLES.items()):
         function = click.option(
             f"--{name}",
             multiple=True,
@@ -43,13 +42,7 @@ def checkpoint_options(function: F) -> F:
 @checkpoint_options
 @result_options
 def bounds(
-    run: Path | None,
-    golden: tuple[Path, ...],
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
-    **others: tuple[Path, ...],
+    run: Path | None, golden: tuple[Path, ...], results: Results, **others: tuple[Path, ...]
 ) -> None:
     """Set how far flash moves weights beside low precision, another seed, and chance.
 
@@ -57,9 +50,6 @@ def bounds(
     its place checkpoints can be given by role, each several times for several seeds: the k-th of a
     role belongs to the k-th --golden. Distances between weights are proxies.
     """
-    import hashlib
-    import json
-
     from numdev.report.io import claim
     from numdev.training.bounds.study import of_checkpoints, of_run
 
@@ -75,8 +65,6 @@ def bounds(
         found = of_checkpoints(golden, roles, command=command_line())
     else:
         raise UsageError("--golden alone is nothing to compare", hint="give --flash too")
-    digest = hashlib.sha256(json.dumps(found.request, sort_keys=True).encode()).hexdigest()
-    name = f"bounds-{found.request['target']}-{digest[:8]}"
-    directory = output or Path("numdev-reports") / name
-    claim(directory, "bounds", found.request, overwrite=overwrite)
-    hand_over(found, directory, as_json=as_json, quiet=quiet)
+    directory = results.directory(f"bounds-{found.request['target']}", found.request)
+    claim(directory, "bounds", found.request, overwrite=results.overwrite)
+    results.hand_over(found, directory)

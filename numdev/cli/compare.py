@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.options import result_options
-from numdev.cli.session import command_line, hand_over
+from numdev.cli.session import Results, command_line, result_options
 from numdev.errors import MeasurementError
 
 
@@ -26,14 +25,7 @@ from numdev.errors import MeasurementError
 @result_options
 @click.pass_context
 def compare(
-    context: click.Context,
-    a: Path,
-    b: Path,
-    allow: tuple[str, ...],
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
+    context: click.Context, a: Path, b: Path, allow: tuple[str, ...], results: Results
 ) -> None:
     """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel. Or
     from sweep to sweep, which must have kept the rows of heads.
@@ -43,18 +35,14 @@ def compare(
     gone. 2: the two are not comparable, or a wrong option. 3: a report cannot be read, a kernel
     failed, or no row is in both.
     """
-    import hashlib
-    import json
-
     from numdev.gate.compare import compare as run
     from numdev.report.io import claim
 
     found = run(a, b, allow=allow, command=command_line())
-    digest = hashlib.sha256(json.dumps(found.request, sort_keys=True).encode()).hexdigest()
-    directory = output or Path("numdev-reports") / f"compare-{digest[:8]}"
-    claim(directory, "compare", found.request, overwrite=overwrite)
+    directory = results.directory("compare", found.request)
+    claim(directory, "compare", found.request, overwrite=results.overwrite)
     context.find_root().obj = found.exit_code
-    hand_over(found, directory, as_json=as_json, quiet=quiet)
+    results.hand_over(found, directory)
     if found.exit_code == 3:
         first = found.failed[0]
         raise MeasurementError(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from numdev.cli.ending import end
-from numdev.cli.places import Places, place_options, write_file
+from numdev.cli.places import Places, write_file
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
     from numdev.gate.comparable import Measured
 
+FILE = click.Path(path_type=Path)
 INIT = Path("thresholds.yaml")
 
 
@@ -22,32 +22,35 @@ INIT = Path("thresholds.yaml")
     short_help="Judge a finished report by thresholds, for CI.",
     epilog="Example:  numdev gate numdev-reports/demo-1234abcd",
 )
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=FILE)
 @click.option(
     "--thresholds",
     "--rules",
     "rules",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="YAML file of thresholds.  [default: configs/gate/default.yaml]",
 )
 @click.option(
     "--against",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="OLD",
     help="An older report of the same request, for limits on what changed.",
 )
 @click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help=f"Where --init writes.  [default: {INIT}]",
+    "-o", "--output", type=FILE, metavar="FILE", help=f"Where --init writes.  [default: {INIT}]"
 )
 @click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
 @click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
-@place_options
+@click.option("--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML too.")
+@click.option("--summary", type=FILE, metavar="FILE", help="Write them as Markdown too.")
+@click.option(
+    "--github",
+    is_flag=True,
+    help="On GitHub Actions: errors as annotations at the lines of the rule file, and the "
+    "Markdown in the step's summary ($GITHUB_STEP_SUMMARY).",
+)
 @click.pass_context
 def gate(
     context: click.Context,
@@ -66,7 +69,6 @@ def gate(
     Needs neither torch nor a GPU. Exit code 0: passed. 1: a limit is exceeded. 2: a wrong option or
     threshold file. 3: something could not be measured or judged, which is never a pass.
     """
-
     if init:
         if rules or against or as_json or any(places.values()):
             raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
@@ -74,24 +76,6 @@ def gate(
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init", hint="add --init, or leave them out")
-    # A report is data: no plugin of pydantic's is wanted, and looking for them takes 20 ms.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    elsewhere = Places(**places)
-    code = _judge(context, path, rules, against, elsewhere, as_json=as_json)
-    context.exit(code)
-
-
-def _judge(
-    context: click.Context,
-    path: Path,
-    rules: Path | None,
-    against: Path | None,
-    elsewhere: Places,
-    *,
-    as_json: bool,
-) -> int:
-    import json
-
     from numdev.gate import findings as sentences
     from numdev.gate.judging import decide_report
     from numdev.gate.rules import default_rules, default_rules_against, read_rules
@@ -109,9 +93,8 @@ def _judge(
             )
     found = _read(path)
     decided = decide_report(found, chosen, _read(against) if against else None)
-    judged = decided.judgement
+    judged, elsewhere = decided.judgement, Places(**places)
     findings, tested = sentences.findings_in(decided, found.rows)
-    file = rules or bundled("gate/default.yaml")
     context.find_root().obj = judged.exit_code
     if as_json:
         parts: dict[str, Any] = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
@@ -121,10 +104,10 @@ def _judge(
         with elsewhere.printing():
             print_document(document(decided, findings, tested, sentences.Places(found.rows)))
     # Afterwards, so that a file that cannot be written hides no verdict.
+    file = rules or bundled("gate/default.yaml")
     for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
         click.echo(line, err=as_json)  # GitHub reads both streams
-    end(judged.exit_code)
-    return judged.exit_code
+    context.exit(judged.exit_code)
 
 
 def _read(path: Path) -> Measured:

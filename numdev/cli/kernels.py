@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 
 import click
+
+from numdev.cli.options import DEVICES
 
 
 @click.command(
@@ -14,7 +17,7 @@ import click
 )
 @click.option(
     "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
+    type=click.Choice(DEVICES),
     default="auto",
     show_default=True,
     help="Judge availability on this device.",
@@ -29,17 +32,24 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="The table, or the check, as JSON.")
 def kernels(device: str, checked: str | None, as_json: bool) -> None:
     """List the kernels: which can run here, and why the others cannot."""
-    if checked is not None:
-        _check_kernel(checked, device, as_json)
-        return
-    import json
-
-    from numdev.kernels import all_kernels
+    from numdev.audit.conformance.checking import check
+    from numdev.kernels import all_kernels, find
+    from numdev.report.foreign import json_text
     from numdev.report.renderers import terminal
     from numdev.report.views import kernels as views
     from numdev.system import System
 
     system = System.here(device)
+    if checked is not None:
+        with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
+            found = check(find(checked), system)
+        if as_json:
+            click.echo(json_text(found.model_dump_json()))
+        else:
+            terminal.print_document(views.conformance(found))
+        if not found.conforms:
+            click.get_current_context().exit(1)
+        return
     table = [
         {"name": k.name, "missing": k.missing(system), "summary": k.summary, "options": k.options}
         for k in all_kernels().values()
@@ -47,24 +57,4 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(table, default=str))
     else:
-        machine = system.gpu or system.cpu
-        terminal.print_document(views.table(table, machine))
-
-
-def _check_kernel(name: str, device: str, as_json: bool) -> None:
-    """Check one kernel's conformance, show it, and exit with 1 if it does not conform."""
-    from numdev.audit.conformance.checking import check
-    from numdev.kernels import find
-    from numdev.report.foreign import json_text
-    from numdev.report.renderers import terminal
-    from numdev.report.views import kernels as views
-    from numdev.system import System
-
-    with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
-        found = check(find(name), System.here(device))
-    if as_json:
-        click.echo(json_text(found.model_dump_json()))
-    else:
-        terminal.print_document(views.conformance(found))
-    if not found.conforms:
-        click.get_current_context().exit(1)
+        terminal.print_document(views.table(table, system.gpu or system.cpu))

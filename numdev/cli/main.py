@@ -19,20 +19,20 @@ from numdev.cli.audit import audit
 from numdev.cli.bounds import bounds
 from numdev.cli.compare import compare
 from numdev.cli.diagnose import diagnose
-from numdev.cli.ending import process_is_ours
 from numdev.cli.gate import gate
 from numdev.cli.kernels import kernels
 from numdev.cli.report import report
-from numdev.cli.requests import DEFAULT_KERNELS
 from numdev.cli.schema import schema
 from numdev.cli.sweep import sweep
 from numdev.cli.train import train
 from numdev.cli.weights import weights
 from numdev.errors import NumdevError, UsageError
 
-__all__ = ["DEFAULT_KERNELS", "cli", "main", "program"]
-COMPLETION = "_NUMDEV_COMPLETE"
-"""Set by the shell that asks for completions."""
+COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
+COMMANDS = (
+    *(audit, sweep, train, weights, bounds, diagnose),
+    *(compare, report, gate, schema, kernels),
+)
 
 
 class _ReaderLeft(Exception):
@@ -75,36 +75,25 @@ def cli(context: click.Context, debug: bool) -> None:
         click.echo(context.get_help())
 
 
-cli.add_command(audit)
-cli.add_command(sweep)
-cli.add_command(train)
-cli.add_command(weights)
-cli.add_command(bounds)
-cli.add_command(diagnose)
-cli.add_command(compare)
-cli.add_command(report)
-cli.add_command(gate)
-cli.add_command(schema)
-cli.add_command(kernels)
-
-
-def program() -> None:
-    """`main` as all there is in a process."""
-    process_is_ours()
-    main()
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done or passed, 1 exceeded, 2 usage, 3 could not measure,
     130 interrupted."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _refuse_empty(sys.argv[1:] if arguments is None else arguments)
+        if "" in typed:  # an empty path would be the directory one stands in
+            at = typed.index("")
+            after = f" after {typed[at - 1]}" if at else ""
+            raise UsageError(
+                f"the argument{after} is empty", hint="is a variable of the shell not set?"
+            )
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
         _fail(str(error), error.exit_code)
-    except click.exceptions.Abort:
-        _fail("interrupted; finished rows are kept, run the same command to continue", 130)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         _fail("interrupted; finished rows are kept, run the same command to continue", 130)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
@@ -122,23 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}; is there room, and may you write there?", 3)
     except Exception as error:
-        if "--debug" in (sys.argv[1:] if arguments is None else arguments):
+        if "--debug" in typed:
             raise
         hint = "a bug of numdev; run `numdev --debug ...` for the traceback"
         _fail(f"unexpected {type(error).__name__}: {error}; {hint}", 3)
     else:
         if code:
             sys.exit(code)
-
-
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """An empty path would be the directory one stands in."""
-    if "" in arguments:
-        at = arguments.index("")
-        after = f" after {arguments[at - 1]}" if at else ""
-        raise UsageError(
-            f"the argument{after} is empty", hint="is a variable of the shell not set?"
-        )
 
 
 def _fail(message: str, code: int) -> None:

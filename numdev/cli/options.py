@@ -1,47 +1,103 @@
-"""Options that several commands share, as decorators."""
+"""Options as decorators: those of a request's fields are made of its model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+import annotated_types
 import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from numdev.config import Measuring, Option
+from numdev.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+DEVICES = ("auto", "cpu", "cuda")
 
 
-def result_options(function: F) -> F:
-    """Options of every command that writes a report."""
-    for option in (
-        click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors."),
-        click.option("--json", "as_json", is_flag=True, help="The report on stdout, nothing else."),
-        click.option("--overwrite", is_flag=True, help="Start anew in a directory that is in use."),
-        click.option(
-            "--output",
-            "-o",
-            type=click.Path(path_type=Path),
-            help="Directory for the results.  [default: numdev-reports/NAME-HASH]",
-        ),
-    ):
-        function = option(function)
-    return function
+class NumberList(click.ParamType):  # type: ignore[type-arg]
+    """`0,3-5` as (0, 3, 4, 5)."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        option = param.opts[0]
+        if isinstance(value, tuple):
+            return value
+        chosen: list[int] = []
+        for part in value.split(","):
+            match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
+            numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+            if not numbers:
+                raise UsageError(f"{option} {value!r}: cannot read {part!r}", hint="write 0,3-5")
+            chosen += numbers
+        return tuple(dict.fromkeys(chosen))
 
 
-def device_option(function: F) -> F:
-    """Where to compute."""
+def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
+    """An option for each field of a model that has one, or for these fields alone. What is not
+    given on the command line is None, or ()."""
+
+    def decorate(function: F) -> F:
+        own = (n for n in model.__annotations__ if n in model.model_fields)
+        for name in reversed(names or tuple(dict.fromkeys((*own, *model.model_fields)))):
+            field = model.model_fields[name]
+            option = next((m for m in field.metadata if isinstance(m, Option)), None)
+            if option is not None:
+                function = _option(name, field, option)(function)
+        return function
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo, option: Option) -> Callable[[F], F]:
+    kind, bounds = _plain(field.annotation)
+    bounds = [*bounds, *field.metadata]
+    flag = option.flag or f"--{name.replace('_', '-')}"
+    more: dict[str, Any] = {"metavar": option.metavar}
+    if kind is bool:
+        more = {"default": None} | ({} if "/" in flag else {"is_flag": True})
+    elif kind is int:
+        positive = any(isinstance(bound, annotated_types.Gt) for bound in bounds)
+        more["type"] = click.IntRange(min=1 if positive else 0)
+    elif kind is float:
+        more["type"] = click.FloatRange(min=0, min_open=True)
+    elif kind == tuple[int, ...]:
+        more["type"] = NumberList()
+    elif get_origin(kind) is tuple:
+        more["multiple"] = True
+    elif name == "device":
+        more = {"type": click.Choice(DEVICES)}
+    return click.option(flag, name, help=field.description, **more)
+
+
+def _plain(annotation: Any) -> tuple[Any, list[Any]]:
+    """A field's type without None and without what is said of it, and what that is."""
+    if get_origin(annotation) is Annotated:
+        inner, *said = get_args(annotation)
+        kind, bounds = _plain(inner)
+        expanded = [m for x in said for m in (x.metadata if isinstance(x, FieldInfo) else [x])]
+        return kind, [*expanded, *bounds]
+    if get_origin(annotation) is tuple:
+        kind, _ = _plain(get_args(annotation)[0])
+        return (tuple[int, ...] if kind is int else tuple[str, ...]), []
+    members = [a for a in get_args(annotation) if a is not type(None)]
+    if members and get_origin(annotation) is not Literal:
+        return _plain(members[-1])
+    return annotation, []
+
+
+device_option = options_of(Measuring, "device")
+
+
+def seed_option(function: F) -> F:
+    """Where drawn numbers start."""
     return click.option(
-        "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to run.  [auto]"
-    )(function)
-
-
-def output_options(function: F) -> F:
-    """Options every measuring command shares."""
-    function = result_options(function)
-    seed = click.option(
         "--seed", type=click.IntRange(min=0), help="Seed of all drawn numbers.  [0]"
-    )
-    return device_option(seed(function))
+    )(function)
 
 
 def cluster_options(function: F) -> F:
@@ -60,53 +116,3 @@ def cluster_options(function: F) -> F:
         "CPU's threads.",
     )
     return workers(scheduler(function))
-
-
-def measuring_options(function: F) -> F:
-    """Options of how kernels are run and measured."""
-    for option in (
-        click.option(
-            "--time-limit",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="SECONDS",
-            help="What an isolated kernel may take, and any with --workers or --scheduler.  [60]",
-        ),
-        click.option(
-            "--reproducers",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="Write a script that shows it for the first N findings.  [8]",
-        ),
-        click.option(
-            "--isolate",
-            is_flag=True,
-            default=None,
-            help="Run kernels in a process of their own, so that a crash or a hang costs one row.",
-        ),
-        click.option(
-            "--repeats",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Run each kernel N times on the same inputs; from 2 on its noise is measured.  "
-            "[2 in audit, 1 in sweep]",
-        ),
-        click.option(
-            "--rows",
-            "sampled_rows",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Measure N query rows of each head, drawn with the seed and spread over "
-            "positions; kernels still run whole. Exact for these rows in the output and dq. With "
-            "--backward also N keys, which takes an fp64 forward pass of all queries. Averages get "
-            "95 % intervals, maxima are lower bounds.  [all]",
-        ),
-        click.option(
-            "--backward",
-            "gradients",
-            is_flag=True,
-            default=None,
-            help="Measure the backward pass too: dq, dk and dv.",
-        ),
-    ):
-        function = option(function)
-    return function

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,28 +20,9 @@ if TYPE_CHECKING:
     from numdev.report import Finding
 
 
-def place_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--junit, --summary and --github, as the parameters of `Places`."""
-    file = click.Path(path_type=Path)
-    for option in (
-        click.option(
-            "--github",
-            is_flag=True,
-            help="On GitHub Actions: errors as annotations at the lines of the rule file, and the "
-            "Markdown in the step's summary ($GITHUB_STEP_SUMMARY).",
-        ),
-        click.option("--summary", type=file, metavar="FILE", help="Write them as Markdown too."),
-        click.option(
-            "--junit", type=file, metavar="FILE", help="Write the verdicts as JUnit XML too."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Which of them are asked for."""
+    """Which of them are asked for: --junit, --summary, --github."""
 
     junit: Path | None
     summary: Path | None
@@ -63,8 +45,7 @@ class Places:
             write_file(self.summary, summary(judged, findings, tested))
         if not self.github:
             return []
-        step = os.environ.get("GITHUB_STEP_SUMMARY")
-        if step:
+        if step := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(step).open("a", encoding="utf-8") as stream:
                 stream.write(summary(judged, findings, tested))
         root = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
@@ -77,8 +58,6 @@ class Places:
         if not self.github:
             yield
             return
-        import secrets
-
         word = secrets.token_hex(16)
         click.echo(f"::stop-commands::{word}")
         try:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from numdev.report import Report
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
-WIDTH = 100
-"""Of a terminal's tables in a file."""
+WIDTH = 100  # of a terminal's tables in a file
 
 
 @click.command(
@@ -36,6 +35,7 @@ WIDTH = 100
 def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> None:
     """Show a finished report again. PATH is a report.json or a directory with one."""
     from numdev import report as reports
+    from numdev.report.renderers import terminal
 
     if as_json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} exclude each other", hint="give one of them")
@@ -44,8 +44,6 @@ def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> 
     found = reports.read(path)
     chosen = "json" if as_json else form or "terminal"
     if chosen == "terminal" and output is None:
-        from numdev.report.renderers import terminal
-
         terminal.show(found)
         return
     text = _text(found, chosen, path if path.is_dir() else path.parent)
@@ -60,26 +58,21 @@ def _text(found: Report, form: str, directory: Path) -> str:
     """The report in one of `FORMATS`; `directory` is where its reproducers are looked for."""
     import io
 
+    from rich.console import Console
+
     from numdev.report import write_csv
     from numdev.report.foreign import json_text
+    from numdev.report.renderers import html, markdown, terminal
 
-    file = io.StringIO(newline="")
     if form == "json":
         return json_text(found.model_dump_json())
     if form == "html":
-        from numdev.report.renderers import html
-
         return html.page(found, directory)
     if form == "markdown":
-        from numdev.report.renderers import markdown
-
         return markdown.page(found)
+    file = io.StringIO(newline="")
     if form == "csv":
         write_csv(file, next((rows for rows in found.tables().values() if rows), ()))
     else:
-        from rich.console import Console
-
-        from numdev.report.renderers import terminal
-
         terminal.show(found, Console(file=file, width=WIDTH, no_color=True))
     return file.getvalue()

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from numdev.cli.options import cluster_options, measuring_options, output_options
-from numdev.cli.requests import sweep_request
-from numdev.cli.session import command_line, hand_over, measuring
+from numdev.cli.options import cluster_options, options_of, seed_option
+from numdev.cli.session import Results, result_options
+from numdev.config import SweepConfig, sweep_request
 
 
 @click.command(
@@ -17,32 +17,14 @@ from numdev.cli.session import command_line, hand_over, measuring
     epilog="Example:  numdev sweep configs/sweep/ci.yaml --dry-run",
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="NAME",
-    help="Kernel to sweep: a name of `numdev kernels`, or package.module:function. "
-    "Repeatable; replaces the file's.",
-)
-@click.option(
-    "--format",
-    "formats",
-    multiple=True,
-    metavar="NAME",
-    help="Format, for example bfloat16, or e8m10 for kernels that take any. Repeatable; "
-    "replaces the file's.",
-)
-@measuring_options
+@options_of(SweepConfig)
 @cluster_options
 @click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
-@output_options
+@seed_option
+@result_options
 def sweep(
     config: Path,
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
+    results: Results,
     dry_run: bool,
     workers: int | None,
     scheduler: str | None,
@@ -56,36 +38,18 @@ def sweep(
     stopped.
     """
     from numdev.audit.cluster import cluster_of, sharing
-    from numdev.audit.plan import digest
     from numdev.audit.sweep import plan
     from numdev.audit.sweep import sweep as run
-
-    def say(text: str) -> None:
-        if not quiet:
-            click.echo(text, err=True)
 
     request, cluster = sweep_request(config, flags), cluster_of(workers, scheduler)
     with sharing(cluster, request.device):
         planned = plan(request)
-        if dry_run or not quiet:
+        if dry_run or not results.quiet:
             # A calibration runs the kernels in this process, which a crash would end.
             here = not request.isolate and cluster is None
             click.echo(planned.cost(calibrate=here), err=not dry_run)
         if dry_run:
             return
-        directory = output or _directory(config, digest(request.measured()))
-        with measuring(show=not (quiet or as_json)) as progress:
-            found = run(
-                planned,
-                directory,
-                workers=cluster,
-                overwrite=overwrite,
-                command=command_line(),
-                progress=progress,
-                say=say,
-            )
-    hand_over(found, directory, as_json=as_json, quiet=quiet)
-
-
-def _directory(config: Path, digest: str) -> Path:
-    return Path("numdev-reports") / f"{config.stem}-{digest[:8]}"
+        directory = results.directory(config.stem, request.measured())
+        found = results.study(run, planned, directory, workers=cluster, say=results.say)
+    results.hand_over(found, directory)

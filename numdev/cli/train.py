@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.options import output_options
-from numdev.cli.session import command_line, hand_over, measuring
+from numdev.cli.options import device_option, seed_option
+from numdev.cli.session import Results, result_options
 
 
 @click.command(
@@ -27,15 +27,14 @@ from numdev.cli.session import command_line, hand_over, measuring
     metavar="SECONDS",
     help="Stop then, with everything saved; the same command continues.",
 )
-@output_options
+@seed_option
+@device_option
+@result_options
 def train(
     config: Path,
+    results: Results,
     steps: int | None,
     stop_after: float | None,
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
     seed: int | None,
     device: str | None,
 ) -> None:
@@ -46,7 +45,6 @@ def train(
     steps their weights are compared with the golden run's. With --seed N the seeds are counted from
     N. The same request into the same directory continues where it stopped, bit for bit.
     """
-    from numdev.audit.plan import digest
     from numdev.training.config import TrainConfig, resolve
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml
@@ -54,17 +52,9 @@ def train(
     request = resolve(
         read_yaml(config, TrainConfig), config.name, steps=steps, seed=seed, device=device
     )
-    directory = output or Path("numdev-reports") / f"{config.stem}-{digest(request.measured())[:8]}"
-    with measuring(show=not (quiet or as_json)) as progress:
-        found = run(
-            request,
-            directory,
-            overwrite=overwrite,
-            stop_after=stop_after,
-            command=command_line(),
-            progress=progress,
-        )
+    directory = results.directory(config.stem, request.measured())
+    found = results.study(run, request, directory, stop_after=stop_after)
     if found is not None:
-        hand_over(found, directory, as_json=as_json, quiet=quiet)
-    elif not quiet:
-        click.echo(f"Stopped, and saved in {directory}; continue with the same command.", err=True)
+        results.hand_over(found, directory)
+    else:
+        results.say(f"Stopped, and saved in {directory}; continue with the same command.")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.options import device_option, result_options
-from numdev.cli.session import command_line, hand_over, measuring
+from numdev.cli.options import device_option
+from numdev.cli.session import Results, result_options
 from numdev.errors import MeasurementError, UsageError
 
 
@@ -18,14 +18,7 @@ from numdev.errors import MeasurementError, UsageError
 @click.argument("targets", nargs=-1, required=True, metavar="A B [C]...")
 @device_option
 @result_options
-def weights(
-    targets: tuple[str, ...],
-    device: str | None,
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def weights(targets: tuple[str, ...], device: str | None, results: Results) -> None:
     """Compare sets of weights tensor by tensor: B, and any further ones, with A.
 
     Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a directory of
@@ -33,25 +26,15 @@ def weights(
     No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
     the rest was compared and reported.
     """
-    from numdev.audit.plan import digest
     from numdev.training.weights.study import weights as run
 
     if len(targets) < 2:
         raise UsageError(
             "there is one set of weights and nothing to compare it with", hint="numdev weights A B"
         )
-    name = f"{Path(targets[0]).stem or 'weights'}-{digest([list(targets), device])[:8]}"
-    directory = output or Path("numdev-reports") / name
-    with measuring(show=not (quiet or as_json)) as progress:
-        found = run(
-            targets,
-            directory,
-            device=device or "auto",
-            overwrite=overwrite,
-            command=command_line(),
-            progress=progress,
-        )
-    hand_over(found, directory, as_json=as_json, quiet=quiet)
+    directory = results.directory(Path(targets[0]).stem or "weights", [list(targets), device])
+    found = results.study(run, targets, directory, device=device or "auto")
+    results.hand_over(found, directory)
     if found.damage:
         first = found.damage[0]
         raise MeasurementError(

@@ -56,7 +56,7 @@ class DiagnoseRequest(Strict):
         if path.suffix in YAML:
             config = read_yaml(path, AuditConfig)
             cases = {"cases": config.cases}
-            other = next((n for n, x in config if n != "cases" and x is not None), None)
+            other = next((n for n in sorted(config.model_fields_set) if n != "cases"), None)
             if other is not None:
                 raise UsageError(
                     f"{path}: diagnose takes nothing but `cases` of a configuration, and it has "
