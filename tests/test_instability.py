@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -230,29 +229,6 @@ def test_basins(runs: ModuleType) -> None:
     assert named["stays", 0].late == pytest.approx(0.1)
     assert named["stays", 0].one_basin
     assert not named["fp32", 0].one_basin
-
-
-def test_a_run_that_was_stopped(parts: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """Its journal is read, up to a last line that was cut off, and the page says so."""
-    path = ROOT / "configs" / "train" / "unstable.yaml"
-    request = resolve(read_yaml(path, TrainConfig), path.name)
-    names = ["none, dO*O", "dP, dO*O"]
-    rows = [
-        {**report({n: smooth}, seeds=(0,)).rows[i].model_dump(mode="json")}
-        for n in names for i in range(30)
-    ]  # fmt: skip
-    lines = [{"header": {"request": request.measured()}}, {"task": "a", "rows": rows}]
-    other = {"task": "b", "rows": [{"seed": 0, "variant": names[0], "of": "weights"}]}
-    text = "\n".join(json.dumps(line) for line in [*lines, other])
-    (tmp_path / "rows.jsonl").write_text(text + '\n{"task": "c", "rows": [{"se')
-    source = parts["runs"].source_of(tmp_path)
-    found = {run.variant: run for run in parts["runs"].runs_of([source])}
-    assert set(found) == set(names)
-    assert found["dP, dO*O"].sites.dP == "bf16"
-    assert found["dP, dO*O"].last == 290
-    monkeypatch.setattr(sys, "argv", ["instability.py", str(tmp_path)])
-    parts[""].main()
-    assert f"Stopped: {tmp_path.name}, at step 290 of 1000." in capsys.readouterr().out
 
 
 # --- warnings ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import pytest
@@ -205,15 +204,6 @@ def test_truncation_tells_the_blocks_and_they_are_the_calls(kind: str) -> None:
     assert kind == "full" or not same(*outs)
 
 
-def test_the_baseline_of_some_rows_is_that_of_the_call() -> None:
-    """But for the last bit, since a product of other shape may be summed in another order: under
-    1 % of its elements differ."""
-    case = long(is_causal=True)
-    rows = draw(case.q_len, 40, 1, "queries")
-    whole, part = find("baseline").attend(case), find("baseline").attend(case.select_rows(rows))
-    assert (part.out != whole.out[:, :, rows]).double().mean() < 0.01
-
-
 def test_selections_compose() -> None:
     """Rows of rows are the rows they name, heads and roundings keep them, and the mask follows."""
     mask = torch.rand(1, 4, 300, 300, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -264,17 +254,6 @@ def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
     assert torch.allclose(part.lse, whole.lse, rtol=1e-15)
 
 
-def test_key_gradients_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory allows a few rows at a time, and the sums are the same."""
-    module = importlib.import_module("numdev.kernels.reference.key_gradients")
-    case, keys = long(is_causal=True), torch.tensor([0, 17, 150, 299])
-    whole = key_gradients(case, keys)
-    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 8 * 4 * 4 * 4 * 37})
-    part = key_gradients(case, keys)
-    assert torch.allclose(part.dk, whole.dk, rtol=1e-12, atol=1e-15)
-    assert torch.allclose(part.dv, whole.dv, rtol=1e-12, atol=1e-15)
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
 def test_what_is_not_finite_spreads_as_in_the_reference(name: str) -> None:
     """A NaN or infinity in one row reaches the same gradients of keys, and no others."""
@@ -289,13 +268,3 @@ def test_what_is_not_finite_spreads_as_in_the_reference(name: str) -> None:
         for tensor in ("dk", "dv"):
             a, b = getattr(part, tensor), getattr(whole, tensor)[:, :, keys]
             assert torch.equal(a.isfinite(), b.isfinite()), (tensor, value)
-
-
-def test_dq_of_some_rows_is_the_calls() -> None:
-    """A row of dq, its term scale and its delta depend on the row's own query alone."""
-    case = long(is_causal=True)
-    rows = draw(300, 30, 0, "queries")
-    whole, part = gradients(case), gradients(case.select_rows(rows))
-    for name in ("dq", "dq_terms", "delta", "out", "lse"):
-        a, b = getattr(part, name), getattr(whole, name)[:, :, rows]
-        assert torch.allclose(a, b, rtol=1e-11, atol=1e-14), name

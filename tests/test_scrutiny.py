@@ -10,8 +10,7 @@ import torch
 from oracles import FEATURES, make_case
 from torch import Tensor
 
-from numdev.kernels.reference import attend
-from numdev.metrics.scrutiny import of_keys, of_queries
+from numdev.metrics.scrutiny import of_queries
 
 ANY_DEVICE = [
     "cpu",
@@ -92,13 +91,3 @@ def test_rows_do_not_depend_on_each_other(feature: str) -> None:
         alone = of_queries(other, 0, b[n : n + 1], i[n : n + 1])
         for name, x in together.items():
             torch.testing.assert_close(x[n], alone[name][0], equal_nan=True, rtol=1e-12, atol=1e-12)
-
-
-def test_keys_of_a_call_with_an_empty_row() -> None:
-    """The log-sum-exp of a row that sees no key is -inf, and no key receives anything of it."""
-    case = make_case(heads=1, q_len=4, kv_len=4, is_causal=True, causal_offset=-2)
-    j = torch.arange(4)
-    found = of_keys(case, 0, torch.zeros_like(j), j, attend(case).lse)
-    assert found["sees"].tolist() == [2, 1, 0, 0]
-    assert found["mass"].sum().item() == pytest.approx(2.0)  # two rows see keys
-    assert found["carriers"].tolist()[2:] == [0, 0]

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from numdev.audit.examine import NOTABLE, SHOWN, most, remarkable
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import UsageError
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.metrics import worst_rows as worst
 from numdev.metrics.deviation import measure
-from numdev.metrics.special import LEAST, NOTHING
+from numdev.metrics.special import NOTHING
 from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, WorstRow
@@ -245,16 +243,6 @@ def test_a_row_that_repeats_one_is_not_named_again() -> None:
     assert len({w.row for w in worst_rows(case, out, y, range(2))}) == 3
 
 
-def test_rows_that_have_none() -> None:
-    """A log-sum-exp has no rows, and keys need it."""
-    case = make_case()
-    y, _ = yardstick(case)
-    with pytest.raises(UsageError, match="no rows"):
-        worst_rows(case, y.reference, y, range(2), tensor="lse")
-    with pytest.raises(UsageError, match="need the log-sum-exp"):
-        worst_rows(case, y.reference, y, range(2), tensor="dk")
-
-
 # --- what is special -----------------------------------------------------------------------------
 
 
@@ -343,26 +331,6 @@ def test_too_few_rows_to_compare_with() -> None:
     k[0, 0, 3] = k[0, 0, 60]
     tied = dataclasses.replace(case, k=k, q=12 * k[:, :, 3:4])
     assert described(tied, 0).startswith("two keys share its maximum")
-
-
-def test_a_key_that_takes_everything() -> None:
-    """A sink among the keys, seen from dv."""
-    case = planted(grad_out=normal(3, 1, 1, 64, 16))
-    k, q = case.k.clone(), case.q.clone()
-    q[..., 0] = 4.0
-    k[0, 0, 5, 0] = 12.0
-    case = dataclasses.replace(case, q=q, k=k)
-    out, y, lse = spoiled(case, (0, 0, 5), tensor="dv")
-    first = worst_rows(case, out, y, [0], tensor="dv", lse=lse)[0]
-    assert first.mass is not None
-    assert first.mass > 60
-    assert first.sentence.startswith("key 5 (of 64; batch entry 0) errs by 1 of the size")
-    assert f"it receives P = {first.mass:.3g} in all, 90 % of it from" in first.sentence
-
-
-def test_enough_rows_are_typical() -> None:
-    """The rule for what is usual needs no more rows than are looked at."""
-    assert LEAST <= worst.TYPICAL // 2
 
 
 # --- which of them -------------------------------------------------------------------------------
