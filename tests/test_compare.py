@@ -368,3 +368,14 @@ def test_findings_that_only_one_has() -> None:
     assert not news(b, b, ())
     said = answer(found(HEADS, HEADS), (), (new,), HEADS)
     assert said[-1] == "1 finding new: mine errs; of them 1 whose number did not move beyond noise."
+
+
+def test_a_group_says_its_median_head_and_its_farthest_change() -> None:
+    """Of five heads the third largest, before and after; a fall to a tenth is farther than a rise
+    by a fifth."""
+    ratios = (1.1, 2.0, 3.0, 4.0, 10.0)
+    before = tuple(head(h, floor_ratio=x) for h, x in enumerate(ratios))
+    after = tuple(times(x, 0.1 if h == 4 else 1.2) for h, x in enumerate(before))
+    (group,) = found(before, after).groups
+    assert (group.metric, group.a, group.b) == ("floor_ratio", 3.0, pytest.approx(2.4))
+    assert group.change == pytest.approx(0.1)

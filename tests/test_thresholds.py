@@ -65,6 +65,15 @@ def test_over_another_kernels_same_cell(over: Any, role: str, kernel: str) -> No
     assert only(found).limit.endswith("≤ 1.5")
 
 
+def test_another_seeds_row_is_no_other_kernels_cell() -> None:
+    """Of two seeds each has its own denominator: 3 over 2, and 1 over 1."""
+    book = rules(metric="rms", over="floor", at_most=1.6, where={"kernel": "mine"})
+    rows = [row(seed=s, rms=3.0 - 2 * s) for s in range(2)]
+    floors = [row(seed=s, role="floor", kernel="floor", rms=2.0 - s) for s in range(2)]
+    assert judge([*rows, *floors], book).exit_code == 0
+    assert judge([*rows, *floors[::-1][:1]], book).exit_code == 3
+
+
 def test_a_cell_without_the_other_kernel_is_no_pass() -> None:
     """Nor one in which it stands several times, unless its options are given; nor what is not 0
     over what is."""
