@@ -196,10 +196,11 @@ def test_ranking_is_by_format_then_by_distance() -> None:
 
 
 def test_the_map_shows_the_worst_kernel_of_the_first_format() -> None:
-    """Layer by head, with a gap where a head was not measured."""
+    """Layer by head, the worst call of each, with a gap where a head was not measured."""
     rows = [
         row(0, 0, floor_ratio=1.0),
         row(1, 0, floor_ratio=2.0),
+        row(1, 0, floor_ratio=1.5, call=1),
         row(0, 3, floor_ratio=3.0),
         *(row(0, l, kernel="better", floor_ratio=0.5) for l in (0, 3)),
         row(0, 0, format="float32", floor_ratio=99.0),
