@@ -24,7 +24,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/gate": (1900, 3570),
     "numdev/training": (3000, 4560),
     "numdev/diagnose": (1500, 2270),
-    "numdev/report": (2900, 6250),
+    "numdev/report": (2900, 5420),
     "numdev": (28000, 47400),
     "tests": (20000, 45800),
 }

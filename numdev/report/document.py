@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from numdev.report import Axis, Figure
-from numdev.report.numbers import NONE, ratio, shade, si
+from numdev.report import Axis, Curve, Figure
+from numdev.report.numbers import ratio, shade, si
 
 Medium = Literal["terminal", "html", "markdown"]
 Style = Literal["", "strong", "soft", "good", "warn", "bad"]
@@ -31,20 +31,16 @@ class Cell:
     shade: int | None = None
     style: Style = ""
     title: str = ""
-    after: str = ""
-    """Soft text behind it."""
+    after: str = ""  # soft text behind it
 
 
 @dataclass(frozen=True)
 class Column:
     title: str
-    short: str = ""
-    """Its title in the terminal, where that has to be shorter."""
+    short: str = ""  # its title in the terminal, where that has to be shorter
     align: Literal["left", "right"] = "right"
-    width: int = 0
-    """Columns that a terminal needs to have for this one to be shown."""
-    says: str = ""
-    """What the number is, where the title does not say it: goes into the legend below."""
+    width: int = 0  # columns that a terminal needs to have for this one to be shown
+    says: str = ""  # what the number is, for the legend below, where the title does not say it
 
 
 @dataclass(frozen=True)
@@ -74,8 +70,7 @@ class Item:
     text: str
     lead: str = ""
     style: Style = ""
-    script: tuple[str, str] | None = None
-    """Path and text of the reproducer of a finding."""
+    script: tuple[str, str] | None = None  # path and text of the reproducer of a finding
 
 
 @dataclass(frozen=True)
@@ -108,12 +103,10 @@ class Chart:
     beside: tuple[Figure, ...] = ()
     of: str = "mean"
     interval: str = "95 % interval"
-    seeds: str = "seeds"
-    """What was averaged over; nothing for plain values."""
+    seeds: str = "seeds"  # what was averaged over; nothing for plain values
     marks: tuple[tuple[float, str], ...] = ()
     """Upright lines: where on the axis, and the words beside each."""
-    styles: tuple[str, ...] = ()
-    """Of each curve, in place of a colour of its own: then without points."""
+    styles: tuple[str, ...] = ()  # of each curve, in place of a colour and points of its own
     note: str = ""
 
 
@@ -151,14 +144,12 @@ class Document:
 
     def shown_in(self, medium: Medium) -> tuple[Node, ...]:
         """The nodes of a medium; tables without a row and lists without an item are none."""
-        return tuple(
-            node
-            for node in self.blocks
-            if medium in node.only
-            and not (isinstance(node, Table) and not node.rows)
-            and not (isinstance(node, Bullets) and not node.items)
-            and not (isinstance(node, Figures) and not node.charts)
-        )
+        return tuple(node for node in self.blocks if medium in node.only and not _empty(node))
+
+
+def _empty(node: Node) -> bool:
+    parts = {Table: "rows", Bullets: "items", Figures: "charts"}
+    return type(node) in parts and not getattr(node, parts[type(node)])
 
 
 def legend(columns: Iterable[Column]) -> str:
@@ -191,11 +182,12 @@ def table(
 ) -> Table:
     """A table of text and cells; the first of columns that are only named stands on the left.
     `standard` says of each row whether it is only there for comparison."""
-    first = [Column(c, align="left") if isinstance(c, str) else c for c in columns[:1]]
-    rest = [Column(c) if isinstance(c, str) else c for c in columns[1:]]
-    cells = [tuple(map(as_cell, row)) for row in rows]
-    soft = standard or [False] * len(cells)
-    return Table((*first, *rest), tuple(map(Row, cells, soft)), **more)
+    heads = tuple(
+        Column(c, align="right" if i else "left") if isinstance(c, str) else c
+        for i, c in enumerate(columns)
+    )
+    cells = [tuple(c if isinstance(c, Cell) else Cell(c) for c in row) for row in rows]
+    return Table(heads, tuple(map(Row, cells, standard or [False] * len(cells))), **more)
 
 
 def words(columns: Sequence[str], rows: Iterable[Iterable[str | Cell]], **more: Any) -> Table:
@@ -226,10 +218,6 @@ def heat_map(
     return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
 
 
-def as_cell(content: str | Cell) -> Cell:
-    return content if isinstance(content, Cell) else Cell(content)
-
-
 def floors(value: float | None, title: str = "") -> Cell:
     """A multiple of the floor, shaded by its size."""
     return Cell(ratio(value), shade=shade(value), title=title)
@@ -254,23 +242,17 @@ def table_of(chart: Chart) -> Table:
     """The figure as numbers: a row for each curve, a column for each place on the axis."""
     figure, axis = chart.figure, chart.axis
     places = {tick.x: tick.below or tick.label for tick in axis.ticks}
-    if not any(point.x in places for curve in figure.curves for point in curve.points):
-        every = (point for curve in figure.curves for point in curve.points)
-        named = sorted((p.x, p.label) for p in every if p.x is not None)
-        places |= dict(named)
+    points = [point for curve in figure.curves for point in curve.points]
+    if not any(point.x in places for point in points):
+        places |= dict(sorted((p.x, p.label) for p in points if p.x is not None))
 
-    def at(curve: Any, x: float) -> str:
-        for point in curve.points:
-            if curve.constant or point.x == x:
-                return _number(figure, point.mean)
-        return NONE
+    def at(curve: Curve, x: float) -> str:
+        values = (p.mean for p in curve.points if curve.constant or p.x == x)
+        value = next(values, None)
+        if figure.metric == "loss" and value is not None:
+            return f"{value:.3f}"
+        return ratio(value) if figure.relative else si(value)
 
     rows = ((curve.label, *(at(curve, x) for x in places)) for curve in figure.curves)
     standard = [curve.role != "kernel" for curve in figure.curves]
     return table([axis.title, *places.values()], rows, standard, title=figure.title, kind="series")
-
-
-def _number(figure: Figure, value: float) -> str:
-    if figure.metric == "loss":
-        return f"{value:.3f}"
-    return ratio(value) if figure.relative else si(value)

@@ -8,37 +8,35 @@ line differs from the others by colour, marker and dash, so that colour alone ca
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from numdev.report import Axis, Curve, Figure, Point
 from numdev.report.document import Chart as Described
 
 WIDTH, HEIGHT = 660, 400
 LEFT, RIGHT, TOP, BOTTOM = 78, 168, 14, 82
-UNDER = 36
-"""Below the frame, for the axis and its title, without the lines of its labels."""
-LINE = 14
-"""Height of a line of text."""
+UNDER = 36  # below the frame, for the axis and its title, without the lines of its labels
+LINE = 14  # height of a line of text
 LABEL_CHARACTERS = 22
-SMALLEST, LARGEST = 1e-150, 1e150
-"""What is beyond is drawn there."""
+SMALLEST, LARGEST = 1e-150, 1e150  # what is beyond is drawn there
 COLOURS, MARKERS = 6, 4
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Range = tuple[float, float]
 Scale = Callable[[float], float]
+Styles = Mapping[str, tuple[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dot:
+    """A point, and the ends of its interval as heights in the drawing; None without one."""
+
     x: float
     y: float
     low: float | None
-    """The interval's ends, as heights in the drawing; None without one."""
     high: float | None
     hollow: bool
     says: str
@@ -64,38 +62,51 @@ class Chart:
     x_title: str
     x_ticks: tuple[tuple[float, tuple[str, ...]], ...]
     y_ticks: tuple[tuple[float, str], ...]
-    one: float | None
-    """Where the baseline is, on a figure of ratios to it."""
+    one: float | None  # where the baseline is, on a figure of ratios to it
     drawn: tuple[Drawn, ...]
-    bars: bool
-    """Whether intervals are bars at points, which have no order, and not bands."""
-    marks: tuple[tuple[float, str], ...] = ()
-    """Upright lines: where, and what is said beside each."""
+    bars: bool  # whether intervals are bars at points, which have no order, and not bands
+    marks: tuple[tuple[float, str], ...]  # upright lines: where, and the words beside each
+    height: int
     width: int = WIDTH
-    height: int = HEIGHT
-    frame: tuple[int, int, int, int] = field(
-        default=(LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
-    )
+    frame: tuple[int, int, int, int] = (LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
 
 
 def drawn(of: Described) -> Chart:
     """A chart's geometry. Figures beside it share its range, and a kernel looks the same in all."""
-    figures = of.beside or (of.figure,)
-    like = (of.figure.metric, of.figure.relative)
+    figure, axis = of.figure, of.axis
+    figures = of.beside or (figure,)
+    like = (figure.metric, figure.relative)
     alike = [f for f in figures if (f.metric, f.relative) == like]
-    made = _chart(of.figure, alike, of.axis, _styles(figures, of.baseline))
-    x = _x_scale(of.axis)
-    lines = made.drawn
+    points = [p for f in alike for c in f.curves for p in c.points]
+    log = any(f.y_scale == "log" for f in alike) and any(p.mean > 0 for p in points)
+    limits = _limits(points, log, figure.relative)
+    x, y = _x_scale(axis), _scale(limits, (HEIGHT - BOTTOM, TOP), log)
+    styles = _styles(figures, of.baseline)
+    lines = _labelled(
+        [_drawn(c, i, figure, axis, x, y, limits, styles) for i, c in enumerate(figure.curves)]
+    )
+    ticks = _x_ticks(axis, x)
+    y_ticks = _y_ticks(limits, log)
+    plain = all(v == 0 or 1e-3 <= abs(v) < 1e4 for v in y_ticks)
+    below = LINE * max((len(words) for _, words in ticks), default=1)
+    feet = [math.ceil(line.label_y + LINE * len(line.label) / 2) for line in lines]
     if of.styles:
-        lines = tuple(
-            dataclasses.replace(line, style=style, dots=())
-            for line, style in zip(lines, of.styles, strict=True)
-        )
-    marks = tuple((x(place), words) for place, words in of.marks)
-    return dataclasses.replace(made, drawn=lines, marks=marks)
+        pairs = zip(lines, of.styles, strict=True)
+        lines = [replace(line, style=style, dots=()) for line, style in pairs]
+    return Chart(
+        figure=figure,
+        x_title=axis.title,
+        x_ticks=ticks,
+        y_ticks=tuple((y(v), _number(v, plain)) for v in y_ticks),
+        one=y(1.0) if figure.relative and limits[0] <= 1 <= limits[1] else None,
+        drawn=tuple(lines),
+        height=max([HEIGHT - BOTTOM + UNDER + below, *feet]),
+        bars=axis.scale == "category",
+        marks=tuple((x(place), words) for place, words in of.marks),
+    )
 
 
-def _styles(figures: Sequence[Figure], baseline: str) -> dict[str, tuple[str, int]]:
+def _styles(figures: Sequence[Figure], baseline: str) -> Styles:
     """Label to its class and marker: the standard roles their own, kernels a colour each."""
     styles: dict[str, tuple[str, int]] = {}
     kernels = 0
@@ -111,52 +122,21 @@ def _styles(figures: Sequence[Figure], baseline: str) -> dict[str, tuple[str, in
     return styles
 
 
-def _chart(
-    figure: Figure,
-    alike: Sequence[Figure],
-    axis: Axis,
-    styles: Mapping[str, tuple[str, int]],
-) -> Chart:
-    log = any(f.y_scale == "log" for f in alike) and _positive(alike)
-    limits = _limits(alike, log)
-    y = _scale(limits, (HEIGHT - BOTTOM, TOP), log)
-    x = _x_scale(axis)
-    drawn = [
-        _drawn(curve, i, figure, axis, x, y, limits, styles)
-        for i, curve in enumerate(figure.curves)
-    ]
-    drawn = _labelled(drawn)
-    ticks = _x_ticks(axis, x)
-    lines = max((len(words) for _, words in ticks), default=1)
-    return Chart(
-        figure=figure,
-        x_title=axis.title,
-        x_ticks=ticks,
-        y_ticks=_labels(_y_ticks(limits, log), y),
-        one=y(1.0) if figure.relative and limits[0] <= 1 <= limits[1] else None,
-        drawn=tuple(drawn),
-        height=max([HEIGHT - BOTTOM + UNDER + LINE * lines, *map(_foot, drawn)]),
-        bars=axis.scale == "category",
-    )
+# --- scales and ticks ----------------------------------------------------------------------------
 
 
-def _positive(figures: Sequence[Figure]) -> bool:
-    return any(p.mean > 0 for f in figures for c in f.curves for p in c.points)
-
-
-def _limits(figures: Sequence[Figure], log: bool) -> Range:
+def _limits(points: Sequence[Point], log: bool, relative: bool) -> Range:
     """The range of all that is drawn, with some air; from zero where the scale is linear."""
-    points = [p for f in figures for c in f.curves for p in c.points]
     ends = [_held(v) for p in points for v in (p.mean, p.low, p.high) if v is not None]
-    if any(f.relative for f in figures):
+    if relative:
         ends.append(1.0)
     if log:
         means = [_held(p.mean) for p in points if p.mean > 0]
         # An interval that reaches down to zero, or that two seeds make endless, must not stretch
         # the axis until nothing is to be seen.
         ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
-        air = math.exp(0.06 * (math.log(max(ends)) - math.log(min(ends))))
-        return min(ends) / max(air, 1.05), max(ends) * max(air, 1.05)
+        air = max(1.05, math.exp(0.06 * (math.log(max(ends)) - math.log(min(ends)))))
+        return min(ends) / air, max(ends) * air
     low, high = min([0.0, *ends]), max([0.0, *ends])
     air = 0.06 * (high - low or 1.0)
     return low - (air if low < 0 else 0.0), high + air
@@ -183,33 +163,30 @@ def _scale(limits: Range, pixels: Range, log: bool) -> Scale:
 def _x_scale(axis: Axis) -> Scale:
     values = [tick.x for tick in axis.ticks]
     low, high, log = min(values), max(values), axis.scale == "log"
-    if axis.scale == "category":
-        low, high = low - 0.5, high + 0.5
-    elif log:
-        air = (high / low) ** 0.04
-        low, high = low / air, high * air
+    if log:
+        factor = (high / low) ** 0.04
+        low, high = low / factor, high * factor
     else:
-        air = 0.04 * (high - low)
+        air = 0.5 if axis.scale == "category" else 0.04 * (high - low)
         low, high = low - air, high + air
     return _scale((low, high), (LEFT, WIDTH - RIGHT), log)
 
 
 def _x_ticks(axis: Axis, x: Scale) -> tuple[tuple[float, tuple[str, ...]], ...]:
     """Labels in lines; where they would run into each other, the less important go."""
-    slot = (WIDTH - LEFT - RIGHT) / max(1, len(axis.ticks))
     if axis.scale == "category":
-        fitting = max(6, int(slot / 6.2))
+        fitting = max(6, int((WIDTH - LEFT - RIGHT) / len(axis.ticks) / 6.2))
         return tuple((x(t.x), _wrapped(_broken(t.label, fitting), fitting)) for t in axis.ticks)
-    kept: list[tuple[float, tuple[str, ...]]] = []
+    shown: list[tuple[float, tuple[str, ...]]] = []
     taken: list[Range] = []
-    named_first = sorted(axis.ticks, key=lambda t: (not t.below, t not in _ends(axis)))
-    for tick in named_first:
+    ends = (axis.ticks[0], axis.ticks[-1])
+    for tick in sorted(axis.ticks, key=lambda t: (not t.below, t not in ends)):
         at, lines = x(tick.x), (tick.label, tick.below) if tick.below else (tick.label,)
         half = 3.6 * max(map(len, lines)) + 2
         if all(at + half < a or at - half > b for a, b in taken):
             taken.append((at - half, at + half))
-            kept.append((at, lines))
-    return tuple(sorted(kept))
+            shown.append((at, lines))
+    return tuple(sorted(shown))
 
 
 def _broken(label: str, width: int) -> str:
@@ -223,41 +200,23 @@ def _wrapped(label: str, width: int) -> tuple[str, ...]:
     return tuple(textwrap.wrap(label, width, max_lines=4, placeholder="…", break_on_hyphens=False))
 
 
-def _ends(axis: Axis) -> tuple[object, object]:
-    return axis.ticks[0], axis.ticks[-1]
-
-
 def _y_ticks(limits: Range, log: bool) -> list[float]:
+    """Powers of ten and what is round between them; where these are few, and on a linear axis,
+    round numbers in equal steps."""
     low, high = limits
-    if not log:
-        return _even(low, high)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    apart = 1 + len(decades) // 8
-    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        found = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
-        if len(found) >= 4:
-            break
-    return found[::apart] if len(found) >= 3 else _even(low, high)
-
-
-def _even(low: float, high: float) -> list[float]:
-    """Round numbers in equal steps."""
-    step = _nice((high - low) / 5)
+    if log:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            ticks = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
+            if len(ticks) >= 4:
+                break
+        if len(ticks) >= 3:
+            return ticks[:: 1 + len(decades) // 8]
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    fifth = (high - low) / 5 * (1 - 1e-9)
+    step = next(s * power for s in (1, 2, 5, 10) if s * power >= fifth)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    ticks = (i * step for i in range(first, last + 1))
-    return [tick for tick in ticks if low <= tick <= high]
-
-
-def _nice(step: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(s * power for s in (1, 2, 5, 10) if s * power >= step * (1 - 1e-9))
-
-
-def _labels(ticks: Sequence[float], y: Scale) -> tuple[tuple[float, str], ...]:
-    """All as ordinary numbers, or all as powers of ten."""
-    plain = all(v == 0 or 1e-3 <= abs(v) < 1e4 for v in ticks)
-    return tuple((y(v), _number(v, plain)) for v in ticks)
+    return [tick for i in range(first, last + 1) if low <= (tick := i * step) <= high]
 
 
 def _number(value: float, plain: bool) -> str:
@@ -270,16 +229,13 @@ def _number(value: float, plain: bool) -> str:
     return power if shown == "1" else f"{shown}·{power}"
 
 
+# --- curves --------------------------------------------------------------------------------------
+
+
 def _drawn(
-    curve: Curve,
-    index: int,
-    figure: Figure,
-    axis: Axis,
-    x: Scale,
-    y: Scale,
-    limits: Range,
-    styles: Mapping[str, tuple[str, int]],
-) -> Drawn:
+    curve: Curve, index: int, figure: Figure, axis: Axis, x: Scale, y: Scale, limits: Range,
+    styles: Styles,
+) -> Drawn:  # fmt: skip
     style, marker = styles[curve.label]
     points = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
     apart = 0.0
@@ -287,13 +243,23 @@ def _drawn(
         slot = (WIDTH - LEFT - RIGHT) / len(axis.ticks)
         step = min(14.0, 0.8 * slot / len(figure.curves))
         apart = (index - (len(figure.curves) - 1) / 2) * step
+    places = [x(p.x or 0.0) + apart for p in points]
     if curve.constant:
-        points = [points[0], points[0]] if points else []
-        places = [float(LEFT), float(WIDTH - RIGHT)]
-    else:
-        places = [x(p.x or 0.0) + apart for p in points]
-    dots = tuple(_dot(curve, p, at, y) for p, at in zip(points, places, strict=True))
+        points = points[:1] * 2
+        places = [float(LEFT), float(WIDTH - RIGHT)] if points else []
+    dots = tuple(
+        Dot(
+            x=round(at, 1),
+            y=y(p.mean),
+            low=None if p.low is None else y(p.low),
+            high=None if p.high is None else y(p.high),
+            hollow=p.limited,
+            says=f"{curve.label}{f' at {p.label}' if p.label else ''}: {value(p)}",
+        )
+        for p, at in zip(points, places, strict=True)
+    )
     lined = axis.scale != "category" or curve.constant
+    end = (dots[-1].x, dots[-1].y) if dots else (float(WIDTH - RIGHT), float(HEIGHT - BOTTOM))
     return Drawn(
         style=style,
         marker=marker,
@@ -302,22 +268,8 @@ def _drawn(
         band=_band(dots) if lined and style not in ("floor", "precision") else "",
         dots=() if curve.constant else dots,
         label=_wrapped(curve.label, LABEL_CHARACTERS),
-        label_y=dots[-1].y if dots else float(HEIGHT - BOTTOM),
-        end=(dots[-1].x, dots[-1].y) if dots else (float(WIDTH - RIGHT), float(HEIGHT - BOTTOM)),
-    )
-
-
-def _dot(curve: Curve, point: Point, at: float, y: Scale) -> Dot:
-    low = None if point.low is None else y(point.low)
-    high = None if point.high is None else y(point.high)
-    where = f" at {point.label}" if point.label else ""
-    return Dot(
-        x=round(at, 1),
-        y=y(point.mean),
-        low=low,
-        high=high,
-        hollow=point.limited,
-        says=f"{curve.label}{where}: {value(point)}",
+        label_y=end[1],
+        end=end,
     )
 
 
@@ -341,26 +293,20 @@ def _band(dots: Sequence[Dot]) -> str:
     return f"{_path([*upper, *reversed(lower)])} Z"
 
 
-def _labelled(drawn: Sequence[Drawn]) -> list[Drawn]:
-    """With the labels moved apart until none covers another, in the order of their lines' ends."""
-    order = sorted(range(len(drawn)), key=lambda i: drawn[i].label_y)
-    heights = [LINE * max(1, len(drawn[i].label)) + 3 for i in order]
-    places: list[float] = []
-    for i, height in zip(order, heights, strict=True):
-        top = drawn[i].label_y - height / 2
-        places.append(max(top, places[-1] + heights[len(places) - 1]) if places else max(top, 0))
+def _labelled(lines: Sequence[Drawn]) -> list[Drawn]:
+    """With the labels moved apart until none covers another, in the order of their lines' ends:
+    down from the top, then up from the bottom."""
+    order = sorted(range(len(lines)), key=lambda i: lines[i].label_y)
+    height = [LINE * max(1, len(line.label)) + 3 for line in lines]
+    tops: dict[int, float] = {}
+    free = 0.0
+    for n, i in enumerate(order):
+        top = lines[i].label_y - height[i] / 2
+        tops[i] = max(top, free) if n else max(top, 0)
+        free = tops[i] + height[i]
     bottom = float(HEIGHT)
-    for at in reversed(range(len(places))):
-        places[at] = min(places[at], bottom - heights[at])
-        bottom = places[at]
-    moved = {i: place + height / 2 for i, place, height in zip(order, places, heights, strict=True)}
-    return [_moved(d, moved[i]) for i, d in enumerate(drawn)]
-
-
-def _foot(drawn: Drawn) -> int:
-    """How far down a label reaches."""
-    return math.ceil(drawn.label_y + LINE * len(drawn.label) / 2)
-
-
-def _moved(drawn: Drawn, label_y: float) -> Drawn:
-    return dataclasses.replace(drawn, label_y=round(label_y, 1))
+    for i in reversed(order):
+        bottom = tops[i] = min(tops[i], bottom - height[i])
+    return [
+        replace(line, label_y=round(tops[i] + height[i] / 2, 1)) for i, line in enumerate(lines)
+    ]

@@ -4,9 +4,7 @@ There is no standard; this is the shape that Jenkins, GitLab and GitHub's report
 testsuites, testsuite, testcase, and in a case failure, error or skipped, each with a message. A
 suite is a kernel, a case one rule on one tensor in one format. Exceeded is a failure, not measured
 an error, not judged and allowed not to be is skipped. Names hold no numbers, so that a case keeps
-its history.
-
-Something fails or is in error exactly where the exit code is not 0.
+its history. Something fails or is in error exactly where the exit code is not 0.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from numdev.report.foreign import plain
 from numdev.report.views.gate import Spot, number
 
 GATE = "numdev gate"
-TAGS: Mapping[Outcome, str] = {
-    "exceeded": "failure",
-    "unmeasured": "error",
-    "untested": "skipped",
-}
+TAGS: Mapping[Outcome, str] = {"exceeded": "failure", "unmeasured": "error", "untested": "skipped"}
 COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
@@ -36,8 +30,7 @@ class _Case:
     name: str
     outcome: Outcome
     message: str = ""
-    more: tuple[str, ...] = ()
-    """Lines below the message."""
+    more: tuple[str, ...] = ()  # lines below the message
 
 
 def junit(
@@ -46,40 +39,24 @@ def junit(
     """The whole file. `findings` are the judgement's, `spots` where its rules stand. What XML 1.0
     cannot hold in a name is spelled out."""
     cases = list(_cases(judgement, findings, spots or {}))
+    # A finished report is judged in no time worth telling, and readers want the attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
     for suite in dict.fromkeys(case.suite for case in cases):
-        # A finished report is judged in no time worth telling, and readers want the attribute.
         element = ElementTree.SubElement(root, "testsuite", name=plain(suite), time="0")
-        for case in cases:
-            if case.suite == suite:
-                _add(element, case)
-        _count(element)
-    _count(root)
+        for case in (case for case in cases if case.suite == suite):
+            test = ElementTree.SubElement(element, "testcase", name=plain(case.name),
+                                          classname=plain(suite), time="0")  # fmt: skip
+            if case.outcome in TAGS:
+                message = plain(case.message)
+                told = ElementTree.SubElement(test, TAGS[case.outcome], message=message,
+                                              type=case.outcome)  # fmt: skip
+                told.text = "\n".join(map(plain, (case.message, *case.more)))
+    for element in (*root, root):
+        for attribute, tag in {"tests": "testcase", **COUNTS}.items():
+            element.set(attribute, str(len(list(element.iter(tag)))))
     ElementTree.indent(root)
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{_text(root)}\n'
-
-
-def _text(root: ElementTree.Element) -> str:
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _add(suite: ElementTree.Element, case: _Case) -> None:
-    name, of = plain(case.name), plain(case.suite)
-    element = ElementTree.SubElement(suite, "testcase", name=name, classname=of, time="0")
-    tag = TAGS.get(case.outcome)
-    if tag is None:
-        return
-    said = ElementTree.SubElement(element, tag, message=plain(case.message), type=case.outcome)
-    said.text = "\n".join(map(plain, (case.message, *case.more)))
-
-
-def _count(element: ElementTree.Element) -> None:
-    element.set("tests", str(len(list(element.iter("testcase")))))
-    for attribute, tag in COUNTS.items():
-        element.set(attribute, str(len(list(element.iter(tag)))))
-
-
-# --- cases ---------------------------------------------------------------------------------------
+    text = ElementTree.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
 def _cases(
@@ -91,45 +68,37 @@ def _cases(
     for name in judgement.missing:
         message = "required, and not in this report"
         yield _Case(suite=name, name="runs", outcome="unmeasured", message=message)
-    yield _whole(judgement)
+    # A report of nothing passes no other case's test.
+    ran = any(calls.ok for calls in judgement.calls)
+    judged = any(v.outcome in ("passed", "exceeded") for v in judgement.verdicts)
+    message = "no rule could be applied to any row" if ran else "no kernel under audit was measured"
+    outcome: Outcome = "passed" if ran and judged else "unmeasured"
+    yield _Case(suite=GATE, name="something was judged", outcome=outcome, message=message)
 
 
 def _verdict(verdict: Verdict, findings: Sequence[Finding], spot: Spot | None) -> _Case:
-    if verdict.kernel is None:
-        suite, name = GATE, verdict.rule
-    else:
+    suite, name = GATE, verdict.rule
+    if verdict.kernel is not None:
         suite = label(verdict) + (" (baseline)" if verdict.role == "baseline" else "")
         name = f"{verdict.rule} ({verdict.tensor}, {verdict.format})"
-    said = [finding.sentence for finding in findings if _is_of(finding, verdict)]
-    rule = [f"rule: {verdict.rule}" + (f", {spot}" if spot else "")]
-    return _Case(
-        suite=suite,
-        name=name,
-        outcome=verdict.outcome,
-        message=_message(verdict),
-        more=(*said, *map(_place, verdict.places), *rule),
-    )
-
-
-def _is_of(finding: Finding, verdict: Verdict) -> bool:
-    """Whether the finding says in words what the verdict does in numbers."""
-    return (
-        finding.severity == "exceeded"
-        and finding.rule == verdict.rule
+    message = "; ".join(verdict.reasons[:3])
+    if verdict.outcome == "exceeded":
+        what = f"{number(verdict)}, and the limit is {verdict.limit}"
+        if verdict.metric == "suspicion":
+            what = f"computes a different function: {verdict.observed}"
+        message = f"{what} ({verdict.offending} of {verdict.judged} heads)"
+    sentences = [
+        finding.sentence
+        for finding in findings
+        if finding.severity == "exceeded"
         and verdict.kernel in (finding.kernel, *finding.also)
-        and finding.options == verdict.options
-        and finding.tensor == verdict.tensor
         and verdict.format in finding.formats
-    )
-
-
-def _message(verdict: Verdict) -> str:
-    if verdict.outcome != "exceeded":
-        return "; ".join(verdict.reasons[:3])
-    what = f"{number(verdict)}, and the limit is {verdict.limit}"
-    if verdict.metric == "suspicion":
-        what = f"computes a different function: {verdict.observed}"
-    return f"{what} ({verdict.offending} of {verdict.judged} heads)"
+        and (finding.rule, finding.options, finding.tensor)
+        == (verdict.rule, verdict.options, verdict.tensor)
+    ]
+    rule = f"rule: {verdict.rule}" + (f", {spot}" if spot else "")
+    more = (*sentences, *map(_place, verdict.places), rule)
+    return _Case(suite=suite, name=name, outcome=verdict.outcome, message=message, more=more)
 
 
 def _place(place: Place) -> str:
@@ -146,12 +115,3 @@ def _calls(calls: Calls) -> _Case:
     message = f"{word} in {count} of {every} calls: {'; '.join(calls.reasons[:3])}"
     more = (_place(calls.place),) if calls.place else ()
     return _Case(suite=label(calls), name=name, outcome=calls.outcome, message=message, more=more)
-
-
-def _whole(judgement: Judgement) -> _Case:
-    """That anything was judged at all: a report of nothing passes no other case's test."""
-    ran = any(calls.ok for calls in judgement.calls)
-    judged = any(v.outcome in ("passed", "exceeded") for v in judgement.verdicts)
-    message = "no rule could be applied to any row" if ran else "no kernel under audit was measured"
-    outcome: Outcome = "passed" if ran and judged else "unmeasured"
-    return _Case(suite=GATE, name="something was judged", outcome=outcome, message=message)

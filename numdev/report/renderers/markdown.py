@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from numdev.report import Report
-from numdev.report.document import (
-    Bullets,
-    Document,
-    Figures,
-    Heading,
-    Node,
-    Paragraph,
-    Table,
-    legend,
-    table_of,
-)
+from numdev.report import document as doc
 from numdev.report.foreign import plain
 from numdev.report.renderers.terminal import some
 from numdev.report.views import document_of
@@ -38,11 +28,11 @@ def page(report: Report) -> str:
     return text_of(document_of(report))
 
 
-def text_of(document: Document, level: int = 1) -> str:
+def text_of(document: doc.Document, level: int = 1) -> str:
     """A document, its title a heading of this level; ends with a newline."""
     lines = [f"{'#' * level} {escaped(document.title)}"]
     for node in document.shown_in("markdown"):
-        lines += ["", *_lines(node, level)]
+        lines += ["", *_lines(node, f"{'#' * (level + 1)} ")]
     return "\n".join(lines) + "\n"
 
 
@@ -54,41 +44,41 @@ def escaped(text: str) -> str:
     return _LATER.sub(r"\g<0><!-- -->", first)
 
 
-def _lines(node: Node, level: int) -> Iterator[str]:
-    if isinstance(node, Heading):
-        yield f"{'#' * (level + 1)} {escaped(node.text)}"
-    elif isinstance(node, Paragraph):
+def _lines(node: doc.Node, heading: str) -> Iterator[str]:
+    if isinstance(node, doc.Heading):
+        yield heading + escaped(node.text)
+    elif isinstance(node, doc.Paragraph):
         yield escaped(node.text)
-    elif isinstance(node, Bullets):
+    elif isinstance(node, doc.Bullets):
         for item in node.items:
             lead = f"**{escaped(item.lead)}**" if item.lead else ""
             yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
-    elif isinstance(node, Table):
-        yield from _table(node, level)
-    elif isinstance(node, Figures):
+    elif isinstance(node, doc.Table):
+        yield from _table(node, heading)
+    elif isinstance(node, doc.Figures):
         for chart in node.charts:
-            yield from (*_table(table_of(chart), level), "")
+            yield from (*_table(doc.table_of(chart), heading), "")
 
 
-def _table(node: Table, level: int) -> Iterator[str]:
+def _table(node: doc.Table, heading: str) -> Iterator[str]:
     shown = list(range(len(node.columns)))
     if node.kind == "series":
         shown = [0, *some(shown[1:], PLACES - 1)]
     if node.title:
-        yield from (f"{'#' * (level + 1)} {escaped(node.title)}", "")
+        yield from (heading + escaped(node.title), "")
     columns = [node.columns[i] for i in shown]
-    yield _row([column.title for column in columns])
-    yield "|" + "|".join("---:" if i and c.align == "right" else "---"
-                         for i, c in enumerate(columns)) + "|"  # fmt: skip
+    yield _row(column.title for column in columns)
+    right = [i > 0 and column.align == "right" for i, column in enumerate(columns)]
+    yield f"|{'|'.join('---:' if at else '---' for at in right)}|"
     for row in node.rows[:LONGEST]:
-        yield _row([" ".join(filter(None, (row.cells[i].text, row.cells[i].after)))
-                    for i in shown])  # fmt: skip
+        cells = [row.cells[i] for i in shown]
+        yield _row(" ".join(filter(None, (cell.text, cell.after))) for cell in cells)
     if len(node.rows) > LONGEST:
         yield from ("", f"{len(node.rows) - LONGEST} more rows are in the report.")
-    below = legend(columns)
+    below = doc.legend(columns)
     if below:
         yield from ("", escaped(below))
 
 
-def _row(cells: Sequence[str]) -> str:
+def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(escaped(cell) if cell else " " for cell in cells) + " |"

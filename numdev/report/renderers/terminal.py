@@ -18,37 +18,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from numdev.report import Report
-from numdev.report.document import (
-    Bullets,
-    Cell,
-    Column,
-    Document,
-    Figures,
-    Heading,
-    Paragraph,
-    Row,
-    Table,
-    legend,
-    table_of,
-)
+from numdev.report import document as doc
 from numdev.report.foreign import plain
 from numdev.report.views import document_of
 
-STYLES = {
-    "": "",
-    "strong": "bold",
-    "soft": "dim",
-    "good": "green",
-    "warn": "yellow",
-    "bad": "bold red",
-}
+STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yellow"}
+STYLES["bad"] = "bold red"
 SHADES = ("green", "yellow", "dark_orange", "bold red", "bold red")
-LONG = 14
-"""Characters of a kernel's name that a table of 80 columns has room for."""
-NUMBER = 9
-"""Characters that a column of a series takes."""
-MAP = 5
-"""Characters that a column of a map takes."""
+LONG = 14  # characters of a kernel's name that a table of 80 columns has room for
+NUMBER = 9  # characters that a column of a series takes
+MAP = 5  # characters that a column of a map takes
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -56,27 +35,27 @@ def show(report: Report, console: Console | None = None) -> None:
     print_document(document_of(report), console)
 
 
-def print_document(document: Document, console: Console | None = None) -> None:
+def print_document(document: doc.Document, console: Console | None = None) -> None:
     """Print what a document has for the terminal."""
     out = console or Console()
     for i, node in enumerate(document.shown_in("terminal")):
-        if i == 0 and isinstance(node, Paragraph):
+        if i == 0 and isinstance(node, doc.Paragraph):
             out.print()
-        if isinstance(node, Heading):
+        if isinstance(node, doc.Heading):
             out.print()
             out.print(_text(node.text, "bold"))
-        elif isinstance(node, Paragraph):
+        elif isinstance(node, doc.Paragraph):
             out.print(_text(node.text, STYLES[node.style]))
-        elif isinstance(node, Bullets):
+        elif isinstance(node, doc.Bullets):
             _bullets(node, out)
-        elif isinstance(node, Table):
+        elif isinstance(node, doc.Table):
             _table(node, out)
-        elif isinstance(node, Figures):
+        elif isinstance(node, doc.Figures):
             for chart in node.charts:
-                _table(table_of(chart), out)
+                _table(doc.table_of(chart), out)
 
 
-def _bullets(node: Bullets, out: Console) -> None:
+def _bullets(node: doc.Bullets, out: Console) -> None:
     if node.kind != "plain":
         out.print()
     for item in node.items:
@@ -88,7 +67,7 @@ def _bullets(node: Bullets, out: Console) -> None:
         out.print(line.append_text(_text(text, style)))
 
 
-def _table(node: Table, out: Console) -> None:
+def _table(node: doc.Table, out: Console) -> None:
     """A table under its title; of a map as many blocks of columns as the width asks for."""
     if not node.rows:
         return
@@ -107,7 +86,7 @@ def _table(node: Table, out: Console) -> None:
         blocks = [[0, *some(chosen[1:], max(2, (out.width - names - 2) // NUMBER))]]
     for block in blocks:
         out.print(_grid(node, block))
-    below = legend(node.columns[i] for i in chosen)
+    below = doc.legend(node.columns[i] for i in chosen)
     if below:
         out.print(_text(below, "dim"))
 
@@ -116,13 +95,11 @@ def some(places: Sequence[int], fitting: int) -> list[int]:
     """At most so many of them, evenly spread, the first and the last among them."""
     if len(places) <= fitting:
         return list(places)
-    return [
-        places[i]
-        for i in sorted({round(i * (len(places) - 1) / (fitting - 1)) for i in range(fitting)})
-    ]
+    chosen = {round(i * (len(places) - 1) / (fitting - 1)) for i in range(fitting)}
+    return [places[i] for i in sorted(chosen)]
 
 
-def _grid(node: Table, chosen: Sequence[int]) -> rich_table.Table:
+def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
     mapped = node.kind == "map"
     tight = not mapped and len(chosen) > 9  # one column more must still fit in 80
     grid = rich_table.Table(
@@ -132,24 +109,20 @@ def _grid(node: Table, chosen: Sequence[int]) -> rich_table.Table:
         show_edge=False,
     )
     for at in chosen:
-        _add_column(grid, node, node.columns[at], first=at == 0)
+        column = node.columns[at]
+        options: dict[str, Any] = {"overflow": "fold"}
+        if at:
+            options["justify"] = column.align
+            options["no_wrap"] = node.kind == "numbers" and column.align == "right"
+            options["width"] = MAP - 1 if mapped else None
+        grid.add_column(_text(column.short or column.title), **options)
     for row in node.rows:
         grid.add_row(*(_cell(row, i) for i in chosen))
     return grid
 
 
-def _add_column(grid: rich_table.Table, node: Table, column: Column, *, first: bool) -> None:
-    options: dict[str, Any] = {"overflow": "fold"}
-    if not first:
-        options["justify"] = column.align
-        options["no_wrap"] = node.kind == "numbers" and column.align == "right"
-    if node.kind == "map" and not first:
-        options["width"] = MAP - 1
-    grid.add_column(_text(column.short or column.title), **options)
-
-
-def _cell(row: Row, at: int) -> Text:
-    cell: Cell = row.cells[at]
+def _cell(row: doc.Row, at: int) -> Text:
+    cell: doc.Cell = row.cells[at]
     style = STYLES[cell.style] or ("dim" if row.standard else "bold" if at == 0 else "")
     if cell.shade is not None:
         style = SHADES[cell.shade]

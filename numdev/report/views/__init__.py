@@ -11,60 +11,42 @@ from typing import Any
 
 from numdev.audit.timing import words as seconds
 from numdev.report import Finding, Report
-from numdev.report.document import (
-    PAGE,
-    TERMINAL,
-    TEXT,
-    Bullets,
-    Code,
-    Column,
-    Document,
-    Fold,
-    Heading,
-    Item,
-    Node,
-    Paragraph,
-    Row,
-    Style,
-    Table,
-    as_cell,
-    headed,
-    notes,
-)
+from numdev.report import document as doc
 
 REPRODUCERS = "reproducers"
 LONGEST = 32_000
 """Characters of a reproducer that the page shows; a longer one is only named."""
-SEVERITIES: dict[str, tuple[str, Style]] = {
+SEVERITIES: dict[str, tuple[str, doc.Style]] = {
     "exceeded": ("Exceeded", "bad"),
     "unmeasured": ("Not measured", "warn"),
     "note": ("", "soft"),
 }
 
 
-def document_of(report: Report, directory: Path | None = None) -> Document:
+def document_of(report: Report, directory: Path | None = None) -> doc.Document:
     """The report as a document; reproducers are looked for under `directory`."""
     view: Any = importlib.import_module(f"numdev.report.views.{report.kind}")
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
     accusations = [f for f in report.findings if f.metric == "suspicion"]
     answer = (
-        *(Item("", lead=finding.sentence, style="bad") for finding in accusations),
-        *map(headed, summary.answer),
+        *(doc.Item("", lead=finding.sentence, style="bad") for finding in accusations),
+        *map(doc.headed, summary.answer),
     )
-    return Document(
+    listed = findings(report.findings, directory)
+    return doc.Document(
         view.title(report),
         (
-            Bullets(answer, "answer"),
-            Paragraph(view.line(report), "soft", TEXT),
-            *_findings(report, directory),
-            *notes(getattr(report, "tested", ())),
+            doc.Bullets(answer, "answer"),
+            doc.Paragraph(view.line(report), "soft", doc.TEXT),
+            *((doc.Heading("Findings", doc.TEXT), listed) if listed.items else ()),
+            *doc.notes(getattr(report, "tested", ())),
             *view.blocks(report),
             *_origin(report),
         ),
     )
 
 
-def findings(found: tuple[Finding, ...], directory: Path | None = None) -> Bullets:
+def findings(found: tuple[Finding, ...], directory: Path | None = None) -> doc.Bullets:
     """Findings as a list; one that computes a different function leads the answer, and is repeated
     only for its reproducer."""
     items = []
@@ -73,15 +55,8 @@ def findings(found: tuple[Finding, ...], directory: Path | None = None) -> Bulle
         if finding.metric != "suspicion" or script:
             name, style = SEVERITIES[finding.severity]
             lead = f"{name} ({finding.rule}):" if name else ""
-            items.append(Item(finding.sentence, lead=lead, style=style, script=script))
-    return Bullets(tuple(items), "findings")
-
-
-def _findings(report: Report, directory: Path | None) -> Iterator[Node]:
-    listed = findings(report.findings, directory)
-    if listed.items:
-        yield Heading("Findings", TEXT)
-        yield listed
+            items.append(doc.Item(finding.sentence, lead=lead, style=style, script=script))
+    return doc.Bullets(tuple(items), "findings")
 
 
 def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
@@ -101,23 +76,11 @@ def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
     return None
 
 
-def _origin(report: Report) -> Iterator[Node]:
+def _origin(report: Report) -> Iterator[doc.Node]:
     """Where the numbers come from: a table on the page, a line or two in the terminal."""
-    yield Heading("Where this comes from", TEXT)
-    yield Table(
-        columns=(Column("", align="left"), Column("", align="left")),
-        rows=tuple(Row((as_cell(name), as_cell(value))) for name, value in facts(report)),
-        only=TEXT,
-    )
-    request = json.dumps(report.request, indent=1, ensure_ascii=False)
-    yield Fold("The request, complete", (Code(request),), only=PAGE)
-    yield from notes((source_line(report), seconds(report.timings)), TERMINAL)
-
-
-def facts(report: Report) -> list[tuple[str, str]]:
-    """Where the numbers come from, as pairs of a name and a value."""
     system, source = report.provenance.system, report.provenance.source
     packages = system.get("packages") or {}
+    where = f"{system.get('cpu')} ({system.get('cpu_capability')})"
     pairs = {
         "command": report.provenance.command,
         "made": report.provenance.created,
@@ -127,24 +90,25 @@ def facts(report: Report) -> list[tuple[str, str]]:
         "pipeline": source.get("pipeline"),
         "not audited": source.get("not_audited"),
         "GPU": system.get("gpu"),
-        "CPU": f"{system.get('cpu')} ({system.get('cpu_capability')})",
+        "CPU": where,
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
         "numdev": report.provenance.numdev,
         "time": seconds(report.timings),
     }
-    return [(name, str(value)) for name, value in pairs.items() if value]
-
-
-def source_line(report: Report) -> str:
-    """What was read, on which machine, in one line."""
-    source, system = report.provenance.source, report.provenance.system
+    yield doc.Heading("Where this comes from", doc.TEXT)
+    columns = (doc.Column("", align="left"), doc.Column("", align="left"))
+    yield doc.table(columns, [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT)
+    request = json.dumps(report.request, indent=1, ensure_ascii=False)
+    yield doc.Fold("The request, complete", (doc.Code(request),), only=doc.PAGE)
     what = source.get("checkpoint") or source.get("tensors") or source.get("config")
     read = f", {source['prompt']}" if "prompt" in source else ""
     if "captured_from" in source:
         read = f", captured from {source['captured_from']}"
-    where = system.get("gpu") or f"{system.get('cpu')} ({system.get('cpu_capability')})"
-    torch = system.get("packages", {}).get("torch", "?")
-    return f"{what}{read}. torch {torch} on {where}. numdev {report.provenance.numdev}."
+    line = (
+        f"{what}{read}. torch {packages.get('torch', '?')} on {system.get('gpu') or where}. numdev "
+        f"{report.provenance.numdev}."
+    )
+    yield from doc.notes((line, seconds(report.timings)), doc.TERMINAL)
 
 
 def target_of(report: Report) -> str:

@@ -7,28 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from numdev.report import AuditReport, Explanation, KernelSummary, WeightSummary, WorstRow
-from numdev.report.document import (
-    PAGE,
-    TERMINAL,
-    TEXT,
-    Bullets,
-    Cell,
-    Column,
-    Figures,
-    Heading,
-    Item,
-    Node,
-    Paragraph,
-    Style,
-    bullets,
-    charts,
-    floors,
-    heat_map,
-    labelled,
-    notes,
-    table,
-    words,
-)
+from numdev.report import document as doc
+from numdev.report.document import Cell, Column, Item, floors, labelled
 from numdev.report.numbers import NONE, ratio, shade, short, si, times
 from numdev.report.views import parts, positions, target_of
 
@@ -75,19 +55,19 @@ def line(report: AuditReport) -> str:
     return "Distance from the fp64 reference of the same rounded inputs."
 
 
-def blocks(report: AuditReport) -> Iterator[Node]:
+def blocks(report: AuditReport) -> Iterator[doc.Node]:
     summary = report.summary
     for name in dict.fromkeys(k.format for k in summary.kernels):
         yield from _format(name, [k for k in summary.kernels if k.format == name])
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
-    yield from notes((LEGEND, SAMPLED.format(rows) if rows else ""))
-    yield from notes(_slow_references(report), TERMINAL)
+    yield from doc.notes((LEGEND, SAMPLED.format(rows) if rows else ""))
+    yield from doc.notes(_slow_references(report), doc.TERMINAL)
     yield from parts.blocks(summary.parts)
     if summary.map is not None:
         found = summary.map
         title = f"{found.kernel} in {found.format}: times the floor, layer by head"
         layers = dict(zip(found.layers, found.values, strict=True))
-        yield heat_map(title, found.heads, layers, short, ratio, shade)
+        yield doc.heat_map(title, found.heads, layers, short, ratio, shade)
     yield from positions.along(summary.profiles, summary.along)
     yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
     yield from _explanations(summary.explanations)
@@ -97,23 +77,23 @@ def blocks(report: AuditReport) -> Iterator[Node]:
 # --- the ranking ---------------------------------------------------------------------------------
 
 
-def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Node]:
+def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
     """One format: kernels ranked, their gradients, and what the tables need said."""
     measured = [k for k in kernels if k.ok and k.role != "precision"]
     shown = [k for k in measured if not _repeats(k, measured)]
     title = f"{name}: kernels, the closest to the truth first"
-    yield table(COLUMNS, map(_ranked, shown), [k.role != "kernel" for k in shown], title=title)
+    yield doc.table(COLUMNS, map(_ranked, shown), [k.role != "kernel" for k in shown], title=title)
     with_gradients = [k for k in shown if k.gradients]
     names = [c for t in GRADIENTS for c in (f"{t} ×floor", Column("×predicted", "×pred"))]
-    yield table(
+    yield doc.table(
         ["kernel", *names, "noise"],
         map(_gradients, with_gradients),
         [k.role != "kernel" for k in with_gradients],
         title=f"{name}: gradients",
     )
     if with_gradients:
-        yield Paragraph(_amplified(with_gradients), "soft")
-    yield Bullets(tuple(_remarks(name, kernels)))
+        yield doc.Paragraph(_amplified(with_gradients), "soft")
+    yield doc.Bullets(tuple(_remarks(name, kernels)))
 
 
 def _name(k: KernelSummary) -> Cell:
@@ -145,7 +125,7 @@ def predicted(value: float | None) -> Cell:
     """The worst head's error over what its roundings predict; far above 1 it stands out."""
     if value is None:
         return Cell(NONE)
-    style: Style = "good" if value <= 1.15 else "warn" if value <= 1.5 else "bad"
+    style: doc.Style = "good" if value <= 1.15 else "warn" if value <= 1.5 else "bad"
     return Cell(ratio(value), style=style)
 
 
@@ -155,11 +135,11 @@ def _at_least(k: KernelSummary) -> str:
 
 
 def _gradients(k: KernelSummary) -> tuple[Cell, ...]:
-    by_tensor = {g.tensor: g for g in k.gradients}
     cells = [_name(k)]
     for tensor in GRADIENTS:
-        g = by_tensor.get(tensor)  # type: ignore[call-overload]
-        cells += [floors(g.floor_ratio if g else None), predicted(g and g.expected_ratio_worst)]
+        g = next((g for g in k.gradients if g.tensor == tensor), None)
+        cells += [floors(g.floor_ratio if g else None)]
+        cells += [predicted(g.expected_ratio_worst if g else None)]
     return (*cells, Cell(si(k.noise)))
 
 
@@ -208,20 +188,19 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
 def _bounds(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
     """How far kernels are from the baseline, beside how far a change of format moves it."""
     here = [k for k in kernels if k.role == "kernel" and not _repeats(k, kernels)]
-    for metric, before in (
-        (
-            "flash_vs_low_precision",
-            f"From the baseline, over the baseline's own way from float32 to {name}",
-        ),
-        ("flash_vs_lower", "From the baseline, over its way on to {}"),
-    ):
+    before = {
+        "flash_vs_low_precision": f"the baseline's own way from float32 to {name}",
+        "flash_vs_lower": "its way on to {}",
+    }
+    for metric, way in before.items():
         known = [k for k in here if getattr(k, metric) is not None]
         if known:
             ratios = ", ".join(
                 f"{k.kernel} {times(getattr(k, metric))} (W1 {times(getattr(k, f'{metric}_w1'))})"
                 for k in known
             )
-            yield Item(f"{before.format(known[0].lower_format)}: {ratios}.", style="soft")
+            way = way.format(known[0].lower_format)
+            yield Item(f"From the baseline, over {way}: {ratios}.", style="soft")
 
 
 def _repeats(k: KernelSummary, kernels: Sequence[KernelSummary]) -> bool:
@@ -249,15 +228,15 @@ def _slow_references(report: AuditReport) -> Iterator[str]:
 # --- what stands below it ------------------------------------------------------------------------
 
 
-def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[Node]:
+def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
     """The rows that err most, where they stand, and what is special about them."""
     if not rows:
         return
-    yield Heading("The rows that err most" + (", of those sampled" if sampled else ""))
+    yield doc.Heading("The rows that err most" + (", of those sampled" if sampled else ""))
     note = "Where along its call each of the rows below stands, 0 % being the first."
     figures = positions.of_worst(rows)
-    yield Figures(charts(figures, positions.SHARE, seeds="", note=note), PAGE)
-    yield Bullets(
+    yield doc.Figures(doc.charts(figures, positions.SHARE, seeds="", note=note), doc.PAGE)
+    yield doc.Bullets(
         tuple(
             Item(
                 f"({w.format}), "
@@ -270,11 +249,11 @@ def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[Node]:
     )
 
 
-def _explanations(found: Sequence[Explanation]) -> Iterator[Node]:
+def _explanations(found: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Which roundings make each kernel's errors, and what the sites in the table are."""
     if not found:
         return
-    yield table(
+    yield doc.table(
         (
             "kernel",
             Column("", align="left"),
@@ -299,7 +278,7 @@ def _explanations(found: Sequence[Explanation]) -> Iterator[Node]:
     )
     sites = {s.site: s.rounds for e in found for s in e.sites}
     rounds = "; ".join(f"{site}: {what}" for site, what in sites.items())
-    yield from notes((RESIDUAL + (f" {rounds}." if rounds else ""),))
+    yield from doc.notes((RESIDUAL + (f" {rounds}." if rounds else ""),))
 
 
 def _source(e: Explanation) -> str:
@@ -312,20 +291,20 @@ def _source(e: Explanation) -> str:
     return name + (f" ({e.explained} of {e.calls} calls)" if e.explained < e.calls else "")
 
 
-def _weights(found: Sequence[WeightSummary]) -> Iterator[Node]:
+def _weights(found: Sequence[WeightSummary]) -> Iterator[doc.Node]:
     """What casting the stored weights costs."""
     changed = [w for w in found if w.mean_abs or w.nonfinite]
-    yield bullets(
+    yield doc.bullets(
         (
             f"Stored weights cast to {w.format}: mean change {si(w.mean_abs)} (= W1), max "
             f"{si(w.max_abs)} in {w.max_tensor}"
             + (f"; {w.nonfinite} not finite" if w.nonfinite else "")
             for w in changed
         ),
-        TERMINAL,
+        doc.TERMINAL,
     )
     names = ("format", "tensors", "mean change (= W1)", "max change", "in", "not finite")
-    yield words(
+    yield doc.words(
         names,
         (
             (w.format, str(w.tensors), si(w.mean_abs), si(w.max_abs), w.max_tensor or NONE,
@@ -333,5 +312,5 @@ def _weights(found: Sequence[WeightSummary]) -> Iterator[Node]:
             for w in found
         ),
         title="Stored weights, cast",
-        only=TEXT,
+        only=doc.TEXT,
     )  # fmt: skip

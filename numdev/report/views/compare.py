@@ -7,24 +7,8 @@ from collections.abc import Iterator
 
 from numdev.gate.compare_report import CompareReport, Group
 from numdev.report import Place
-from numdev.report.document import (
-    TERMINAL,
-    TEXT,
-    Bullets,
-    Cell,
-    Column,
-    Heading,
-    Item,
-    Medium,
-    Node,
-    Style,
-    Table,
-    bullets,
-    labelled,
-    notes,
-    table,
-    words,
-)
+from numdev.report import document as doc
+from numdev.report.document import Cell, Column
 from numdev.report.numbers import NONE, ratio, si
 from numdev.report.views import SEVERITIES
 
@@ -47,11 +31,11 @@ def line(report: CompareReport) -> str:
     return f"Two audits of the same request. {LEGEND} {report.summary.threshold}"
 
 
-def blocks(report: CompareReport) -> Iterator[Node]:
-    yield _moves(report, SHOWN, TERMINAL)
-    yield _moves(report, ON_PAGE, TEXT)
+def blocks(report: CompareReport) -> Iterator[doc.Node]:
+    yield _moves(report, SHOWN, doc.TERMINAL)
+    yield _moves(report, ON_PAGE, doc.TEXT)
     several = len({group.format for group in report.groups}) > 1
-    yield table(
+    yield doc.table(
         (
             "kernel",
             Column("", align="left"),
@@ -64,12 +48,12 @@ def blocks(report: CompareReport) -> Iterator[Node]:
         [g.role != "kernel" for g in report.groups],
         title="Every tensor",
     )
-    yield words(
+    yield doc.words(
         ("", "kernel", "", "rows", "first at", "why"),
         (
             (
                 Cell(p.what, style="bad" if p.what == "gone" else "strong"),
-                labelled(p.kernel, p.options),
+                doc.labelled(p.kernel, p.options),
                 f"{', '.join(p.tensors)} {p.format}",
                 str(p.rows),
                 place(p.place),
@@ -79,11 +63,13 @@ def blocks(report: CompareReport) -> Iterator[Node]:
         ),
         title="Gone and new",
     )
-    yield from _news(report)
+    if report.news:
+        yield doc.Heading("Findings that only one of them has")
+        yield doc.Bullets(tuple(_news(report)), "findings")
     if report.summary.notes:
-        yield Heading("Notes", TEXT)
-        yield bullets(report.summary.notes)
-    yield words(
+        yield doc.Heading("Notes", doc.TEXT)
+        yield doc.bullets(report.summary.notes)
+    yield doc.words(
         ("", "A", "B"),
         (
             *((Cell(f"{d.key} (allowed)", style="strong"), d.a, d.b) for d in report.allowed),
@@ -91,26 +77,26 @@ def blocks(report: CompareReport) -> Iterator[Node]:
         ),
         title="What else is different",
     )
-    yield from notes((report.summary.threshold, LEGEND), TERMINAL)
-    yield words(
+    yield from doc.notes((report.summary.threshold, LEGEND), doc.TERMINAL)
+    yield doc.words(
         ("", "report", "made", "numdev", "rows", "command"),
         (
             (name, side.path, side.created, side.numdev, str(side.rows), side.command)
             for name, side in (("A", report.a), ("B", report.b))
         ),
         title="The two",
-        only=TEXT,
+        only=doc.TEXT,
     )
 
 
-def _moves(report: CompareReport, limit: int, only: tuple[Medium, ...]) -> Table:
+def _moves(report: CompareReport, limit: int, only: tuple[doc.Medium, ...]) -> doc.Table:
     count = len(report.moves)
     limited = f": the first {limit} of {count}, all in moves.csv" if count > limit else ""
-    return words(
+    return doc.words(
         ("kernel", "", "where", "what", "noise explains"),
         (
             (
-                Cell(labelled(m.kernel, m.options), style="strong"),
+                Cell(doc.labelled(m.kernel, m.options), style="strong"),
                 f"{m.tensor} {m.format}",
                 place(m.place),
                 m.words,
@@ -123,38 +109,25 @@ def _moves(report: CompareReport, limit: int, only: tuple[Medium, ...]) -> Table
     )
 
 
-def _group(g: Group, several: bool) -> tuple[Cell, ...]:
+def _group(g: Group, several: bool) -> tuple[str | Cell, ...]:
     """Its numbers; with its format where there are several, since the answer has a single one."""
     write = si if g.metric == "rms" else ratio
-    moved: Style = "bad" if g.moved else ""
     return (
-        Cell(labelled(g.kernel, g.options), style="strong" if g.moved else ""),
-        Cell(f"{g.tensor} {g.format}" if several else g.tensor),
-        Cell(str(g.pairs)),
-        Cell(str(g.moved), style=moved),
-        *map(Cell, (str(g.same_bits), str(g.same_numbers), g.metric or NONE)),
-        *map(Cell, (write(g.a), write(g.b), ratio(g.change))),
-        Cell(place(g.where) if g.where else ""),
+        Cell(doc.labelled(g.kernel, g.options), style="strong" if g.moved else ""),
+        f"{g.tensor} {g.format}" if several else g.tensor,
+        str(g.pairs),
+        Cell(str(g.moved), style="bad" if g.moved else ""),
+        *(str(g.same_bits), str(g.same_numbers), g.metric or NONE),
+        *(write(g.a), write(g.b), ratio(g.change)),
+        place(g.where) if g.where else "",
     )
 
 
-def _news(report: CompareReport) -> Iterator[Node]:
-    """Findings that only one of the two has."""
-    if not report.news:
-        return
-    yield Heading("Findings that only one of them has")
-    yield Bullets(
-        tuple(
-            Item(
-                news.finding.sentence,
-                lead=f"{news.what}"
-                f"{'' if news.moved else ' (its number did not move beyond noise)'}:",
-                style=SEVERITIES[news.finding.severity][1] if news.what == "new" else "soft",
-            )
-            for news in report.news
-        ),
-        "findings",
-    )
+def _news(report: CompareReport) -> Iterator[doc.Item]:
+    for news in report.news:
+        still = "" if news.moved else " (its number did not move beyond noise)"
+        style = SEVERITIES[news.finding.severity][1] if news.what == "new" else "soft"
+        yield doc.Item(news.finding.sentence, lead=f"{news.what}{still}:", style=style)
 
 
 def place(where: Place) -> str:

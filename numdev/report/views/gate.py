@@ -13,24 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from numdev.gate.rules import Rules
-from numdev.gate.verdict import Decided, Dose, Held, Judged, Judgement, Outcome, Power, Verdict
+from numdev.gate.verdict import Decided, Held, Judged, Judgement, Power, Verdict
 from numdev.gate.words import label
 from numdev.report import Finding, Place
-from numdev.report.document import (
-    Bullets,
-    Document,
-    Item,
-    Node,
-    Paragraph,
-    Style,
-    Table,
-    notes,
-    words,
-)
+from numdev.report import document as doc
 from numdev.report.views import findings as listed
 
 GRAVITY = ("exceeded", "unmeasured", "passed", "untested")
-OUTCOMES: dict[str, tuple[str, Style]] = {
+OUTCOMES: dict[str, tuple[str, doc.Style]] = {
     "passed": ("PASSED", "good"),
     "exceeded": ("EXCEEDED", "bad"),
     "unmeasured": ("NOT MEASURED", "bad"),
@@ -56,46 +46,42 @@ def document(
     findings: Sequence[Finding],
     tested: Sequence[str],
     named: Callable[[Place], str],
-) -> Document:
+) -> doc.Document:
     """What `numdev gate` prints. `findings` are the exceeded verdicts in sentences, and `named`
     says what a place is called."""
     judgement = decided.judgement
     word, style = OUTCOMES[judgement.outcome]
-    return Document(
+    return doc.Document(
         "numdev gate",
         (
-            Paragraph(f"{word}, by the rules {judgement.rules}.", style),
+            doc.Paragraph(f"{word}, by the rules {judgement.rules}.", style),
             _offending(decided.judged, named),
             listed(tuple(_sourced(finding, judgement.verdicts) for finding in findings)),
-            *(Paragraph(problem.sentence, "warn") for problem in unmeasured(judgement)),
+            *(doc.Paragraph(problem.sentence, "warn") for problem in unmeasured(judgement)),
             *_passed(judgement.verdicts),
-            *notes((*tested, *beside(judgement))),
+            *doc.notes((*tested, *beside(judgement))),
             _doses(judgement.power),
-            *(() if judgement.power else notes((NO_POWER,))),
+            *(() if judgement.power else doc.notes((NO_POWER,))),
         ),
     )
 
 
-def summary(judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str]) -> Document:
+def summary(
+    judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str]
+) -> doc.Document:
     """The judgement for a step's summary: what is wrong, a table of rules, what was judged."""
     problems = list(problems_of(judgement, findings))
-    wrong = [Item(f"{SIGNS[p.severity].split()[0]} {p.sentence}") for p in problems[:SENTENCES]]
+    wrong = [f"{SIGNS[p.severity].split()[0]} {p.sentence}" for p in problems[:SENTENCES]]
     if len(problems) > SENTENCES:
-        wrong.append(Item(f"and {len(problems) - SENTENCES} more"))
-    said = [finding.sentence for finding in findings if finding.severity == "note"]
+        wrong.append(f"and {len(problems) - SENTENCES} more")
+    notes = [finding.sentence for finding in findings if finding.severity == "note"]
     by = f"By the rules {judgement.rules}."
-    return Document(
+    return doc.Document(
         f"numdev gate: {SIGNS[judgement.outcome]}",
         (
-            Bullets(tuple(wrong)),
-            words(
-                ("rule", "", "heads", "worst", "limit", "in"),
-                (
-                    (line.rule, SIGNS[line.outcome], line.heads, line.worst, line.limit, line.where)
-                    for line in lines_of(judgement)
-                ),
-            ),
-            Bullets(tuple(map(Item, (by, *said, *tested, *beside(judgement))))),
+            doc.bullets(wrong),
+            doc.words(("rule", "", "heads", "worst", "limit", "in"), _lines(judgement)),
+            doc.bullets((by, *notes, *tested, *beside(judgement))),
         ),
     )
 
@@ -105,29 +91,25 @@ def summary(judgement: Judgement, findings: Sequence[Finding], tested: Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One reason why a judgement did not pass."""
+    """One reason why a judgement did not pass: the kernel and what is judged, in words, and the
+    threshold that says so, if one does."""
 
-    severity: Literal["exceeded", "unmeasured"]
+    severity: Literal["exceeded", "unmeasured"] = "unmeasured"
     title: str
-    """The kernel, and what is judged."""
     sentence: str
     rule: str | None = None
-    """The threshold that says so; None where none does."""
 
 
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
     """All of them, the gravest first; none exactly where the judgement passed. `findings` are its
     own (`numdev.findings`); their notes are no problems."""
-    for finding in findings:
-        if finding.severity == "exceeded":
-            title = f"{finding.kernel}: {finding.rule}"
-            yield Problem(
-                severity="exceeded", title=title, sentence=finding.sentence, rule=finding.rule
-            )
-    for finding in findings:
-        if finding.severity == "unmeasured":
-            title = f"{finding.kernel} did not run"
-            yield Problem(severity="unmeasured", title=title, sentence=finding.sentence)
+    for f in findings:
+        if f.severity == "exceeded":
+            yield Problem(severity=f.severity, title=f"{f.kernel}: {f.rule}", sentence=f.sentence,
+                          rule=f.rule)  # fmt: skip
+    for f in findings:
+        if f.severity == "unmeasured":
+            yield Problem(title=f"{f.kernel} did not run", sentence=f.sentence)
     yield from unmeasured(judgement)
 
 
@@ -135,11 +117,12 @@ def unmeasured(judgement: Judgement) -> Iterator[Problem]:
     """What could not be judged and had to be, but for kernels that failed, which are findings."""
     for name in judgement.missing:
         at = f" ({judgement.file}:{judgement.required_line})" if judgement.required_line else ""
-        yield _unmeasured("a required kernel", f"{name} is required and not in this report{at}.")
+        sentence = f"{name} is required and not in this report{at}."
+        yield Problem(title="a required kernel", sentence=sentence)
     if not any(call.ok for call in judgement.calls):
-        yield _unmeasured("no kernel", "No kernel under audit was measured.")
+        yield Problem(title="no kernel", sentence="No kernel under audit was measured.")
     elif not any(v.outcome != "untested" for v in judgement.verdicts):
-        yield _unmeasured("nothing judged", "No rule could be applied to any row.")
+        yield Problem(title="nothing judged", sentence="No rule could be applied to any row.")
     lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}  # by what is said
     for v in judgement.verdicts:
         if v.outcome == "unmeasured":
@@ -147,14 +130,10 @@ def unmeasured(judgement: Judgement) -> Iterator[Problem]:
     for (source, limit, reasons), these in lacking.items():
         rule = these[0].rule
         who = dict.fromkeys(f" of {v.kernel} ({v.tensor}, {v.format})" for v in these if v.kernel)
-        heads = sum(v.unjudged for v in these)
-        where = f" in {heads} heads{','.join(who)}" if who else ""
+        where = f" in {sum(v.unjudged for v in these)} heads{','.join(who)}" if who else ""
         limited = f" ({limit})" if limit else ""
-        yield _unmeasured(
-            f"{rule} not judged",
-            f"{source}{limited} could not be judged{where}: {'; '.join(reasons[:3])}.",
-            rule,
-        )
+        sentence = f"{source}{limited} could not be judged{where}: {'; '.join(reasons[:3])}."
+        yield Problem(title=f"{rule} not judged", sentence=sentence, rule=rule)
 
 
 def sourced(verdict: Verdict) -> str:
@@ -165,42 +144,27 @@ def sourced(verdict: Verdict) -> str:
     return f"{verdict.rule} ({verdict.file}{line})"
 
 
-def _unmeasured(title: str, sentence: str, rule: str | None = None) -> Problem:
-    return Problem(severity="unmeasured", title=title, sentence=sentence, rule=rule)
+def _by_rule(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
+    rules: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        rules.setdefault(verdict.rule, []).append(verdict)
+    return rules
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One rule in a table: where it came nearest to its limit, or went beyond."""
-
-    rule: str
-    outcome: Outcome
-    heads: str
-    worst: str
-    limit: str
-    where: str
-
-
-def lines_of(judgement: Judgement) -> Iterator[Line]:
-    """A line for each rule, in the rules' order."""
-    for rule in dict.fromkeys(v.rule for v in judgement.verdicts):
-        these = [v for v in judgement.verdicts if v.rule == rule]
-        worst = min(these, key=_rank)
-        judged = sum(v.judged for v in these)
-        bad = sum(v.offending for v in these)
-        yield Line(
-            rule=rule,
-            outcome=worst.outcome,
-            heads=f"{bad}/{judged}" if bad else str(judged or "-"),
-            worst=number(worst),
-            limit=worst.limit.removeprefix(f"{worst.metric} "),
-            where=" ".join((worst.kernel or "-", worst.tensor or "", worst.format or "")),
+def _lines(judgement: Judgement) -> Iterator[tuple[str, ...]]:
+    """A line for each rule: where it came nearest to its limit, or went beyond."""
+    for rule, these in _by_rule(judgement.verdicts).items():
+        # The gravest outcome first, then the nearest to the limit.
+        worst = min(these, key=lambda v: (GRAVITY.index(v.outcome), -_nearness(v)))
+        judged, bad = sum(v.judged for v in these), sum(v.offending for v in these)
+        yield (
+            rule,
+            SIGNS[worst.outcome],
+            f"{bad}/{judged}" if bad else str(judged or "-"),
+            number(worst),
+            worst.limit.removeprefix(f"{worst.metric} "),
+            " ".join((worst.kernel or "-", worst.tensor or "", worst.format or "")),
         )
-
-
-def _rank(verdict: Verdict) -> tuple[int, float]:
-    """The gravest outcome first, then by how near to the limit."""
-    return GRAVITY.index(verdict.outcome), -_nearness(verdict)
 
 
 def number(verdict: Verdict) -> str:
@@ -224,7 +188,7 @@ def beside(judgement: Judgement) -> Iterator[str]:
 # --- the table of rows, and of doses -------------------------------------------------------------
 
 
-def _offending(judged: Iterable[Judged], named: Callable[[Place], str]) -> Table:
+def _offending(judged: Iterable[Judged], named: Callable[[Place], str]) -> doc.Table:
     """A line for each row that is beyond a limit, the one farthest beyond first."""
     beyond = [(held, each.verdict) for each in judged for held in each.beyond]
     beyond.sort(key=lambda pair: -pair[0].excess)
@@ -242,7 +206,7 @@ def _offending(judged: Iterable[Judged], named: Callable[[Place], str]) -> Table
     ]
     if len(beyond) > SHOWN:
         rows.append((f"and {len(beyond) - SHOWN} more", *[""] * 6))  # type: ignore[arg-type]
-    return words(("over", "kernel", "in", "where", "number", "limit", "rule"), rows)
+    return doc.words(("over", "kernel", "in", "where", "number", "limit", "rule"), rows)
 
 
 def _observed(held: Held) -> str:
@@ -258,28 +222,23 @@ def _sourced(finding: Finding, verdicts: Sequence[Verdict]) -> Finding:
     return finding.model_copy(update={"sentence": f"{finding.sentence} Rule: {sourced(rule)}."})
 
 
-def _passed(verdicts: Sequence[Verdict]) -> Iterator[Node]:
-    """One line: the rules that passed, each where it came nearest to its limit."""
+def _passed(verdicts: Sequence[Verdict]) -> Iterator[doc.Node]:
+    """One line: the rules that passed, each where it came nearest to its limit, and how many rows
+    were excused."""
     rules = []
-    for rule in dict.fromkeys(v.rule for v in verdicts):
-        these = [v for v in verdicts if v.rule == rule]
+    for rule, these in _by_rule(verdicts).items():
         passed = [v for v in these if v.outcome == "passed"]
-        if passed and all(v.outcome in ("passed", "untested") for v in these):
-            rules.append(f"{rule}{_nearest(passed)}")
+        if not passed or any(v.outcome not in ("passed", "untested") for v in these):
+            continue
+        worst, excused = max(passed, key=_nearness), sum(v.excused for v in passed)
+        parts = []
+        if isinstance(worst.observed, float | int):
+            parts.append(f"{worst.observed:.3g}, {worst.limit.removeprefix(f'{worst.metric} ')}")
+        if excused:
+            parts.append(f"{excused} beyond it, within the old seeds' spread or noise")
+        rules.append(rule + (f" ({'; '.join(parts)})" if parts else ""))
     if rules:
-        yield Paragraph(f"Passed: {'; '.join(rules)}.", "good")
-
-
-def _nearest(verdicts: Sequence[Verdict]) -> str:
-    """The number nearest to its limit, in brackets, and what was excused."""
-    worst = max(verdicts, key=_nearness)
-    excused = sum(v.excused for v in verdicts)
-    parts = []
-    if isinstance(worst.observed, float | int):
-        parts.append(f"{worst.observed:.3g}, {worst.limit.removeprefix(f'{worst.metric} ')}")
-    if excused:
-        parts.append(f"{excused} beyond it, within the old seeds' spread or noise")
-    return f" ({'; '.join(parts)})" if parts else ""
+        yield doc.Paragraph(f"Passed: {'; '.join(rules)}.", "good")
 
 
 def _nearness(verdict: Verdict) -> float:
@@ -288,7 +247,7 @@ def _nearness(verdict: Verdict) -> float:
     return abs(verdict.observed) / (verdict.bound or 1.0)
 
 
-def _doses(power: Sequence[Power]) -> Table:
+def _doses(power: Sequence[Power]) -> doc.Table:
     """A line for each planted fault in each format: its doses, and what caught them."""
     rows = []
     for each in power:
@@ -296,13 +255,12 @@ def _doses(power: Sequence[Power]) -> Table:
         known = any(dose.outcome != "unmeasured" for dose in each.doses)
         never = "at no dose" if known else "not measured"
         since = never if each.caught_from is None else f"{each.caught_from:g}"
-        sizes = (_sizes(each.doses, outcome) for outcome in ("missed", "caught"))
+        sizes = (
+            " ".join(f"{dose.dose:g}" for dose in each.doses if dose.outcome == outcome)
+            for outcome in ("missed", "caught")
+        )
         rows.append((each.fault, each.format, *sizes, since, ", ".join(by)))
-    return words(("planted fault", "format", "missed", "caught", "caught from", "by"), rows)
-
-
-def _sizes(tried: Iterable[Dose], outcome: str) -> str:
-    return " ".join(f"{dose.dose:g}" for dose in tried if dose.outcome == outcome)
+    return doc.words(("planted fault", "format", "missed", "caught", "caught from", "by"), rows)
 
 
 # --- where a rule stands -------------------------------------------------------------------------
@@ -310,11 +268,10 @@ def _sizes(tried: Iterable[Dose], outcome: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
-    """A line of a rule file."""
+    """A line of a rule file, counted from 1."""
 
     file: Path
     line: int | None
-    """From 1 on."""
 
     def __str__(self) -> str:
         return f"{self.file}" if self.line is None else f"{self.file}:{self.line}"

@@ -6,22 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.report import Axis, Curve, Figure, PartSummary, Point, Role, Tick
-from numdev.report.document import (
-    PAGE,
-    TERMINAL,
-    Cell,
-    Chart,
-    Column,
-    Figures,
-    Heading,
-    Node,
-    Row,
-    Table,
-    charts,
-    floors,
-    labelled,
-    notes,
-)
+from numdev.report import document as doc
 from numdev.report.numbers import ratio, si
 
 PHASES = ("prefill", "decode")
@@ -39,53 +24,65 @@ LEGEND = (
 Parts = Sequence[PartSummary]
 
 
-def blocks(parts: Parts) -> Iterator[Node]:
+def blocks(parts: Parts) -> Iterator[doc.Node]:
     """For each format a table of the phases, or one of the steps for each kind of attention."""
     steps = sorted({p.step for p in parts if p.step is not None})
     if len(steps) > 1:
-        yield Heading("By denoising step", PAGE)
-        yield Figures(_charts(parts, steps), PAGE)
+        yield doc.Heading("By denoising step", doc.PAGE)
+        yield doc.Figures(_charts(parts, steps), doc.PAGE)
     for fmt in dict.fromkeys(p.format for p in parts):
         here = [p for p in parts if p.format == fmt]
         if any(p.phase for p in here):
             yield _phases(fmt, here)
-            yield from notes((LEGEND,), PAGE)
+            yield from doc.notes((LEGEND,), doc.PAGE)
         for kind in dict.fromkeys(p.attends for p in here) if steps else ():
             own = [p for p in here if p.attends == kind]
-            yield _steps(f"{fmt}, {KINDS[kind]}", own, steps)
-            yield from notes((_ends(own),), TERMINAL)
+            yield _steps(f"{fmt}, {KINDS[kind]}: ×floor by denoising step", own, steps)
+            yield from doc.notes((_ends(own),), doc.TERMINAL)
 
 
-def _phases(fmt: str, parts: Parts) -> Table:
+def _phases(fmt: str, parts: Parts) -> doc.Table:
     """Prefill beside decode, in whatever there is of both."""
     phases = [phase for phase in PHASES if any(p.phase == phase for p in parts)]
-    rows = []
-    for (label, role), own in _by_kernel(parts).items():
-        cells: list[Cell] = [Cell(label)]
+    rows = {}
+    for key, own in _by_kernel(parts).items():
+        cells = []
         for phase in phases:
             p = next((p for p in own if p.phase == phase), None)
-            cells.append(floors(p.floor_ratio if p else None))
-            cells.append(floors(p.floor_ratio_worst if p else None))
-            cells.append(Cell(ratio(p.expected_ratio_worst if p else None)))
-        rows.append(Row(tuple(cells), standard=role != "kernel"))
+            cells += [doc.floors(p.floor_ratio if p else None)]
+            cells += [doc.floors(p.floor_ratio_worst if p else None)]
+            cells += [doc.Cell(ratio(p.expected_ratio_worst if p else None))]
+        rows[key] = tuple(cells)
     names = [f"{phase} {name}" for phase in phases for name in ("×floor", "worst", "×pred")]
-    columns = (Column("kernel", align="left"), *map(Column, names))
-    return Table(columns, _distinct(rows), f"{fmt}: prefill beside decode", kind="words")
+    return _table(names, rows, title=f"{fmt}: prefill beside decode", kind="words")
 
 
-def _steps(name: str, parts: Parts, steps: Sequence[int]) -> Table:
+def _steps(title: str, parts: Parts, steps: Sequence[int]) -> doc.Table:
     """Times the floor, a column for each step."""
-    rows = []
-    for (label, role), own in _by_kernel(parts).items():
+    rows = {}
+    for key, own in _by_kernel(parts).items():
         at = {p.step: p.floor_ratio for p in own}
-        cells = (Cell(label), *(floors(at.get(step)) for step in steps))
-        rows.append(Row(cells, standard=role != "kernel"))
-    return Table(
-        title=f"{name}: ×floor by denoising step",
-        columns=(Column("kernel", align="left"), *(Column(str(step)) for step in steps)),
-        rows=_distinct(rows),
-        kind="series",
+        rows[key] = tuple(doc.floors(at.get(step)) for step in steps)
+    return _table(list(map(str, steps)), rows, title=title, kind="series")
+
+
+def _table(
+    names: Sequence[str], rows: dict[tuple[str, Role], tuple[doc.Cell, ...]], title: str, kind: str
+) -> doc.Table:
+    """A row for each kernel, without PyTorch's default choice where another has its numbers."""
+    shown = {k: own for k, own in rows.items() if not repeats(k[0], own, list(rows.values()))}
+    return doc.table(
+        ["kernel", *names],
+        [(label, *own) for (label, _), own in shown.items()],
+        [role != "kernel" for _, role in shown],
+        title=title,
+        kind=kind,
     )
+
+
+def repeats(kernel: str, own: object, every: Sequence[object]) -> bool:
+    """Whether this is PyTorch's default choice, and another line has its every number."""
+    return kernel == DEFAULT and every.count(own) > 1
 
 
 def _ends(parts: Parts) -> str:
@@ -101,7 +98,7 @@ def _ends(parts: Parts) -> str:
     return f"Error over the size of a row's terms, median head: {'; '.join(ends)}." if ends else ""
 
 
-def _charts(parts: Parts, steps: Sequence[int]) -> tuple[Chart, ...]:
+def _charts(parts: Parts, steps: Sequence[int]) -> tuple[doc.Chart, ...]:
     """Error by denoising step, for each format and kind of attention."""
     ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
     axis = Axis(name="step", title="denoising step", scale="linear", ticks=ticks)
@@ -116,25 +113,23 @@ def _charts(parts: Parts, steps: Sequence[int]) -> tuple[Chart, ...]:
         )
         for fmt, kind in dict.fromkeys((p.format, p.attends) for p in parts)
     ]
-    return charts([f for f in figures if f.curves], axis, seeds="")
+    return doc.charts([f for f in figures if f.curves], axis, seeds="")
 
 
 def _curves(parts: Parts) -> tuple[Curve, ...]:
-    """Without PyTorch's default choice where another kernel has its every number."""
     points = {
-        (label, role): tuple(
-            Point(x=float(p.step or 0), label=f"step {p.step}", mean=p.row_rel, low=None, high=None,
+        key: tuple(
+            Point(x=float(_step(p)), label=f"step {p.step}", mean=p.row_rel, low=None, high=None,
                   seeds=1)
             for p in own
             if p.row_rel is not None
         )
-        for (label, role), own in _by_kernel(parts).items()
+        for key, own in _by_kernel(parts).items()
     }  # fmt: skip
     return tuple(
         Curve(label=label, role=role, kernel=label, points=own)
         for (label, role), own in points.items()
-        if own
-        and not (label == DEFAULT and any(own == o for key, o in points.items() if key[0] != label))
+        if own and not repeats(label, own, list(points.values()))
     )
 
 
@@ -145,15 +140,5 @@ def _step(part: PartSummary) -> int:
 def _by_kernel(parts: Parts) -> dict[tuple[str, Role], list[PartSummary]]:
     groups: dict[tuple[str, Role], list[PartSummary]] = {}
     for p in parts:
-        groups.setdefault((labelled(p.kernel, p.options), p.role), []).append(p)
+        groups.setdefault((doc.labelled(p.kernel, p.options), p.role), []).append(p)
     return groups
-
-
-def _distinct(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Without PyTorch's default choice where another row has its every number."""
-    return tuple(
-        row
-        for row in rows
-        if row.cells[0].text != DEFAULT
-        or not any(o is not row and o.cells[1:] == row.cells[1:] for o in rows)
-    )

@@ -12,20 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from numdev.report import Axis, Curve, Figure, Point, ProfileSummary, Tick, WorstRow
-from numdev.report.document import (
-    PAGE,
-    TERMINAL,
-    TEXT,
-    Chart,
-    Figures,
-    Fold,
-    Heading,
-    Node,
-    Paragraph,
-    labelled,
-    notes,
-)
-from numdev.report.views.parts import DEFAULT, KINDS
+from numdev.report import document as doc
+from numdev.report.views.parts import KINDS, repeats
 
 FEWEST = 2
 """Places that a line needs."""
@@ -38,10 +26,6 @@ SHARE = Axis(
     scale="linear",
     ticks=tuple(Tick(x=float(share), label=f"{share} %") for share in (0, 25, 50, 75, 100)),
 )
-TITLES = {
-    True: ("Error over what is predicted, by position", "error, times predicted"),
-    False: ("Error over the size of its terms, by position", "error over its terms"),
-}
 LEGEND = (
     "Root mean square over the rows of a bin, heads and sequences together, of a row's error over "
     "the size of its terms; the first bins hold 1, 1, 2, 4, 8 rows and so on, the rest are even. "
@@ -49,45 +33,52 @@ LEGEND = (
     "it sees one key, and its exact result is a row of V."
 )
 OVER_CALLS = (
-    "Lines are medians over calls (a model's layers), bands go from the least to the largest."
+    " Lines are medians over calls (a model's layers), bands go from the least to the largest."
 )
 
 
-def along(profiles: Sequence[ProfileSummary], remark: str | None) -> Iterator[Node]:
+def along(profiles: Sequence[ProfileSummary], remark: str | None) -> Iterator[doc.Node]:
     """The profiles as figures, those of gradients folded."""
     out = figures([p for p in profiles if p.tensor == "out"])
     gradients = figures([p for p in profiles if p.tensor != "out"])
     if not (out or gradients):
         return
-    yield Heading("Error against position", TEXT)
+    yield doc.Heading("Error against position", doc.TEXT)
     if remark:
-        yield Paragraph(remark, "warn", TERMINAL)
-        yield Paragraph(remark, "strong", TEXT)
-    yield Figures(out, TEXT)
+        yield doc.Paragraph(remark, "warn", doc.TERMINAL)
+        yield doc.Paragraph(remark, "strong", doc.TEXT)
+    yield doc.Figures(out, doc.TEXT)
     if gradients:
-        yield Figures(gradients, ("markdown",))
-        yield Fold("Gradients", (Figures(gradients),))
+        yield doc.Figures(gradients, ("markdown",))
+        yield doc.Fold("Gradients", (doc.Figures(gradients),))
     several = any(p.calls > 1 for p in profiles)
-    yield from notes((f"{LEGEND} {OVER_CALLS}" if several else LEGEND,), PAGE)
+    yield from doc.notes((LEGEND + (OVER_CALLS if several else ""),), doc.PAGE)
 
 
-def figures(profiles: Sequence[ProfileSummary]) -> tuple[Chart, ...]:
+def figures(profiles: Sequence[ProfileSummary]) -> tuple[doc.Chart, ...]:
     """For each format, tensor and length of call: the errors, beside those of the floor and the
     baseline; and where something is predicted, the errors over that."""
     groups: dict[tuple[object, ...], list[ProfileSummary]] = {}
     for p in profiles:
         groups.setdefault((p.format, p.attends, p.tensor, p.length), []).append(p)
-    lengths = {(*key[:3],): {k[3] for k in groups if k[:3] == key[:3]} for key in groups}
+    calls = [key[:3] for key in groups]
     return tuple(
-        chart for key, own in groups.items() for chart in _of(own, len(lengths[key[:3]]) > 1)
+        chart for key, own in groups.items() for chart in _of(own, calls.count(key[:3]) > 1)
     )
 
 
-def _of(own: Sequence[ProfileSummary], several: bool) -> Iterator[Chart]:
+def _of(own: Sequence[ProfileSummary], several: bool) -> Iterator[doc.Chart]:
     first, calls = own[0], max(p.calls for p in own)
-    rows = f" ({first.length} {_what(first)}s)" if several else ""
+    what = _what(first)
     kind = f" {KINDS[first.attends]}," if first.attends else ""
-    name = f"{first.format},{kind} {first.tensor}{rows}"
+    name = f"{first.format},{kind} {first.tensor}"
+    name += f" ({first.length} {what}s)" if several else ""
+    axis = Axis(
+        name="position",
+        title="first key of the bin" if what == "key" else "first query row of the bin",
+        scale="linear",
+        ticks=tuple(Tick(x=float(i), label=str(start)) for i, start in enumerate(first.starts)),
+    )
     for relative, title, y_title in (
         (False, "error by position", "rms error of a row over its terms"),
         (True, "error over what is predicted, by position", "error, times predicted"),
@@ -101,65 +92,37 @@ def _of(own: Sequence[ProfileSummary], several: bool) -> Iterator[Chart]:
             curves=_curves(own, relative),
         )
         if any(len(curve.points) >= FEWEST for curve in figure.curves):
-            yield Chart(
-                figure,
-                _axis(first),
-                of="median",
-                interval="range of calls",
-                seeds="calls" if calls > 1 else "",
-            )
-
-
-def _axis(p: ProfileSummary) -> Axis:
-    ticks = tuple(Tick(x=float(i), label=str(start)) for i, start in enumerate(p.starts))
-    title = "first key of the bin" if _what(p) == "key" else "first query row of the bin"
-    return Axis(name="position", title=title, scale="linear", ticks=ticks)
+            yield doc.Chart(figure, axis, of="median", interval="range of calls",
+                            seeds="calls" if calls > 1 else "")  # fmt: skip
 
 
 def _curves(own: Sequence[ProfileSummary], relative: bool) -> tuple[Curve, ...]:
-    """Without PyTorch's default choice where another line has its every number."""
     drawn = [(p, _points(p, relative)) for p in own if p.role == "kernel" or not relative]
+    every = [points for _, points in drawn]
     return tuple(
-        Curve(
-            label=labelled(p.kernel, p.options),
-            role=p.role,
-            kernel=p.kernel,
-            options=p.options,
-            points=points,
-        )
+        Curve(label=doc.labelled(p.kernel, p.options), role=p.role, kernel=p.kernel,
+              options=p.options, points=points)
         for p, points in drawn
-        if points
-        and not (p.kernel == DEFAULT and any(points == other for o, other in drawn if o is not p))
-    )
+        if points and not repeats(p.kernel, points, every)
+    )  # fmt: skip
 
 
 def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
     ratios = (p.ratios, p.ratio_lows, p.ratio_highs)
     values, lows, highs = ratios if relative else (p.errors, p.lows, p.highs)
-    begins = 1 if _little_at_first(p) else 0
-    drawn = [(i, x) for i, x in enumerate(values) if x is not None and i >= begins]
-    return tuple(
-        Point(
-            x=float(i),
-            label=_rows(p, i),
-            mean=value,
-            low=lows[i] if p.calls > 1 else None,
-            high=highs[i] if p.calls > 1 else None,
-            seeds=p.calls if p.calls > 1 else 0,
-        )
-        for i, value in drawn
-    )
-
-
-def _little_at_first(p: ProfileSummary) -> bool:
-    first, *rest = p.errors
-    following = next((x for x in rest if x is not None), None)
-    return first is not None and following is not None and first < LITTLE * following
-
-
-def _rows(p: ProfileSummary, i: int) -> str:
-    first, last = p.starts[i], p.ends[i]
-    return f"{_what(p)}s {first} to {last}" if last > first else f"{_what(p)} {first}"
+    following = next((x for x in p.errors[1:] if x is not None), None)
+    little = None not in (p.errors[0], following) and p.errors[0] < LITTLE * following  # type: ignore[operator]
+    several = p.calls > 1
+    points = []
+    for i, value in enumerate(values):
+        if value is None or (little and i == 0):
+            continue
+        first, last = p.starts[i], p.ends[i]
+        where = f"{_what(p)}s {first} to {last}" if last > first else f"{_what(p)} {first}"
+        low, high = (lows[i], highs[i]) if several else (None, None)
+        points.append(Point(x=float(i), label=where, mean=value, low=low, high=high,
+                            seeds=p.calls if several else 0))  # fmt: skip
+    return tuple(points)
 
 
 def _what(p: ProfileSummary) -> str:
@@ -168,32 +131,21 @@ def _what(p: ProfileSummary) -> str:
 
 def of_worst(rows: Sequence[WorstRow]) -> tuple[Figure, ...]:
     """No figure where no row has a ratio: what is not finite has none."""
-    made = []
-    for predicted, (title, y_title) in TITLES.items():
+    figures = []
+    for predicted, metric, title, y_title in (
+        (True, "worst_row", "Error over what is predicted", "error, times predicted"),
+        (False, "row_rel", "Error over the size of its terms", "error over its terms"),
+    ):
         curves = tuple(_curve(w) for w in rows if w.predicted is predicted and w.ratio)
         if curves:
-            made.append(
-                Figure(
-                    title=title,
-                    metric="worst_row" if predicted else "row_rel",
-                    relative=False,
-                    y_title=y_title,
-                    y_scale="log",
-                    curves=curves,
-                )
-            )
-    return tuple(made)
+            figures.append(Figure(title=f"{title}, by position", metric=metric, relative=False,
+                                  y_title=y_title, y_scale="log", curves=curves))  # fmt: skip
+    return tuple(figures)
 
 
 def _curve(w: WorstRow) -> Curve:
     place = f"layer {w.layer} " if w.layer is not None else ""
-    point = Point(
-        x=100 * w.row / max(1, w.rows - 1),
-        label=f"row {w.row} of {w.rows}",
-        mean=w.ratio or 0.0,
-        low=None,
-        high=None,
-        seeds=1,
-    )
+    point = Point(x=100 * w.row / max(1, w.rows - 1), label=f"row {w.row} of {w.rows}",
+                  mean=w.ratio or 0.0, low=None, high=None, seeds=1)  # fmt: skip
     label = f"{w.kernel or w.case} {w.tensor}, {place}head {w.head}, row {w.row}"
     return Curve(label=label, role=w.role, kernel=w.kernel, points=(point,))

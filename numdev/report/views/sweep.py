@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numdev.report import SweepReport
-from numdev.report.document import (
-    TERMINAL,
-    TEXT,
-    Figures,
-    Heading,
-    Node,
-    Paragraph,
-    bullets,
-    charts,
-    notes,
-)
+from numdev.report import document as doc
 
 
 def title(report: SweepReport) -> str:
@@ -25,21 +15,21 @@ def title(report: SweepReport) -> str:
 def line(report: SweepReport) -> str:
     axis, seeds = report.summary.axis, len(report.summary.seeds)
     drawn = "bars" if axis.scale == "category" else "bands"
+    intervals = f", {drawn} their 95 % intervals" if seeds > 1 else ""
     return (
         f"Deviation from the fp64 reference of the same rounded inputs, by {axis.title}. Seeds: "
-        f"{seeds}; lines are means over seeds"
-        + (f", {drawn} their 95 % intervals" if seeds > 1 else "")
-        + ". “floor” is the exact result rounded once: no kernel can be better everywhere. “input "
-        "rounding” is what the format costs before any kernel errs."
+        f"{seeds}; lines are means over seeds{intervals}. “floor” is the exact result rounded "
+        "once: no kernel can be better everywhere. “input rounding” is what the format costs "
+        "before any kernel errs."
     )
 
 
-def blocks(report: SweepReport) -> Iterator[Node]:
+def blocks(report: SweepReport) -> Iterator[doc.Node]:
     summary = report.summary
-    yield Figures(charts(report.figures, summary.axis, summary.baseline))
+    yield doc.Figures(doc.charts(report.figures, summary.axis, summary.baseline))
     means = f"Means over {len(summary.seeds)} seeds; intervals are in report.html."
-    yield Paragraph(means, "soft", TERMINAL)
+    yield doc.Paragraph(means, "soft", doc.TERMINAL)
     if summary.notes:
-        yield Heading("Not measured", TEXT)
-        yield bullets(summary.notes, TEXT)
-        yield from notes(summary.notes, TERMINAL)
+        yield doc.Heading("Not measured", doc.TEXT)
+        yield doc.bullets(summary.notes, doc.TEXT)
+        yield from doc.notes(summary.notes, doc.TERMINAL)
