@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from markdown_it.token import Token
 
 from numdev.cli.main import main
 from numdev.gate.judging import judge
-from numdev.gate.rules import default_rules, read_rules
+from numdev.gate.rules import default_rules
 from numdev.report import DeviationRow, write
 from numdev.report.foreign import plain
 from numdev.report.renderers.github import commands, summary
@@ -190,26 +189,6 @@ def test_spots_of_the_default_rules() -> None:
         assert lines[spot.line - 1].strip() == f"- name: {name}"
 
 
-def test_spots_in_any_style(tmp_path: Path) -> None:
-    """A name that comes after other keys, quoted, or in braces: the line where its entry begins."""
-    text = '# rules\nname: x\nthresholds:\n  - metric: rms\n    at_most: 1\n    name: "a: b"\n'
-    text += "  - {name: c, metric: rms,\n     at_most: 2}\n"
-    file = tmp_path / "rules.yaml"
-    file.write_text(text)
-    found = spots_of(read_rules(file), file)
-    assert {name: spot.line for name, spot in found.items()} == {"a: b": 4, "c": 7}
-    assert str(found["c"]) == f"{file}:7"
-
-
-def test_what_a_rule_knows_of_itself_comes_first(tmp_path: Path) -> None:
-    """A threshold that says where it stands is believed."""
-    file = tmp_path / "rules.yaml"
-    file.write_text("thresholds: [{name: a}]\n")
-    one = SimpleNamespace(name="a", file="other.yaml", line=12)
-    found = spots_of(SimpleNamespace(thresholds=(one,)), file)
-    assert found == {"a": Spot(file=Path("other.yaml"), line=12)}
-
-
 # --- Markdown ------------------------------------------------------------------------------------
 
 
@@ -263,12 +242,6 @@ def cells(text: str) -> list[list[str]]:
         if inside and token.type == "text":
             found[-1][-1] += token.content
     return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_name_would_begin(name: str) -> None:
-    """Nothing where it is escaped. (That the check sees it where it is not: the next test.)"""
-    assert what_a_name_began(f"### x\n\n- {markdown(name)}\n") is None
 
 
 @pytest.mark.parametrize(
@@ -404,13 +377,3 @@ def test_json_stays_json(gate: Any) -> None:
     code, out, err = gate([row(expected_ratio=9.0)], "--json", "--github")
     assert json.loads(out)["exit_code"] == code == 1
     assert [c.name for c in runner(err.splitlines())] == ["error"]
-
-
-def test_without_github_around_it(gate: Any, monkeypatch: Any) -> None:
-    """--github at home writes no summary, and paths are from here."""
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY")
-    monkeypatch.delenv("GITHUB_WORKSPACE")
-    Path("rules.yaml").write_text(RULES)
-    code, out, _ = gate([row(rms=2.0)], "--rules", "rules.yaml", "--github")
-    assert code == 1
-    assert "file=rules.yaml,line=2" in out

@@ -137,11 +137,6 @@ def test_every_colour_of_a_rule_is_a_custom_property() -> None:
     assert not re.search(r"#[0-9a-fA-F]{3,8}\b|rgb|hsl", rules)
 
 
-def test_paper_is_light() -> None:
-    """The dark theme is for screens: a page is printed black on white."""
-    assert "@media screen and (prefers-color-scheme: dark)" in CSS
-
-
 # --- the keyboard, and reading without a mouse ---------------------------------------------------
 
 
@@ -180,12 +175,6 @@ def test_the_answer_is_the_first_sentence(path: Path) -> None:
 
 
 # --- the map, positions, reproducers -------------------------------------------------------------
-
-
-def test_a_cell_of_the_map_says_where_it_is() -> None:
-    """On pointing at it; its number is in it in four characters."""
-    page = html.page(audit())
-    assert 'title="layer 1 head 1: 2.00">2.00</td>' in page
 
 
 def test_a_large_audit_is_a_small_page() -> None:

@@ -128,12 +128,6 @@ def test_each_outcome_has_its_element() -> None:
     assert one(root, "mine", "runs (bfloat16)").find("error") is None
 
 
-def test_options_are_in_the_name_of_the_suite() -> None:
-    """Two kernels that differ in an option are two suites."""
-    root = parsed([row(options={"block": 16}), row(options={"block": 32})])
-    assert [s.get("name") for s in root] == ["mine[block=16]", "mine[block=32]", "numdev gate"]
-
-
 def test_names_hold_no_numbers_that_change() -> None:
     """Whether a rule is kept or broken, its case is called the same: it keeps its history."""
     good, bad = parsed([row(0)]), parsed([row(0, expected_ratio=9.0)])

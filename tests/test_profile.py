@@ -6,8 +6,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.formats import FORMATS
-from numdev.kernels import Kernel, Output, find
+from numdev.kernels import find
 from numdev.metrics.binning import BINS, FEWEST, membership, starts
 from numdev.report import AuditReport, ProfileRow, ProfileSummary
 from numdev.report.profile_summary import LENGTHS, NOTABLE, ROWS, pooled, remark
@@ -59,63 +57,6 @@ def late(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
 
 
 # --- helpers -------------------------------------------------------------------------------------
-
-
-def drawn(length: int = 90, kv_length: int | None = None, **changes: Any) -> AttentionCase:
-    shapes = Shapes(
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        q_len=length,
-        kv_len=kv_length or length,
-        head_dim=16,
-        v_dim=16,
-    )
-    x = draw("normal", shapes, seed=0, options={}, gradients=True)
-    given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25}
-    return AttentionCase(ref=CaseRef(case="x"), **{**given, "is_causal": True, **changes})
-
-
-def spoiling(*places: tuple[int, int, int]) -> Kernel:
-    """PyTorch's flash with NaN in the first feature of some rows [batch, head, row]."""
-
-    def run(case: AttentionCase) -> Output:
-        out = find("sdpa-flash").attend(case).out.clone()
-        for place in places:
-            out[(*place, 0)] = math.nan
-        return Output(out=out)
-
-    return Kernel(name="spoiled", function=run, backward=None)
-
-
-def by_hand(
-    found: Tensor, exact: Tensor, terms: Tensor, empty: Tensor, length: int, at: Tensor | None
-) -> tuple[list[int], list[float | None]]:
-    """Rows one after the other, each put into the bin that its position says: how many there are,
-    and the rms of |error| / |term scale| over each row's finite elements."""
-    o, r, t = (x.double().numpy() for x in (found, exact, terms))
-    places = np.arange(o.shape[2]) if at is None else at.numpy()
-    edges = [*starts(length), length]
-    squares: list[list[float]] = [[] for _ in edges[1:]]
-    for b, h, i in np.ndindex(*o.shape[:3]):
-        fine = np.isfinite(o[b, h, i])
-        if empty[b, h, i] or not fine.any():
-            continue
-        size = math.sqrt((t[b, h, i][fine] ** 2).sum())
-        error = math.sqrt(((o[b, h, i] - r[b, h, i])[fine] ** 2).sum())
-        at_bin = max(n for n, edge in enumerate(edges[:-1]) if edge <= places[i])
-        squares[at_bin].append((error / size) ** 2)
-    rms = [math.sqrt(sum(own) / len(own)) if own else None for own in squares]
-    return [len(own) for own in squares], rms
-
-
-def check(row: ProfileRow, counts: list[int], rms: list[float | None]) -> None:
-    """The row holds these numbers, to the four digits that are kept; and zero is zero."""
-    assert list(row.counts) == counts
-    for mine, theirs in zip(row.errors, rms, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            assert math.isclose(mine, theirs, rel_tol=5.1e-4, abs_tol=1e-15)
 
 
 def summary(**changes: Any) -> ProfileSummary:
@@ -220,12 +161,6 @@ def test_membership_puts_every_row_into_one_bin(at: list[int] | None) -> None:
     assert (mine.argmax(dim=1).numpy() == expected).all()
     assert bool((mine.sum(dim=1) == 1).all())
     assert membership(FEWEST - 1, torch.arange(FEWEST - 1)) is None
-
-
-# --- numbers -------------------------------------------------------------------------------------
-
-
-# --- sampled rows --------------------------------------------------------------------------------
 
 
 # --- calls together ------------------------------------------------------------------------------
@@ -406,26 +341,6 @@ def test_whatever_a_report_says_it_is_shown(
     assert "\x1b[31" not in shown(with_one(name))
 
 
-def test_one_call_has_no_range(found: AuditReport) -> None:
-    """And says nothing of seeds or of medians."""
-    rows = [p for p in found.profiles if p.case == found.profiles[0].case]
-    changes = {"profiles": pooled(rows), "along": None}
-    one = found.model_copy(update={"summary": found.summary.model_copy(update=changes)})
-    page = html.page(one)
-    drawing = page[page.index("Error against position") :]
-    drawing = drawing[: drawing.index("<h2")]
-    assert "at rows 2 to 3: " in drawing
-    assert not any(word in drawing for word in ("seed", "median"))
-
-
-def test_the_terminal_has_a_line_or_none(found: AuditReport) -> None:
-    """The remark, once; nothing of positions without one."""
-    said = shown(found)
-    assert said.count("does not err evenly") == 1
-    quiet = found.summary.model_copy(update={"along": None})
-    assert "evenly" not in shown(found.model_copy(update={"summary": quiet}))
-
-
 def test_tables_for_people_and_spreadsheets(found: AuditReport, tmp_path: Path) -> None:
     """Markdown has a row for each kernel and eight places; profiles.csv a line for each bin."""
     text = markdown.page(found)
@@ -437,26 +352,6 @@ def test_tables_for_people_and_spreadsheets(found: AuditReport, tmp_path: Path) 
     last = [x for x in lines if x["kernel"] == "test_profile:late"][-1]
     assert (last["last"], last["calls"], last["tensor"]) == ("63", "2", "out")
     assert float(last["ratio"]) > 5
-
-
-def test_it_comes_back_from_the_file(found: AuditReport, tmp_path: Path) -> None:
-    """Rows and summary as they were."""
-    report.write(found, tmp_path)
-    back = report.read(tmp_path)
-    assert isinstance(back, AuditReport)
-    assert (back.profiles, back.summary) == (found.profiles, found.summary)
-
-
-def test_a_report_from_before_has_none(found: AuditReport) -> None:
-    """It is read, shown and drawn without them."""
-    data = json.loads(found.model_dump_json())
-    del data["profiles"], data["summary"]["profiles"], data["summary"]["along"]
-    old = AuditReport.model_validate_json(json.dumps(data))
-    assert old.profiles == old.summary.profiles == ()
-    assert "Error against position" not in html.page(old)
-    assert "profiles" not in old.tables()
-    assert "by position" not in markdown.page(old)
-    assert "evenly" not in shown(old)
 
 
 def test_an_interrupted_run_ends_with_the_same_profiles(tmp_path: Path) -> None:
@@ -472,32 +367,3 @@ def test_an_interrupted_run_ends_with_the_same_profiles(tmp_path: Path) -> None:
         again = audit(wanted, part)
         assert (again.profiles, again.summary) == (whole.profiles, whole.summary)
     assert len(whole.profiles) == 2 * 3  # calls, and floor, baseline and kernel
-
-
-def test_a_report_stays_small() -> None:
-    """Five kernels in 32 layers add less than 200 kB to report.json, at 4096 rows, 32 heads and 8
-    sequences."""
-    length, at = 4096, starts(4096)
-    ends = (*at[1:], length)
-    values = tuple(float(f"{1.2345e-3 / (i + 1):.4g}") for i in range(len(at)))
-    rows = [
-        row(
-            f"model.layers.{layer}.self_attn",
-            layer=layer,
-            kernel=kernel,
-            role=role,
-            length=length,
-            starts=at,
-            counts=tuple(256 * (b - a) for a, b in zip(at, ends, strict=True)),
-            errors=values,
-            predicted=values if role == "kernel" else None,
-        )
-        for layer in range(32)
-        for kernel, role in (
-            ("floor", "floor"),
-            ("baseline", "baseline"),
-            *((f"sdpa-efficient{n}", "kernel") for n in range(5)),
-        )
-    ]
-    records = (*rows, *pooled(rows))
-    assert sum(len(r.model_dump_json()) + 1 for r in records) < 200_000

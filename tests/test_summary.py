@@ -161,13 +161,6 @@ def test_everything_skipped_is_a_summary_too() -> None:
     assert summary.kernels[0].ok == 0
 
 
-def test_that_nothing_was_measured_comes_first() -> None:
-    """Before what the format itself does to the inputs."""
-    rows = [precision(nonfinite=7), row(None, status="failed", reason="RuntimeError: no")]
-    (said,) = summarise(rows).answer
-    assert said.startswith("bfloat16: No kernel under audit could be measured. Rounding q, k, v")
-
-
 def test_options_make_a_kernel_of_its_own() -> None:
     """The same name with other options is another line."""
     rows = [row(options={"block": 64}), row(options={"block": 128}, baseline_ratio=0.7), row()]
@@ -219,19 +212,6 @@ def test_cases_without_a_layer_are_named() -> None:
     assert summary.map is not None
     assert summary.map.layers == ("causal/64",)
     assert summary.kernels[0].floor_ratio_where == "causal/64 head 1"
-
-
-def test_modules_that_share_a_layers_number_are_told_apart() -> None:
-    """Encoder and decoder both have a layer 0: the map and the places then say the module."""
-    rows = [
-        row(0, 0, module="encoder.0", case="encoder.0#0", floor_ratio=2.0),
-        row(0, 0, module="decoder.0", case="decoder.0#0"),
-        row(0, 1, module="decoder.1", case="decoder.1#0"),
-    ]
-    summary = summarise(rows)
-    assert summary.map is not None
-    assert summary.map.layers == ("0 encoder", "0 decoder", "1")
-    assert summary.kernels[0].floor_ratio_where == "layer 0 encoder head 0"
 
 
 # --- bias ----------------------------------------------------------------------------------------
@@ -308,14 +288,6 @@ def test_whose_error_it_is() -> None:
     whose = "costs, mostly the baseline's own error."
     assert said(precision(), baseline(), row(baseline_ratio=0.4)).endswith(whose)
     assert not said(precision(), baseline(), row(baseline_ratio=0.6)).endswith(whose)
-
-
-def test_every_format_has_its_paragraph() -> None:
-    """In the order of the ranking, each with its own numbers."""
-    rows = [row(), row(format="float16", floor_ratio=2.5), baseline(format="float16")]
-    first, second = summarise(rows).answer
-    assert first.startswith("bfloat16: sdpa-flash errs 1.50 x")
-    assert second.startswith("float16: sdpa-flash errs 2.50 x")
 
 
 def test_what_is_not_finite_comes_first() -> None:

@@ -216,13 +216,6 @@ def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> No
     assert all(numbers.count(v) >= values.count(v) for v in set(values))
 
 
-def test_a_functions_name_is_broken_after_its_module() -> None:
-    """In the tables of kernels no word is broken where a name fits in two lines."""
-    lines = shown(report((kernel("my_kernels:wrong_scale"),)), 80).splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("my_kernels:"))
-    assert lines[at + 1].strip() == "wrong_scale"
-
-
 @pytest.mark.parametrize(
     ("sentence", "head", "rest"),
     [
@@ -253,30 +246,6 @@ def test_what_a_sentence_is_about(sentence: str, head: str, rest: str) -> None:
 def test_numbers_in_cells(value: float | None, error: str, multiple: str) -> None:
     """Digits as far as they read well, then powers without zeros in the exponent."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_long_names_are_folded_not_cut(width: int) -> None:
-    """A kernel's name longer than the terminal is there whole, over several lines."""
-    name = "package.subpackage.module:" + "".join(chr(97 + i % 26) for i in range(120))
-    long = kernel(name, options={"block_q": 128, "loop_order": "kv_outer"})
-    text = shown(report((long,), map=head_map(2, 2, kernel=name)), width)
-    assert_fits(text, width)
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(name[:6]))
-    pieces = []
-    for line in lines[start:]:
-        if not line.strip() or line.startswith("  "):
-            break
-        pieces.append(line.split()[0])
-    assert "".join(pieces) == f"{name}[block_q=128,loop_order=kv_outer]"
-
-
-def test_numbers_of_any_size_fit() -> None:
-    """Ratios from 0 to 1e300 neither break the table nor lose a digit that matters."""
-    for value in (0.0, 1e-300, 0.5, 99.9, 100.0, 12345.678, 1e7, 1e300):
-        text = shown(report((kernel(floor_ratio=value, baseline_ratio=value),)))
-        assert_fits(text, 80)
 
 
 @pytest.mark.parametrize(
@@ -365,45 +334,6 @@ def test_colours_come_from_the_shade_alone() -> None:
     assert ESCAPE in coloured
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(found)
     assert f"{ESCAPE}[1;36mbfloat16:{ESCAPE}[0m sdpa-flash differs" in coloured
-
-
-def test_nothing_depends_on_colour() -> None:
-    """Skipped, failed and findings are said in words."""
-    kernels = (
-        kernel("gone", ok=0, failed=1, reasons=("RuntimeError: no",), floor_ratio=None),
-        kernel("none", ok=0, skipped=1, reasons=("needs CUDA",), floor_ratio=None),
-    )
-    found = report(kernels).model_copy(update={"findings": (finding("bad is biased."),)})
-    text = " ".join(shown(found, 120).split())
-    assert "gone failed: RuntimeError: no" in text
-    assert "none skipped: needs CUDA" in text
-    assert "bad is biased." in text
-
-
-def test_a_hundred_reasons_are_not_all_shown() -> None:
-    """Three reasons and how many more."""
-    reasons = tuple(f"RuntimeError: case {i}" for i in range(100))
-    text = " ".join(shown(report((kernel("gone", ok=0, failed=100, reasons=reasons),))).split())
-    assert "case 2; and 97 other reasons" in text
-    assert "case 3" not in text
-
-
-def test_findings_stand_under_the_answer() -> None:
-    """But for a different function, which comes before it; what was tested closes them."""
-    found = report().model_copy(
-        update={
-            "findings": (
-                finding("bad computes a different function.", metric="suspicion"),
-                finding("bad is biased."),
-                finding("bad refuses 1 of 3 calls.", severity="note"),
-            ),
-            "tested": ("Judged: bad.",),
-        }
-    )
-    text = shown(found)
-    order = ("a different function", "what the format", "biased", "refuses", "Judged", "×floor")
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)
 
 
 def test_a_report_without_numbers_can_be_shown() -> None:
