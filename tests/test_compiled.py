@@ -59,11 +59,8 @@ def test_tiles_are_those_that_were_measured_where_they_can_be(
     capability: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors that are pretended to be on such a GPU get them."""
-    fused._of_gpu.cache_clear()
-    monkeypatch.setattr(fused, "shared_memory", lambda index: [SHARED[capability]][index])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
+    monkeypatch.setattr(fused, "_of_gpu", lambda _: (SHARED[capability], capability // 10))
     tile = tile_there(width)
-    fused._of_gpu.cache_clear()
     assert (tile in fused.FORWARD.values()) == (capability in (80, 90))
     assert (tile in fused.ELSEWHERE.values()) == (capability in (100, 120))
 
@@ -80,5 +77,5 @@ def test_another_maker_s_gpu_is_not_asked_for_what_nvidia_s_tell(
 ) -> None:
     """PyTorch does not say there how much shared memory a block may have."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(fused, "shared_memory", None)
+    monkeypatch.setattr(fused, "_of_gpu", None)
     assert tile_there(128) == fused.FORWARD[128]

@@ -259,7 +259,8 @@ def test_a_report_that_contradicts_itself_is_refused(
     ("text", "said"),
     [
         ("[" * 50_000, "nested too deeply"),
-        ("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000", "too many"),
+        ("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000",
+         "1 to 100,000 seeds"),
         ("cases: [{name: a, heads: &x [1,2,3,4,5,6,7,8,9,10], seq_len: *x, head_dim: *x, "
          "batch: *x, kv_len: *x, v_dim: *x, window: *x, causal_offset: *x, softcap: *x}]",
          "more than 100,000 cells"),
