@@ -89,6 +89,9 @@ def test_the_decoder_reads_the_text_shifted() -> None:
     assert read_too.inputs["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert read_too.description == "the same shifted right for the decoder"
     assert shifted(text, models.bart()).inputs["decoder_input_ids"][0, 0] == 2
+    unnamed = models.t5_seq2seq()  # as T5's own configuration has it
+    del unnamed.config.decoder_start_token_id
+    assert shifted(text, unnamed).inputs["decoder_input_ids"][0, 0] == 0
 
 
 def test_a_file_gives_the_arguments_it_names(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def shifted(prompt: Prompt, model: nn.Module) -> Prompt:
         return torch.cat([torch.full_like(x[:, :1], first), x[:, :-1]], dim=1)
 
     config: Any = model.config
-    starts = (config.decoder_start_token_id, config.pad_token_id, 0)
+    starts = (getattr(config, "decoder_start_token_id", None), config.pad_token_id, 0)
     start = next(x for x in starts if x is not None)
     inputs = {"decoder_input_ids": after(start, prompt.inputs["input_ids"])}
     mask = prompt.inputs.get("attention_mask")
