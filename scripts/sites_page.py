@@ -185,7 +185,7 @@ def _sites(title: str, sites: Sequence[str]) -> str:
 
 
 def _shown(preset: Recipe, row: str) -> str:
-    return TILINGS[preset.tiling].text if row == "tiles" else str(getattr(preset, row))
+    return TILINGS[preset.tiling][0] if row == "tiles" else str(getattr(preset, row))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

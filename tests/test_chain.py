@@ -130,9 +130,9 @@ class Tapped(Rounder):
 def told(case: AttentionCase, made: Recipe, head: int) -> dict[str, float | None]:
     """The first numbers of a HeadRow, by loops: S from sums of products rounded one by one, P from
     what the forward pass itself multiplied with V."""
-    r = Tapped(made, case, torch.float64)
+    r = Tapped(made, case)
     q, k, v = (x.double() for x in (case.q, case.k, case.v))
-    m, _, _ = fwd.forward(r, case, made, q, k, v)
+    m = fwd.forward(r, q, k, v).m
     S = [[[score(case, r, b, head, i, j) for j in range(case.kv_len)] for i in range(case.q_len)]
          for b in range(len(q))]  # fmt: skip
     sums: dict[str, list[float]] = {name: [] for name in TOLD[1:]}

@@ -147,7 +147,7 @@ def test_the_page_is_what_the_code_says() -> None:
     [
         ({"preset": "fa3"}, "unknown preset 'fa3'; did you mean 'fa2'"),
         ({"preset": "golden"}, "did you mean 'golden2024'"),
-        ({"sites": {"row_sums": "exact"}}, "unknown rounding site 'row_sums'; did you mean 'row_s"),
+        ({"sites": {"row_sums": "exact"}}, "a recipe has no 'row_sums'; did you mean 'row_s"),
         ({"sites": {"p": "bfloat61"}}, "site p: unknown format 'bfloat61'; did you mean 'bfloat16"),
         ({"sites": {"p": "exakt"}}, "did you mean 'exact'"),
         ({"sites": {"p": "e8m60"}}, "does not fit in float64"),
@@ -158,14 +158,14 @@ def test_the_page_is_what_the_code_says() -> None:
         ({"rounding": "stochastik"}, "did you mean 'stochastic'"),
         ({"algorithm": "fa3"}, "algorithm is 'fa3'; did you mean 'fa"),
         ({"compute": "float16"}, "compute is 'float16'"),
-        ({"block_kv": 0}, "block_kv is 0; expected a positive number"),
+        ({"block_kv": 0}, "block_kv is 0; expected a positive whole"),
         ({"block_q": -1}, "block_q is -1"),
-        ({"block_q": 1.5}, "block_q is 1.5; expected a whole number"),
+        ({"block_q": 1.5}, "block_q is 1.5; expected a positive whole"),
         ({"memory": True}, "memory is True"),
         ({"seed": "one"}, "seed is 'one'"),
         ({"preset": "eager", "block_kv": 64}, "has a single tile"),
         ({"preset": "eager", "memory": 64}, "has a single tile"),
-        ({"preset": "eager", "l_from": "rounded"}, "so l_from is unrounded"),
+        ({"preset": "eager", "l_from": "rounded"}, "divides P by l"),
         ({"memory": 64, "block_kv": 64}, "memory and block_kv both set the tile"),
         *(
             ({"sites": {site: "float8_e4m3fn"}}, f"{site} must hold -inf")
@@ -424,7 +424,8 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
         shown = torch.ones(case.q_len, case.kv_len, dtype=torch.bool) if shown is None else shown
         count = torch.zeros(shown.shape)
         made = recipe("fa2", block_q=block_q, block_kv=block_kv, splits=splits)
-        tiles = [t for s in module.splits(case, made) for t in module._tiles(case, made, s)]
+        r = Rounder(made, case)
+        tiles = [t for s in module.splits(r) for t in module.tiles(r, s)]
         for rows, keys in tiles:
             count[rows, keys] += 1
             assert rows.start % block_q == 0

@@ -303,9 +303,8 @@ def test_blocks_cover_what_is_visible_once(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(forward, "BLOCK_BYTES", {"cpu": budget})
             made = recipe("fa2", block_q=tile[0], block_kv=tile[1])
             x = case.q
-            given = module.Given(
-                case=case, made=made, q=x, q_s=x, k=x, v=x, dO=x, O=x, shift=x, l=None
-            )
+            r = Rounder(made, case)
+            given = module.Given(r=r, q=x, q_s=x, k=x, v=x, dO=x, O=x, shift=x, l=None)
             count = torch.zeros(q_len, kv_len)
             for rows, keys in module.blocks(given):
                 count[rows, keys] += 1

@@ -104,8 +104,7 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def keeps_sums(case: AttentionCase, made: Recipe) -> bool:
-    r = Rounder(made, case, tile_by_tile.dtype_of(made))
-    return tile_by_tile.is_at_once(r, case, made)
+    return tile_by_tile.is_at_once(Rounder(made, case))
 
 
 def apart(found: Tensor, tiled: Tensor, error: Tensor) -> float:
@@ -248,8 +247,7 @@ def test_a_step_in_blocks_is_that_in_tiles(name: str) -> None:
     """Both passes, of every recipe whose gradients are plain sums."""
     case = CASES[name]("bfloat16")
     for claim in STEPS.values():
-        r = Rounder(recipe_of(claim), case, torch.float32)
-        assert emulated_backward.is_at_once(r, case, recipe_of(claim))
+        assert emulated_backward.is_at_once(Rounder(recipe_of(claim), case))
         assert_same_step(case, claim, claim, RMS_OF_FEW if name in FEW else RMS)
 
 

@@ -59,13 +59,14 @@ def deltas(**options: Any) -> tuple[Tensor, Tensor]:
     made = recipe(sites={"dp": "working"}, **options)
     r = bwd.rounder(given, made)
     assert given.grad_out is not None
-    read = bwd.kept(r, given, made).with_upstream(r, given.grad_out)
-    even = bwd.delta_of(r, dataclasses.replace(read, made=recipe(delta_from="dP*P")), blocks(read))
-    return bwd.delta_of(r, read, blocks(read)).flatten(), even.flatten()
+    read = bwd.kept(r).with_upstream(given.grad_out)
+    other = bwd.rounder(given, recipe(dp="working", delta_from="dP*P"))
+    even = bwd.delta_of(dataclasses.replace(read, r=other), blocks(read))
+    return bwd.delta_of(read, blocks(read)).flatten(), even.flatten()
 
 
 def blocks(read: bwd.Given) -> Any:
-    return [(slice(0, read.case.q_len), slice(0, read.case.kv_len))]
+    return [(slice(0, read.r.case.q_len), slice(0, read.r.case.kv_len))]
 
 
 # --- signs ---------------------------------------------------------------------------------------

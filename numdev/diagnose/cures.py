@@ -170,7 +170,7 @@ def _broken(truth: Truth, found: Computed, head: int) -> str:
     seen = ~truth.exact.empty[:, head] & truth.exact.lse[:, head].isfinite()
     above = seen & kept.m[:, head].isnan()
     below = seen & ~above & kept.l[:, head].isnan()
-    deepest = -math.log(smallest_weight(made, kept.case, kept.O.dtype))
+    deepest = -math.log(smallest_weight(kept.r))
     parts = []
     if above.any() and made.beta > 1:
         parts.append(

@@ -142,7 +142,7 @@ def rounder(case: AttentionCase, made: Recipe) -> Rounder:
         for i, site in enumerate(SITES):
             own = torch.Generator(case.q.device).manual_seed(made.seed * len(SITES) + i)
             fmt = made.format_at(site, case.format)
-            r.steps[site] = rounding(fmt, fwd.dtype_of(made), made.rounding, own)
+            r.steps[site] = rounding(fmt, r.dtype, made.rounding, own)
     return r
 
 
@@ -150,12 +150,12 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
     """Both passes of the recipe. Runs without autograd. Raises Refused for a case that the recipe's
     `compute` dtype does not hold, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        r = rounder(case, made)
-        kept, product = _forward(r, case, made)
-        given = kept.with_upstream(r, upstream(case))
-        dq, dk, dv = bwd.cast(r, *bwd.backward(r, given))
+        kept = bwd.kept(rounder(case, made))
+        r, product = kept.r, kept.product
+        given = kept.with_upstream(upstream(case))
+        dq, dk, dv = bwd.cast(r, *bwd.backward(given))
         without = dataclasses.replace(made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)})
-        exact = None if product is None else _forward(rounder(case, without), case, without)[1]
+        exact = None if product is None else bwd.kept(rounder(case, without)).product
         delta = delta_by(case, given, made.delta_from)
         return Computed(
             made=made, kept=kept, given=given, out=r("out", kept.O), product=product,
@@ -163,42 +163,30 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
         )  # fmt: skip
 
 
-def _forward(r: Rounder, case: AttentionCase, made: Recipe) -> tuple[Kept, Tensor | None]:
-    """A forward pass with what backward needs, and O before it was normalised."""
-    products: list[Tensor | None] = []
-
-    def forward(*arguments: object) -> fwd.State:
-        state, product = fwd.forward_with_products(*arguments)  # type: ignore[arg-type]
-        products.append(product)
-        return state
-
-    return bwd.kept(r, case, made, forward), products[0]
-
-
 def delta_by(case: AttentionCase, given: Given, formula: DeltaFrom) -> Tensor:
     """delta [B, H, q_len] by a formula, all else as the recipe has it."""
-    made = dataclasses.replace(given.made, delta_from=formula)
-    asked = dataclasses.replace(given, made=made)
-    return bwd.delta_of(rounder(case, made), asked, bwd.blocks(asked))
+    made = dataclasses.replace(given.r.made, delta_from=formula)
+    asked = dataclasses.replace(given, r=rounder(case, made))
+    return bwd.delta_of(asked, bwd.blocks(asked))
 
 
 def _row_sums(given: Given, delta: Tensor) -> dict[str, Tensor]:
     """The sums of a `Computed`, in the blocks of the recipe's backward pass."""
-    case = given.case
+    case = given.r.case
     sums = torch.zeros(6, *delta.shape, dtype=torch.float64, device=case.q.device)
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
         sums[5] = P if given.l is None else P / fwd.nonzero(given.l).double()
-    r = rounder(case, given.made)
+    given = dataclasses.replace(given, r=rounder(case, given.r.made))
     dO, v = given.dO.double(), given.v.double()
     for rows, keys in bwd.blocks(given):
-        P, dP, tanh = bwd.again(r, given, rows, keys)
+        P, dP, tanh = bwd.again(given, rows, keys)
         exact = fwd.times(case, dO[:, :, rows], v[:, :, keys].mT)
         error = dP.double() - exact
-        P = r("p_for_ds", P)
+        P = given.r("p_for_ds", P)
         weights, weighed = P.double(), P.double() * dP.double()
-        dS = bwd.of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
+        dS = bwd.of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
         shown, added = visible(case, rows, keys), additive(case, rows, keys)
         seen = torch.ones((), dtype=torch.bool, device=case.q.device) if shown is None else shown
         seen = seen if added is None else seen & (added > -math.inf)

@@ -27,7 +27,7 @@ NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as i
 def ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
     """Of a recipe's forward pass, of which `kept` is left, the numbers of every head, [H] each:
     means over the rows that count, or that have ties."""
-    blocks = [_of_rows(r, kept, truth, rows) for rows in row_blocks(kept.case)]
+    blocks = [_of_rows(r, kept, truth, rows) for rows in row_blocks(r.case)]
     at_maximum, near, one_signed, ones, powers = (
         torch.cat(x, 2) for x in zip(*blocks, strict=True)
     )
@@ -47,11 +47,11 @@ def _of_rows(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
     """Of each row of a block, [B, H, rows]: keys whose S is the largest, keys within NEAR of it,
     the share of V's features that have one sign over these, keys with P-bar exactly 1, and the
     probability of keys at which P is an exact power of two."""
-    case, made = kept.case, kept.made
+    case, made = r.case, r.made
     width = made.tile(kept.q.shape[-1], case.kv_len)[1]
     seen = key_range(case, rows)
     keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles
-    S, _ = fwd.scores(r, case, made, kept.q_s, kept.k, rows, keys)
+    S, _ = fwd.scores(r, kept.q_s, kept.k, rows, keys)
     P, _, _ = probabilities(case, truth.exact, rows, keys)
     largest = S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
     near = (largest - NEAR <= S) & (-math.inf < S)
@@ -62,15 +62,15 @@ def _of_rows(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
     # From here on tile by tile in the recipe's order: P-bar as it meets V. Overwrites S.
     best = S.new_full(S.shape[:3], -math.inf)
     ones, powers = torch.zeros_like(best), P.new_zeros(best.shape)
-    for split in fwd.splits(case, made):
-        m = fwd.start(r, case, kept.q[:, :, rows], kept.v, split)[0]
+    for split in fwd.splits(r):
+        m = fwd.start(r, kept.q[:, :, rows], kept.v, split).m
         starts = range(max(keys.start, split.start), min(keys.stop, split.stop), width)
         for first in reversed(starts) if made.kv_order == "descending" else starts:
             tile = slice(first - keys.start, min(first + width, keys.stop) - keys.start)
-            own = fwd.maximum(r, case, made, S[..., tile])
+            own = fwd.maximum(r, S[..., tile])
             m = torch.maximum(m, own)
             under = own if made.algorithm == "fa1" else m
-            weights = fwd.exponential(r, made, S[..., tile], under)
+            weights = fwd.exponential(r, S[..., tile], under)
             if made.algorithm == "plain":
                 weights = r("normalised", weights / fwd.nonzero(kept.l[:, :, rows, None]))
             weights = r("p", weights)

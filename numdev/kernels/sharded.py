@@ -50,9 +50,9 @@ from numdev.errors import MeasurementError, UsageError, closest
 from numdev.formats import Format, dtype_of, format_named, format_of, round_to
 from numdev.kernels import Output, Refused, find, kernel, options_of
 from numdev.kernels.emulation import backward as emulation
-from numdev.kernels.emulation import forward as emulated_forward
+from numdev.kernels.emulation.forward import operands_of
 from numdev.kernels.emulation.recipe import recipe
-from numdev.kernels.emulation.rounding import plain_arithmetic, rounding, stored
+from numdev.kernels.emulation.rounding import plain_arithmetic, rounding
 from numdev.kernels.output import upstream
 from numdev.kernels.sdpa import claim_of, mask_arguments
 from numdev.system import System
@@ -400,19 +400,14 @@ def _backward(
 
 
 def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]) -> Gradients:
-    made = recipe("fa2", sites=casts)
-    r, dtype = emulation.rounder(case, made), emulated_forward.dtype_of(made)
+    r = emulation.rounder(case, recipe("fa2", sites=casts))
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        q, k, v, O, L = (x.to(dtype) for x in (case.q, case.k, case.v, O, L))
-        kept = emulation.Kept(
-            case=case, made=made, q=q, q_s=emulated_forward.scaled_q(r, case, made, q), k=k, v=v,
-            O=O, L=L, m=L, l=torch.ones_like(L),
-        )  # fmt: skip
-        found = emulation.backward(r, kept.with_upstream(r, upstream(case)))
-        dq, dk, dv = (
-            stored(x, made.format_at(site, case.format), case.q.dtype)
-            for site, x in zip(CASTS[1:], emulation.cast(r, *found), strict=True)
-        )
+        q, q_s, k, v = operands_of(r)
+        O, L = (x.to(r.dtype) for x in (O, L))
+        kept = emulation.Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=L, l=torch.ones_like(L))
+        sums = emulation.backward(kept.with_upstream(upstream(case)))
+        casts_of = zip(CASTS[1:], emulation.cast(r, *sums), strict=True)
+        dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in casts_of)
     return dq, dk, dv
 
 

@@ -53,11 +53,12 @@ them the gradient with respect to it, delta = rowsum(dO o O), o elementwise.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,20 +67,21 @@ from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
 from numdev.formats import format_of
 from numdev.kernels.emulation import forward as fwd
-from numdev.kernels.emulation.forward import finite, nonzero
+from numdev.kernels.emulation.forward import finite, in_order, nonzero
 from numdev.kernels.emulation.recipe import Recipe
-from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, stored
+from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 
-T = TypeVar("T")
 Block = tuple[slice, slice]
 """Rows and keys."""
-Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""O, L, dQ, dK and dV."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+CASTS = ("dq_out", "dk_out", "dv_out")
 WIDE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """How large a block at once may be, of scores in fp32. About six times as much is needed for it."""
 
 
-def gradients(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> Step:
+def gradients(
+    case: AttentionCase, made: Recipe, *, at_once: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype.
 
     Shapes as q, k, v and the output have them: with grouped heads dK and dV are sums over the
@@ -90,49 +92,48 @@ def gradients(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> St
     `emulated` does.
     """
     r = rounder(case, made)
-    at_once = at_once and (fwd.is_at_once(r, case, made) or is_at_once(r, case, made))
+    at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        found = kept(r, case, made, at_once=at_once)
+        saved = kept(r, at_once=at_once)
         assert case.grad_out is not None
-        made_of = backward(r, found.with_upstream(r, case.grad_out), at_once=at_once)
-        if not at_once or fwd.all_finite(found.O, *made_of):
-            return r("out", found.O), found.L, *cast(r, *made_of)
+        sums = backward(saved.with_upstream(case.grad_out), at_once=at_once)
+        if not at_once or fwd.all_finite(saved.O, *sums):
+            return r("out", saved.O), saved.L, *cast(r, *sums)
     return gradients(case, made)
 
 
-def is_at_once(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
+def is_at_once(r: Rounder) -> bool:
     """Whether large blocks are what a recipe says of backward, as far as that is more than fp32
     rounding."""
     sums = [site for x in ("dq", "dk", "dv") for site in (x, f"{x}_product")]
-    if made.splits not in (None, 1):
+    if r.made.splits not in (None, 1):
         sums.append("dq_partial")
-    if made.q_splits not in (None, 1):
+    if r.made.q_splits not in (None, 1):
         sums += ["dk_partial", "dv_partial"]
-    return fwd.in_any_order(case, made) and not r.rounds(*sums)
+    return fwd.in_any_order(r) and not r.rounds(*sums)
 
 
 def rounder(case: AttentionCase, made: Recipe) -> Rounder:
     """What rounds in both passes; raises Refused as `gradients` does."""
-    dtype = fwd.dtype_of(made)
-    r = Rounder(made, case, dtype)
+    r = Rounder(made, case)
     if case.grad_out is None:
         raise Refused("the case has no gradient with respect to its output (grad_out)")
-    if not format_of(dtype).contains(format_of(case.grad_out.dtype)):
+    if not format_of(r.dtype).contains(format_of(case.grad_out.dtype)):
         raise Refused(f"computing in {made.compute} would round grad_out")
     return r
 
 
-def cast(r: Rounder, dQ: Tensor, dK: Tensor, dV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients as returned."""
-    return r("dq_out", dQ), r("dk_out", dK), r("dv_out", dV)
+def cast(r: Rounder, *sums: Tensor) -> Gradients:
+    """dQ, dK and dV as returned."""
+    dQ, dK, dV = (r(site, x) for site, x in zip(CASTS, sums, strict=True))
+    return dQ, dK, dV
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Operands:
     """What both passes have."""
 
-    case: AttentionCase
-    made: Recipe
+    r: Rounder
     q: Tensor
     q_s: Tensor
     """Q as it met K in forward."""
@@ -154,14 +155,11 @@ class Given(_Operands):
 
     def of_group(self, place: int) -> Given:
         """The query heads at one place of their groups: one for every kv head."""
-        heads = slice(place, None, self.case.group)
+        r, heads = copy.copy(self.r), slice(place, None, self.r.case.group)
+        r.case = r.case.one_of_each_group(place)
         names = ("q", "q_s", "dO", "O", "shift", "l")
-        changes = {n: x[:, heads] for n in names if (x := getattr(self, n)) is not None}
-        return dataclasses.replace(self, case=self.case.one_of_each_group(place), **changes)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        return self.made.tile(self.q.shape[-1], self.case.kv_len)
+        some = {n: x[:, heads] for n in names if (x := getattr(self, n)) is not None}
+        return dataclasses.replace(self, r=r, **some)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,41 +170,35 @@ class Kept(_Operands):
     """As it is returned."""
     m: Tensor
     l: Tensor
+    product: Tensor | None = None
+    """O before it was normalised (`forward.State`)."""
 
-    def with_upstream(self, r: Rounder, dO: Tensor) -> Given:
+    def with_upstream(self, dO: Tensor) -> Given:
         """What backward reads, once the gradient of the output is there."""
-        by_lse = self.made.p_from == "lse"
+        r, by_lse = self.r, self.r.made.p_from == "lse"
         same = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Operands)}
         shift = r("lse_read", self.L if by_lse else self.m)
         l = None if by_lse else r("lse_read", self.l)
         return Given(**same, dO=dO.to(self.q.dtype), shift=shift, l=l)
 
 
-def kept(
-    r: Rounder,
-    case: AttentionCase,
-    made: Recipe,
-    forward: Callable[..., fwd.State] = fwd.forward,
-    *,
-    at_once: bool = False,
-) -> Kept:
-    """A forward pass (`forward.forward`, or one like it), with what backward needs."""
-    q, k, v = (x.to(fwd.dtype_of(made)) for x in (case.q, case.k, case.v))
-    q_s = fwd.scaled_q(r, case, made, q)
-    m, l, O = forward(r, case, made, q_s, k, v, **({"at_once": True} if at_once else {}))
+def kept(r: Rounder, *, at_once: bool = False) -> Kept:
+    """A forward pass, with what backward needs."""
+    q, q_s, k, v = fwd.operands_of(r)
+    m, l, O, product = fwd.forward(r, q_s, k, v, at_once=at_once)
     L = r("lse", m + l.log())
-    if made.softmax == "stabilised":
+    if r.made.softmax == "stabilised":
         l = l.masked_fill(fwd.lost(m, l), math.nan)
-    return Kept(case=case, made=made, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=m, l=l)
+    return Kept(r=r, q=q, q_s=q_s, k=k, v=v, O=O, L=L, m=m, l=l, product=product)
 
 
-def backward(r: Rounder, given: Given, *, at_once: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def backward(given: Given, *, at_once: bool = False) -> Gradients:
     """dQ, and of every kv head dK and dV, from its query heads one after the other; with `at_once`
     from all of them together, where the recipe `is_at_once`."""
-    if at_once and is_at_once(r, given.case, given.made):
-        return _at_once(r, given)
-    q_len, group = given.case.q_len, given.case.group
-    width = -(-q_len // (given.made.q_splits or 1))
+    r, made, q_len, group = given.r, given.r.made, given.r.case.q_len, given.r.case.group
+    if at_once and is_at_once(r):
+        return _at_once(given)
+    width = -(-q_len // (made.q_splits or 1))
     parts = [slice(first, min(first + width, q_len)) for first in range(0, q_len, width)]
     deltas = dict[int, Tensor]()
     dQ, dK, dV = (torch.zeros_like(x) for x in (given.q, given.k, given.v))
@@ -215,25 +207,24 @@ def backward(r: Rounder, given: Given, *, at_once: bool = False) -> tuple[Tensor
             for place in range(group):
                 head = given.of_group(place)
                 if place not in deltas:
-                    deltas[place] = delta_of(r, head, blocks(head))
-                separate = group > 1 and given.made.group_sum == "separate"
+                    deltas[place] = delta_of(head, blocks(head))
+                separate = group > 1 and made.group_sum == "separate"
                 with _apart(r, dK_p, dV_p, separate) as own:
-                    found = _add_gradients(r, head, deltas[place], rows, *own)
-                    dQ[:, place::group, rows] = found
+                    dQ[:, place::group, rows] = _add_gradients(head, deltas[place], rows, *own)
     return dQ, dK, dV
 
 
-def _at_once(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
+def _at_once(given: Given) -> Gradients:
     """What `backward` returns, for a recipe that `is_at_once`."""
-    case, q, k, v, dO = given.case, given.q, given.k, given.v, given.dO
+    r, case, q, k, v, dO = given.r, given.r.case, given.q, given.k, given.v, given.dO
 
     def blocks() -> Iterator[Block]:
-        for rows, pieces in fwd.wide_blocks(case, given.made, WIDE_BYTES):
+        for rows, pieces in fwd.wide_blocks(r, WIDE_BYTES):
             yield from ((rows, keys) for keys in pieces)
 
-    delta = delta_of(r, given, blocks())
-    scale_q, scale_k, q_k = scales(given)
-    heads = case.heads if given.made.group_sum == "separate" else case.kv_heads
+    delta = delta_of(given, blocks())
+    scale_q, scale_k, q_k = _scales(given)
+    heads = case.heads if r.made.group_sum == "separate" else case.kv_heads
 
     def over_rows(left: Tensor, right: Tensor) -> Tensor:
         """leftᵀ right [B, heads, X, Y]: with kv heads, a sum over the heads of a group too."""
@@ -243,9 +234,9 @@ def _at_once(r: Rounder, given: Given) -> tuple[Tensor, Tensor, Tensor]:
     dQ = torch.zeros_like(q)
     dK, dV = (x.new_zeros(x.shape[0], heads, *x.shape[2:]) for x in (k, v))
     for rows, keys in blocks():
-        P, dP, tanh = again(r, given, rows, keys)
+        P, dP, tanh = again(given, rows, keys)
         dV[:, :, keys].add_(over_rows(r("p_for_dv", P), dO[:, :, rows]))
-        dS = of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh)
+        dS = of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh)
         dK[:, :, keys].add_(over_rows(dS, q_k[:, :, rows]))
         dQ[:, :, rows].add_(fwd.times(case, dS, k[:, :, keys]))
     dQ, dK = dQ.mul_(scale_q), dK.mul_(scale_k)
@@ -269,24 +260,27 @@ def _apart(r: Rounder, dK: Tensor, dV: Tensor, apart: bool) -> Iterator[tuple[Te
     dV += r("dv_partial", own[1])
 
 
-def _add_gradients(
-    r: Rounder, given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor
-) -> Tensor:
+def _add_gradients(given: Given, delta: Tensor, of_rows: slice, dK: Tensor, dV: Tensor) -> Tensor:
     """dQ of some rows; adds to dK and dV. As many query heads as kv heads."""
-    made, q, k, dO = given.made, given.q, given.k, given.dO
-    scale_q, scale_k, q_k = scales(given)
-    parts = 1
-    if made.splits is not None and r.rounds("dq", "dq_product", "dq_partial"):
-        parts = -(-given.case.kv_len // fwd.split_width(given.case, made))
-    totals = [torch.zeros_like(q[:, :, of_rows]) for _ in range(parts)]  # one for each split
+    r, q, k, dO = given.r, given.q, given.k, given.dO
+    scale_q, scale_k, q_k = _scales(given)
+    apart = r.made.splits is not None and r.rounds("dq", "dq_product", "dq_partial")
+    split = fwd.split_width(r) if apart else r.case.kv_len
+    totals = [torch.zeros_like(q[:, :, of_rows]) for _ in range(0, r.case.kv_len, split)]
     for rows, keys in blocks(given, of_rows):
         here = slice(rows.start - of_rows.start, rows.stop - of_rows.start)
-        P, dP, tanh = again(r, given, rows, keys)
-        dS = of_products(r, given, P, dP.sub_(delta[:, :, rows, None]), tanh)
-        _add_over_rows(r, given, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
-        _add_over_rows(r, given, "dk", dK[:, :, keys], dS, q_k[:, :, rows], scale_k)
-        _add_over_keys(r, given, [x[:, :, here] for x in totals], dS, k, keys, scale_q)
-    if made.algorithm == "plain":
+        P, dP, tanh = again(given, rows, keys)
+        dS = of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh)
+        _add_over_rows(r, "dv", dV[:, :, keys], r("p_for_dv", P), dO[:, :, rows])
+        _add_over_rows(r, "dk", dK[:, :, keys], dS, q_k[:, :, rows], scale_k)
+        # dS K, one tile of keys after the other, each to the total of its split.
+        width = r.tile[1] if r.rounds("dq", "dq_product") else split
+        for tile in in_order(r, _cut(keys, width)):
+            dQ = totals[tile.start // split][:, :, here]
+            of_tile = dS[..., tile.start - keys.start : tile.stop - keys.start]
+            product = (of_tile @ k[:, :, tile]).mul_(scale_q)
+            dQ.copy_(r("dq", dQ + r("dq_product", product)))
+    if r.made.algorithm == "plain":
         dK.copy_(r("dk", r("dk_product", dK)))
         dV.copy_(r("dv", r("dv_product", dV)))
     if len(totals) == 1:
@@ -294,123 +288,94 @@ def _add_gradients(
     return torch.stack([r("dq_partial", x) for x in totals]).sum(dim=0)
 
 
-def again(
-    r: Rounder, given: Given, rows: slice, keys: slice
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cut(keys: slice, width: int) -> list[slice]:
+    """Keys cut at the multiples of a width."""
+    starts = [keys.start, *range(keys.start - keys.start % width + width, keys.stop, width)]
+    return [slice(*ends) for ends in zip(starts, [*starts[1:], keys.stop], strict=True)]
+
+
+def again(given: Given, rows: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """P and dP of a block, and under a soft cap its tanh."""
-    S, tanh = fwd.scores(r, given.case, given.made, given.q_s, given.k, rows, keys)
+    r = given.r
+    S, tanh = fwd.scores(r, given.q_s, given.k, rows, keys)
     P = r("p_backward", r("s", S).sub_(finite(given.shift[:, :, rows, None])))
     P = r("p_backward", P.exp_())
     if given.l is not None:
         P = r("p_backward", P.div_(nonzero(given.l[:, :, rows, None])))
-    dP = fwd.times(given.case, given.dO[:, :, rows], given.v[:, :, keys].transpose(-1, -2))
+    dP = fwd.times(r.case, given.dO[:, :, rows], given.v[:, :, keys].transpose(-1, -2))
     return P, r("dp", dP), tanh
 
 
-def delta_of(r: Rounder, given: Given, blocks: Iterable[Block]) -> Tensor:
+def delta_of(given: Given, blocks: Iterable[Block]) -> Tensor:
     """delta [B, H, rows]; where it is made of P, in blocks of whole tiles as `blocks` has them."""
-    made, delta_P = given.made, given.q.new_zeros(given.q.shape[:3])
-    if made.delta_from == "dP*P":  # a pass of its own before that of the gradients
-        width = given.tile[1] if r.rounds("delta") else given.case.kv_len
+    r, delta_P = given.r, given.q.new_zeros(given.q.shape[:3])
+    if r.made.delta_from == "dP*P":  # a pass of its own before that of the gradients
+        width = r.tile[1] if r.rounds("delta") else r.case.kv_len
         for rows, keys in blocks:
-            P, dP, _ = again(r, given, rows, keys)
-            for tile in _in_order(given, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
+            P, dP, _ = again(given, rows, keys)
+            for tile in in_order(r, r("delta_product", dP.mul_(P)).split(width, dim=-1)):
                 delta_P[:, :, rows] = r("delta", delta_P[:, :, rows] + tile.sum(dim=-1))
         return delta_P
     delta = r("delta", r("delta_product", given.dO * r("delta_o", given.O)).sum(dim=-1))
-    if made.delta_sign == "own":
+    if r.made.delta_sign == "own":
         return delta
     # rowsum(dP o P) of the P and dP that backward has: with it each row of dS sums to zero.
     for rows, keys in blocks:
-        P, dP, _ = again(r, given, rows, keys)
+        P, dP, _ = again(given, rows, keys)
         delta_P[:, :, rows] += dP.mul_(P).sum(dim=-1)
     return r("delta", delta_P + r.signs(delta) * (delta - delta_P))
 
 
-def scales(given: Given) -> tuple[float, float, Tensor]:
+def _scales(given: Given) -> tuple[float, float, Tensor]:
     """By what the products for dQ and for dK are multiplied, and the Q of the latter. Where dS has
     the scale they need it no more; and neither does dK where Q has it."""
-    made, scale = given.made, given.case.scale
+    made, scale = given.r.made, given.r.case.scale
     if made.ds_scale == "before":
         return 1.0, 1.0, given.q
     return (scale, scale, given.q) if made.scale_in == "scores" else (scale, 1.0, given.q_s)
 
 
-def of_products(r: Rounder, given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> Tensor:
+def of_products(given: Given, P: Tensor, less: Tensor, tanh: Tensor | None) -> Tensor:
     """dS, as it is multiplied with K and Q: from P o (dP - delta), the gradient of the capped
     scores, to that of Q Kᵀ."""
+    r = given.r
     less = r("dp_minus_delta", less)
     dS = r("ds_softmax", r("p_for_ds", P) * less)
-    cap = given.case.softcap
+    cap = r.case.softcap
     if cap is not None and tanh is not None:
         dS = r("ds_softcap", dS * cap)
         dS = r("ds_softcap", dS * (1.0 - tanh**2))
         dS = r("ds_softcap", dS / cap)
-    if given.made.ds_scale == "before":
-        dS = r("ds_scaled", dS * given.case.scale)
+    if r.made.ds_scale == "before":
+        dS = r("ds_scaled", dS * r.case.scale)
     return r("ds", dS)
 
 
 def _add_over_rows(
-    r: Rounder,
-    given: Given,
-    name: str,
-    total: Tensor,
-    left: Tensor,
-    right: Tensor,
-    scale: float = 1.0,
+    r: Rounder, name: str, total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0
 ) -> None:
     """total [B, H, keys, X] += scale leftᵀ right, one tile of rows after the other. In `plain` the
     sum over all rows is one product, and is rounded when the last one is in it."""
-    exact = given.made.algorithm == "plain" or not r.rounds(name, f"{name}_product")
-    width = left.shape[2] if exact else given.tile[0]
+    exact = r.made.algorithm == "plain" or not r.rounds(name, f"{name}_product")
+    width = left.shape[2] if exact else r.tile[0]
     for weights, x in zip(left.split(width, dim=2), right.split(width, dim=2), strict=True):
         part = (weights.transpose(-1, -2) @ x).mul_(scale)
         total.copy_(total + part if exact else r(name, total + r(f"{name}_product", part)))
 
 
-def _add_over_keys(
-    r: Rounder,
-    given: Given,
-    totals: Sequence[Tensor],
-    dS: Tensor,
-    k: Tensor,
-    keys: slice,
-    scale: float,
-) -> None:
-    """Add (scale) dS K to the total [B, H, rows, d] of the split that the keys are of, one tile of
-    keys after the other."""
-    split = fwd.split_width(given.case, given.made) if len(totals) > 1 else given.case.kv_len
-    width = given.tile[1] if r.rounds("dq", "dq_product") else split
-    starts = [keys.start, *range(keys.start - keys.start % width + width, keys.stop, width)]
-    for first, last in _in_order(given, list(zip(starts, [*starts[1:], keys.stop], strict=True))):
-        piece = slice(first, last)
-        here = slice(piece.start - keys.start, piece.stop - keys.start)
-        dQ = totals[piece.start // split]
-        product = (dS[..., here] @ k[:, :, piece]).mul_(scale)
-        dQ.copy_(r("dq", dQ + r("dq_product", product)))
-
-
 def blocks(given: Given, of_rows: slice | None = None) -> Iterator[Block]:
     """(rows, keys) that hold every pair visible by position once, of some rows or of all: whole
     tiles, and as many of them as memory allows, rows ascending and keys in the recipe's order."""
-    case, (block_q, block_kv) = given.case, given.tile
+    r, case, (block_q, block_kv) = given.r, given.r.case, given.r.tile
     of_rows = of_rows or slice(0, case.q_len)
-    budget = fwd.BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"]
-    cells = budget // (8 * case.q.shape[0] * case.heads)
+    cells = fwd.BLOCK_BYTES[case.q.device.type] // (8 * case.q.shape[0] * case.heads)
     wide = min(block_kv * max(1, math.isqrt(cells) // block_kv), case.kv_len)
     high = block_q * max(1, cells // (wide * block_q))
     for first in range(of_rows.start, of_rows.stop, high):
         rows = slice(first, min(first + high, of_rows.stop))
         seen = key_range(case, rows)
-        starts = range(seen.start - seen.start % wide, seen.stop, wide)
-        for start in _in_order(given, starts):
+        for start in in_order(r, range(seen.start - seen.start % wide, seen.stop, wide)):
             yield rows, slice(start, min(start + wide, case.kv_len))
-
-
-def _in_order(given: Given, tiles: Sequence[T]) -> Sequence[T]:
-    """Tiles of keys, in the order in which a row meets them."""
-    return tiles[::-1] if given.made.kv_order == "descending" else tiles
 
 
 def attended(case: AttentionCase, made: Recipe, generator: torch.Generator | None = None) -> Tensor:
@@ -431,25 +396,18 @@ def attended(case: AttentionCase, made: Recipe, generator: torch.Generator | Non
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, case: Any, made: Recipe, generator: Any) -> Any:
-        r = Rounder(made, case, fwd.dtype_of(made), generator)
         case = dataclasses.replace(case, q=q.detach(), k=k.detach(), v=v.detach())
+        r = Rounder(made, case, generator)
         with plain_arithmetic(q.device):
-            found = kept(r, case, made, at_once=True)
-            out = stored(r("out", found.O), made.format_at("out", case.format), q.dtype)
-            # What is returned gets a place in the graph, which must not hold itself.
-            out = out.clone() if out is found.O else out
-        ctx.rounder, ctx.kept = r, found
-        return out
+            ctx.kept = kept(r, at_once=True)
+            out = r.stored("out", r("out", ctx.kept.O), q.dtype)
+        # What is returned gets a place in the graph, which must not hold itself.
+        return out.clone() if out is ctx.kept.O else out
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        r, found = ctx.rounder, ctx.kept
-        case, made = found.case, found.made
+        r, of = ctx.kept.r, (ctx.kept.r.case.q, ctx.kept.r.case.k, ctx.kept.r.case.v)
         with torch.no_grad(), plain_arithmetic(given[0].device):
-            done = cast(r, *backward(r, found.with_upstream(r, given[0]), at_once=True))
-        names = ("dq_out", "dk_out", "dv_out")
-        tensors = zip(names, done, (case.q, case.k, case.v), strict=True)
-        return *(
-            stored(x, made.format_at(name, case.format), like.dtype).to(like.dtype)
-            for name, x, like in tensors
-        ), None, None, None  # fmt: skip
+            done = cast(r, *backward(ctx.kept.with_upstream(given[0]), at_once=True))
+        results = zip(CASTS, done, of, strict=True)
+        return *(r.stored(site, x, y.dtype).to(y.dtype) for site, x, y in results), None, None, None

@@ -59,26 +59,20 @@ Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from numdev.cases import (
-    AttentionCase,
-    additive,
-    key_range,
-    keys_from,
-    rows_within,
-    span,
-    visible,
-)
+from numdev.cases import AttentionCase, additive, key_range, keys_from, rows_within, span, visible
 from numdev.errors import Refused
 from numdev.formats import FORMATS, format_of
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 
+T = TypeVar("T")
 BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 """How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for
 stochastic rounding, whose random numbers are drawn in the order of the pieces."""
@@ -92,8 +86,15 @@ GOLDEN = 2654435769  # 2^32 / phi
 GUARD_BITS = 8
 LN_SMALLEST_FP32 = -126 * math.log(2.0)
 
-State = tuple[Tensor, Tensor, Tensor]
-"""m [B, H, rows], l [B, H, rows], O [B, H, rows, v_dim]."""
+
+class State(NamedTuple):
+    """m, l [B, H, rows] and O [B, H, rows, v_dim]. `product` is O as it was last before it was
+    normalised: P-bar V in `fa2` and `fa1`, P V in `plain`; None where it is not kept."""
+
+    m: Tensor
+    l: Tensor
+    O: Tensor
+    product: Tensor | None = None
 
 
 def attend(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> tuple[Tensor, Tensor]:
@@ -102,24 +103,21 @@ def attend(case: AttentionCase, made: Recipe, *, at_once: bool = False) -> tuple
     With `at_once` many tiles together, to fp32 rounding, where the recipe allows it; that waits for
     the device once. Runs without autograd. Raises Refused as `emulated` does.
     """
-    r = Rounder(made, case, dtype_of(made))
+    r = Rounder(made, case)
+    at_once = at_once and is_at_once(r)
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        q, k, v = (x.to(dtype_of(made)) for x in (case.q, case.k, case.v))
-        q = scaled_q(r, case, made, q)
-        m, l, O = forward(r, case, made, q, k, v, at_once=at_once)
-        if at_once and is_at_once(r, case, made) and not all_finite(O):
-            m, l, O = forward(r, case, made, q, k, v)
-        return r("out", O), r("lse", m + l.log())
+        _, *operands = operands_of(r)
+        m, l, O, _ = forward(r, *operands, at_once=at_once)
+        if not at_once or all_finite(O):
+            return r("out", O), r("lse", m + l.log())
+    return attend(case, made)
 
 
-def dtype_of(made: Recipe) -> torch.dtype:
-    """The dtype in which a recipe is computed."""
-    return torch.float64 if made.compute == "float64" else torch.float32
-
-
-def scaled_q(r: Rounder, case: AttentionCase, made: Recipe, q: Tensor) -> Tensor:
-    """Q as it meets K: with the scale in it where the recipe says so."""
-    return r("q_scaled", q * case.scale) if made.scale_in == "q" else q
+def operands_of(r: Rounder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, q as it meets K (with the scale in it where the recipe says so), k and v."""
+    case = r.case
+    q, k, v = (x.to(r.dtype) for x in (case.q, case.k, case.v))
+    return q, r("q_scaled", q * case.scale) if r.made.scale_in == "q" else q, k, v
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -128,14 +126,14 @@ def all_finite(*tensors: Tensor) -> bool:
     return all(math.isfinite(x) for x in largest.tolist())
 
 
-def in_any_order(case: AttentionCase, made: Recipe) -> bool:
+def in_any_order(r: Rounder) -> bool:
     """Whether it is no matter to a prediction in which order fp32 sums are added up, and random
     numbers drawn. Where inputs are in float32, such sums are all that there is to predict."""
-    in_fp32 = made.compute == "float32" and not case.format.contains(FORMATS["float32"])
-    return in_fp32 and made.rounding == "nearest"
+    in_fp32 = r.made.compute == "float32" and not r.case.format.contains(FORMATS["float32"])
+    return in_fp32 and r.made.rounding == "nearest"
 
 
-def is_at_once(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
+def is_at_once(r: Rounder) -> bool:
     """Whether many tiles at once are what the recipe says, as far as that is more than fp32
     rounding.
 
@@ -144,93 +142,74 @@ def is_at_once(r: Rounder, case: AttentionCase, made: Recipe) -> bool:
     not written so.
     """
     between = ["exponent", "rescale", "tile_sum", "row_sum", "pv", "accumulator"]
-    if made.loop_order == "kv":
+    if r.made.loop_order == "kv":
         between.append("state")
-    plainly = made.algorithm == "fa2" and made.softmax == "plain"
-    return plainly and in_any_order(case, made) and not r.rounds(*between)
+    plainly = r.made.algorithm == "fa2" and r.made.softmax == "plain"
+    return plainly and in_any_order(r) and not r.rounds(*between)
 
 
-def forward(
-    r: Rounder,
-    case: AttentionCase,
-    made: Recipe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    at_once: bool = False,
-) -> State:
-    """m, l and O after the last tile, O normalised and not yet cast. q is that of `scaled_q`.
-    l is the sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may be.
+def forward(r: Rounder, q: Tensor, k: Tensor, v: Tensor, *, at_once: bool = False) -> State:
+    """The state after the last tile, O normalised and not yet cast. q is as it meets K. l is the
+    sum of exp(S - m), whatever its P were multiplied with. `at_once`: where it may be.
 
     Merged splits have neither m nor l of their own: they return L and 1, which give P as well.
     """
-    if at_once and is_at_once(r, case, made):
-        return _at_once(r, case, made, q, k, v)
-    return forward_with_products(r, case, made, q, k, v)[0]
-
-
-def forward_with_products(
-    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[State, Tensor | None]:
-    """What `forward` returns, and beside it O as it was last before it was normalised: P-bar V in
-    `fa2` and `fa1`, P V in `plain`. None where the keys are split, each part with one of its own.
-    """
-    parts = [_pass(r, case, made, q, k, v, split) for split in splits(case, made)]
-    if len(parts) == 1:
-        return parts[0]
-    states = [state for state, _ in parts]
-    L = torch.stack([m + l.log() for m, l, _ in states]).logsumexp(dim=0)
-    O = torch.zeros_like(states[0][2])
-    for m, l, O_s in states:  # O = sum_s exp(L_s - L) O_s
+    if at_once and is_at_once(r):
+        return _at_once(r, q, k, v)
+    states = [_pass(r, q, k, v, split) for split in splits(r)]
+    if len(states) == 1:
+        return states[0]
+    L = torch.stack([m + l.log() for m, l, *_ in states]).logsumexp(dim=0)
+    O = torch.zeros_like(states[0].O)
+    for m, l, O_s, _ in states:  # O = sum_s exp(L_s - L) O_s
         O += (m + l.log() - finite(L)).exp()[..., None] * r("merge", O_s)
-    return (L, torch.ones_like(L), r("merge", O)), None
+    return State(L, torch.ones_like(L), r("merge", O))
 
 
 # --- tile by tile --------------------------------------------------------------------------------
 
 
-def _pass(
-    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor, split: slice
-) -> tuple[State, Tensor]:
-    """m, l and O of the keys of one split, tile by tile, and O before it was normalised."""
-    w = _guard(case, made, q.dtype)
-    m, l, O = start(r, case, q, v, split)
+def _pass(r: Rounder, q: Tensor, k: Tensor, v: Tensor, split: slice) -> State:
+    """The keys of one split, tile by tile."""
+    made = r.made
+    w = _guard(r)
+    m, l, O, _ = start(r, q, v, split)
     l = l if w is None else l * w
-    products = torch.zeros_like(O) if made.algorithm == "fa1" else O
-    for rows, keys in _tiles(case, made, split):
-        S, _ = scores(r, case, made, q, k, rows, keys)
-        before = (m[:, :, rows], l[:, :, rows], O[:, :, rows])
+    product = torch.zeros_like(O) if made.algorithm == "fa1" else O
+    for rows, keys in tiles(r, split):
+        S, _ = scores(r, q, k, rows, keys)
+        before = State(m[:, :, rows], l[:, :, rows], O[:, :, rows])
         w_rows = None if w is None else w[rows]
-        m[:, :, rows], l[:, :, rows], new = _step(r, case, made, S, v[:, :, keys], before, w_rows)
+        m[:, :, rows], l[:, :, rows], new, _ = _step(r, S, v[:, :, keys], before, w_rows)
         if made.algorithm == "fa1":
-            products[:, :, rows] = new
+            product[:, :, rows] = new
             new = r("normalised", new / nonzero(l[:, :, rows])[..., None])
         O[:, :, rows] = r("state", new) if made.loop_order == "kv" else new
     if made.algorithm == "fa2":
         O = r("normalised", O / nonzero(l)[..., None])
     if made.softmax == "stabilised":
         O = O.masked_fill(lost(m, l)[..., None], math.nan)
-    return (m, l if w is None else l / w, O), products
+    return State(m, l if w is None else l / w, O, product)
 
 
-def start(r: Rounder, case: AttentionCase, q: Tensor, v: Tensor, split: slice) -> State:
+def start(r: Rounder, q: Tensor, v: Tensor, split: slice) -> State:
     """Before any key: nothing, or the sink, a key with a logit and no value, in the first split."""
-    shape = q.shape[:3]
+    shape, sinks = q.shape[:3], r.case.sinks
     O = q.new_zeros(*shape, v.shape[-1])
-    if case.sinks is None or split.start > 0:
-        return q.new_full(shape, -math.inf), q.new_zeros(shape), O
-    m = r("max", case.sinks.to(q.dtype))[None, :, None].expand(shape).clone()
-    return m, torch.ones_like(m), O
+    if sinks is None or split.start > 0:
+        return State(q.new_full(shape, -math.inf), q.new_zeros(shape), O)
+    m = r("max", sinks.to(q.dtype))[None, :, None].expand(shape).clone()
+    return State(m, torch.ones_like(m), O)
 
 
 def scores(
-    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, rows: slice, keys: slice
+    r: Rounder, q: Tensor, k: Tensor, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor | None]:
     """S [B, H, rows, keys]: scaled, capped, biased, and -inf where hidden. Beside it, under a soft
     cap, the tanh, from which backward has its derivative."""
+    case = r.case
     S = r("scores", times(case, q[:, :, rows], k[:, :, keys].transpose(-1, -2)))
-    if made.scale_in == "scores":
+    if r.made.scale_in == "scores":
         S = r("scaled", S.mul_(case.scale))
     tanh = None
     if case.softcap is not None:
@@ -244,54 +223,46 @@ def scores(
     return (S if shown is None else S.masked_fill_(~shown, -math.inf)), tanh
 
 
-def _step(
-    r: Rounder,
-    case: AttentionCase,
-    made: Recipe,
-    S: Tensor,
-    V: Tensor,
-    before: State,
-    w: Tensor | None,
-) -> State:
-    """m, l and O with a tile added. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10. `fa1`:
+def _step(r: Rounder, S: Tensor, V: Tensor, before: State, w: Tensor | None) -> State:
+    """The state with a tile added. `fa2`: FlashAttention-2, Algorithm 1, lines 8 to 10. `fa1`:
     FlashAttention, Algorithm 1, lines 10 to 13, where P has the tile's own maximum and O is not yet
     normalised here. `plain`: softmax over all keys, then P V; at most a sink came before."""
-    m_old, l_old, O_old = before
-    own = maximum(r, case, made, S)
+    case, made = r.case, r.made
+    m_old, l_old, O_old, _ = before
+    own = maximum(r, S)
     m = torch.maximum(m_old, own)
     a = _factor(r, m_old, m)
     b = _factor(r, own, m) if made.algorithm == "fa1" else None
-    P = exponential(r, made, S, m if b is None else own, w)
+    P = exponential(r, S, m if b is None else own, w)
     if made.algorithm == "plain":
         l = r("row_sum", r("rescale", a * l_old) + r("tile_sum", P.sum(dim=-1)))
         P_V = r("p", r("normalised", P / nonzero(l)[..., None]))
-        return m, l, r("accumulator", r("pv", times(case, P_V, V)))
+        return State(m, l, r("accumulator", r("pv", times(case, P_V, V))))
     P_V = r("p", P)
     al = r("rescale", a * l_old)
     tile_sum = r("tile_sum", (P_V if made.l_from == "rounded" else P).sum(dim=-1))
     if b is None:
         l = r("row_sum", al + tile_sum)
         O = r("accumulator", a[..., None] * O_old)
-        return m, l, r("accumulator", O.add_(r("pv", times(case, P_V, V))))
+        return State(m, l, r("accumulator", O.add_(r("pv", times(case, P_V, V)))))
     l = r("row_sum", al + r("rescale", b * tile_sum))
     O = r("accumulator", al[..., None] * O_old)
     new = r("accumulator", b[..., None] * r("pv", times(case, P_V, V)))
-    return m, l, r("accumulator", O.add_(new))
+    return State(m, l, r("accumulator", O.add_(new)))
 
 
-def maximum(r: Rounder, case: AttentionCase, made: Recipe, S: Tensor) -> Tensor:
+def maximum(r: Rounder, S: Tensor) -> Tensor:
     """By what each row of a tile wants to be shifted, [B, H, rows]: its maximum, or what the
-    stabilised softmax takes instead. P is not to fall below the normal numbers that `exp` and `p`
-    have, or the arithmetic where they are exact."""
-    if made.beta is None or made.tie_tolerance is None:
+    stabilised softmax takes instead."""
+    if r.made.beta is None or r.made.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
-    smallest = smallest_weight(made, case, S.dtype)
-    return r("max", stabilised_shift(S, made.beta, made.tie_tolerance, smallest))
+    return r("max", stabilised_shift(S, r.made.beta, r.made.tie_tolerance, smallest_weight(r)))
 
 
-def smallest_weight(made: Recipe, case: AttentionCase, dtype: torch.dtype) -> float:
-    """The smallest normal number that P may be on its way to V."""
-    formats = [made.format_at(site, case.format) or format_of(dtype) for site in ("exp", "p")]
+def smallest_weight(r: Rounder) -> float:
+    """The smallest normal number that P may be on its way to V: of the formats of `exp` and `p`, or
+    of the arithmetic where they are exact."""
+    formats = [r.made.format_at(site, r.case.format) or format_of(r.dtype) for site in ("exp", "p")]
     return max(fmt.smallest_normal for fmt in formats)
 
 
@@ -341,17 +312,17 @@ def guarded_weights(case: AttentionCase, dtype: torch.dtype) -> Tensor:
     return (2 * number + 129).to(dtype) / 256
 
 
-def _guard(case: AttentionCase, made: Recipe, dtype: torch.dtype) -> Tensor | None:
+def _guard(r: Rounder) -> Tensor | None:
     """The guarded softmax's weights; None under another one. Refused where a format rounds them."""
-    if made.softmax != "guarded":
+    if r.made.softmax != "guarded":
         return None
     for site in ("exp", "p"):
-        fmt = made.format_at(site, case.format)
+        fmt = r.made.format_at(site, r.case.format)
         if fmt is not None and fmt.precision < GUARD_BITS:
             raise Refused(
                 f"the guarded softmax needs {GUARD_BITS} bits, and {site} is in {fmt.name}"
             )
-    return guarded_weights(case, dtype)
+    return guarded_weights(r.case, r.dtype)
 
 
 def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
@@ -359,10 +330,10 @@ def _factor(r: Rounder, m_old: Tensor, m: Tensor) -> Tensor:
     return r("rescale", r("exponent", m_old - finite(m)).exp_())
 
 
-def exponential(r: Rounder, made: Recipe, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
+def exponential(r: Rounder, S: Tensor, m: Tensor, w: Tensor | None = None) -> Tensor:
     """exp(S - m), or w times that, for m without the last axis of S. Overwrites S."""
     x = r("exponent", S.sub_(finite(m)[..., None]))
-    P = _fexp_u20(x) if made.exponential == "fexp_u20" else x.exp_()
+    P = _fexp_u20(x) if r.made.exponential == "fexp_u20" else x.exp_()
     return r("exp", P if w is None else P.mul_(w[:, None]))
 
 
@@ -396,67 +367,6 @@ def nonzero(l: Tensor) -> Tensor:
     return torch.where(l == 0, 1.0, l)
 
 
-def splits(case: AttentionCase, made: Recipe) -> Iterator[slice]:
-    """The keys of each split: whole tiles, the same number for each but the last."""
-    step = split_width(case, made)
-    for first in range(0, case.kv_len, step):
-        yield slice(first, min(first + step, case.kv_len))
-
-
-def split_width(case: AttentionCase, made: Recipe) -> int:
-    """The keys of a split, of which the last may have fewer."""
-    _, block_kv = made.tile(case.q.shape[-1], case.kv_len)
-    tiles = -(-case.kv_len // block_kv)
-    return -(-tiles // (made.splits or 1)) * block_kv
-
-
-def _tiles(case: AttentionCase, made: Recipe, split: slice) -> Iterator[tuple[slice, slice]]:
-    """Every tile of a split that somebody can see by position, as (rows, keys), in the order each
-    row meets them.
-
-    Tiles begin at multiples of block_kv; rows are whole blocks of block_q, as many as fit.
-    """
-    block_q, block_kv = made.tile(case.q.shape[-1], case.kv_len)
-    row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
-    step = block_q * max(1, BLOCK_BYTES[_kind(case)] // (row_bytes * block_q))
-    for first in range(0, case.q_len, step):
-        piece = slice(first, min(first + step, case.q_len))
-        keys = keys_from(case, _blocks_of(case, piece, block_q))
-        first_key = max(keys.start - keys.start % block_kv, split.start)
-        starts = range(first_key, min(keys.stop, split.stop), block_kv)
-        for at in reversed(starts) if made.kv_order == "descending" else starts:
-            tile = slice(at, min(at + block_kv, case.kv_len))
-            rows = _row_range(case, tile, piece, block_q)
-            if rows.start < rows.stop:
-                yield rows, tile
-
-
-def _row_range(case: AttentionCase, keys: slice, piece: slice, block_q: int) -> slice:
-    """The rows of `piece` whose block can see any of `keys` by position."""
-    blocks = _blocks_of(case, piece, block_q)
-    first, last = blocks.start, blocks.stop
-    if case.is_causal:
-        first = max(first, keys.start - case.causal_offset)
-    left, right = case.window or (None, None)
-    if right is not None:
-        first = max(first, keys.start - case.causal_offset - right)
-    if left is not None:
-        last = min(last, keys.stop - case.causal_offset + left)
-    if first >= last:
-        return slice(piece.start, piece.start)
-    rows = rows_within(case, slice(first - first % block_q, last + -last % block_q))
-    return slice(max(rows.start, piece.start), min(rows.stop, piece.stop))
-
-
-def _blocks_of(case: AttentionCase, piece: slice, block_q: int) -> slice:
-    """The positions of the blocks that a piece's rows are of. A piece of a whole call is made of
-    blocks, of which the last may be a part."""
-    at = span(case, piece)
-    if case.positions is None:
-        return at
-    return slice(at.start - at.start % block_q, at.stop + -at.stop % block_q)
-
-
 def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
     """x @ of_kv_heads [B, H, R, Y], for x [B, H, R, X] and [B, kv_heads, X, Y]: each kv head meets
     its query heads at once."""
@@ -465,21 +375,81 @@ def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
     return product.view(b, h, rows, -1)
 
 
-def _kind(case: AttentionCase) -> str:
-    return "cuda" if case.q.is_cuda else "cpu"
+# --- which tiles ---------------------------------------------------------------------------------
+
+
+def splits(r: Rounder) -> Iterator[slice]:
+    """The keys of each split: whole tiles, the same number for each but the last."""
+    step = split_width(r)
+    for first in range(0, r.case.kv_len, step):
+        yield slice(first, min(first + step, r.case.kv_len))
+
+
+def split_width(r: Rounder) -> int:
+    """The keys of a split, of which the last may have fewer."""
+    block_kv = r.tile[1]
+    tiles = -(-r.case.kv_len // block_kv)
+    return -(-tiles // (r.made.splits or 1)) * block_kv
+
+
+def in_order(r: Rounder, tiles: Sequence[T]) -> Sequence[T]:
+    """Tiles of keys, in the order in which a row meets them."""
+    return tiles[::-1] if r.made.kv_order == "descending" else tiles
+
+
+def tiles(r: Rounder, split: slice) -> Iterator[tuple[slice, slice]]:
+    """Every tile of a split that somebody can see by position, as (rows, keys), in the order each
+    row meets them.
+
+    Tiles begin at multiples of block_kv; rows are whole blocks of block_q, as many as fit.
+    """
+    case, (block_q, block_kv) = r.case, r.tile
+    row_bytes = 8 * case.q.shape[0] * case.heads * block_kv
+    step = block_q * max(1, BLOCK_BYTES[case.q.device.type] // (row_bytes * block_q))
+    for first in range(0, case.q_len, step):
+        piece = slice(first, min(first + step, case.q_len))
+        # The positions of the blocks that the rows are of: some rows of a call are in its blocks.
+        blocks = span(case, piece)
+        if case.positions is not None:
+            blocks = slice(
+                blocks.start - blocks.start % block_q, blocks.stop + -blocks.stop % block_q
+            )
+        seen = keys_from(case, blocks)
+        first_key = max(seen.start - seen.start % block_kv, split.start)
+        starts = range(first_key, min(seen.stop, split.stop), block_kv)
+        for at in in_order(r, starts):
+            keys = slice(at, min(at + block_kv, case.kv_len))
+            rows = _rows_that_see(case, keys, piece, blocks, block_q)
+            if rows.start < rows.stop:
+                yield rows, keys
+
+
+def _rows_that_see(
+    case: AttentionCase, keys: slice, piece: slice, blocks: slice, block_q: int
+) -> slice:
+    """The rows of `piece` whose block, of those at these positions, can see any of `keys`."""
+    left, right = case.window or (None, None)
+    ends = [0] * case.is_causal + ([] if right is None else [right])
+    first = max([blocks.start, *(keys.start - case.causal_offset - end for end in ends)])
+    last = blocks.stop
+    if left is not None:
+        last = min(last, keys.stop - case.causal_offset + left)
+    if first >= last:
+        return slice(0, 0)
+    rows = rows_within(case, slice(first - first % block_q, last + -last % block_q))
+    return slice(max(rows.start, piece.start), min(rows.stop, piece.stop))
 
 
 # --- many tiles at once --------------------------------------------------------------------------
 
 
-def _at_once(
-    r: Rounder, case: AttentionCase, made: Recipe, q: Tensor, k: Tensor, v: Tensor
-) -> State:
+def _at_once(r: Rounder, q: Tensor, k: Tensor, v: Tensor) -> State:
     """What `forward` returns, for a recipe that `is_at_once`. m and l are [B, H, rows, splits], O
     is [B, H, rows, splits, v_dim] until splits are merged."""
-    parts, done = -(-case.kv_len // split_width(case, made)), []
+    case, done = r.case, []
+    parts = -(-case.kv_len // split_width(r))
     if parts == 1:
-        pieces = wide_blocks(case, made, WIDE_BYTES)
+        pieces = wide_blocks(r, WIDE_BYTES)
     else:  # splits, which are made where rows are few, are taken whole
         every = [slice(0, case.kv_len)]
         pieces = ((rows, every) for rows in _row_blocks(case, WIDE_BYTES, fewest=1))
@@ -491,8 +461,8 @@ def _at_once(
             m[..., 0] = r("max", case.sinks.to(q.dtype))[None, :, None]
             l[..., 0] = 1.0
         for keys in blocks:
-            S, _ = scores(r, case, made, q, k, rows, keys)
-            m, l, O = _add_tiles(r, case, made, S, v[:, :, keys], (m, l, O))
+            S, _ = scores(r, q, k, rows, keys)
+            m, l, O = _add_tiles(r, S, v[:, :, keys], m, l, O)
         O = r("normalised", O / nonzero(l)[..., None])
         if parts == 1:
             done.append((m[..., 0], l[..., 0], O[..., 0, :]))
@@ -503,34 +473,33 @@ def _at_once(
         merged = (weights[..., None] * r("merge", O)).sum(dim=-2)
         done.append((L, torch.ones_like(L), r("merge", merged)))
     if len(done) == 1:
-        return done[0]
+        return State(*done[0])
     m, l, O = (torch.cat(x, dim=2) for x in zip(*done, strict=True))
-    return m, l, O
+    return State(m, l, O)
 
 
 def _add_tiles(
-    r: Rounder, case: AttentionCase, made: Recipe, S: Tensor, V: Tensor, before: State
-) -> State:
+    r: Rounder, S: Tensor, V: Tensor, m_old: Tensor, l_old: Tensor, O_old: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """m, l and O with a block of keys added: whole tiles, and of all splits where there are some.
 
     Here P and S are [B, H, rows, splits, tiles, block_kv], the maximum each tile met and the factor
     by which it is scaled to the last one [B, H, rows, splits, tiles].
     """
-    m_old, l_old, O_old = before
-    parts, (_, block_kv) = m_old.shape[-1], made.tile(case.q.shape[-1], case.kv_len)
-    each = split_width(case, made) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
+    case, parts, block_kv = r.case, m_old.shape[-1], r.tile[1]
+    each = split_width(r) if parts > 1 else S.shape[-1] + -S.shape[-1] % block_kv
     missing = parts * each - S.shape[-1]
     if missing:  # keys that are hidden, where a tile or a split is not full
         S, V = pad(S, (0, missing), value=-math.inf), pad(V, (0, 0, 0, missing))
     S = S.unflatten(-1, (parts, each // block_kv, block_kv))
-    descending = made.kv_order == "descending"
+    descending = r.made.kv_order == "descending"
     own = r("max", S.amax(dim=-1))
     own = own.flip(-1) if descending else own
     met = torch.cat([m_old[..., None], own], dim=-1).cummax(dim=-1).values[..., 1:]
     m, met = met[..., -1], met.flip(-1) if descending else met
-    P = exponential(r, made, S, met)
+    P = exponential(r, S, met)
     P_V = r("p", P)
-    sums = (P_V if made.l_from == "rounded" else P).sum(dim=-1)
+    sums = (P_V if r.made.l_from == "rounded" else P).sum(dim=-1)
     last = finite(m)
     factor, a = (met - last[..., None]).exp_(), (m_old - last).exp_()
     l = (a * l_old).add_(sums.mul_(factor).sum(dim=-1))
@@ -541,20 +510,17 @@ def _add_tiles(
     return m, l, product.reshape(b, h, rows, parts, -1).addcmul_(a[..., None], O_old)
 
 
-def wide_blocks(
-    case: AttentionCase, made: Recipe, bytes_of: Mapping[str, int]
-) -> Iterator[tuple[slice, Iterable[slice]]]:
+def wide_blocks(r: Rounder, bytes_of: Mapping[str, int]) -> Iterator[tuple[slice, Iterable[slice]]]:
     """Rows, each with blocks of the keys that they can see by position: whole tiles, in the order
     they meet them, and no larger than so many bytes, by device, of scores in fp32."""
-    _, block_kv = made.tile(case.q.shape[-1], case.kv_len)
+    case, block_kv = r.case, r.tile[1]
     for rows in _row_blocks(case, bytes_of, MIN_BLOCK_ROWS):
         seen = key_range(case, rows)
         stop = min(seen.stop + -seen.stop % block_kv, case.kv_len)
         tiles = _cells(case, bytes_of) // (rows.stop - rows.start) // block_kv
         wide = max(tiles, 1) * block_kv
         starts = range(seen.start - seen.start % block_kv, stop, wide)
-        ordered = reversed(starts) if made.kv_order == "descending" else starts
-        yield rows, [slice(at, min(at + wide, stop)) for at in ordered]
+        yield rows, [slice(at, min(at + wide, stop)) for at in in_order(r, starts)]
 
 
 def _row_blocks(case: AttentionCase, bytes_of: Mapping[str, int], fewest: int) -> Iterator[slice]:
@@ -569,4 +535,4 @@ def _row_blocks(case: AttentionCase, bytes_of: Mapping[str, int], fewest: int) -
 
 def _cells(case: AttentionCase, bytes_of: Mapping[str, int]) -> int:
     """How many scores of every head a block may hold."""
-    return bytes_of[_kind(case)] // (4 * case.q.shape[0] * case.heads)
+    return bytes_of[case.q.device.type] // (4 * case.q.shape[0] * case.heads)

@@ -16,23 +16,11 @@ from numdev.cases import AttentionCase
 from numdev.kernels import Output, kernel, no_claim
 from numdev.kernels.emulation import backward
 from numdev.kernels.emulation.forward import attend
-from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
-from numdev.kernels.emulation.rounding import stored
+from numdev.kernels.emulation.recipe import FIELDS, SITES, recipe
+from numdev.kernels.emulation.rounding import Rounder
 
-FIELDS = (
-    "algorithm", "block_q", "block_kv", "memory", "loop_order", "kv_order", "splits", "q_splits",
-    "l_from", "scale_in", "exponential", "softmax", "beta", "tie_tolerance", "p_from", "delta_from",
-    "delta_sign", "ds_scale", "group_sum", "rounding", "seed", "compute",
-)  # fmt: skip
 OPTIONS: Mapping[str, Any] = {"preset": "fa2", **dict.fromkeys((*FIELDS, *SITES))}
 """The kernel's options: a preset, fields of `Recipe` and sites. None: as the preset says."""
-
-
-def _recipe_of(options: Mapping[str, Any]) -> Recipe:
-    """The recipe that the kernel's options describe; raises UsageError for a senseless one."""
-    fields = {name: value for name, value in options.items() if name not in SITES}
-    sites = {name: value for name, value in options.items() if name in SITES}
-    return recipe(fields.pop("preset", "fa2"), sites=sites, **fields)
 
 
 def gradients(case: AttentionCase, **options: Any) -> Output:
@@ -42,13 +30,13 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     Raises UsageError for an option it does not have and for a senseless recipe, Refused where the
     case has no grad_out or its format cannot do what the recipe asks.
     """
-    made = _recipe_of(options)
+    made = recipe(**options)
     O, L, *dQKV = backward.gradients(case, made)
-    sites = zip(("out", "dq_out", "dk_out", "dv_out"), (O, *dQKV), strict=True)
-    out, dq, dk, dv = (stored(x, made.format_at(n, case.format), case.q.dtype) for n, x in sites)
-    lse = stored(L, made.format_at("lse", case.format), torch.float32)
-    forward, back = (f(made, case) for f in (description, backward_description))
-    return Output(out=out, lse=lse, dq=dq, dk=dk, dv=dv, ran=forward, ran_backward=back)
+    r = Rounder(made, case)
+    sites = zip(("out", *backward.CASTS), (O, *dQKV), strict=True)
+    out, dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in sites)
+    lse = r.stored("lse", L, torch.float32)
+    return Output(out=out, lse=lse, dq=dq, dk=dk, dv=dv, ran=_forward(r), ran_backward=_backward(r))
 
 
 def trained(
@@ -56,7 +44,7 @@ def trained(
 ) -> Tensor:
     """The output inside a network that learns, under the options of `emulated`. What is random is
     drawn from the generator, on from call to call."""
-    return backward.attended(case, _recipe_of(options), generator)
+    return backward.attended(case, recipe(**options), generator)
 
 
 @kernel(
@@ -64,11 +52,11 @@ def trained(
     options=OPTIONS,
     any_format=True,
     any_rows=True,
-    validate=_recipe_of,
+    validate=lambda options: recipe(**options),
     claims=no_claim,
     backward=gradients,
     training=trained,
-    draws=lambda options: _recipe_of(options).draws,
+    draws=lambda options: recipe(**options).draws,
 )
 def emulated(case: AttentionCase, **options: Any) -> Output:
     """Attention with a format at every rounding site, as a preset or site by site.
@@ -80,36 +68,36 @@ def emulated(case: AttentionCase, **options: Any) -> Output:
     arithmetic has it; a format without infinity overflows to NaN. Raises UsageError for an unknown
     name, Refused where the case's format cannot do what the recipe asks.
     """
-    made = _recipe_of(options)
+    made = recipe(**options)
     O, L = attend(case, made)
+    r = Rounder(made, case)
     return Output(
-        out=stored(O, made.format_at("out", case.format), case.q.dtype),
-        lse=stored(L, made.format_at("lse", case.format), torch.float32),
-        ran=description(made, case),
+        out=r.stored("out", O, case.q.dtype),
+        lse=r.stored("lse", L, torch.float32),
+        ran=_forward(r),
     )
 
 
-def description(made: Recipe, case: AttentionCase) -> str:
+def _forward(r: Rounder) -> str:
     """What ran, with everything that was left to the preset filled in."""
-    block_q, block_kv = made.tile(case.q.shape[-1], case.kv_len)
-    more = [f", {made.splits} splits"] if made.splits else []
-    if made.softmax == "stabilised":
-        more += [f", stabilised softmax (beta {made.beta}, ties within {made.tie_tolerance})"]
-    if made.softmax == "guarded":
-        more += [", guarded softmax"]
-    return (
+    made, (block_q, block_kv) = r.made, r.tile
+    said = (
         f"{made.preset}: {made.algorithm}, tiles {block_q} x {block_kv} {made.kv_order}, "
-        f"outer loop {made.loop_order}, l from {made.l_from} P, {made.compute}{''.join(more)}"
+        f"outer loop {made.loop_order}, l from {made.l_from} P, {made.compute}"
     )
+    said += f", {made.splits} splits" if made.splits else ""
+    if made.softmax == "stabilised":
+        said += f", stabilised softmax (beta {made.beta}, ties within {made.tie_tolerance})"
+    return said + (", guarded softmax" if made.softmax == "guarded" else "")
 
 
-def backward_description(made: Recipe, case: AttentionCase) -> str:
+def _backward(r: Rounder) -> str:
     """The same of the backward pass."""
-    block_q, block_kv = made.tile(case.q.shape[-1], case.kv_len)
-    kept = {"lse": "exp(S - L)", "m_and_l": "exp(S - m) / l"}[made.p_from]
+    made, (block_q, block_kv) = r.made, r.tile
+    P = {"lse": "exp(S - L)", "m_and_l": "exp(S - m) / l"}[made.p_from]
+    signs = ", its error with random signs" if made.delta_sign == "random" else ""
+    parts = f", {made.q_splits} parts of the queries" if made.q_splits else ""
     return (
-        f"{made.preset}: P from {kept}, delta from {made.delta_from}"
-        f"{', its error with random signs' if made.delta_sign == 'random' else ''}, dS scaled "
-        f"{made.ds_scale} its products, tiles {block_q} x {block_kv}, {made.compute}"
-        + (f", {made.q_splits} parts of the queries" if made.q_splits else "")
+        f"{made.preset}: P from {P}, delta from {made.delta_from}{signs}, dS scaled "
+        f"{made.ds_scale} its products, tiles {block_q} x {block_kv}, {made.compute}{parts}"
     )

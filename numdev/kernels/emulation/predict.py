@@ -25,7 +25,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import FORMATS, Format
 from numdev.kernels.emulation.backward import gradients
 from numdev.kernels.emulation.forward import attend
-from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
+from numdev.kernels.emulation.recipe import Recipe, recipe
 
 CASTS: Mapping[str, str] = {"out": "out", "dq": "dq_out", "dk": "dk_out", "dv": "dv_out"}
 """By tensor, the site at which it is rounded to the format in which it is returned."""
@@ -35,9 +35,7 @@ MOST_BITS = 12
 
 def recipe_of(claim: Mapping[str, Any], **overrides: Any) -> Recipe:
     """The recipe a claim describes, in fp32 arithmetic; raises UsageError for a senseless claim."""
-    fields = {k: v for k, v in {**claim, **overrides}.items() if k not in SITES}
-    sites = {k: v for k, v in {**claim, **overrides}.items() if k in SITES}
-    return recipe(fields.pop("preset", "fa2"), sites=sites, compute="float32", **fields)
+    return recipe(**{**claim, **overrides, "compute": "float32"})
 
 
 def emulation(case: AttentionCase, claim: Mapping[str, Any]) -> Tensor:

@@ -5,11 +5,9 @@ and fixes what else decides the numbers: the algorithm, the tiles, the order in 
 probabilities that are summed. A *preset* is a recipe with a name, and stands for a piece of code or
 for an assumption somebody published numbers under.
 
-The value of a site is `working` (the format of the case), `exact` (not rounded beyond the
-arithmetic itself), or the name of a format, any that `formats.format_named` knows.
-
-Nothing here computes attention; that is `emulated`, which reads as the algorithm with these names
-at each step. docs/sites.md is written from this file.
+The value of a site is `working` (the format of the case), `wide` (float32, or the working format
+where that is wider: a kernel for fp64 inputs does not round its sums down to fp32), `exact` (not
+rounded beyond the arithmetic itself), or the name of a format. docs/sites.md is written from here.
 
 References: FlashAttention, arXiv 2205.14135 (`fa1`, Algorithm 1); FlashAttention-2, arXiv
 2307.08691 (`fa2`, Algorithm 1); P1 = Golden et al., arXiv 2405.02803; P2 = Qiu & Yao, arXiv
@@ -20,96 +18,97 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from numdev.errors import UsageError, closest
 from numdev.formats import FORMATS, Format, RoundingMode, format_named
 
 DeltaFrom = Literal["dO*O", "dP*P"]
 WORKING, WIDE, EXACT = "working", "wide", "exact"
-# wide: float32, or the working format where that is wider (a kernel for fp64 inputs does not round
-# its sums down to fp32).
 STABILISED: Mapping[str, float] = {"beta": 2.0, "tie_tolerance": 1e-3}
 """Options of the stabilised softmax as the authors' later runs have them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A step at which a kernel rounds, and what is rounded there, in the papers' letters."""
+class Site(NamedTuple):
+    """A step at which a kernel rounds."""
 
-    name: str
+    presets: str
+    """Its value in `fa2`, `eager` and `qiu2025`: w working, f wide."""
     rounds: str
+    """What is rounded there, in the papers' letters."""
     may_hide: bool = False
     """Whether it must be able to hold -inf: a hidden score, or the maximum of a row without keys.
     A format without infinity cannot stand there."""
 
 
 # In the order of the pass. A row of steps that round alike in all code we know is one site.
+#
+# fa2: in the working format are operands of matrix units, what is read from memory and what is
+# written there: FlashAttention-2 writes dK and dV of every query head in the working format and
+# sums the group afterwards. q_scaled, state and ds_scaled are used only if scale_in, loop_order and
+# ds_scale ask for them: then the first two are tensors like q and the output, the last a step in
+# registers.
+# eager: what autograd keeps of softmax is P in fp32. What flows back is in the format of what it
+# belongs to: dP and dS are rounded, dS again wherever S was on its way. A sum over all rows is one
+# product.
+# qiu2025: under autocast, matrix products are in the working format and sums in fp32. L and what
+# meets it (exp, dP − δ, dS) is in fp32 by promotion, and gradients are added up in tensors like q,
+# k and v.
 _FORWARD = {
-    "q_scaled": "scale · Q, where the scale is folded into Q",
-    "scores": "S = Q Kᵀ, the finished sum",
-    "scaled": "scale · S",
-    "softcap": "S / cap, its tanh, and cap times that: each of the three",
-    "bias": "S + additive mask",
-    "max": "row maximum of a tile, and so the running m",
-    "exponent": "S − m, and m_old − m",
-    "exp": "exp(S − m)",
-    "p": "P as it is multiplied with V",
-    "tile_sum": "sum of a row of P within a tile",
-    "rescale": "exp(m_old − m), and its product with l",
-    "row_sum": "running l, after a tile is added",
-    "pv": "P V of one tile, the finished sum",
-    "accumulator": "running O, after it is rescaled and after P V is added",
-    "normalised": "O / l (in `plain`, P / l)",
-    "state": "O as stored after a tile, where kv is the outer loop",
-    "merge": "O of one split of the keys as stored, and the merged O",
-    "lse": "m + log l, as returned",
-    "out": "O as returned",
+    "q_scaled": Site("www", "scale · Q, where the scale is folded into Q"),
+    "scores": Site("fww", "S = Q Kᵀ, the finished sum"),
+    "scaled": Site("fww", "scale · S"),
+    "softcap": Site("fww", "S / cap, its tanh, and cap times that: each of the three"),
+    "bias": Site("fww", "S + additive mask", may_hide=True),
+    "max": Site("ffw", "row maximum of a tile, and so the running m", may_hide=True),
+    "exponent": Site("ffw", "S − m, and m_old − m", may_hide=True),
+    "exp": Site("fff", "exp(S − m)"),
+    "p": Site("www", "P as it is multiplied with V"),
+    "tile_sum": Site("fff", "sum of a row of P within a tile"),
+    "rescale": Site("fff", "exp(m_old − m), and its product with l"),
+    "row_sum": Site("ffw", "running l, after a tile is added"),
+    "pv": Site("ffw", "P V of one tile, the finished sum"),
+    "accumulator": Site("ffw", "running O, after it is rescaled and after P V is added"),
+    "normalised": Site("ffw", "O / l (in `plain`, P / l)"),
+    "state": Site("www", "O as stored after a tile, where kv is the outer loop"),
+    "merge": Site("fww", "O of one split of the keys as stored, and the merged O"),
+    "lse": Site("fff", "m + log l, as returned", may_hide=True),
+    "out": Site("www", "O as returned"),
 }
 _BACKWARD = {
-    "s": "S as recomputed, through the forward's own sites",
-    "lse_read": "L as backward reads it (or m and l)",
-    "p_backward": "S − L and its exp, P (or S − m, its exp, and P = exp / l): each",
-    "p_for_dv": "P as it is multiplied with dO",
-    "dv_product": "Pᵀ dO of one tile, the finished sum",
-    "dv": "running dV, after a tile is added",
-    "dp": "dP = dO Vᵀ, the finished sum",
-    "delta_o": "O as it is multiplied with dO, from before its cast",
-    "delta_product": "dO ∘ O, or dP ∘ P",
-    "delta": "δ, the finished sum of a row (with dP ∘ P, after every tile)",
-    "dp_minus_delta": "dP − δ",
-    "p_for_ds": "P as it is multiplied with dP − δ",
-    "ds_softmax": "dS = P ∘ (dP − δ)",
-    "ds_softcap": "cap · dS, its product with 1 − tanh², and / cap: each",
-    "ds_scaled": "scale · dS, where it is scaled before the products",
-    "ds": "dS as it is multiplied with K and Q",
-    "dq_product": "(scale ·) dS K of one tile, the finished sum",
-    "dq": "running dQ, after a tile is added",
-    "dq_partial": "dQ from a split of the keys, before the splits' are summed",
-    "dk_product": "(scale ·) dSᵀ Q of one tile, the finished sum",
-    "dk": "running dK, after a tile is added",
-    "dk_partial": "dK of a query head or a part of the queries, before a sum",
-    "dv_partial": "dV of a query head or a part of the queries, before a sum",
-    "dq_out": "dQ as returned",
-    "dk_out": "dK as returned",
-    "dv_out": "dV as returned",
+    "s": Site("fww", "S as recomputed, through the forward's own sites", may_hide=True),
+    "lse_read": Site("fff", "L as backward reads it (or m and l)", may_hide=True),
+    "p_backward": Site(
+        "fff", "S − L and its exp, P (or S − m, its exp, and P = exp / l): each", may_hide=True
+    ),
+    "p_for_dv": Site("www", "P as it is multiplied with dO"),
+    "dv_product": Site("ffw", "Pᵀ dO of one tile, the finished sum"),
+    "dv": Site("ffw", "running dV, after a tile is added"),
+    "dp": Site("fww", "dP = dO Vᵀ, the finished sum"),
+    "delta_o": Site("www", "O as it is multiplied with dO, from before its cast"),
+    "delta_product": Site("ffw", "dO ∘ O, or dP ∘ P"),
+    "delta": Site("fff", "δ, the finished sum of a row (with dP ∘ P, after every tile)"),
+    "dp_minus_delta": Site("fff", "dP − δ"),
+    "p_for_ds": Site("fff", "P as it is multiplied with dP − δ"),
+    "ds_softmax": Site("fwf", "dS = P ∘ (dP − δ)"),
+    "ds_softcap": Site("fwf", "cap · dS, its product with 1 − tanh², and / cap: each"),
+    "ds_scaled": Site("fwf", "scale · dS, where it is scaled before the products"),
+    "ds": Site("www", "dS as it is multiplied with K and Q"),
+    "dq_product": Site("ffw", "(scale ·) dS K of one tile, the finished sum"),
+    "dq": Site("ffw", "running dQ, after a tile is added"),
+    "dq_partial": Site("fww", "dQ from a split of the keys, before the splits' are summed"),
+    "dk_product": Site("ffw", "(scale ·) dSᵀ Q of one tile, the finished sum"),
+    "dk": Site("ffw", "running dK, after a tile is added"),
+    "dk_partial": Site("www", "dK of a query head or a part of the queries, before a sum"),
+    "dv_partial": Site("www", "dV of a query head or a part of the queries, before a sum"),
+    "dq_out": Site("www", "dQ as returned"),
+    "dk_out": Site("www", "dK as returned"),
+    "dv_out": Site("www", "dV as returned"),
 }
-_HIDING = ("bias", "max", "exponent", "lse", "s", "lse_read", "p_backward")
 FORWARD, BACKWARD = tuple(_FORWARD), tuple(_BACKWARD)
-SITES: Mapping[str, Site] = {
-    name: Site(name=name, rounds=rounds, may_hide=name in _HIDING)
-    for name, rounds in {**_FORWARD, **_BACKWARD}.items()
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiling:
-    """A rule for the tile's size: (head_dim, memory) to (block_q, block_kv), None for all keys."""
-
-    text: str
-    rule: Callable[[int, int], tuple[int, int | None]]
+SITES: Mapping[str, Site] = {**_FORWARD, **_BACKWARD}
 
 
 def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
@@ -118,15 +117,14 @@ def _fa1_tile(head_dim: int, memory: int) -> tuple[int, int]:
     return min(columns, head_dim), columns
 
 
-TILINGS: Mapping[str, Tiling] = {
-    "fa1": Tiling(text="min(⌈M/4d⌉, d) × ⌈M/4d⌉", rule=_fa1_tile),
-    "fa2": Tiling(
-        text="128 × 128 for d ≤ 64, else 128 × 64",
-        rule=lambda head_dim, memory: (128, 128 if head_dim <= 64 else 64),
-    ),
-    "qiu2025": Tiling(text="512 × 512", rule=lambda head_dim, memory: (512, 512)),
-    "whole": Tiling(text="all keys at once", rule=lambda head_dim, memory: (1, None)),
+TILINGS: Mapping[str, tuple[str, Callable[[int, int], tuple[int, int | None]]]] = {
+    "fa1": ("min(⌈M/4d⌉, d) × ⌈M/4d⌉", _fa1_tile),
+    "fa2": ("128 × 128 for d ≤ 64, else 128 × 64", lambda d, memory: (128, 128 if d <= 64 else 64)),
+    "qiu2025": ("512 × 512", lambda d, memory: (512, 512)),
+    "whole": ("all keys at once", lambda d, memory: (1, None)),
 }
+"""Rules for the tile's size, in words and as a function: (head_dim, memory) to (block_q, block_kv),
+None for all keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +137,13 @@ class Recipe:
     algorithm: Literal["fa2", "fa1", "plain"] = "fa2"
     """`fa2` normalises at the end. `fa1` takes each tile's own maximum, and its output is
     normalised after every tile. `plain` normalises P before it meets V; it has a single tile."""
-    l_from: Literal["unrounded", "rounded"] = "unrounded"
-    """Whether l sums P as exp gave it, or as it is multiplied with V."""
-    scale_in: Literal["scores", "q"] = "scores"
-    """Whether the scores are multiplied by the scale, or Q is beforehand."""
+    tiling: str = "fa2"
+    block_q: int | None = None
+    """None, here and below: as the tiling says."""
+    block_kv: int | None = None
+    memory: int = 4096
+    """M, on-chip memory in elements, for the tiling `fa1`. P1 does not say what it used; with 4096
+    (16 keys a tile at head_dim 64) its tenfold max error appears at length 4096."""
     loop_order: Literal["q", "kv"] = "q"
     """The outer loop. With `kv` O is stored after every tile (site `state`); m and l are two
     numbers a row and are kept as `max` and `row_sum` left them."""
@@ -155,6 +156,10 @@ class Recipe:
     q_splits: int | None = None
     """Backward: into how many parts the queries are divided, as ring attention does: each has a dK
     and dV of its own (`dk_partial`, `dv_partial`), and these are summed. None: one."""
+    l_from: Literal["unrounded", "rounded"] = "unrounded"
+    """Whether l sums P as exp gave it, or as it is multiplied with V."""
+    scale_in: Literal["scores", "q"] = "scores"
+    """Whether the scores are multiplied by the scale, or Q is beforehand."""
     exponential: Literal["exact", "fexp_u20"] = "exact"
     """How forward computes exp(S − m); exp in backward is exact. `fexp_u20` is what PyTorch's CPU
     kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
@@ -179,13 +184,6 @@ class Recipe:
     group_sum: Literal["separate", "running"] = "separate"
     """Backward: whether each query head of a group has its own dK and dV, which are summed at the
     end, or the running sums go on from one query head to the next."""
-    tiling: str = "fa2"
-    memory: int = 4096
-    """M, on-chip memory in elements, for the tiling `fa1`. P1 does not say what it used; with 4096
-    (16 keys a tile at head_dim 64) its tenfold max error appears at length 4096."""
-    block_q: int | None = None
-    """None, here and below: as the tiling says."""
-    block_kv: int | None = None
     rounding: RoundingMode = "nearest"
     seed: int = 0
     """Of what is drawn, which is stochastic rounding and random signs."""
@@ -198,9 +196,8 @@ class Recipe:
 
     def tile(self, head_dim: int, kv_len: int) -> tuple[int, int]:
         """block_q and block_kv for a case."""
-        rows, columns = TILINGS[self.tiling].rule(head_dim, self.memory)
-        columns = self.block_kv or columns or kv_len
-        return self.block_q or rows, min(columns, kv_len)
+        rows, columns = TILINGS[self.tiling][1](head_dim, self.memory)
+        return self.block_q or rows, min(self.block_kv or columns or kv_len, kv_len)
 
     def format_at(self, site: str, working: Format) -> Format | None:
         """The format of a site where the case's is `working`; None where nothing is rounded."""
@@ -212,58 +209,32 @@ class Recipe:
         return working if value == WORKING else format_named(value)
 
 
-def _everywhere(value: str, **others: str) -> dict[str, str]:
-    """Every site with one value, but for `others`."""
-    return {**dict.fromkeys(SITES, value), **others}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    name: get_args(kind)
+    for name, kind in get_type_hints(Recipe).items()
+    if get_origin(kind) is Literal
+}
+FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(Recipe)
+    if field.name not in ("preset", "sites", "tiling")
+)
+"""What may be changed in a recipe, beside its sites."""
 
 
-# q_scaled, state and ds_scaled are used only if scale_in, loop_order and ds_scale ask for them:
-# then the first two are tensors like q and the output, the last a step in registers.
-_FA2_SITES = _everywhere(
-    WIDE,
-    q_scaled=WORKING,
-    p=WORKING,
-    state=WORKING,
-    out=WORKING,
-    # Operands of matrix units, what is read from memory, what is written there: FlashAttention-2
-    # writes dK and dV of every query head in the working format and sums the group afterwards.
-    p_for_dv=WORKING,
-    delta_o=WORKING,
-    ds=WORKING,
-    dk_partial=WORKING,
-    dv_partial=WORKING,
-    dq_out=WORKING,
-    dk_out=WORKING,
-    dv_out=WORKING,
-)
-# What autograd keeps of softmax is P in fp32. What flows back is in the format of what it belongs
-# to: dP and dS are rounded, dS again wherever S was on its way. A sum over all rows is one product.
-_EAGER_SITES = _everywhere(
-    WORKING,
-    **dict.fromkeys(
-        ("max", "exponent", "exp", "tile_sum", "rescale", "row_sum", "pv", "accumulator"), WIDE
-    ),
-    **dict.fromkeys(("normalised", "lse", "lse_read", "p_backward"), WIDE),
-    **dict.fromkeys(("delta_product", "delta", "dp_minus_delta", "p_for_ds"), WIDE),
-    **dict.fromkeys(("dv_product", "dv", "dq_product", "dq", "dk_product", "dk"), WIDE),
-)
-# Under autocast, matrix products are in the working format and sums in fp32. L and what meets it
-# (exp, dP − δ, dS) is in fp32 by promotion, and gradients are added up in tensors like q, k and v.
-_QIU2025_SITES = _everywhere(
-    WORKING,
-    **dict.fromkeys(("exp", "tile_sum", "rescale", "lse"), WIDE),
-    **dict.fromkeys(("lse_read", "p_backward", "delta", "dp_minus_delta"), WIDE),
-    **dict.fromkeys(("p_for_ds", "ds_softmax", "ds_softcap", "ds_scaled"), WIDE),
-)
+def _column(place: int) -> dict[str, str]:
+    """Every site with its value in one of the presets of the table."""
+    return {name: WORKING if x.presets[place] == "w" else WIDE for name, x in SITES.items()}
+
 
 PRESETS: Mapping[str, Recipe] = {
     made.preset: made
     for made in (
-        Recipe(preset="fa2", sites=_FA2_SITES),
-        Recipe(preset="fa2-consistent", sites=_FA2_SITES, l_from="rounded"),
+        Recipe(preset="fa2", sites=_column(0)),
+        Recipe(preset="fa2-consistent", sites=_column(0), l_from="rounded"),
         Recipe(
             preset="eager",
-            sites=_EAGER_SITES,
+            sites=_column(1),
             algorithm="plain",
             tiling="whole",
             p_from="m_and_l",
@@ -272,14 +243,14 @@ PRESETS: Mapping[str, Recipe] = {
         ),
         Recipe(
             preset="golden2024",
-            sites=_everywhere(WORKING),
+            sites=dict.fromkeys(SITES, WORKING),
             algorithm="fa1",
             loop_order="kv",
             tiling="fa1",
             p_from="m_and_l",
         ),
-        Recipe(preset="qiu2025", sites=_QIU2025_SITES, tiling="qiu2025", ds_scale="before"),
-        Recipe(preset="exact", sites=_everywhere(EXACT)),
+        Recipe(preset="qiu2025", sites=_column(2), tiling="qiu2025", ds_scale="before"),
+        Recipe(preset="exact", sites=dict.fromkeys(SITES, EXACT)),
     )
 }
 
@@ -303,79 +274,68 @@ ABOUT: Mapping[str, str] = {
 
 
 def recipe(
-    preset: str = "fa2", *, sites: Mapping[str, str | None] | None = None, **overrides: Any
+    preset: str = "fa2", *, sites: Mapping[str, str | None] | None = None, **options: Any
 ) -> Recipe:
     """The preset with some of its parts replaced; a value of None leaves the preset's.
 
-    `sites` gives sites other values, `overrides` are fields of `Recipe`. With `memory` the tiles
+    `options` are fields of `Recipe` and sites, and so may `sites` be. With `memory` the tiles
     follow FlashAttention-1's rule in every preset. Raises UsageError, naming the closest, for an
-    unknown preset, site, format, field or choice, and for parts that contradict one another.
+    unknown preset, option, format or choice, and for parts that contradict one another.
     """
     if preset not in PRESETS:
         raise UsageError(f"unknown preset {preset!r}", hint=closest(str(preset), PRESETS))
-    return changed(PRESETS[preset], sites=sites, **overrides)
+    return changed(PRESETS[preset], sites=sites, **options)
 
 
 def changed(
-    start: Recipe, *, sites: Mapping[str, str | None] | None = None, **overrides: Any
+    start: Recipe, *, sites: Mapping[str, str | None] | None = None, **options: Any
 ) -> Recipe:
     """The recipe with some of its parts replaced; arguments and errors are those of `recipe`."""
-    changes = {name: value for name, value in overrides.items() if value is not None}
-    given = {name: value for name, value in (sites or {}).items() if value is not None}
-    _check_fields(changes)
-    _check_sites(given)
-    if changes.get("algorithm") == "plain":
-        changes["tiling"] = "whole"
-    if "memory" in changes:
-        changes["tiling"] = "fa1"
-    if "softmax" in changes:
-        of_it = STABILISED if changes["softmax"] == "stabilised" else {}
-        changes = {**dict.fromkeys(STABILISED), **of_it, **changes}
-    made = dataclasses.replace(start, **changes, sites={**start.sites, **given})
-    _check_together(made, changes)
+    given = {k: v for k, v in {**(sites or {}), **options}.items() if v is not None}
+    for name, value in given.items():
+        _check(name, value)
+    values = {name: given.pop(name) for name in SITES if name in given}
+    if given.get("algorithm") == "plain":
+        given["tiling"] = "whole"
+    if "memory" in given:
+        given["tiling"] = "fa1"
+    if "softmax" in given:
+        of_it = STABILISED if given["softmax"] == "stabilised" else {}
+        given = {**dict.fromkeys(STABILISED), **of_it, **given}
+    made = dataclasses.replace(start, **given, sites={**start.sites, **values})
+    check_stabilised(vars(made))
+    for wrong, why in _contradictions(made, "memory" in given):
+        if wrong:
+            raise UsageError(why, hint="leave out one of them")
     return made
 
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    name: get_args(kind)
-    for name, kind in get_type_hints(Recipe).items()
-    if get_origin(kind) is Literal
-}
-_POSITIVE = ("block_q", "block_kv", "memory", "splits", "q_splits")
-_FIELDS = (*_CHOICES, *_POSITIVE, *STABILISED, "seed")
+def _check(name: str, value: Any) -> None:
+    """One part of a recipe by itself; what is of the stabilised softmax `check_stabilised` has."""
+    if name in SITES:
+        _check_site(name, value)
+    elif name not in FIELDS:
+        raise UsageError(f"a recipe has no {name!r}", hint=closest(name, [*FIELDS, *SITES]))
+    elif name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
+    elif name not in STABILISED:
+        least = -math.inf if name == "seed" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            positive = "" if name == "seed" else "positive "
+            raise UsageError(f"{name} is {value!r}", hint=f"expected a {positive}whole number")
 
 
-def _check_fields(changes: Mapping[str, Any]) -> None:
-    for name, value in changes.items():
-        if name not in _FIELDS:
-            raise UsageError(f"a recipe has no {name!r}", hint=closest(name, _FIELDS))
-        if name in STABILISED:
-            continue
-        if name in _CHOICES:
-            if value not in _CHOICES[name]:
-                raise UsageError(f"{name} is {value!r}", hint=closest(str(value), _CHOICES[name]))
-        elif not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"{name} is {value!r}", hint="expected a whole number")
-        elif name in _POSITIVE and value < 1:
-            raise UsageError(f"{name} is {value}", hint="expected a positive number")
-
-
-def _check_sites(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in SITES:
-            raise UsageError(f"unknown rounding site {name!r}", hint=closest(name, SITES))
-        if value in (WORKING, WIDE, EXACT):
-            continue
-        try:
-            fmt = format_named(str(value))
-        except UsageError as error:
-            hint = closest(str(value), [WORKING, WIDE, EXACT, *FORMATS])
-            raise UsageError(f"rounding site {name}: {error.message}", hint=hint) from error
-        if SITES[name].may_hide and not fmt.has_infinity:
-            raise UsageError(
-                f"rounding site {name} must hold -inf, which {fmt.name} does not have",
-                hint="give it a format with infinity",
-            )
+def _check_site(name: str, value: Any) -> None:
+    if value in (WORKING, WIDE, EXACT):
+        return
+    try:
+        fmt = format_named(str(value))
+    except UsageError as error:
+        hint = closest(str(value), [WORKING, WIDE, EXACT, *FORMATS])
+        raise UsageError(f"rounding site {name}: {error.message}", hint=hint) from error
+    if SITES[name].may_hide and not fmt.has_infinity:
+        raise UsageError(f"rounding site {name} must hold -inf, which {fmt.name} does not have")
 
 
 def check_stabilised(options: Mapping[str, Any]) -> None:
@@ -392,42 +352,24 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
             raise UsageError(f"{name} is {value!r}", hint=f"expected a number from {least} on")
 
 
-def _check_together(made: Recipe, changes: Iterable[str]) -> None:
-    """Refuse what would otherwise be ignored."""
-    check_stabilised(vars(made))
+def _contradictions(made: Recipe, with_memory: bool) -> tuple[tuple[bool, str], ...]:
+    """Options of which one would be ignored."""
     plain = made.algorithm == "plain"
-    ignored = (
+    tiled = made.block_kv is not None or made.tiling != "whole"
+    return (
         (
             made.delta_sign == "random" and made.delta_from == "dP*P",
-            "delta from dP*P has no error whose sign could be drawn",
-            "leave out delta_sign, or take delta_from dO*O",
+            "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn",
         ),
-        (
-            plain and (made.block_kv is not None or made.tiling != "whole"),
-            f"preset {made.preset} with algorithm plain has a single tile of all keys",
-            "leave out block_kv and memory, or take another algorithm",
-        ),
-        (
-            plain and made.splits is not None,
-            "algorithm plain has a single tile of all keys, which cannot be split",
-            "leave out splits, or take another algorithm",
-        ),
+        (plain and tiled, "block_kv or memory with algorithm plain, which has a single tile"),
+        (plain and made.splits is not None, "splits with algorithm plain, which has a single tile"),
         (
             plain and made.softmax == "guarded",
-            "algorithm plain divides P by l before P meets V: a guarded row would be as plain",
-            "take another algorithm, or softmax plain",
+            "softmax guarded with algorithm plain, which divides P by l before P meets V",
         ),
         (
             plain and made.l_from == "rounded",
-            "algorithm plain divides P by l before P is rounded, so l_from is unrounded",
-            "leave out l_from, or take another algorithm",
+            "l_from rounded with algorithm plain, which divides P by l before P is rounded",
         ),
-        (
-            "memory" in changes and made.block_kv is not None,
-            "memory and block_kv both set the tile",
-            "give one of them",
-        ),
+        (with_memory and made.block_kv is not None, "memory and block_kv both set the tile"),
     )
-    for wrong, message, hint in ignored:
-        if wrong:
-            raise UsageError(message, hint=hint)

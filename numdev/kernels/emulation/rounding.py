@@ -18,42 +18,45 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Rounder:
-    """`r(site, x)`: x rounded to the format the recipe gives the site. May return x itself.
+    """`r(site, x)`: x rounded to the format that the recipe `made` gives the site on this case. May
+    return x itself. Raises Refused where the recipe's arithmetic or the case's format cannot.
 
     What is random is drawn from `generator`, or from one of the recipe's seed.
     """
 
     def __init__(
-        self,
-        made: Recipe,
-        case: AttentionCase,
-        dtype: torch.dtype,
-        generator: torch.Generator | None = None,
+        self, made: Recipe, case: AttentionCase, generator: torch.Generator | None = None
     ) -> None:
-        here, device = format_of(dtype), case.q.device
+        self.made, self.case = made, case
+        self.dtype = torch.float64 if made.compute == "float64" else torch.float32
+        self.tile = made.tile(case.q.shape[-1], case.kv_len)
+        here = format_of(self.dtype)
         if not here.contains(case.format):
             raise Refused(f"computing in {here.name} would round inputs in {case.format.name}")
         # None can be seeded while a CUDA graph is recorded: only what needs one has it.
         if generator is None and made.draws:
-            generator = torch.Generator(device).manual_seed(made.seed)
+            generator = torch.Generator(case.q.device).manual_seed(made.seed)
         self.generator = generator
         self.steps: dict[str, Step | None] = {}
-        steps: dict[Format | None, Step | None] = {}  # sites are many, their formats few
-        for site in SITES.values():
-            fmt = made.format_at(site.name, case.format)
-            if fmt not in steps:
-                if fmt is not None and not here.contains(fmt):
-                    raise Refused(
-                        f"computing in {here.name} cannot round {site.name} to {fmt.name}"
-                    )
-                steps[fmt] = rounding(fmt, dtype, made.rounding, generator)
+        for name, site in SITES.items():
+            fmt = made.format_at(name, case.format)
+            if fmt is not None and not here.contains(fmt):
+                raise Refused(f"computing in {here.name} cannot round {name} to {fmt.name}")
             if fmt is not None and site.may_hide and not fmt.has_infinity:
-                raise Refused(f"{site.name} must hold -inf, which {fmt.name} does not have")
-            self.steps[site.name] = steps[fmt]
+                raise Refused(f"{name} must hold -inf, which {fmt.name} does not have")
+            self.steps[name] = rounding(fmt, self.dtype, made.rounding, generator)
 
     def __call__(self, site: str, x: Tensor) -> Tensor:
         step = self.steps[site]
         return x if step is None else step(x)
+
+    def stored(self, site: str, x: Tensor, preferred: torch.dtype) -> Tensor:
+        """x in a dtype that holds the values of the site's format: the preferred one if it does."""
+        fmt = self.made.format_at(site, self.case.format)
+        for dtype in (preferred, torch.float32):
+            if fmt is not None and format_of(dtype).contains(fmt):
+                return x.to(dtype)
+        return x
 
     def signs(self, like: Tensor) -> Tensor:
         """1 or -1 for every element, drawn with equal odds."""
@@ -81,14 +84,6 @@ def rounding(
             if format_of(narrow).contains(fmt) and fmt.contains(format_of(narrow)):
                 return lambda x: x.to(narrow).to(x.dtype)
     return functools.partial(round_to, format=fmt, mode=mode, generator=generator)
-
-
-def stored(x: Tensor, fmt: Format | None, preferred: torch.dtype) -> Tensor:
-    """x in a dtype that holds the values of `fmt`: the preferred one if it does. Exact."""
-    for dtype in (preferred, torch.float32):
-        if fmt is not None and format_of(dtype).contains(fmt):
-            return x.to(dtype)
-    return x
 
 
 @contextlib.contextmanager
