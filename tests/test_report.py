@@ -1,11 +1,19 @@
-"""The report on disk: what is written can be read back, and what cannot be read is refused."""
+"""The report on disk and in every form: what is written can be read back, what cannot be read is
+refused, by its place and with both versions named, and foreign text commands nobody.
+
+tests/data/reports holds one of every kind, and tests/data/older/audit-schema2.json one as an early
+version wrote it: of the same schema, before checksums and more had fields. These files stay:
+whoever changes a record learns here that it is another schema.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,70 +22,57 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from test_html import SAMPLES, audit
 
 from numdev import report
+from numdev.audit.plan import Task
+from numdev.audit.rows import identity
+from numdev.cases import CaseRef
+from numdev.cli.main import main
+from numdev.cli.schema import schema_of
+from numdev.config import SweepConfig
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, WeightRow
+from numdev.report.renderers import markdown
+from numdev.report.renderers.markdown import escaped
+from numdev.yamlfile import read_yaml
 
+FORMATS = ("terminal", "html", "markdown", "csv", "json")
+OLDER = Path(__file__).parent / "data" / "older" / "audit-schema2.json"
 ROW: dict[str, Any] = {
-    "case": "layers.0#0",
-    "source": "demo",
-    "module": "layers.0.attn, the “first”",
-    "layer": 0,
-    "call": 0,
-    "seed": None,
-    "head": 1,
-    "role": "kernel",
-    "kernel": "mine",
-    "options": {"block": 64, "name": "a,b"},
-    "format": "bfloat16",
-    "tensor": "out",
-    "status": "ok",
+    "case": "layers.0#0", "source": "demo", "module": "layers.0.attn, the “first”", "layer": 0,
+    "call": 0, "seed": None, "head": 1, "role": "kernel", "kernel": "mine",
+    "options": {"block": 64, "name": "a,b"}, "format": "bfloat16", "tensor": "out", "status": "ok",
     "rms": 0.1 + 0.2,  # 0.30000000000000004: seventeen digits or it does not come back
-    "max_abs": 5e-324,
-    "fa_rule": True,
-    "nulls": {"rel": "the reference is lost in its term scale"},
-}
+    "max_abs": 5e-324, "fa_rule": True, "nulls": {"rel": "the reference is lost in its terms"},
+}  # fmt: skip
+WEIGHT = WeightRow(tensor="w", shape=(2, 3), stored="float32", format="bfloat16", elements=6,
+                   nonfinite=0, max_abs=1e-3, mean_abs=1e-4, rel=None, w1=1e-4)  # fmt: skip
+MADE = AuditReport(
+    provenance=Provenance(numdev="0", command="c", created="2026-01-01", system={}, source={}),
+    request={"target": "demo", "kernels": [{"name": "mine"}], "seed": 0},
+    summary=AuditSummary(answer=("bfloat16: yes.",), kernels=()),
+    rows=(DeviationRow(**ROW), DeviationRow(**{**ROW, "head": None, "status": "skipped"})),
+    weights=(WEIGHT,),
+)
 
 
-def make(**changes: Any) -> AuditReport:
-    fields: dict[str, Any] = {
-        "provenance": Provenance(
-            numdev="0", command="numdev audit", created="2026-01-01", system={}, source={}
-        ),
-        "request": {"target": "demo", "kernels": [{"name": "mine"}], "seed": 0},
-        "summary": AuditSummary(answer=("bfloat16: yes.",), kernels=()),
-        "rows": (DeviationRow(**ROW), DeviationRow(**{**ROW, "head": None, "status": "skipped"})),
-        "weights": (
-            WeightRow(
-                tensor="w",
-                shape=(2, 3),
-                stored="float32",
-                format="bfloat16",
-                elements=6,
-                nonfinite=0,
-                max_abs=1e-3,
-                mean_abs=1e-4,
-                rel=None,
-                w1=1e-4,
-            ),
-        ),
-    }
-    return AuditReport(**{**fields, **changes})
+def sample(kind: str) -> Path:
+    return next(p for p in SAMPLES if p.stem == kind)
+
+
+def run(*arguments: str) -> int:
+    try:
+        main(list(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    report.write(make(), tmp_path)
+    report.write(MADE, tmp_path)
     return tmp_path
-
-
-def tampered(directory: Path, change: Callable[[Any], Any]) -> Path:
-    path = directory / "report.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    return path
 
 
 def refusal(path: Path) -> NumdevError:
@@ -94,16 +89,65 @@ def refusal(path: Path) -> NumdevError:
 
 
 def test_what_is_written_is_read(written: Path) -> None:
-    """A report read back equals the one written, to the last bit, from its directory or file."""
-    assert report.read(written) == make()
-    assert report.read(written / "report.json") == make()
+    """A report read back equals the one written, to the last bit, from its directory or file.
+    Three files, readable by others, and no temporary one."""
+    assert report.read(written) == report.read(written / "report.json") == MADE
     assert report.read(written).rows[0].rms == 0.1 + 0.2
-
-
-def test_nothing_else_is_left_in_the_directory(written: Path) -> None:
-    """Three files, readable by others, and no temporary one."""
     assert sorted(p.name for p in written.iterdir()) == ["report.json", "rows.csv", "weights.csv"]
     assert {p.stat().st_mode & 0o777 for p in written.iterdir()} == {0o644}
+
+
+def assert_holds(read: Any, written: Any) -> None:
+    """That everything written is read as it was; fields added since have their defaults."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            assert_holds(read[key], value)
+    elif isinstance(written, list):
+        for a, b in zip(read, written, strict=True):
+            assert_holds(a, b)
+    else:
+        assert read == written
+
+
+def test_what_is_not_held_is_noticed() -> None:
+    """A changed, a missing and an added value."""
+    for read in ({"a": [1, 2.0]}, {"a": [1]}, {"b": 1}):
+        with pytest.raises((AssertionError, KeyError, ValueError)):
+            assert_holds(read, {"a": [1, 2.5]})
+
+
+@pytest.mark.parametrize("path", [*SAMPLES, OLDER], ids=lambda p: p.stem)
+def test_what_this_schema_wrote_is_read(path: Path) -> None:
+    """What is read is what the file says, field by field."""
+    assert_holds(json.loads(report.read(path).model_dump_json()), json.loads(path.read_text()))
+
+
+def test_an_older_report_is_judged_by_its_numbers(tmp_path: Path, capsys: Any) -> None:
+    """Sound then, sound now; one error too large is found in it."""
+    assert run("gate", str(OLDER)) == run("gate", str(OLDER), "--against", str(OLDER)) == 0
+    data = json.loads(OLDER.read_text(encoding="utf-8"))
+    next(r for r in data["rows"] if r["role"] == "kernel")["expected_ratio"] = 1.2
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    assert run("gate", str(tmp_path)) == 1
+    assert run("compare", str(OLDER), str(OLDER), "-o", str(tmp_path / "out"), "-q") == 0
+    capsys.readouterr()
+
+
+def test_no_field_of_the_schema_is_lost() -> None:
+    """Whoever removes or renames a field of a row writes another schema, and has to say so in
+    SCHEMA_VERSION; one that every row must have is no field to add, either."""
+    told = json.loads(OLDER.read_text(encoding="utf-8"))
+    row = schema_of("report")["$defs"]["DeviationRow"]
+    assert set(row["required"]) <= set(told["rows"][0]) <= set(row["properties"])
+
+
+@pytest.mark.parametrize("model", [report.DeviationRow, report.WorstRow, report.AttributionRow])
+def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) -> None:
+    """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured
+    is no result to `examine`, and a field that is missing would look like that."""
+    ref = CaseRef(case="a", source="b", module="c", layer=0, call=0, seed=None)
+    task = Task(case=ref, role="kernel", kernel="k", options={}, format="bfloat16", heads=None)
+    assert identity(task).keys() <= model.model_fields.keys()
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -112,7 +156,6 @@ def test_nothing_else_is_left_in_the_directory(written: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda r: r.update(schema_version=1), "schema_version"),
         (lambda r: r.update(schema_version="1.5"), "schema_version"),
         (lambda r: r.update(kind="guess"), "kind"),
         (lambda r: r.update(extra=1), "extra"),
@@ -120,7 +163,6 @@ def test_nothing_else_is_left_in_the_directory(written: Path) -> None:
         (lambda r: r["rows"][0].update(status="fine"), "rows.0.status"),
         (lambda r: r["rows"][0].update(rms="much"), "rows.0.rms"),
         (lambda r: r["rows"][0].update(rms=math.nan), "rows.0.rms"),
-        (lambda r: r["rows"][0].update(rms=math.inf), "rows.0.rms"),
         (lambda r: r["rows"][0].pop("kernel"), "rows.0.kernel"),
         (lambda r: r["provenance"].pop("command"), "provenance.command"),
         (lambda r: r.pop("rows"), "rows"),
@@ -131,24 +173,67 @@ def test_a_report_that_is_not_understood_is_refused(
 ) -> None:
     """Another version, an unknown or missing field, a number that is none: exit code 3, and the
     place is named."""
-    error = refusal(tampered(written, change))
+    path = written / "report.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    error = refusal(path)
     assert isinstance(error, MeasurementError)
     assert f": {named}: " in error.message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"report"', "\x00", "{}", "Report\n{"])
 def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
-    """Garbage, empty files and other JSON are exit code 3, never a traceback."""
+    """Garbage, empty files and other JSON are exit code 3, never a traceback; a missing file, and
+    a directory without one, 2."""
     path = tmp_path / "report.json"
     path.write_text(text)
     assert refusal(path).exit_code == 3
+    assert refusal(tmp_path / "none").exit_code == 2
 
 
-def test_a_report_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    """A missing file, and a directory without one, are exit code 2."""
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(UsageError, match=r"cannot read a report there \(No such file"):
-            report.read(path)
+@pytest.mark.parametrize(
+    "changes",
+    [*({"schema_version": version} for version in (0, 1, 3, 10**30, "2", 1.0, True, None)),
+     {"schema_version": ...}, {"kind": "novel"}, {"novel": 1.0}, {"row": {"novel": 1.0}}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["report", "gate"])
+def test_a_newer_report_is_refused(
+    tmp_path: Path, command: str, changes: dict[str, Any], capsys: Any
+) -> None:
+    """By its number, of whatever type, or by what it says that is not known here, since a field
+    that is left out could be the one that matters: exit code 3, and who wrote it."""
+    data = json.loads(OLDER.read_text(encoding="utf-8"))
+    data["rows"] = [row | changes.get("row", {}) for row in data["rows"]]
+    data["provenance"]["numdev"] = "9.8.7"
+    data |= {key: value for key, value in changes.items() if key != "row"}
+    data = {key: value for key, value in data.items() if value is not ...}
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    assert run(command, str(tmp_path)) == 3
+    error = capsys.readouterr().err
+    assert "numdev 9.8.7 wrote it" in error
+    assert all(name in error for name in {*changes} - {"row"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("diagnose", lambda r: r["heads"].clear()),
+        ("diagnose", lambda r: r["running"][0]["sums"].pop()),
+        ("sweep", lambda r: r["summary"]["axis"].update(ticks=[])),
+        ("weights", lambda r: r["sources"].clear()),
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(
+    kind: str, change: Any, tmp_path: Path
+) -> None:
+    """Exit code 3, before anything is shown of it."""
+    content = json.loads(sample(kind).read_text())
+    change(content)
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(content))
+    assert refusal(path).exit_code == 3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -171,21 +256,21 @@ def test_json_text_is_strict(written: Path) -> None:
 # --- atomic --------------------------------------------------------------------------------------
 
 
-def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path, error: Any) -> None:
     """Whatever happens while writing, the old content stays whole and no temporary file remains."""
     path = tmp_path / "report.json"
     path.write_text("old")
 
-    def fail(error: BaseException) -> None:
+    def fail() -> None:
         with report.replacing(path) as file:
             file.write("half of the ne")
             raise error
 
-    for error in (OSError("disk full"), KeyboardInterrupt()):
-        with pytest.raises(type(error)):
-            fail(error)
-        assert path.read_text() == "old"
-        assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(type(error)):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -198,34 +283,47 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
-def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        with report.replacing(pipe) as file:
-            file.write("whole")
-        assert os.read(reader, 100) == b"whole"
-    finally:
-        os.close(reader)
-    assert pipe.is_fifo()
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_devices_and_open_files_are_written_to() -> None:
-    """`--junit /dev/stdout`, where stdout is a pipe; as root a rename would replace the device."""
+def test_devices_and_open_files_are_written_to(tmp_path: Path) -> None:
+    """`--junit /dev/stdout`, where stdout is a pipe; as root a rename would replace the device. A
+    named pipe stays one."""
     code = (
         "from pathlib import Path; from numdev.report import replacing\n"
         "for name in ('/dev/stdout', '/proc/self/fd/1', '/dev/null'):\n"
         "    with replacing(Path(name)) as file: file.write('said ')"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "said said "
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "said said "
     assert Path("/dev/null").is_char_device()
-    assert Path("/dev/stdout").is_symlink()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with report.replacing(pipe) as file:
+        file.write("whole")
+    assert os.read(reader, 100) == b"whole"
+    os.close(reader)
+    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 
 
-# --- CSV -----------------------------------------------------------------------------------------
+# --- every kind, every form ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_kind_in_every_form(path: Path, form: str, tmp_path: Path, capsys: Any) -> None:
+    """On stdout, and the same in a file but for the terminal's width; the answer is in all forms
+    that are to be read."""
+    assert run("report", str(path), "--format", form) == 0
+    shown = capsys.readouterr().out
+    file = tmp_path / "out"
+    assert run("report", str(path), "--format", form, "-o", str(file)) == 0
+    assert capsys.readouterr().out == ""
+    written = file.read_bytes().decode()
+    if form != "terminal":
+        assert written.rstrip("\n") == shown.rstrip("\n")
+    if form in ("terminal", "html", "markdown"):
+        summary: Any = getattr(report.read(path), "summary")  # noqa: B009
+        head = summary.answer[0].partition(": ")[0].split()[0]
+        assert escaped(head) in written or head in written
 
 
 def test_csv_holds_every_field_of_every_row(written: Path) -> None:
@@ -236,20 +334,101 @@ def test_csv_holds_every_field_of_every_row(written: Path) -> None:
     assert first["module"] == ROW["module"]
     assert json.loads(first["options"]) == ROW["options"]
     assert json.loads(first["nulls"]) == ROW["nulls"]
-    assert float(first["rms"]) == 0.1 + 0.2
-    assert float(first["max_abs"]) == 5e-324
+    assert (float(first["rms"]), float(first["max_abs"])) == (0.1 + 0.2, 5e-324)
     assert (first["rel"], first["fa_rule"]) == ("", "True")
     assert (second["head"], second["status"]) == ("", "skipped")
 
 
-@pytest.mark.parametrize("model", [report.DeviationRow, report.WorstRow, report.AttributionRow])
-def test_every_kind_of_row_says_of_which_task_it_is(model: type[report.Record]) -> None:
-    """What identifies a task (`measuring.identity`) has a field in each: what cannot be measured
-    is no result to `examine`, and a field that is missing would look like that."""
-    from numdev.audit.plan import Task
-    from numdev.audit.rows import identity
-    from numdev.cases import CaseRef
+def test_csv_and_json_are_the_report(capsys: Any) -> None:
+    """All rows in the report's order; `--json` is short for a format, and contradicts no other."""
+    run("report", str(sample("audit")), "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = json.loads(sample("audit").read_text())["rows"]
+    assert [line["rms"] for line in lines] == ["" if r["rms"] is None else repr(r["rms"])
+                                               for r in rows]  # fmt: skip
+    for options in (("--json",), ("--format", "json"), ("--json", "--format", "json")):
+        assert run("report", str(sample("sweep")), *options) == 0
+        out = capsys.readouterr().out
+        assert report.SweepReport.model_validate_json(out) == report.read(sample("sweep"))
+    assert run("report", str(sample("sweep")), "--json", "--format", "csv") == 2
 
-    ref = CaseRef(case="a", source="b", module="c", layer=0, call=0, seed=None)
-    task = Task(case=ref, role="kernel", kernel="k", options={}, format="bfloat16", heads=None)
-    assert identity(task).keys() <= model.model_fields.keys()
+
+@pytest.mark.parametrize("where", ["no/such/folder/x.html", "."])
+def test_where_nothing_can_be_written(where: str, tmp_path: Path) -> None:
+    """A directory, or a file in one that is not there: exit code 2, and nothing is left."""
+    path = str(tmp_path / where)
+    assert run("report", str(sample("audit")), "--format", "html", "-o", path) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- foreign text --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("# h", r"\# h"), ("- a", r"\- a"), ("1. a", r"1\. a"), ("12) a", r"12\) a"),
+        ("--- ", r"\---"), ("[a](b)", r"\[a\](b)"), ("<b>", r"\<b\>"), ("a|b", r"a\|b"),
+        ("`x`", r"\`x\`"), ("https://x", r"https\://x"), ("@me", "@<!-- -->me"), ("a\nb", r"a\\nb"),
+        ("\x1b[31m", r"\\x1b\[31m"), ("&lt;", r"\&lt;"),
+        # and what means nothing is left as it is
+        ("0.59 x", "0.59 x"), ("+0.3 %", "+0.3 %"), ("-1.2", "-1.2"), ("a - b # c", "a - b # c"),
+    ],
+)  # fmt: skip
+def test_markdown_of_foreign_text(text: str, shown: str) -> None:
+    """What Markdown would act on is escaped; numbers stay readable. Pipes end no cell."""
+    assert escaped(text) == shown
+    for block in re.findall(r"(?:^\|.*\n)+", markdown.page(audit(name=text)), re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n"])
+def test_no_cell_is_a_formula(start: str, tmp_path: Path) -> None:
+    """Text that a spreadsheet would compute has an apostrophe before it, beside report.json too;
+    negative numbers stay numbers."""
+    row = MADE.rows[0].model_copy(update={"kernel": f"{start}1+1", "bias": -0.5})
+    report.write(MADE.model_copy(update={"rows": (row,)}), tmp_path)
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        (line,) = csv.DictReader(file)
+    assert (line["kernel"], line["bias"]) == (f"'{start}1+1", "-0.5")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> None:
+    """Whatever is printed holds no control character and no mark of direction; JSON says the same
+    in escapes."""
+    hostile = "red\x1b[31m\x9b2J\u202eabc\u2066\x07"
+    row = MADE.rows[0].model_copy(update={"kernel": hostile, "case": hostile})
+    report.write(audit(name=hostile, rows=(row,)), tmp_path)
+    assert run("report", str(tmp_path), "--format", form) == 0
+    shown = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    if form == "json":
+        assert json.loads(shown)["rows"][0]["kernel"] == hostile
+    else:
+        assert "\\x1b" in shown
+
+
+# --- configurations without an end ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 50_000, "nested too deeply"),
+        ("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000",
+         "1 to 100,000 seeds"),
+        ("cases: [{name: a, heads: &x [1,2,3,4,5,6,7,8,9,10], seq_len: *x, head_dim: *x, "
+         "batch: *x, kv_len: *x, v_dim: *x, window: *x, causal_offset: *x, softcap: *x}]",
+         "more than 100,000 cells"),
+        ("\n".join(("x0: &x0 [1]", *(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]"
+                                     for i in range(1, 10)))), "more than 200,000 values"),
+    ],
+    ids=["deep", "seeds", "grid", "aliases"],
+)  # fmt: skip
+def test_a_configuration_that_would_not_end(text: str, said: str, tmp_path: Path) -> None:
+    """Is refused at once: nesting, seeds, a grid."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        read_yaml(path, SweepConfig)

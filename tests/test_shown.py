@@ -21,10 +21,10 @@ from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import GradientSummary, KernelSummary, PartSummary, Place, WeightSummary
 from numdev.report.document import Cell, Column, Document, Row, Table
 from numdev.report.renderers import html, markdown, terminal
+from numdev.report.views import along, document_of
 from numdev.report.views import audit as audit_view
 from numdev.report.views import compare as compare_view
 from numdev.report.views import diagnose as diagnose_view
-from numdev.report.views import document_of, parts
 from numdev.report.views import gate as gate_view
 from numdev.report.views import weights as weights_view
 from numdev.training.weights.report import (
@@ -131,7 +131,7 @@ def test_phases_stand_in_their_own_columns() -> None:
                            floor_ratio_worst=at + 0.3, baseline_ratio=at + 0.4,
                            expected_ratio=at + 0.5, expected_ratio_worst=at + 0.6)  # fmt: skip
 
-    assert cells(parts.blocks((part("decode", 2), part("prefill", 1))), "prefill beside") == [
+    assert cells(along.parts((part("decode", 2), part("prefill", 1))), "prefill beside") == [
         ("kernel", "k"), ("prefill ×floor", "1.20"), ("prefill worst", "1.30"),
         ("prefill ×pred", "1.60"), ("decode ×floor", "2.20"), ("decode worst", "2.30"),
         ("decode ×pred", "2.60"),
@@ -147,10 +147,10 @@ def test_steps_stand_in_their_own_columns() -> None:
                            floor_ratio_worst=9.0)  # fmt: skip
 
     own = (part(3, "a", 1.3), part(0, "a", 1.1), part(3, "b", 1.4))
-    assert cells(parts.blocks(own), "by denoising step") == [
+    assert cells(along.parts(own), "by denoising step") == [
         ("kernel", "a"), ("0", "1.10"), ("3", "1.30")
     ]  # fmt: skip
-    assert cells(parts.blocks(own), "by denoising step", 1)[1:] == [("0", "–"), ("3", "1.40")]
+    assert cells(along.parts(own), "by denoising step", 1)[1:] == [("0", "–"), ("3", "1.40")]
 
 
 def test_the_weights_of_an_audit() -> None:

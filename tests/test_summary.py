@@ -19,24 +19,13 @@ from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {
-    "elements": 100,
-    "sequences": 8,
-    "empty_rows": 0,
-    "nonfinite": 0,
-    "max_abs": 0.02,
-    "mean_abs": 0.01,
-    "rms": 0.012,
-    "row_rel": 0.002,
-    "w1": 0.005,
-    "floor_ratio": 1.5,
-    "baseline_ratio": 0.5,
-    "fa_rule": True,
-    "flash_vs_precision": 2.0,
-    "flash_vs_precision_w1": 1.0,
-    "bias_p": 1.0,
-    "bias_size": 0.0,
-    "bias_of": "mean",
-}
+    "elements": 100, "sequences": 8, "empty_rows": 0, "nonfinite": 0, "max_abs": 0.02,
+    "mean_abs": 0.01, "rms": 0.012, "row_rel": 0.002, "w1": 0.005, "floor_ratio": 1.5,
+    "baseline_ratio": 0.5, "fa_rule": True, "flash_vs_precision": 2.0,
+    "flash_vs_precision_w1": 1.0, "bias_p": 1.0, "bias_size": 0.0, "bias_of": "mean",
+}  # fmt: skip
+EMPTY = {**dict.fromkeys(NUMBERS), "nonfinite": 100, "sequences": 8, "elements": 0}
+"""A head that is all NaN."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +38,10 @@ def no_warnings() -> Iterator[None]:
 
 def row(head: int | None = 0, layer: int | None = 0, **changes: Any) -> DeviationRow:
     identity: dict[str, Any] = {
-        "case": f"layer{layer}",
-        "source": "test",
-        "module": "m",
-        "layer": layer,
-        "call": 0,
-        "seed": 0,
-        "head": head,
-        "role": "kernel",
-        "kernel": "sdpa-flash",
-        "format": "bfloat16",
-        "tensor": "out",
-        "status": "ok",
-    }
+        "case": f"layer{layer}", "source": "test", "module": "m", "layer": layer, "call": 0,
+        "seed": 0, "head": head, "role": "kernel", "kernel": "sdpa-flash", "format": "bfloat16",
+        "tensor": "out", "status": "ok",
+    }  # fmt: skip
     numbers = NUMBERS if changes.get("status", "ok") == "ok" else {}
     fields = {**identity, **numbers, **changes}
     return DeviationRow(**{"out_format": fields["format"], **fields})
@@ -108,19 +88,12 @@ def test_errors_are_pooled_over_elements() -> None:
 
 
 def test_a_head_without_numbers_is_left_out_of_them() -> None:
-    """A head that is all NaN adds to nonfinite and to nothing else."""
-    empty = dict.fromkeys(k for k in NUMBERS if k not in ("nonfinite", "sequences", "empty_rows"))
-    rows = [row(0), row(1, **{**empty, "elements": 0, "nonfinite": 100})]
-    k = of(summarise(rows), "sdpa-flash")
+    """A head that is all NaN adds to nonfinite and to nothing else; where it is the only one,
+    nothing was measured."""
+    k = of(summarise([row(0), row(1, **EMPTY)]), "sdpa-flash")
     assert (k.mean_abs, k.rms, k.floor_ratio, k.nonfinite) == (0.01, pytest.approx(0.012), 1.5, 100)
     assert (k.ok, k.fa_rule_heads) == (2, 1)
-
-
-def test_a_kernel_that_is_all_nan_is_no_error_and_has_no_numbers() -> None:
-    """Nothing but NaN from the one kernel under audit: counted, not measured, and said so."""
-    empty = dict.fromkeys(k for k in NUMBERS if k not in ("nonfinite", "sequences", "empty_rows"))
-    rows = [precision(), row(0, **{**empty, "elements": 0, "nonfinite": 100})]
-    summary = summarise(rows)
+    summary = summarise([precision(), row(0, **EMPTY)])
     k = of(summary, "sdpa-flash")
     assert (k.mean_abs, k.max_abs, k.floor_ratio, k.nonfinite) == (None, None, None, 100)
     assert summary.answer == ("bfloat16: No kernel under audit could be measured.",)
@@ -129,19 +102,15 @@ def test_a_kernel_that_is_all_nan_is_no_error_and_has_no_numbers() -> None:
 
 def test_log_sum_exp_rows_count_for_nothing() -> None:
     """`ok` counts heads, and errors of the log-sum-exp do not mix with those of the output."""
-    lse = {
-        "tensor": "lse",
-        "floor_ratio": None,
-        "mean_abs": 99.0,
-        "max_abs": 99.0,
-        "out_format": None,
-    }
+    lse = {"tensor": "lse", "floor_ratio": None, "mean_abs": 99.0, "max_abs": 99.0,
+           "out_format": None}  # fmt: skip
     k = of(summarise([row(0), row(1), row(0, **lse), row(1, **lse)]), "sdpa-flash")
     assert (k.ok, k.mean_abs, k.max_abs) == (2, 0.01, 0.02)
 
 
 def test_statuses_are_counted_with_their_reasons() -> None:
-    """Skipped and failed rows are counted, each different reason is kept once."""
+    """Skipped and failed rows are counted, each different reason is kept once; nothing but these
+    is a summary too."""
     rows = [
         row(0),
         row(None, status="skipped", reason="needs CUDA"),
@@ -151,14 +120,24 @@ def test_statuses_are_counted_with_their_reasons() -> None:
     k = of(summarise(rows), "sdpa-flash")
     assert (k.ok, k.skipped, k.failed) == (1, 2, 1)
     assert k.reasons == ("needs CUDA", "RuntimeError: no")
-
-
-def test_everything_skipped_is_a_summary_too() -> None:
-    """No number anywhere, and no exception."""
-    summary = summarise([row(None, status="skipped", reason="needs CUDA")])
+    summary = summarise(rows[1:])
     assert summary.answer == ("bfloat16: No kernel under audit could be measured.",)
-    assert (summary.map, summary.sequences) == (None, None)
-    assert summary.kernels[0].ok == 0
+    assert (summary.map, summary.sequences, summary.kernels[0].ok) == (None, None, 0)
+
+
+def test_a_place_is_named_so_that_no_other_has_the_name() -> None:
+    """The layer; what is attended to, where calls differ in that; the module, where several share
+    a layer; the phase and the step always."""
+
+    def named(*calls: dict[str, Any]) -> list[str | None]:
+        rows = [row(kernel=f"k{i}", **call) for i, call in enumerate(calls)]
+        return [k.floor_ratio_where for k in summarise(rows).kernels]
+
+    assert named({"module": "a.0"}, {"module": "b.0"}) == ["a.0 head 0", "b.0 head 0"]
+    kinds = ({"module": "a", "attends": "self"}, {"module": "b", "attends": "cross"})
+    assert named(*kinds) == ["layer 0 self head 0", "layer 0 cross head 0"]
+    assert named({"phase": "decode"}) == ["layer 0 decode head 0"]
+    assert named({"step": 3}) == ["layer 0 step 3 head 0"]
 
 
 def test_options_make_a_kernel_of_its_own() -> None:
@@ -241,19 +220,20 @@ def test_an_accusation_takes_significance_and_size(
     assert (found.bias_testable, found.biased_heads) == (True, expected)
 
 
-def test_seven_sequences_say_nothing() -> None:
-    """Fewer than eight sequences: no verdict, whatever the p."""
-    rows = [biased(0.0, 1.0, sequences=BIAS_SEQUENCES - 1)]
-    found = summarise(rows)
-    assert (found.kernels[0].bias_testable, found.kernels[0].biased_heads) == (False, 0)
-    assert found.sequences == 7
-
-
-@pytest.mark.parametrize(("out_format", "judged"), [("bfloat16", True), ("float32", False)])
-def test_bias_is_judged_in_16_bit_outputs_only(out_format: str, judged: bool) -> None:
-    """What counts is what the kernel returned, not what it was given."""
-    found = summarise([biased(0.0, 1.0, out_format=out_format)]).kernels[0]
-    assert (found.bias_testable, found.biased_heads) == (judged, int(judged))
+@pytest.mark.parametrize(
+    ("out_format", "sequences", "judged"),
+    [("bfloat16", BIAS_SEQUENCES, True), ("float32", BIAS_SEQUENCES, False),
+     ("bfloat16", BIAS_SEQUENCES - 1, False)],
+)  # fmt: skip
+def test_bias_is_judged_in_16_bit_outputs_only(
+    out_format: str, sequences: int, judged: bool
+) -> None:
+    """What counts is what the kernel returned, not what it was given; and fewer than eight
+    sequences say nothing, whatever the p."""
+    found = summarise([biased(0.0, 1.0, out_format=out_format, sequences=sequences)])
+    kernel = found.kernels[0]
+    assert (kernel.bias_testable, kernel.biased_heads) == (judged, int(judged))
+    assert found.sequences == sequences
 
 
 def test_the_worst_bias_is_named() -> None:
@@ -283,13 +263,6 @@ def test_the_answer_in_words() -> None:
     )
 
 
-def test_whose_error_it_is() -> None:
-    """Where the kernel errs half as much as the baseline, the difference is mostly the latter's."""
-    whose = "costs, mostly the baseline's own error."
-    assert said(precision(), baseline(), row(baseline_ratio=0.4)).endswith(whose)
-    assert not said(precision(), baseline(), row(baseline_ratio=0.6)).endswith(whose)
-
-
 def test_what_is_not_finite_comes_first() -> None:
     """An overflow of the format and of the baseline are said before any average; a kernel's is a
     finding, and not said here too."""
@@ -315,26 +288,26 @@ def test_in_fp64_nobody_is_closer() -> None:
     assert "floor" not in text
 
 
-def test_a_format_that_changes_nothing_has_no_cost() -> None:
-    """Precision 0: no ratio, and the reason."""
-    text = said(precision(rms=0.0, mean_abs=0.0), baseline(), row(flash_vs_precision=None))
-    assert text.endswith("The inputs are bfloat16 already, so the format itself costs nothing.")
-
-
-def test_a_missing_baseline_is_not_taken_for_a_cheap_format() -> None:
-    """Without plain attention there is no ratio either, and the sentence says which it was."""
-    failed = row(None, kernel="baseline", role="baseline", status="failed", reason="no memory")
-    text = said(precision(), failed, row(flash_vs_precision=None))
-    assert "(worst 1.50, layer 0 head 0)." in text
-    assert text.endswith(
-        "The baseline did not run, so sdpa-flash cannot be set beside the format's cost."
-    )
-
-
-def test_a_truth_of_zeros_has_no_units() -> None:
-    """No floor to divide by: the absolute number is given."""
-    text = said(precision(), baseline(floor_ratio=None), row(floor_ratio=None, max_abs=0.25))
-    assert "The exact result is 0 everywhere; sdpa-flash is off by 2.5e-01." in text
+@pytest.mark.parametrize(
+    ("others", "changes", "end"),
+    [
+        ((precision(), baseline()), {"baseline_ratio": 0.4}, "mostly the baseline's own error."),
+        ((precision(), baseline()), {"baseline_ratio": 0.6}, "q, k, v to bfloat16 costs."),
+        ((precision(rms=0.0, mean_abs=0.0), baseline()), {"flash_vs_precision": None},
+         "The inputs are bfloat16 already, so the format itself costs nothing."),
+        ((precision(), row(None, kernel="baseline", role="baseline", status="failed", reason="no")),
+         {"flash_vs_precision": None},
+         "The baseline did not run, so sdpa-flash stands beside no cost of the format."),
+        ((precision(), baseline(floor_ratio=None)), {"floor_ratio": None, "max_abs": 0.25},
+         "The exact result is 0 everywhere; sdpa-flash is off by 2.5e-01. It differs from the "
+         "baseline by 2.00 x what rounding q, k, v to bfloat16 costs."),
+    ],
+    ids=["baseline's", "own", "no cost", "no baseline", "no floor"],
+)  # fmt: skip
+def test_what_a_ratio_is_missing_for(others: Any, changes: dict[str, Any], end: str) -> None:
+    """Whose error the difference is (half the baseline's or less: mostly its own); without a ratio
+    its reason: a format that costs nothing, no plain attention, a truth of zeros."""
+    assert said(*others, row(**changes)).endswith(end)
 
 
 def test_the_headline_is_about_the_kernel_asked_for_or_the_usual_flash_kernel() -> None:
@@ -346,13 +319,6 @@ def test_the_headline_is_about_the_kernel_asked_for_or_the_usual_flash_kernel() 
         assert said(*rows).startswith(f"bfloat16: {names.pop()} errs")
 
 
-def test_a_perfect_kernel_was_measured_all_the_same() -> None:
-    """floor_ratio 0 is a distance, not a missing one."""
-    text = said(precision(), baseline(floor_ratio=0.0), row(kernel="mine", floor_ratio=0.0))
-    assert "mine errs 0.00 x the floor" in text
-    assert "the plain baseline 0.00 x" in text
-
-
 # --- weights -------------------------------------------------------------------------------------
 
 
@@ -360,18 +326,9 @@ def test_weights_by_format() -> None:
     """Means weigh elements, the largest change is named with its tensor, counts add."""
 
     def weight(name: str, fmt: str, elements: int, size: float | None, lost: int = 0) -> WeightRow:
-        return WeightRow(
-            tensor=name,
-            shape=(elements,),
-            stored="float32",
-            format=fmt,
-            elements=elements,
-            nonfinite=lost,
-            max_abs=size and 2 * size,
-            mean_abs=size,
-            rel=None,
-            w1=size,
-        )
+        return WeightRow(tensor=name, shape=(elements,), stored="float32", format=fmt,
+                         elements=elements, nonfinite=lost, max_abs=size and 2 * size,
+                         mean_abs=size, rel=None, w1=size)  # fmt: skip
 
     rows = [
         weight("a", "bfloat16", 30, 1.0),

@@ -239,7 +239,7 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     found = run(cases=[{**SIZES, "seq_len": 8}], kernels=[{"name": "off", "by": [0.5, 2.5]}],
                 formats=["fp32"], y="rms", x="by")  # fmt: skip
     said = next(s for s in found.summary.answer if s.startswith("off: "))
-    assert "rms error grows 5.00 x [5.00 to 5.00] from by 0.5" in said
+    assert "rms error grows 5.00 x [5.00 to 5.00] with by" in said
 
 
 # --- formats without a dtype ---------------------------------------------------------------------

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
+from gate_rows import row
+from rich.cells import cell_len
 from rich.console import Console
+from test_html import audit, finding, provenance
 
-from numdev.report import (
-    AuditReport,
-    AuditSummary,
-    DeviationRow,
-    Finding,
-    HeadMap,
-    KernelSummary,
-    Provenance,
-    WeightSummary,
-    numbers,
-)
+from numdev.gate.findings import Places, findings_in
+from numdev.gate.judging import decide
+from numdev.gate.rules import Rules
+from numdev.report import AuditReport, AuditSummary, HeadMap, KernelSummary, WeightSummary, numbers
 from numdev.report.document import headed
 from numdev.report.renderers import terminal
 from numdev.report.views import kernels as kernel_views
+from numdev.report.views.gate import document
 
 WIDTHS = (80, 120)
 ESCAPE = "\x1b"
 HOSTILE = [
     "[red]kernel[/red]",
-    "[/]",
     "[link=file:///etc/passwd]x[/link]",
     f"{ESCAPE}[2J{ESCAPE}[31mred",
     f"{ESCAPE}]0;title\x07",
-    "carriage\rreturn",
-    "new\nline",
-    "back\b\b\bspace",
+    "carriage\rreturn\nnew\b\bline",
     "\u202eright to left",
-    ":boom:",
-    "back\\slash[bold]",
+    ":boom: back\\slash[bold]",
     "x" * 300,
     "長" * 100,
 ]
@@ -46,45 +40,15 @@ DEFAULT = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-defa
 
 def kernel(name: str = "sdpa-flash", **changes: Any) -> KernelSummary:
     fields: dict[str, Any] = {
-        "kernel": name,
-        "options": {},
-        "role": "kernel",
-        "format": "bfloat16",
-        "ok": 16,
-        "skipped": 0,
-        "failed": 0,
-        "reasons": (),
-        "ran": (),
-        "mean_abs": 4.7e-4,
-        "max_abs": 1.6e-2,
-        "rms": 6e-4,
-        "floor_ratio": 1.04,
-        "floor_ratio_worst": 1.18,
-        "floor_ratio_where": "layer 0 head 1",
-        "baseline_ratio": 0.32,
-        "flash_vs_precision": 2.24,
-        "flash_vs_precision_worst": 2.6,
-        "flash_vs_precision_where": "layer 2 head 2",
-        "bias_testable": True,
-    }
+        "kernel": name, "options": {}, "role": "kernel", "format": "bfloat16", "ok": 144,
+        "skipped": 0, "failed": 0, "reasons": (), "ran": (), "mean_abs": 4.7e-4, "max_abs": 1.6e-2,
+        "floor_ratio": 1.04, "floor_ratio_worst": 1.18, "floor_ratio_where": "layer 0 head 1",
+        "baseline_ratio": 0.32, "flash_vs_precision": 2.24, "bias_testable": True,
+    }  # fmt: skip
     return KernelSummary(**{**fields, **changes})
 
 
-def finding(sentence: str, **changes: Any) -> Finding:
-    fields = {
-        "rule": "bias", "severity": "exceeded", "sentence": sentence, "kernel": "bad",
-        "formats": ("bfloat16",), "count": 1, "judged": 2,
-    }  # fmt: skip
-    return Finding(**{**fields, **changes})
-
-
-def report(
-    kernels: tuple[KernelSummary, ...] = (),
-    *,
-    source: dict[str, Any] | None = None,
-    system: dict[str, Any] | None = None,
-    **summary: Any,
-) -> AuditReport:
+def report(*kernels: KernelSummary, **summary: Any) -> AuditReport:
     standard = (
         kernel("reference", role="precision"),
         kernel("floor", role="floor"),
@@ -92,50 +56,33 @@ def report(
     )
     parts: dict[str, Any] = {
         "answer": ("bfloat16: sdpa-flash differs by 2.2 times what the format costs.",),
-        "kernels": (*standard, *(kernels or (kernel(),))),
-    }
-    return AuditReport(
-        provenance=Provenance(
-            numdev="0.1.0",
-            command="numdev audit demo",
-            created="2026-01-01T00:00:00",
-            system=system or {"gpu": None, "cpu": "CPU", "cpu_capability": "AVX2", "packages": {}},
-            source=source or {"checkpoint": "demo", "prompt": "8 x 256 tokens of prompt.txt"},
-        ),
-        request={},
-        summary=AuditSummary(**{**parts, **summary}),
-        rows=(),
-    )
+        "kernels": (*standard, *(kernels or (kernel(),))), "map": None,
+    }  # fmt: skip
+    return audit(summary=AuditSummary(**{**parts, **summary}), findings=(), tested=())
 
 
-def shown(found: AuditReport, width: int = 80, *, colour: bool = False) -> str:
+def shown(report: AuditReport, width: int = 80, *, colour: bool = False) -> str:
     """What is printed on a terminal of that width."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, force_terminal=colour, color_system="truecolor" if colour else None
     )
-    terminal.show(found, console)
+    terminal.show(report, console)
     return file.getvalue()
 
 
 def head_map(n_layers: int, n_heads: int, **changes: Any) -> HeadMap:
     fields: dict[str, Any] = {
-        "kernel": "sdpa-flash",
-        "format": "bfloat16",
-        "metric": "floor_ratio",
-        "layers": tuple(str(i) for i in range(n_layers)),
-        "heads": tuple(range(n_heads)),
+        "kernel": "sdpa-flash", "format": "bfloat16", "metric": "floor_ratio",
+        "layers": tuple(str(i) for i in range(n_layers)), "heads": tuple(range(n_heads)),
         "values": tuple(tuple(1 + i + j / 100 for j in range(n_heads)) for i in range(n_layers)),
-    }
+    }  # fmt: skip
     return HeadMap(**{**fields, **changes})
 
 
 def assert_fits(text: str, width: int) -> None:
-    from rich.cells import cell_len
-
-    lines = text.splitlines()
-    assert lines
-    assert [line for line in lines if cell_len(line) > width] == []
+    assert text
+    assert [line for line in text.splitlines() if cell_len(line) > width] == []
     assert "…" not in text
 
 
@@ -143,27 +90,7 @@ def test_the_last_line_says_where_the_time_went() -> None:
     """Where a report has times; one by an earlier version has none, and is shown all the same."""
     timed = report().model_copy(update={"timings": {"kernels": 1.26, "metrics": 0.0, "total": 2.0}})
     assert shown(timed).splitlines()[-1] == "2.0 s: kernels 1.3"
-    assert shown(report()).splitlines()[-1].endswith("numdev 0.1.0.")
-
-
-def test_a_reference_that_went_the_slow_way_says_why() -> None:
-    """Once for each reason, with the number of calls; the usual paths are not mentioned."""
-
-    def floor(case: str, ran: str, head: int = 0) -> DeviationRow:
-        return DeviationRow(
-            case=case, source="s", module="m", layer=0, call=0, seed=None, role="floor",
-            kernel="floor", format="bfloat16", head=head, tensor="out",
-            status="ok", ran=ran,
-        )  # fmt: skip
-
-    wide = "blocked: the fused one takes operands up to 256 wide, not 320"
-    rows = (floor("a", wide), floor("a", wide, 1), floor("b", wide), floor("c", "fused"))
-    found = " ".join(shown(report().model_copy(update={"rows": rows})).split())
-    assert "reference of 2 calls was computed block by block" in found
-    assert found.count("block by block") == 1
-    assert "as good: the fused one takes operands up to 256 wide, not 320." in found
-    plain = report().model_copy(update={"rows": (floor("a", "blocked"), floor("b", "fused"))})
-    assert "block by block" not in shown(plain)
+    assert shown(report()).splitlines()[-1].endswith("numdev 0.")
 
 
 # --- the width -----------------------------------------------------------------------------------
@@ -181,39 +108,28 @@ def test_the_check_of_widths_rejects() -> None:
 def test_the_default_audit_fits(width: int, nonfinite: int) -> None:
     """All default kernels, their table whole in 80 columns, all columns in it; every name
     stands on one line."""
-    kernels = tuple(
-        kernel(name, nonfinite=nonfinite, mean_abs=i * 1e-3, ok=144, biased_heads=144)
+    kernels = (
+        kernel(name, nonfinite=nonfinite, mean_abs=i * 1e-3, biased_heads=144)
         for i, name in enumerate(DEFAULT)
     )
-    text = shown(report(kernels, map=head_map(4, 4)), width)
+    text = shown(report(*kernels, map=head_map(4, 4)), width)
     assert_fits(text, width)
     for name in (*DEFAULT, "floor", "baseline"):
         assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
     header = next(line for line in text.splitlines() if line.startswith("kernel "))
-    for column in (
-        "×floor",
-        "worst",
-        "×base",
-        "×pred",
-        "mean err",
-        "max err",
-        "×format",
-        "biased",
-        "NaN/inf",
-    ):
-        assert column in header
+    columns = ("×floor", "worst", "×base", "×pred", "mean err", "max err", "×format", "biased")
+    assert all(column in header for column in (*columns, "NaN/inf"))
 
 
 @pytest.mark.parametrize("width", [40, *WIDTHS])
-@pytest.mark.parametrize("heads", [1, 12, 16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 12, 128])
 def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> None:
     """Every head of every layer is shown, none cut off, at any width."""
     text = shown(report(map=head_map(3, heads)), width)
     after = text[text.index("sdpa-flash in bfloat16: times the floor") :]
     assert_fits(after, width)
     values = [f"{1 + i + j / 100:.2f}" for i in range(3) for j in range(heads)]
-    numbers = after.split()
-    assert all(numbers.count(v) >= values.count(v) for v in set(values))
+    assert all(after.split().count(v) >= values.count(v) for v in set(values))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +137,6 @@ def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> No
     [
         ("bfloat16: a errs: much", "bfloat16:", "a errs: much"),
         ("my (x: y) and z: w", "my (x: y) and z:", "w"),
-        ("16 rows (a:b: not there) gone.", "16 rows (a:b: not there) gone.", ""),
         ("module:function errs.", "module:function errs.", ""),
         ("open (a: b", "open (a: b", ""),
     ],
@@ -232,43 +147,26 @@ def test_what_a_sentence_is_about(sentence: str, head: str, rest: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "multiple"),
+    ("value", "error", "multiple", "four"),
     [
-        (1.8e-4, "1.8e-4", "0.00"),
-        (0.034, "0.034", "0.03"),
-        (1.83, "1.8", "1.83"),
-        (222.4, "2.2e2", "222"),
-        (8512.0, "8.5e3", "8510"),
-        (3.67e29, "3.7e29", "3.67e29"),
-        (None, "–", "–"),
+        (1.8e-4, "1.8e-4", "0.00", "0.00"),
+        (0.034, "0.034", "0.03", "0.03"),
+        (1.83, "1.8", "1.83", "1.83"),
+        (9.996, "10", "10.00", "10.0"),
+        (99.96, "1e+02", "99.96", "100"),
+        (222.4, "2.2e2", "222", "222"),
+        (999.6, "1.0e3", "1000", "1e3"),
+        (8512.0, "8.5e3", "8510", "9e3"),
+        (3.67e29, "3.7e29", "3.67e29", "4e29"),
+        (None, "–", "–", "–"),
     ],
 )
-def test_numbers_in_cells(value: float | None, error: str, multiple: str) -> None:
-    """Digits as far as they read well, then powers without zeros in the exponent."""
+def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: str) -> None:
+    """Digits as far as they read well, then powers without zeros in the exponent; in a map four
+    characters, rounded and not cut."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (0.0, "0.00"),
-        (1.0, "1.00"),
-        (9.994, "9.99"),
-        (9.996, "10.0"),
-        (99.94, "99.9"),
-        (99.96, "100"),
-        (999.4, "999"),
-        (999.6, "1e3"),
-        (1234.0, "1e3"),
-        (45678.0, "5e4"),
-        (1e12, "1e12"),
-    ],
-)
-def test_the_maps_numbers_are_rounded_not_cut(value: float, expected: str) -> None:
-    """Four characters for a ratio: 1234 is 1e3 there, and not 1.23."""
     text = shown(report(map=head_map(1, 1, values=((value,),))))
-    after = text[text.index("layer by head") :].splitlines()
-    assert after[2].split() == ["0", expected]
+    assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
 
 
 # --- foreign text --------------------------------------------------------------------------------
@@ -281,28 +179,22 @@ def everything(name: str) -> AuditReport:
         kernel("sdpa-default", ran=(name,)),
         kernel("gone", ok=0, failed=1, reasons=(name,), floor_ratio=None),
         kernel("none", ok=0, skipped=1, reasons=(name, name + "2"), floor_ratio=None),
-        kernel("bad", biased_heads=1, biased_worst=0.3, biased_where=name),
     )
-    weights = WeightSummary(
-        format=name,
-        tensors=1,
-        elements=1,
-        nonfinite=1,
-        max_abs=1.0,
-        max_tensor=name,
-        mean_abs=1.0,
-        w1=1.0,
-    )
-    found = report(
-        kernels,
+    weights = WeightSummary(format=name, tensors=1, elements=1, nonfinite=1, max_abs=1.0,
+                            max_tensor=name, mean_abs=1.0, w1=1.0)  # fmt: skip
+    made = report(
+        *kernels,
         answer=(f"{name}: {name}", name),
         map=head_map(2, 2, kernel=name, format=name, layers=(name, "1")),
         weights=(weights,),
-        source={"checkpoint": name, "prompt": name},
-        system={"gpu": name, "cpu": name, "packages": {"torch": name}},
     )
-    sentences = (finding(name), finding(name, metric="suspicion"))
-    return found.model_copy(update={"findings": sentences, "tested": (name,)})
+    system = {"gpu": name, "cpu": name, "packages": {"torch": name}}
+    changes = {
+        "findings": (finding(name), finding(name, metric="suspicion")),
+        "tested": (name,),
+        "provenance": provenance(system=system, source={"checkpoint": name, "prompt": name}),
+    }
+    return made.model_copy(update=changes)
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=IDS)
@@ -320,41 +212,32 @@ def test_markup_is_shown_as_it_is(name: str) -> None:
     """What stands in square brackets is neither swallowed nor obeyed."""
     text = "".join(line.strip() for line in shown(everything(name), 2000).splitlines())
     visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    # answers (3), kernel and its option (3), what ran, reasons, bias, map (3), weights (2), source
+    # answers (3), kernel and its option (3), what ran, reasons, map (3), weights (2), source
     assert text.count(visible) >= 13
 
 
 def test_colours_come_from_the_shade_alone() -> None:
     """On a colour terminal the only escape sequences are rich's own: the same text in plain has
     none, and a name with [red] is not red."""
-    import re
-
-    found = report((kernel("[red]mine[/red]"),), map=head_map(2, 2))
-    coloured = shown(found, colour=True)
-    assert ESCAPE in coloured
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(found)
+    made = report(kernel("[red]mine[/red]"), map=head_map(2, 2))
+    coloured = shown(made, colour=True)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(made)
     assert f"{ESCAPE}[1;36mbfloat16:{ESCAPE}[0m sdpa-flash differs" in coloured
 
 
 def test_a_report_without_numbers_can_be_shown() -> None:
     """Nothing measured, no map, no weights, a system that says nothing of itself."""
-    none = kernel(
-        ok=0,
-        failed=1,
-        reasons=("x",),
-        **dict.fromkeys(("mean_abs", "max_abs", "floor_ratio", "floor_ratio_worst")),
-    )
-    text = shown(report((none,), system={"cpu": "?"}, source={"config": "a.yaml"}))
-    assert "a.yaml" in text
+    names = ("mean_abs", "max_abs", "floor_ratio", "floor_ratio_worst")
+    none = kernel(ok=0, failed=1, reasons=("x",), **dict.fromkeys(names))
+    made = report(none).model_copy(update={"provenance": provenance(system={})})
+    assert "a.yaml" in shown(made)
 
 
-# --- the table of kernels, and progress ----------------------------------------------------------
+# --- the table of kernels, progress, a gate ------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_table_of_kernels_fits(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_kernels_fits(width: int, capsys: Any, monkeypatch: Any) -> None:
     """Every kernel with its reason in words; hostile names are text."""
     monkeypatch.setenv("COLUMNS", str(width))
     table = [
@@ -367,18 +250,13 @@ def test_the_table_of_kernels_fits(
     assert [c for c in text if not c.isprintable() and c != "\n"] == []
 
 
-def test_no_progress_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Into a pipe or a file nothing is drawn, on neither stream."""
+def test_progress_is_drawn_on_a_terminal_alone(capsys: Any, monkeypatch: Any) -> None:
+    """Into a pipe or a file nothing is drawn, on neither stream. On a terminal the bar is on
+    stderr, and a name cannot break out of it."""
     for show in (True, False):
         with terminal.progress(show=show) as progress:
             progress("[red]case", 1, 2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_progress_shows_foreign_text_as_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a terminal the bar is on stderr, and a name cannot break out of it."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with terminal.progress(show=True) as progress:
         for name in HOSTILE:
@@ -392,20 +270,13 @@ def test_progress_shows_foreign_text_as_text(
 
 def test_a_gate_that_judged_nothing_says_so() -> None:
     """Where every rule met nothing the exit code is 3, and the terminal says why as JUnit does."""
-    from gate_rows import row
-
-    from numdev.gate.findings import Places, findings_in
-    from numdev.gate.judging import decide
-    from numdev.gate.rules import Rules
-    from numdev.report.views.gate import document
-
-    nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows"}
-    nothing["where"] = {"kernel": "nobody"}
+    nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows",
+               "where": {"kernel": "nobody"}}  # fmt: skip
     rows = [row()]
     decided = decide(rows, Rules.model_validate({"thresholds": [nothing]}))
     stream = io.StringIO()
-    console = Console(file=stream, width=100)
-    terminal.print_document(document(decided, *findings_in(decided, rows), Places(rows)), console)
+    page = document(decided, *findings_in(decided, rows), Places(rows))
+    terminal.print_document(page, Console(file=stream, width=100))
     assert decided.judgement.exit_code == 3
     assert "NOT MEASURED" in stream.getvalue()
     assert "No rule could be applied to any row" in " ".join(stream.getvalue().split())

@@ -29,8 +29,6 @@ def _of(here: Sequence[KernelSummary]) -> Iterator[str]:
     kernel = min(measured, key=lambda k: usual.get(k.kernel, -1), default=None)
     precision = next((k for k in here if k.role == "precision"), None)
     baseline = next((k for k in here if k.role == "baseline" and k.max_abs is not None), None)
-    if kernel is None:
-        yield "No kernel under audit could be measured."
     if precision is not None and precision.nonfinite:
         yield (
             f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
@@ -39,46 +37,42 @@ def _of(here: Sequence[KernelSummary]) -> Iterator[str]:
     for k in here:  # a kernel's are a finding
         if k.role == "baseline" and k.nonfinite:
             yield f"{k.kernel} has {k.nonfinite} elements that are not finite and should be."
-    if kernel is not None:
+    if kernel is None:
+        yield "No kernel under audit could be measured."
+        return
+    if kernel.floor_ratio is None:
+        yield f"The exact result is 0 everywhere; {kernel.kernel} is off by {kernel.max_abs:.1e}."
+    elif kernel.format == "float64":
+        yield "In float64 the reference is no more exact than a kernel; read absolute errors."
+    else:
         yield _distance(kernel, baseline)
-        yield _beside_precision(kernel, baseline, precision)
+    if kernel.flash_vs_precision is not None:
+        share = kernel.baseline_ratio if baseline is not None else None
+        whose = ", mostly the baseline's own error" if share is not None and share < 0.5 else ""
+        yield (
+            f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, "
+            f"k, v to {kernel.format} costs{whose}."
+        )
+    elif precision is not None and precision.rms == 0:
+        yield f"The inputs are {kernel.format} already, so the format itself costs nothing."
+    else:
+        yield f"The baseline did not run, so {kernel.kernel} stands beside no cost of the format."
 
 
 def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
     """How far from fp64, in units of the least error possible and of what roundings predict."""
-    if kernel.floor_ratio is None:
-        return f"The exact result is 0 everywhere; {kernel.kernel} is off by {kernel.max_abs:.1e}."
-    if kernel.format == "float64":
-        return "In float64 the reference is no more exact than a kernel; read absolute errors."
-    beside = ""
-    if baseline is not None and baseline.floor_ratio is not None:
-        beside = f", the plain baseline {baseline.floor_ratio:.2f} x"
+    plain = baseline.floor_ratio if baseline is not None else None
     text = (
         f"{kernel.kernel} errs {kernel.floor_ratio:.2f} x the floor, the least error possible "
-        f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where}){beside}."
+        f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where})"
+        + (f", the plain baseline {plain:.2f} x." if plain is not None else ".")
     )
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
     if kernel.expected_ratio is None or kernel.format not in BIAS_FORMATS:
         return text
     ends = kernel.expected_ratio_interval
-    known = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
+    interval = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
     return (
         f"{text} That is {kernel.expected_ratio:.2f} x what its roundings predict "
-        f"(worst {kernel.expected_ratio_worst:.2f}{known}, {kernel.expected_ratio_where})."
+        f"(worst {kernel.expected_ratio_worst:.2f}{interval}, {kernel.expected_ratio_where})."
     )
-
-
-def _beside_precision(
-    kernel: KernelSummary, baseline: KernelSummary | None, precision: KernelSummary | None
-) -> str:
-    """Flash deviation beside the deviation of low precision."""
-    if kernel.flash_vs_precision is not None:
-        ratio = kernel.baseline_ratio if baseline is not None else None
-        whose = ", mostly the baseline's own error" if ratio is not None and ratio < 0.5 else ""
-        return (
-            f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, "
-            f"k, v to {kernel.format} costs{whose}."
-        )
-    if precision is not None and precision.rms == 0:
-        return f"The inputs are {kernel.format} already, so the format itself costs nothing."
-    return f"The baseline did not run, so {kernel.kernel} cannot be set beside the format's cost."

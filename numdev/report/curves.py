@@ -1,13 +1,10 @@
 """From the rows of a sweep to its curves: heads pooled, then seeds, then points along an axis.
 
-Everything a sweep's report says beyond its rows is computed here, once. In each cell, for one
-kernel in one format: heads are pooled within a seed (a max over heads, a root mean square over
-elements, a median for ratios), and then the seeds give a mean and its 95 % interval from Student's
-t-distribution. Heads of one seed are not counted as further observations. A ratio to the baseline
-is taken seed by seed, on the same inputs, and the ratios' geometric mean is shown.
-
-A curve runs along one axis; every other axis that has several values gets figures of its own, and
-kernels with their options are the lines within a figure. The sentences are made in `sweep_words`.
+In each cell, for one kernel in one format, heads are pooled within a seed (POOLED says how), and
+then the seeds give a mean and its 95 % interval from Student's t-distribution: heads of one seed
+are no further observations. A ratio to the baseline is taken seed by seed, on the same inputs, and
+the ratios' geometric mean is shown. Curves run along one axis; other axes make figures of their
+own, kernels with their options are the lines within one. `sweep_words` makes the sentences.
 """
 
 from __future__ import annotations
@@ -23,20 +20,25 @@ import pandas as pd
 from numdev.config import CaseConfig, SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
-from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Role, Tick
+from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
 from numdev.report.statistics import factor, interval
 
-SQUARED = ("rms", "precision_rms", "from_baseline_rms", "low_precision_rms", "lower_rms")
-LARGEST = ("max_abs", "max_ulp", "worst_row")
 MEDIAN = (
     *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),
     *("flash_vs_precision", "flash_vs_precision_w1", "flash_vs_low_precision"),
     *("flash_vs_low_precision_w1", "flash_vs_lower", "flash_vs_lower_w1"),
     *("w1", "from_baseline_w1", "precision_w1", "bias", "bias_sign", "noise"),
 )
-METRICS = (*LARGEST, "mean_abs", *SQUARED, *MEDIAN, "nonfinite")
-"""What can be drawn, by how it is pooled over heads: the largest, the mean over elements, the root
-mean square over elements, the median head, the sum."""
+POOLED = {
+    **dict.fromkeys(("max_abs", "max_ulp", "worst_row"), "max"),
+    "mean_abs": "mean",
+    **dict.fromkeys(
+        ("rms", "precision_rms", "from_baseline_rms", "low_precision_rms", "lower_rms"), "rms"
+    ),
+    **dict.fromkeys(MEDIAN, "median"),
+    "nonfinite": "sum",
+}
+"""What can be drawn, and how it is pooled over heads; a mean and an rms are over elements."""
 IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "w1", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
 WORDS = {
@@ -51,8 +53,6 @@ WORDS = {
     "baseline_ratio": "rms error over the baseline's",
     "expected_ratio": "error over the expected",
     "nonfinite": "elements not finite",
-}
-AXIS_WORDS = {
     "seq_len": "sequence length",
     "kv_len": "keys",
     "head_dim": "head dimension",
@@ -62,23 +62,23 @@ AXIS_WORDS = {
     "memory": "on-chip elements",
     "kv_heads": "kv heads",
 }
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
-SHORT |= {"float64": "fp64", "float8_e4m3fn": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32",
+         "float64": "fp64", "float8_e4m3fn": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}  # fmt: skip
 CELL = ["case", "role", "kernel", "chosen", "format"]
 Place = tuple[tuple[str, str], ...]
 """Where a figure stands on the axes that no curve runs along."""
 
 
-def words(metric: str) -> str:
-    """A metric's name in words."""
-    return WORDS.get(metric, metric.replace("_", " "))
+def words(name: str) -> str:
+    """What a metric or an axis is called in a sentence."""
+    return WORDS.get(name, name.replace("_", " "))
 
 
 def check_metrics(names: Iterable[str], where: str) -> None:
     """Raises UsageError for a metric that cannot be drawn, naming the closest."""
     for name in names:
-        if name not in METRICS:
-            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, METRICS))
+        if name not in POOLED:
+            raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, POOLED))
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Grid:
         pairs += [("case", case.entry) for case in self.request.cases]
         pairs += [("format", name) for name in self.request.formats]
         for kernel, options in self.kernels:
-            given = {name: options.get(name) for name in self.shown.get(kernel, ())}
-            pairs += [(name, value) for name, value in given.items() if value is not None]
+            chosen = {name: options.get(name) for name in self.shown.get(kernel, ())}
+            pairs += [(name, value) for name, value in chosen.items() if value is not None]
         values: dict[str, dict[str, None]] = {}
         for name, value in pairs:
             values.setdefault(name, {})[str(value)] = None
@@ -106,10 +106,10 @@ class Grid:
     @cached_property
     def shown(self) -> dict[str, list[str]]:
         """Kernel to the options somebody gave it a value for: what its label must say."""
-        given: dict[str, dict[str, None]] = {}
+        options: dict[str, dict[str, None]] = {}
         for choice in (*self.request.kernels, self.request.baseline):
-            given.setdefault(choice.name, {}).update(dict.fromkeys(choice.options))
-        return {name: list(options) for name, options in given.items()}
+            options.setdefault(choice.name, {}).update(dict.fromkeys(choice.options))
+        return {name: list(own) for name, own in options.items()}
 
     @cached_property
     def x(self) -> str:
@@ -141,38 +141,35 @@ class Grid:
         return numbers if all(map(math.isfinite, numbers)) else None
 
     @cached_property
-    def _ticks(self) -> dict[str, Tick]:
-        """Each value of the axis and its tick, in the order they are drawn. Formats stand at their
-        significant bits; as categories, like what is no number, where two have as many."""
-        values = self.axes[self.x]
-        if self.x == "format":
-            formats = {name: format_named(name) for name in values}
-            if len({fmt.precision for fmt in formats.values()}) == len(values):
-                values = sorted(values, key=lambda n: (formats[n].precision, formats[n].emax))
-                return {
-                    name: Tick(x=float(formats[name].precision), label=str(formats[name].precision),
-                               below=SHORT.get(formats[name].name, ""))
-                    for name in values
-                }  # fmt: skip
-        elif (numbers := self._numbers(self.x)) is not None:
-            placed = sorted(zip(numbers, values, strict=True))
-            return {value: Tick(x=number, label=value) for number, value in placed}
-        names = SHORT if self.x == "format" else {}
-        return {v: Tick(x=float(i), label=names.get(v, v)) for i, v in enumerate(values)}
+    def axis(self) -> Axis:
+        """The axis of the curves; its ticks are the values in the order they are drawn. Formats
+        stand at their significant bits; as categories, like what is no number, where two have as
+        many."""
+        return Axis(name=self.x, title=self._drawn[1], scale=self._drawn[0],
+                    ticks=tuple(self._drawn[2].values()))  # fmt: skip
 
     @cached_property
-    def axis(self) -> Axis:
-        """The axis of the curves, with its ticks."""
-        ticks = tuple(self._ticks.values())
-        low, high = min(tick.x for tick in ticks), max(tick.x for tick in ticks)
-        title = AXIS_WORDS.get(self.x, self.x.replace("_", " "))
-        scale: Literal["linear", "log", "category"] = "category"
+    def _drawn(self) -> tuple[Literal["linear", "log", "category"], str, dict[str, Tick]]:
+        """The axis' scale and title, and each value's tick."""
+        values, title = self.axes[self.x], words(self.x)
         if self.x == "format":
-            numbered = ticks[0].label == str(format_named(next(iter(self._ticks))).precision)
-            scale, title = ("linear", title) if numbered else ("category", "format")
-        elif self._numbers(self.x) is not None:
-            scale = "log" if low > 0 and high / low >= 8 else "linear"
-        return Axis(name=self.x, title=title, scale=scale, ticks=ticks)
+            formats = {name: format_named(name) for name in values}
+            if len({fmt.precision for fmt in formats.values()}) < len(values):
+                named = {v: SHORT.get(v, v) for v in values}
+                ticks = {v: Tick(x=float(i), label=named[v]) for i, v in enumerate(values)}
+                return "category", "format", ticks
+            values = sorted(values, key=lambda name: formats[name].precision)
+            bits = {name: formats[name].precision for name in values}
+            return "linear", title, {
+                v: Tick(x=float(n), label=str(n), below=SHORT.get(formats[v].name, ""))
+                for v, n in bits.items()
+            }  # fmt: skip
+        numbers = self._numbers(self.x)
+        if numbers is None:
+            return "category", title, {v: Tick(x=float(i), label=v) for i, v in enumerate(values)}
+        placed = sorted(zip(numbers, values, strict=True))
+        log = placed[0][0] > 0 and placed[-1][0] / placed[0][0] >= 8
+        return "log" if log else "linear", title, {v: Tick(x=n, label=v) for n, v in placed}
 
     @cached_property
     def configs(self) -> dict[str, CaseConfig]:
@@ -190,7 +187,7 @@ class Grid:
             value = config.axes.get(self.x, getattr(config, self.x, None))
         elif self.x in self.shown.get(row.kernel, ()):
             value = row.options.get(self.x)
-        tick = self._ticks.get(str(value))
+        tick = self._drawn[2].get(str(value))
         return (None, "") if tick is None else (tick.x, str(value))
 
     def place(self, row: DeviationRow) -> Place:
@@ -201,44 +198,11 @@ class Grid:
 
     def label(self, kernel: str, options: Mapping[str, Any]) -> str:
         """A kernel with the options that tell it from others, but for the axis."""
-        parts = [kernel]
-        for name in self.shown.get(kernel, ()):
-            value = options.get(name)
-            if value is not None and name != self.x:
-                parts.append(str(value) if name == "preset" else f"{name}={value}")
-        return " ".join(parts)
-
-
-def pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
-    """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
-    ok = [row for row in rows if row.status == "ok" and row.tensor == "out"]
-    names = ["case", "seed", "role", "kernel", "format"]
-    table = pd.DataFrame([[getattr(row, name) for name in names] for row in ok], columns=names)
-    table["chosen"] = [_chosen(row.options) for row in ok]
-    table["limited"] = [row.reason == "reference-limited" for row in ok]
-    elements = pd.Series([row.elements for row in ok], dtype=float)
-    for metric in metrics:
-        values = pd.Series([getattr(row, metric) for row in ok], dtype=float)
-        table[metric] = values
-        if metric in SQUARED or metric == "mean_abs":
-            table[metric] = values ** (2 if metric in SQUARED else 1) * elements
-            table[f"{metric} weight"] = elements.where(values.notna())
-    groups = table.groupby([*CELL, "seed"], sort=False, dropna=False)
-    means = groups["limited"].any().to_frame()
-    for metric in metrics:
-        of = groups[metric]
-        if f"{metric} weight" in table:
-            means[metric] = of.sum(min_count=1) / groups[f"{metric} weight"].sum()
-            means[metric] **= 0.5 if metric in SQUARED else 1
-        elif metric == "nonfinite":
-            means[metric] = of.sum(min_count=1)
-        else:
-            means[metric] = of.max() if metric in LARGEST else of.median()
-    return means.reset_index()
-
-
-def _chosen(options: Mapping[str, Any]) -> str:
-    return repr(sorted(options.items()))
+        chosen = {name: options.get(name) for name in self.shown.get(kernel, ()) if name != self.x}
+        parts = [
+            str(v) if n == "preset" else f"{n}={v}" for n, v in chosen.items() if v is not None
+        ]
+        return " ".join([kernel, *parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,19 +233,17 @@ def estimates(
     rows: Sequence[DeviationRow], metrics: Sequence[str], baseline: tuple[str, Mapping[str, Any]]
 ) -> list[Estimate]:
     """Every metric of every kernel in every cell and format, in the order of the rows."""
-    table = pooled(rows, metrics)
-    first: dict[tuple[Any, ...], DeviationRow] = {}
-    for row in rows:
-        first.setdefault((row.case, row.role, row.kernel, _chosen(row.options), row.format), row)
+    table = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
     name, options = baseline
     plain = table[(table["kernel"] == name) & (table["chosen"] == _chosen(options))]
     base = plain.drop_duplicates(["case", "format", "seed"], keep="last")
-    base = base.set_index(["case", "format", "seed"])[list(metrics)]
+    base = base.set_index(["case", "format", "seed"])
     estimates = []
-    for cell, group in table.groupby(CELL, sort=False):
-        row, group = first[tuple(cell)], group.assign(seed=group["seed"].astype(int))
+    for _, group in table.groupby(CELL, sort=False):
+        row, seeds = group["row"].iloc[0], group["seed"].astype(int)
         for metric in metrics:
-            mine = {s: v for s, v in zip(group["seed"], group[metric]) if math.isfinite(v)}  # noqa: B905
+            values = zip(seeds, group[metric], strict=True)
+            mine = {seed: value for seed, value in values if math.isfinite(value)}
             theirs = {s: base[metric].get((row.case, row.format, s), 0.0) for s in mine}
             estimates.append(
                 Estimate(
@@ -293,6 +255,36 @@ def estimates(
                 )
             )
     return estimates
+
+
+def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
+    """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
+    names = ["case", "seed", "role", "kernel", "format"]
+    table = pd.DataFrame([[getattr(row, name) for name in names] for row in rows], columns=names)
+    table["chosen"] = [_chosen(row.options) for row in rows]
+    table["limited"] = [row.reason == "reference-limited" for row in rows]
+    table = table.assign(row=pd.Series(rows, dtype=object))
+    keys = [*CELL, "seed"]
+    groups = table.groupby(keys, sort=False, dropna=False)
+    means = groups.agg(limited=("limited", "any"), row=("row", "first"))
+    elements = pd.Series([row.elements for row in rows], dtype=float)
+    for metric in metrics:
+        table[metric] = pd.Series([getattr(row, metric) for row in rows], dtype=float)
+        how, of = POOLED[metric], table.groupby(keys, sort=False, dropna=False)[metric]
+        if how in ("mean", "rms"):
+            power = 2 if how == "rms" else 1
+            table["sum"] = table[metric] ** power * elements
+            table["weight"] = elements.where(table[metric].notna())
+            sums = table.groupby(keys, sort=False, dropna=False)[["sum", "weight"]]
+            over = sums.sum(min_count=1)
+            means[metric] = (over["sum"] / over["weight"]) ** (1 / power)
+        else:
+            means[metric] = of.sum(min_count=1) if how == "sum" else of.agg(how)
+    return means.reset_index()
+
+
+def _chosen(options: Mapping[str, Any]) -> str:
+    return repr(sorted(options.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,13 +314,13 @@ def lines(estimates: Sequence[Estimate], grid: Grid) -> list[Line]:
         label = "input rounding" if row.role == "precision" else None
         key = (label or grid.label(row.kernel, row.options), estimate.metric, grid.place(row))
         collected.setdefault((*key, row.role, row.kernel), {})[x] = (called, estimate)
-    order: dict[float | None, int] = {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
+    order = {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
     return [
         Line(
             label=label,
             metric=metric,
             place=place,
-            at=dict(sorted(at.items(), key=lambda item: order.get(item[0], -1))),
+            at=dict(sorted(at.items(), key=lambda at: -1 if at[0] is None else order[at[0]])),
         )
         for (label, metric, place, *_), at in collected.items()
     ]
@@ -336,30 +328,30 @@ def lines(estimates: Sequence[Estimate], grid: Grid) -> list[Line]:
 
 def figures(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[Figure, ...]:
     """For every place and metric: the curves themselves, and their ratios to the baseline."""
-    made = []
-    for metric in dict.fromkeys(grid.request.y):
-        for place in dict.fromkeys(line.place for line in curves):
-            here = [line for line in curves if line.place == place and line.metric == metric]
-            for relative in (False, True):
-                drawn = [c for line in here if (c := _curve(line, relative, baseline)) is not None]
-                if any(c.role == "kernel" or not relative for c in drawn):
-                    made.append(_figure(drawn, grid, metric, dict(place), relative, baseline))
-    return tuple(made)
+    drawn = [
+        _figure([line for line in curves if (line.place, line.metric) == (place, metric)],
+                grid, relative, baseline)
+        for metric in dict.fromkeys(grid.request.y)
+        for place in dict.fromkeys(line.place for line in curves)
+        for relative in (False, True)
+    ]  # fmt: skip
+    return tuple(figure for figure in drawn if figure is not None)
 
 
-def _figure(
-    curves: list[Curve], grid: Grid, metric: str, place: dict[str, str], relative: bool,
-    baseline: str,
-) -> Figure:  # fmt: skip
-    what = words(metric)
-    where = ", ".join(placed(place))
-    title = f"{what[0].upper()}{what[1:]}{f' over that of {baseline}' if relative else ''}"
+def _figure(lines: Sequence[Line], grid: Grid, relative: bool, baseline: str) -> Figure | None:
+    """None where there is nothing to draw, or no kernel's ratio."""
+    curves = [c for line in lines if (c := _curve(line, relative, baseline)) is not None]
+    if not lines or (relative and not any(c.role == "kernel" for c in curves)):
+        return None
+    place, what = dict(lines[0].place), words(lines[0].metric)
+    where = f" ({', '.join(placed(place))})" if place else ""
+    over = f" over that of {baseline}" if relative else ""
     values = [p.mean for curve in curves for p in curve.points]
     positive = [v for v in values if v > 0]
     wide = positive and not min(values) < 0 and max(positive) / min(positive) >= 4
     return Figure(
-        title=f"{title}, by {grid.axis.title}{f' ({where})' if where else ''}",
-        metric=metric,
+        title=f"{what[0].upper()}{what[1:]}{over}, by {grid.axis.title}{where}",
+        metric=lines[0].metric,
         relative=relative,
         place=place,
         y_title=f"{what}, times {baseline}'s" if relative else f"{what} against fp64",
@@ -373,14 +365,14 @@ def placed(place: Mapping[str, str]) -> list[str]:
     plain = ("format", "inputs", "case")
     switch = {"True": "", "False": "not "}
     return [
-        v if k in plain else f"{switch[v]}{k}" if v in switch else f"{AXIS_WORDS.get(k, k)} {v}"
+        v if k in plain else f"{switch[v]}{k}" if v in switch else f"{words(k)} {v}"
         for k, v in place.items()
     ]
 
 
 def _curve(line: Line, relative: bool, baseline: str) -> Curve | None:
     """A line as the report holds it; None where it has no number, or is no ratio worth drawing."""
-    role: Role = line.row.role
+    role = line.row.role
     if relative and (role == "precision" or line.label == baseline):
         return None
     points = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from numdev.report import Axis, Curve, Figure
@@ -46,8 +46,7 @@ class Column:
 @dataclass(frozen=True)
 class Row:
     cells: tuple[Cell, ...]
-    standard: bool = False
-    """Whether it is only there for comparison (the floor, the baseline), and shown softly."""
+    standard: bool = False  # only there for comparison (the floor, the baseline), and shown softly
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,12 @@ class Table:
     dense: bool = False
     only: tuple[Medium, ...] = MEDIA
 
+    @property
+    def legend(self) -> str:
+        """What those columns are that do not say it themselves."""
+        parts = [f"{c.title.strip()}: {c.says}" for c in self.columns if c.says]
+        return f"{'; '.join(parts)}." if parts else ""
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -104,8 +109,7 @@ class Chart:
     of: str = "mean"
     interval: str = "95 % interval"
     seeds: str = "seeds"  # what was averaged over; nothing for plain values
-    marks: tuple[tuple[float, str], ...] = ()
-    """Upright lines: where on the axis, and the words beside each."""
+    marks: tuple[tuple[float, str], ...] = ()  # upright lines: where, and the words beside each
     styles: tuple[str, ...] = ()  # of each curve, in place of a colour and points of its own
     note: str = ""
 
@@ -140,22 +144,16 @@ Node = Heading | Paragraph | Bullets | Table | Figures | Code | Fold
 @dataclass(frozen=True)
 class Document:
     title: str
-    blocks: tuple[Node, ...] = field(default=())
+    blocks: tuple[Node, ...] = ()
 
     def shown_in(self, medium: Medium) -> tuple[Node, ...]:
         """The nodes of a medium; tables without a row and lists without an item are none."""
-        return tuple(node for node in self.blocks if medium in node.only and not _empty(node))
-
-
-def _empty(node: Node) -> bool:
-    parts = {Table: "rows", Bullets: "items", Figures: "charts"}
-    return type(node) in parts and not getattr(node, parts[type(node)])
-
-
-def legend(columns: Iterable[Column]) -> str:
-    """What those of these columns are that do not say it themselves."""
-    parts = [f"{c.title.strip()}: {c.says}" for c in columns if c.says]
-    return f"{'; '.join(parts)}." if parts else ""
+        parts = {Table: "rows", Bullets: "items", Figures: "charts"}
+        return tuple(
+            node
+            for node in self.blocks
+            if medium in node.only and getattr(node, parts.get(type(node), "only"))
+        )
 
 
 def headed(sentence: str, style: Style = "") -> Item:
@@ -167,7 +165,7 @@ def headed(sentence: str, style: Style = "") -> Item:
 
 
 def bullets(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> Bullets:
-    return Bullets(tuple(Item(sentence) for sentence in sentences), only=only)
+    return Bullets(tuple(map(Item, sentences)), only=only)
 
 
 def notes(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> tuple[Paragraph, ...]:
@@ -207,14 +205,14 @@ def heat_map(
     """One number for each layer (down) and head (across): in a few characters, and in full where
     the mouse points."""
 
-    def cell(layer: str, head: int, value: float | None) -> Cell:
-        tip = f"layer {layer} head {head}: {full(value)}"
-        return Cell(brief(value), None if value is None else dark(value), title=tip)
+    def cells(layer: str, values: Sequence[float | None]) -> list[Cell]:
+        pairs = zip(heads, values, strict=True)
+        tips = {h: f"layer {layer} head {h}: {full(v)}" for h, v in pairs}
+        shades = [None if v is None else dark(v) for v in values]
+        numbers = zip(values, shades, tips.values(), strict=True)
+        return [Cell(layer, style="soft"), *(Cell(brief(v), s, title=tip) for v, s, tip in numbers)]
 
-    rows = (
-        (Cell(layer, style="soft"), *(cell(layer, h, v) for h, v in zip(heads, line, strict=True)))
-        for layer, line in layers.items()
-    )
+    rows = (cells(layer, values) for layer, values in layers.items())
     return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
 
 
@@ -233,9 +231,8 @@ def charts(
     figures: Sequence[Figure], axis: Axis | None, baseline: str = "baseline", **more: Any
 ) -> tuple[Chart, ...]:
     """Figures of one report, drawn alike; none without an axis."""
-    if axis is None:
-        return ()
-    return tuple(Chart(figure, axis, baseline, tuple(figures), **more) for figure in figures)
+    beside = tuple(figures)
+    return tuple(Chart(f, axis, baseline, beside, **more) for f in figures if axis is not None)
 
 
 def table_of(chart: Chart) -> Table:

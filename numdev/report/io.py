@@ -8,22 +8,20 @@ import importlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.report.foreign import cell
-from numdev.report.records.base import Record
-from numdev.report.records.report import SCHEMA_VERSION, Report
+from numdev.report.records.reports import SCHEMA_VERSION, Line, Report
 
-NUMBERS = (float, int, bool, type(None))
 KINDS = {
-    "audit": "numdev.report.records.audit:AuditReport",
-    "sweep": "numdev.report.records.sweep:SweepReport",
+    "audit": "numdev.report.records.reports:AuditReport",
+    "sweep": "numdev.report.records.reports:SweepReport",
     "weights": "numdev.training.weights.report:WeightsReport",
     "train": "numdev.training.report:TrainReport",
     "bounds": "numdev.training.bounds.report:BoundsReport",
@@ -31,14 +29,6 @@ KINDS = {
     "compare": "numdev.gate.compare_report:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""
-
-
-class _Head(BaseModel):
-    """What a file has to say before anything else of it is read."""
-
-    kind: Annotated[str, Field(strict=True)]
-    schema_version: Annotated[int, Field(strict=True)]
-    provenance: dict[str, Any] = Field(default_factory=dict)
 
 
 def read(path: Path) -> Report:
@@ -55,28 +45,43 @@ def read(path: Path) -> Report:
             f"{path}: cannot read a report there ({error.strerror})",
             hint="give a report.json, or a directory an audit wrote",
         ) from error
+    head = _head(text)
+    refused = f"{path}: not a report this version understands"
+    for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
+        if head.get(name) not in known:
+            expected, got = ", ".join(map(str, known)), repr(head.get(name))
+            message = f"{refused}: {name}: expected {expected}, got {got}"
+            raise MeasurementError(message, hint=_hint(head))
+    module, _, name = KINDS[head["kind"]].partition(":")
+    model: type[Report] = getattr(importlib.import_module(module), name)
     try:
-        head = _head_of(text)
-        _check(head, path)
-        module, _, name = KINDS[head.kind].partition(":")
-        model: type[Report] = getattr(importlib.import_module(module), name)
         with uncollected():
             return model.model_validate_json(text)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"]) or "the file"
-        raise MeasurementError(
-            f"{path}: not a report this version understands: {where}: {problem['msg']}",
-            hint=_written_by(text),
-        ) from error
+        raise MeasurementError(f"{refused}: {where}: {problem['msg']}", hint=_hint(head)) from error
 
 
-def _head_of(text: bytes) -> _Head:
-    """From the first bytes, where numdev writes it; from all of a file that begins otherwise."""
-    try:
-        return _Head.model_validate(from_json(text[: 1 << 16], allow_partial=True))
-    except ValueError:
-        return _Head.model_validate_json(text)
+def _head(text: bytes) -> dict[str, Any]:
+    """What a file says of itself before its rows; nothing where it is no JSON object. From the
+    first bytes, where numdev writes it; from all of a file that begins otherwise."""
+    head: Any = {}
+    for part in (text[: 1 << 16], text):
+        with suppress(ValueError):
+            head = from_json(part, allow_partial=part is not text)
+        if isinstance(head, dict) and "schema_version" in head:
+            break
+    return head if isinstance(head, dict) else {}
+
+
+def _hint(head: Mapping[str, Any]) -> str:
+    """Who wrote a report that was refused, and what to do."""
+    from numdev import __version__
+
+    origin = head.get("provenance")
+    by = origin.get("numdev") if isinstance(origin, dict) else "?"
+    return f"numdev {by} wrote it, and this is {__version__}: update numdev, or measure again"
 
 
 @contextmanager
@@ -92,43 +97,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _written_by(text: bytes) -> str:
-    """What is known of a report that was refused: rows of another version may have more fields
-    under the same schema number."""
-    from numdev import __version__
-
-    read = f"this is numdev {__version__}, which reads schema {SCHEMA_VERSION}"
-    try:
-        by = _head_of(text).provenance.get("numdev")
-    except ValidationError:
-        by = None
-    return read if by in (None, __version__) else f"numdev {by} wrote it, and {read}"
-
-
-def _check(head: _Head, path: Path) -> None:
-    """Raises MeasurementError for a report of a version or a kind that is not known here."""
-    by = str(head.provenance.get("numdev", "another version"))
-    what = f"{path}: not a report this version understands"
-    if head.schema_version != SCHEMA_VERSION:
-        newer = head.schema_version > SCHEMA_VERSION
-        raise MeasurementError(
-            f"{what}: schema_version: is {head.schema_version}, and this version reads "
-            f"schema {SCHEMA_VERSION}",
-            hint=f"{'update numdev' if newer else 'measure again'}, or read it with the numdev "
-            f"that wrote it ({by})",
-        )
-    if head.kind not in KINDS:
-        raise MeasurementError(
-            f"{what}: kind: no report of kind {head.kind!r} is known here",
-            hint=f"known: {', '.join(KINDS)}",
-        )
-
-
 def write(report: Report, directory: Path) -> None:
     """Write report.json and its tables as CSV; each atomically."""
-    for name, rows in report.tables().items():
+    for name, lines in report.tables().items():
         with replacing(directory / f"{name}.csv") as file:
-            write_csv(file, rows)
+            write_csv(file, lines)
     with replacing(directory / "report.json") as file:
         file.write(report.model_dump_json())
 
@@ -152,15 +125,14 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         raise
 
 
-def write_csv(file: IO[str], rows: Sequence[Record]) -> None:
+def write_csv(file: IO[str], lines: Sequence[Line]) -> None:
     """One line a row, one column a field; nothing where there is no row. See `foreign.cell`."""
-    if not rows:
-        return
     writer = csv.writer(file)
-    writer.writerow(type(rows[0]).model_fields)
-    for row in rows:
-        values = row.model_dump().values()
-        writer.writerow([x if x.__class__ in NUMBERS else cell(x) for x in values])
+    for i, line in enumerate(lines):
+        values = line if isinstance(line, dict) else line.model_dump()
+        if i == 0:
+            writer.writerow(values)
+        writer.writerow(map(cell, values.values()))
 
 
 def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: bool) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 NONE = "–"
-SHADES = (1.25, 2.0, 4.0, 16.0)
-"""Multiples of the floor above which a cell is one step darker."""
+SHADES = (1.25, 2.0, 4.0, 16.0)  # multiples of the floor above which a cell is one step darker
 
 
 def si(value: float | None) -> str:

@@ -14,17 +14,12 @@ from typing import Any
 from numdev.report import ProfileRow, ProfileSummary
 from numdev.report.statistics import BIAS_FORMATS
 
-LENGTHS = 3
-"""How many lengths of call are kept, for each format, tensor and kind of attention."""
+LENGTHS = 3  # of call that are kept, for each format, tensor and kind of attention
 TENSORS = ("out", "dq", "dk", "dv")
-NOTABLE = 2.0
-"""An end of the call is remarkable from this multiple of the middle bin on."""
+NOTABLE = 2.0  # an end of the call is remarkable from this multiple of the middle bin on
 ROWS = 16
 """A bin of fewer rows, all calls together, is judged by nobody: one row's roundings are chance."""
-BINS = 3
-"""What has fewer bins has no ends and middle."""
-
-Numbers = Sequence[float | None]
+BINS = 3  # what has fewer bins has no ends and middle
 
 
 def pooled(rows: Iterable[ProfileRow]) -> tuple[ProfileSummary, ...]:
@@ -32,15 +27,55 @@ def pooled(rows: Iterable[ProfileRow]) -> tuple[ProfileSummary, ...]:
     have first; kernels in the order they came."""
     whole = _grouped(rows, lambda row: (row.format, row.attends, row.tensor))
     formats = list(dict.fromkeys(fmt for fmt, _, _ in whole))
-    order = sorted(whole, key=lambda key: (formats.index(key[0]), TENSORS.index(key[2])))
     summaries = []
-    for key in order:
-        kernels = _grouped(whole[key], lambda row: (row.role, row.kernel, _chosen(row)))
-        calls = _grouped({(row.length, row.case): row for row in whole[key]}.values(), _length)
+    for key in sorted(whole, key=lambda key: (formats.index(key[0]), TENSORS.index(key[2]))):
+        calls = _grouped({(r.length, r.case): r for r in whole[key]}.values(), lambda r: r.length)
+        kernels = _grouped(whole[key], lambda r: (r.role, r.kernel, str(sorted(r.options.items()))))
         for length in sorted(calls, key=lambda n: (-len(calls[n]), -n))[:LENGTHS]:
             groups = ([row for row in own if row.length == length] for own in kernels.values())
             summaries += [_summary(group) for group in groups if group]
     return tuple(summaries)
+
+
+def _grouped(
+    rows: Iterable[ProfileRow], key: Callable[[ProfileRow], Any]
+) -> dict[Any, list[ProfileRow]]:
+    groups: dict[Any, list[ProfileRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _summary(rows: Sequence[ProfileRow]) -> ProfileSummary:
+    """Of one kernel in calls of one length."""
+    predicted = [(row.errors, row.predicted) for row in rows if row.predicted is not None]
+    ratios = [
+        [None if e is None or not p else e / p for e, p in zip(*pair, strict=True)]
+        for pair in predicted
+    ]
+    errors, lows, highs = _over_calls([row.errors for row in rows])
+    over, over_lows, over_highs = _over_calls(ratios)
+    shared = ("kernel", "options", "role", "format", "tensor", "attends", "length", "starts")
+    return ProfileSummary(
+        **{name: getattr(rows[0], name) for name in shared},
+        calls=len({row.case for row in rows}),
+        counts=tuple(map(sum, zip(*(row.counts for row in rows), strict=True))),
+        errors=errors,
+        lows=lows,
+        highs=highs,
+        predicted=_over_calls([own for _, own in predicted])[0],
+        ratios=over,
+        ratio_lows=over_lows,
+        ratio_highs=over_highs,
+    )
+
+
+def _over_calls(calls: Sequence[Sequence[float | None]]) -> tuple[tuple[float | None, ...], ...]:
+    """Median, least and largest of each bin, to four digits, over the calls that have a number."""
+    bins = [[x for x in own if x is not None] for own in zip(*calls, strict=True)]
+    return tuple(
+        tuple(float(f"{of(own):.4g}") if own else None for own in bins) for of in (median, min, max)
+    )
 
 
 def remark(summaries: Iterable[ProfileSummary]) -> str | None:
@@ -65,68 +100,13 @@ def _ends(s: ProfileSummary) -> Iterator[tuple[float, str]]:
     # A middle below half of what is predicted counts as half: an end that errs no more than
     # predicted is none to speak of.
     limit = NOTABLE * max(middle, 1 / NOTABLE)
+    options = "".join(f" {k}={v}" for k, v in s.options.items() if v is not None)
+    what = "key" if s.tensor in ("dk", "dv") else "row"
     for i, ratio in dict.fromkeys((erring[0], judged[-1])):
         if ratio > limit and (s.errors[i] or 0.0) > limit * typical:
-            yield ratio / limit, _sentence(s, i, ratio, middle)
-
-
-def _sentence(s: ProfileSummary, i: int, ratio: float, middle: float) -> str:
-    options = "".join(f" {k}={v}" for k, v in s.options.items() if v is not None)
-    first, last = s.starts[i], s.ends[i]
-    what = "key" if s.tensor in ("dk", "dv") else "row"
-    errs = f"{what}s {first} to {last} err" if last > first else f"{what} {first} errs"
-    return (
-        f"Along its calls of {s.length} {what}s {s.kernel}{options} ({s.format}, {s.tensor}) "
-        f"does not err evenly: {errs} {ratio:.2g} x what is predicted there, the "
-        f"median bin {middle:.2g} x."
-    )
-
-
-def _grouped(
-    rows: Iterable[ProfileRow], key: Callable[[ProfileRow], Any]
-) -> dict[Any, list[ProfileRow]]:
-    groups: dict[Any, list[ProfileRow]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def _length(row: ProfileRow) -> int:
-    return row.length
-
-
-def _chosen(row: ProfileRow) -> str:
-    return repr(sorted(row.options.items()))
-
-
-def _summary(rows: Sequence[ProfileRow]) -> ProfileSummary:
-    """Of one kernel in calls of one length."""
-    predicted = [row for row in rows if row.predicted is not None]
-    ratios = [
-        [None if e is None or not p else e / p for e, p in zip(row.errors, own, strict=True)]
-        for row in predicted
-        if (own := row.predicted) is not None
-    ]
-    errors, lows, highs = _over_calls([row.errors for row in rows])
-    over, over_lows, over_highs = _over_calls(ratios)
-    shared = ("kernel", "options", "role", "format", "tensor", "attends", "length", "starts")
-    return ProfileSummary(
-        **{name: getattr(rows[0], name) for name in shared},
-        calls=len({row.case for row in rows}),
-        counts=tuple(map(sum, zip(*(row.counts for row in rows), strict=True))),
-        errors=errors,
-        lows=lows,
-        highs=highs,
-        predicted=_over_calls([row.predicted or () for row in predicted])[0],
-        ratios=over,
-        ratio_lows=over_lows,
-        ratio_highs=over_highs,
-    )
-
-
-def _over_calls(calls: Sequence[Numbers]) -> tuple[tuple[float | None, ...], ...]:
-    """Median, least and largest of each bin, to four digits, over the calls that have a number."""
-    bins = [[x for x in own if x is not None] for own in zip(*calls, strict=True)]
-    return tuple(
-        tuple(float(f"{of(own):.4g}") if own else None for own in bins) for of in (median, min, max)
-    )
+            yield (
+                ratio / limit,
+                f"{s.kernel}{options} ({s.format}, {s.tensor}), calls of {s.length} {what}s: "
+                f"{what}s {s.starts[i]} to {s.ends[i]} err {ratio:.2g} x what is predicted there, "
+                f"the median bin {middle:.2g} x.",
+            )

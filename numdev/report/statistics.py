@@ -13,8 +13,7 @@ from numdev.report.records.rows import DeviationRow
 
 BIAS_ALPHA = 0.01
 """Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
-BIAS_SEQUENCES = 8
-"""Fewer independent sequences than this say nothing about a kernel in general."""
+BIAS_SEQUENCES = 8  # fewer independent ones say nothing about a kernel in general
 BIAS_ULP = 0.05
 BIAS_FORMATS = ("bfloat16", "float16")
 """Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
@@ -28,7 +27,7 @@ Mean = tuple[float, float | None, float | None]
 
 
 def interval(values: Sequence[float]) -> Mean:
-    """The mean of at least one value, and its 95 % interval; without one for a single value."""
+    """The mean of at least one value, and its 95 % interval."""
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return mean, None, None

@@ -7,9 +7,10 @@ one head with large values would rule a pooled one. The sentences are made in `a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import compress
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,12 @@ from numdev.report import (
     KernelSummary,
     PartSummary,
     ProfileRow,
+    Record,
     WeightRow,
     WeightSummary,
     WorstRow,
 )
 from numdev.report.answer import answer
-from numdev.report.places import Places, place_of, places_of, where
 from numdev.report.profile_summary import pooled, remark
 from numdev.report.statistics import (
     BIAS_ALPHA,
@@ -40,29 +41,21 @@ from numdev.report.statistics import (
     noise_ratio,
 )
 
+METRICS = (
+    *("row_rel", "w1", "floor_ratio", "baseline_ratio", "expected_ratio", "worst_row"),
+    *("flash_vs_precision", "flash_vs_precision_w1", "flash_vs_low_precision"),
+    *("flash_vs_low_precision_w1", "flash_vs_lower", "flash_vs_lower_w1", "amplification"),
+)
+"""Of which a summary has the median over heads, the largest, or where that is."""
+NUMBERS = [*METRICS, "mean_abs", "max_abs", "rms", "nonfinite", "elements", "bias_p", "sequences",
+           "rows_measured"]  # fmt: skip
+WORDS = ["role", "kernel", "format", "tensor", "status", "reason", "ran", "out_format",
+         "lower_format", "fa_rule", "case", "head", "phase", "step", "attends"]  # fmt: skip
+WHOSE = ("kernel", "options", "role", "format")
+PART = ["phase", "step", "attends"]
+CALL = attrgetter("layer", "module", "case", "phase", "attends")
 Ranked = Sequence[tuple[KernelSummary, pd.DataFrame]]
 """Kernels in the order they are shown, each with the heads of its output that were measured."""
-MEDIAN, WORST, WHERE = 0, 1, 2
-"""What is kept of a metric over heads: the median; the largest too; and where that is."""
-OF_KERNEL = {
-    "row_rel": MEDIAN, "w1": MEDIAN, "floor_ratio": WHERE, "baseline_ratio": WORST,
-    "expected_ratio": WHERE, "worst_row": WHERE, "flash_vs_precision": WHERE,
-    "flash_vs_precision_w1": MEDIAN, "flash_vs_low_precision": MEDIAN,
-    "flash_vs_low_precision_w1": MEDIAN, "flash_vs_lower": MEDIAN, "flash_vs_lower_w1": MEDIAN,
-}  # fmt: skip
-OF_GRADIENT = {
-    "floor_ratio": WHERE, "baseline_ratio": MEDIAN, "expected_ratio": WHERE, "row_rel": MEDIAN,
-    "amplification": MEDIAN,
-}  # fmt: skip
-OF_PART = {
-    "row_rel": MEDIAN, "floor_ratio": WHERE, "baseline_ratio": MEDIAN, "expected_ratio": WORST
-}  # fmt: skip
-NUMBERS = [*{**OF_KERNEL, **OF_GRADIENT}, "mean_abs", "max_abs", "rms", "nonfinite", "elements",
-           "bias_p"]  # fmt: skip
-COLUMNS = [*NUMBERS, "role", "kernel", "format", "tensor", "status", "reason", "ran", "out_format",
-           "lower_format", "fa_rule", "rows_measured", "case", "head", "phase", "step", "attends",
-           "sequences"]  # fmt: skip
-PART = ["phase", "step", "attends"]
 
 
 def summarise(
@@ -74,11 +67,9 @@ def summarise(
 ) -> AuditSummary:
     """The summary of an audit's rows; raises nothing on rows that are all skipped. Planted faults
     are the gate's business, and left out."""
-    rows = [row for row in rows if row.role != "control"]
-    places = places_of(rows)
-    table = _table(rows)
+    table = _table([row for row in rows if row.role != "control"])
     groups = table.groupby(["role", "kernel", "chosen", "format"], sort=False)
-    kernels = [(_kernel(group, places), _measured(group, "out")) for _, group in groups]
+    kernels = [(_kernel(group), _measured(group, "out")) for _, group in groups]
     formats = list(table["format"].unique())
     ranked = sorted(kernels, key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])))
     summaries = tuple(summary for summary, _ in ranked)
@@ -87,24 +78,50 @@ def summarise(
     return AuditSummary(
         answer=answer(summaries),
         kernels=summaries,
-        map=_map(ranked, places),
-        weights=tuple(map(_weights, *zip(*_by_format(weights), strict=True))) if weights else (),
+        map=_map(ranked),
+        weights=tuple(_weights(weights)),
         sequences=None if pd.isna(sequences) else int(sequences),
         explanations=tuple(explanations),
         worst_rows=tuple(worst),
-        parts=tuple(_parts(ranked, places)),
+        parts=tuple(_parts(ranked)),
         profiles=along,
         along=remark(along),
     )
 
 
-def _table(rows: Sequence[Any]) -> pd.DataFrame:
-    """A line for each row, with the row itself in `row` and its options as text in `chosen`."""
-    table = pd.DataFrame({name: [getattr(row, name) for row in rows] for name in COLUMNS})
-    numbers = table[[*NUMBERS, "sequences", "rows_measured"]].astype(float)
-    table[numbers.columns] = numbers
-    chosen = [str(sorted(row.options.items())) for row in rows]
-    return table.assign(chosen=chosen, row=list(rows))
+def _table(rows: Sequence[DeviationRow]) -> pd.DataFrame:
+    """A line for each row, with the row itself, its options as text, and where it is in words."""
+    table = pd.DataFrame({n: [getattr(row, n) for row in rows] for n in (*NUMBERS, *WORDS)})
+    table[NUMBERS] = table[NUMBERS].astype(float)
+    names = _places(rows)
+    places = [names[CALL(row)] for row in rows]
+    steps = ["" if row.step is None else f" step {row.step}" for row in rows]
+    heads = zip(places, steps, rows, strict=True)
+    return table.assign(
+        row=pd.Series(rows, dtype=object),
+        chosen=[str(sorted(row.options.items())) for row in rows],
+        place=places,
+        where=[f"{place}{step} head {row.head}" for place, step, row in heads],
+    )
+
+
+def _places(rows: Sequence[DeviationRow]) -> dict[tuple[Any, ...], str]:
+    """What each call is named: `layer 3`, with what it attends to where calls differ in that and
+    its phase; the module where several modules would be called so, the case without a layer."""
+    calls = list(dict.fromkeys(map(CALL, rows)))
+    differ = len({attends for *_, attends in calls} - {None}) > 1
+    modules: dict[str, set[str]] = defaultdict(set)
+    short = {}
+    for layer, module, case, phase, attends in calls:
+        name = f"layer {layer}" + (f" {attends}" if differ and attends else "")
+        modules[name].add(module)
+        short[layer, module, case, phase, attends] = name
+    names = {}
+    for call, name in short.items():
+        layer, module, case, phase, _ = call
+        own = case if layer is None else name if len(modules[name]) == 1 else module
+        names[call] = own + (f" {phase}" if phase else "")
+    return names
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
@@ -118,11 +135,10 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
     return (order, kernel.nonfinite > 0, next((r for r in ratios if r is not None), math.inf))
 
 
-def _kernel(table: pd.DataFrame, places: Places) -> KernelSummary:
-    first: DeviationRow = table["row"].iloc[0]
-    ok = _measured(table, "out")
+def _kernel(table: pd.DataFrame) -> KernelSummary:
+    first, ok = table["row"].iloc[0], _measured(table, "out")
     base: dict[str, Any] = {
-        **{name: getattr(first, name) for name in ("kernel", "options", "role", "format")},
+        **{name: getattr(first, name) for name in WHOSE},
         "ok": len(ok),
         "skipped": int((table["status"] == "skipped").sum()),
         "failed": int((table["status"] == "failed").sum()),
@@ -132,24 +148,29 @@ def _kernel(table: pd.DataFrame, places: Places) -> KernelSummary:
     }
     if ok.empty:
         return KernelSummary(**base)
-    spread = _spread(ok, OF_KERNEL, places)
-    if "worst_row" in spread:
-        spread["worst_row"] = spread["worst_row_worst"]
     fa_rule = ok["fa_rule"].dropna()
     base |= {
-        **{name: x for name, x in spread.items() if name in KernelSummary.model_fields},
+        **_spread(ok, KernelSummary),
         "mean_abs": _power_mean(ok, "mean_abs", 1),
         "max_abs": _or_none(ok["max_abs"].max()),
         "rms": _power_mean(ok, "rms", 2),
         "nonfinite": int(ok["nonfinite"].sum()),
         "lower_format": next(iter(_distinct(ok["lower_format"])), None),
         "fa_rule_heads": int(fa_rule.sum()) if len(fa_rule) else None,
-        "gradients": tuple(_gradients(table, places)),
+        "gradients": tuple(_gradients(table)),
     }
-    return KernelSummary(**base, **_sampled(ok), **_noise(list(table["row"])), **_bias(ok, places))
+    return KernelSummary(**base, **_sampled(ok), **_noise(list(table["row"])), **_bias(ok))
 
 
-def _parts(ranked: Ranked, places: Places) -> Iterator[PartSummary]:
+def _gradients(table: pd.DataFrame) -> Iterator[GradientSummary]:
+    for tensor in ("dq", "dk", "dv"):
+        ok = _measured(table, tensor)
+        if len(ok):
+            lost, spread = int(ok["nonfinite"].sum()), _spread(ok, GradientSummary)
+            yield GradientSummary(tensor=tensor, ok=len(ok), nonfinite=lost, **spread)
+
+
+def _parts(ranked: Ranked) -> Iterator[PartSummary]:
     """Every kernel's numbers for each phase or step, in the ranking's order; nothing where all
     calls are of one part."""
     whole = [(kernel, ok) for kernel, ok in ranked if kernel.role != "precision" and len(ok)]
@@ -157,13 +178,12 @@ def _parts(ranked: Ranked, places: Places) -> Iterator[PartSummary]:
         return
     for kernel, ok in whole:
         for _, part in ok.groupby(PART, sort=False, dropna=False):
-            row: DeviationRow = part["row"].iloc[0]
             yield PartSummary(
-                **{name: getattr(kernel, name) for name in ("kernel", "options", "role", "format")},
-                **{name: getattr(row, name) for name in PART},
+                **{name: getattr(kernel, name) for name in WHOSE},
+                **{name: getattr(part["row"].iloc[0], name) for name in PART},
                 calls=part["case"].nunique(),
                 ok=len(part),
-                **_spread(part, OF_PART, places),
+                **_spread(part, PartSummary),
             )
 
 
@@ -187,26 +207,21 @@ def _power_mean(ok: pd.DataFrame, metric: str, power: int) -> float | None:
     return _or_none(mean ** (1 / power))
 
 
-def _spread(ok: pd.DataFrame, wanted: Mapping[str, int], places: Places) -> dict[str, Any]:
-    """Of each metric what is wanted of it over heads; nothing where no head has a number."""
+def _spread(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
+    """Of each metric what the record has of it over heads: the median, the largest, where that is.
+    Of worst rows the largest alone; nothing where no head has a number."""
     spread: dict[str, Any] = {}
-    for metric, level in wanted.items():
+    for metric in METRICS:
         values = ok[metric].dropna()
         if values.empty:
             continue
         with np.errstate(over="ignore"):
-            spread[metric] = _or_none(values.median())
-        if level >= WORST:
-            spread[f"{metric}_worst"] = float(values.max())
-        if level == WHERE:
-            spread[f"{metric}_where"] = where(_largest(ok, metric), places)
-    return spread
-
-
-def _largest(ok: pd.DataFrame, metric: str) -> DeviationRow:
-    """The row where a metric is largest, the first of several."""
-    row: DeviationRow = ok["row"].iloc[int(np.nanargmax(ok[metric]))]
-    return row
+            median = _or_none(values.median())
+        worst = float(values.max())
+        spread[metric] = worst if metric == "worst_row" else median
+        spread[f"{metric}_worst"] = worst
+        spread[f"{metric}_where"] = ok.at[values.idxmax(), "where"]
+    return {name: value for name, value in spread.items() if name in record.model_fields}
 
 
 def _sampled(ok: pd.DataFrame) -> dict[str, Any]:
@@ -216,21 +231,9 @@ def _sampled(ok: pd.DataFrame) -> dict[str, Any]:
         return {}
     summary: dict[str, Any] = {"rows_measured": int(sampled["rows_measured"].max())}
     if ok["expected_ratio"].notna().any():
-        worst = _largest(ok, "expected_ratio")
+        worst: DeviationRow = ok["row"].iloc[int(np.nanargmax(ok["expected_ratio"]))]
         summary["expected_ratio_interval"] = worst.interval.get("expected_ratio")
     return summary
-
-
-def _gradients(table: pd.DataFrame, places: Places) -> Iterator[GradientSummary]:
-    for tensor in ("dq", "dk", "dv"):
-        ok = _measured(table, tensor)
-        if len(ok):
-            yield GradientSummary(
-                tensor=tensor,
-                ok=len(ok),
-                **_spread(ok, OF_GRADIENT, places),
-                nonfinite=int(ok["nonfinite"].sum()),
-            )
 
 
 def _noise(rows: Sequence[DeviationRow]) -> dict[str, Any]:
@@ -244,23 +247,24 @@ def _noise(rows: Sequence[DeviationRow]) -> dict[str, Any]:
     return {"noise": value, "noise_where": place}
 
 
-def _bias(ok: pd.DataFrame, places: Places) -> dict[str, Any]:
+def _bias(ok: pd.DataFrame) -> dict[str, Any]:
     """How many heads are biased, Holm-corrected over the heads of this kernel and format."""
     enough = ok["bias_p"].notna() & (ok["sequences"] >= BIAS_SEQUENCES)
     tested = ok[enough & ok["out_format"].isin(BIAS_FORMATS)]
     if tested.empty:
         return {}
-    significant = compress(tested["row"], holm(list(tested["bias_p"]), BIAS_ALPHA))
-    accused = [row for row in significant if abs(row.bias_size or 0.0) >= BIAS_ULP]
+    heads = zip(tested["row"], tested["where"], strict=True)
+    significant = compress(heads, holm(list(tested["bias_p"]), BIAS_ALPHA))
+    accused = [at for at in significant if abs(at[0].bias_size or 0.0) >= BIAS_ULP]
     summary: dict[str, Any] = {"bias_testable": True, "biased_heads": len(accused)}
     if accused:
-        worst = max(accused, key=lambda row: abs(row.bias_size or 0.0))
+        worst, where = max(accused, key=lambda at: abs(at[0].bias_size or 0.0))
         summary["biased_worst"] = worst.bias_size
-        summary["biased_where"] = f"{where(worst, places)}, {worst.bias_of}"
+        summary["biased_where"] = f"{where}, {worst.bias_of}"
     return summary
 
 
-def _map(ranked: Ranked, places: Places) -> HeadMap | None:
+def _map(ranked: Ranked) -> HeadMap | None:
     """Floor ratios, layer by head, of the kernel under audit that is farthest from the truth, in
     the first format audited (a wider format's floor is so low that it would always win)."""
     measured = [
@@ -272,7 +276,7 @@ def _map(ranked: Ranked, places: Places) -> HeadMap | None:
     if not measured:
         return None
     _, worst, ok = max(measured, key=itemgetter(0))
-    layers = ok["row"].map(lambda row: place_of(row, places).removeprefix("layer "))
+    layers = ok["place"].str.removeprefix("layer ")
     largest = ok.groupby([layers, "head"])["floor_ratio"].max().dropna().unstack()
     named = [layer for layer in layers.unique() if layer in largest.index]
     return HeadMap(
@@ -285,27 +289,25 @@ def _map(ranked: Ranked, places: Places) -> HeadMap | None:
     )
 
 
-def _by_format(rows: Sequence[WeightRow]) -> Iterator[tuple[str, list[WeightRow]]]:
+def _weights(rows: Sequence[WeightRow]) -> Iterator[WeightSummary]:
+    """The stored tensors together, format by format; means are over elements that it can hold."""
     for name in dict.fromkeys(row.format for row in rows):
-        yield name, [row for row in rows if row.format == name]
-
-
-def _weights(name: str, rows: Sequence[WeightRow]) -> WeightSummary:
-    sized = [row for row in rows if row.max_abs is not None]
-    worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
-    held = sum(row.elements - row.nonfinite for row in sized)
-    total = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
-    mean = total / held if held else None
-    return WeightSummary(
-        format=name,
-        tensors=len(rows),
-        elements=sum(row.elements for row in rows),
-        nonfinite=sum(row.nonfinite for row in rows),
-        max_abs=worst.max_abs if worst else None,
-        max_tensor=worst.tensor if worst else None,
-        mean_abs=mean,
-        w1=mean,
-    )
+        these = [row for row in rows if row.format == name]
+        sized = [row for row in these if row.max_abs is not None]
+        worst = max(sized, key=lambda row: row.max_abs or 0.0, default=None)
+        held = sum(row.elements - row.nonfinite for row in sized)
+        total = sum((row.mean_abs or 0.0) * (row.elements - row.nonfinite) for row in sized)
+        mean = total / held if held else None
+        yield WeightSummary(
+            format=name,
+            tensors=len(these),
+            elements=sum(row.elements for row in these),
+            nonfinite=sum(row.nonfinite for row in these),
+            max_abs=worst.max_abs if worst else None,
+            max_tensor=worst.tensor if worst else None,
+            mean_abs=mean,
+            w1=mean,
+        )
 
 
 def _or_none(value: float) -> float | None:

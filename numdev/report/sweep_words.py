@@ -17,19 +17,13 @@ SENTENCES = 12
 
 
 def sentences(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[str, ...]:
-    """One for each curve of the first metric, `WHERE LABEL: what it does`."""
-    kernels = [
-        line
-        for line in curves
-        if line.metric == grid.request.y[0]
-        and (line.row.role == "kernel" or line.label == baseline)
-    ]
-    kernels.sort(key=lambda line: line.label == baseline)
+    """One for each curve of the first metric, `LABEL (WHERE): what it does`."""
+    drawn = [line for line in curves if line.metric == grid.request.y[0]]
+    drawn = [line for line in drawn if line.row.role == "kernel" or line.label == baseline]
     text = []
-    for line in kernels:
-        where = ", ".join(placed(dict(line.place)))
-        name = f"{line.label} ({where})" if where else line.label
-        text.append(f"{name}: {_trend(line, grid, baseline)}")
+    for line in sorted(drawn, key=lambda line: line.label == baseline):
+        where = f" ({', '.join(placed(dict(line.place)))})" if line.place else ""
+        text.append(f"{line.label}{where}: {words(line.metric)} {_trend(line, grid, baseline)}")
     more = len(text) - SENTENCES
     return (*text[:SENTENCES], *([f"and {more} curves more: see the figures"] if more > 0 else ()))
 
@@ -43,74 +37,57 @@ def notes(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
             reason = (row.reason or "no reason given").replace(f" {row.format}", " it")
             formats.setdefault((row.kernel, row.status, reason), {})[row.format] = None
     sampled = max((row.rows_measured or 0 for row in rows), default=0)
-    text = [
-        f"{kernel} {status} in {', '.join(own)}: {reason}"
-        for (kernel, status, reason), own in formats.items()
-    ]
-    if sampled:
-        text.insert(
-            0,
-            f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
-            "maxima are lower bounds, and the intervals over seeds have the sampling in them.",
-        )
-    return tuple(text)
+    first = (
+        f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
+        "maxima are lower bounds, and the intervals over seeds have the sampling in them."
+    )
+    return (
+        *([first] if sampled else ()),
+        *(f"{kernel} {status} in {', '.join(own)}: {reason}"
+          for (kernel, status, reason), own in formats.items()),
+    )  # fmt: skip
 
 
 def _trend(line: Line, grid: Grid, baseline: str) -> str:
-    what = words(line.metric)
+    """What a curve does between its ends (its least and its largest, where places have no order),
+    and how far it is there from the baseline."""
     measured = [(called, estimate) for called, estimate in line.at.values() if estimate.by_seed]
     if not measured:
         return "not measured"
-
-    def at(called: str) -> str:
-        return called if grid.x == "format" else f"{grid.axis.title} {called}"
-
-    if line.constant or len(measured) == 1:
-        ends = measured[:1]
-        called, only = ends[0]
-        where = f" at {at(called)}" if called else f", whatever the {grid.axis.title}"
-        text = f"{what} {_mean(only):.2g}{where}"
-    elif grid.axis.scale == "category":
-        measured.sort(key=lambda point: _mean(point[1]))
-        ends = [measured[0], measured[-1]]
-        least, most = (f"{called} ({_mean(estimate):.2g})" for called, estimate in ends)
-        text = f"{what} least in {least}, largest in {most}"
-    else:
-        ends = [measured[0], measured[-1]]
-        (start, first), (end, last) = ends
-        text = f"{what} {_change(first, last)} from {at(start)} ({_mean(first):.2g}) to "
-        text += f"{end} ({_mean(last):.2g})"
-    ratios = [(called, factor(list(e.ratios.values()))) for called, e in ends if e.ratios]
+    ordered = grid.axis.scale != "category"
+    if not ordered:
+        measured.sort(key=lambda point: interval(list(point[1].by_seed.values()))[0])
+    ends = dict([measured[0], measured[-1]])
+    means = {called: interval(list(e.by_seed.values()))[0] for called, e in ends.items()}
+    numbers = [
+        f"{mean:.2g}" + (f" at {called}" if called else "") for called, mean in means.items()
+    ]
+    text = ", ".join(numbers) if ordered else ", largest ".join(numbers)
+    if ordered and len(numbers) > 1:
+        change = _change(measured[0][1], measured[-1][1])
+        text = f"{change} with {grid.axis.title} ({' to '.join(numbers)})"
+    ratios = {called: factor(list(e.ratios.values())) for called, e in ends.items() if e.ratios}
     if line.label == baseline or not ratios:
         return text
-    (called, ratio), *rest = ratios
-    text += f"; {_times(ratio)} {baseline}'s" + (f" at {called}" if called else "")
-    return text + "".join(f", {_times(ratio)} at {called}" for called, ratio in rest)
+    return f"{text}; over {baseline} {', '.join(map(_times, ratios.values()))}"
 
 
 def _change(first: Estimate, last: Estimate) -> str:
     """How a curve goes, in a word and a factor."""
-    shared = [s for s, v in first.by_seed.items() if v > 0 and last.by_seed.get(s, 0) > 0]
-    if not shared:
+    pairs = [(v, last.by_seed.get(s, 0)) for s, v in first.by_seed.items()]
+    grown = [b / a for a, b in pairs if a > 0 and b > 0]
+    if not grown:
         return "goes"
-    grown = factor([last.by_seed[s] / first.by_seed[s] for s in shared])
-    if all(first.by_seed[s] == last.by_seed[s] for s in shared):
-        return "is the same in every seed"
-    if grown[1] is not None and grown[2] is not None and grown[1] <= 1 <= grown[2]:
-        return f"shows no clear change ({_times(grown)})"
-    if grown[0] >= 1:
-        return f"grows {_times(grown)}"
-    return f"falls {_times(factor([first.by_seed[s] / last.by_seed[s] for s in shared]))}"
-
-
-def _mean(estimate: Estimate) -> float:
-    return interval(list(estimate.by_seed.values()))[0]
+    ratio = factor(grown)
+    if ratio[1] is not None and ratio[2] is not None and ratio[1] <= 1 <= ratio[2]:
+        return f"shows no clear change {_times(ratio)}"
+    if ratio[0] >= 1:
+        return f"grows {_times(ratio)}"
+    return f"falls {_times(factor([1 / x for x in grown]))}"
 
 
 def _times(ratio: Mean) -> str:
-    mean, *ends = (_plain(x) for x in ratio if x is not None)
+    mean, *ends = (
+        f"{x:.2f}" if 0.1 <= abs(x) < 100 else f"{x:.2g}" for x in ratio if x is not None
+    )
     return f"{mean} x [{' to '.join(ends)}]" if ends else f"{mean} x"
-
-
-def _plain(value: float) -> str:
-    return f"{value:.2f}" if 0.1 <= abs(value) < 100 else f"{value:.2g}"

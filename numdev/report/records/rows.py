@@ -1,12 +1,29 @@
-"""Rows: what was measured, of one head, one call, one row or one stored tensor."""
+"""Rows: what was measured, of one head, one call, one row or one stored tensor.
+
+JSON has no NaN: a number that means nothing is null, and its row's `nulls` says why.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from numdev.report.records.base import Attends, Count, Phase, Record, Role, Status, Tensor
+Status = Literal["ok", "skipped", "failed"]
+Role = Literal["precision", "floor", "baseline", "kernel", "control"]
+Tensor = Literal["out", "lse", "dq", "dk", "dv"]
+Phase = Literal["prefill", "decode"]
+Attends = Literal["self", "cross", "joint"]
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # of things; not one that only JSON can hold
+# Why dk and dv have no expected_ratio, worst_row and baseline_ratio then.
+NOT_PREDICTED = "nothing is predicted for single keys where query rows are sampled"
+
+
+class Record(BaseModel):
+    """Immutable, and strict: no unknown fields, and no number that JSON cannot hold."""
+
+    # Each model is built when it is first used: a command needs few of them.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class CaseRecord(Record):

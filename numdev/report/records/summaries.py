@@ -1,14 +1,14 @@
-"""What a reader wants first: rows brought together, once, when the report is made."""
+"""What a reader wants first: rows brought together, once, when the report is made; a sweep's cells
+and figures among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from numdev.report.records.base import Attends, Phase, Record, Role, Tensor
-from numdev.report.records.rows import SiteShare, WorstRow
+from numdev.report.records.rows import Attends, Phase, Record, Role, SiteShare, Tensor, WorstRow
 
 
 class Explanation(Record):
@@ -121,17 +121,14 @@ class PartSummary(_OfKernel):
     expected_ratio_worst: float | None = None
 
 
-class _OfLength(_OfKernel):
+class ProfileSummary(_OfKernel):
+    """How one kernel errs along the rows of calls of one length: of each bin the median over these
+    calls, the least and the largest. Null where no call has a number."""
+
     tensor: Tensor
     attends: Attends | None = None
     length: int
     calls: int
-
-
-class ProfileSummary(_OfLength):
-    """How one kernel errs along the rows of calls of one length: of each bin the median over these
-    calls, the least and the largest. Null where no call has a number."""
-
     starts: tuple[int, ...]
     counts: tuple[int, ...]  # rows of each bin, of all calls together
     errors: tuple[float | None, ...]
@@ -142,47 +139,20 @@ class ProfileSummary(_OfLength):
     ratio_lows: tuple[float | None, ...] = ()
     ratio_highs: tuple[float | None, ...] = ()
 
-    @model_validator(mode="after")
-    def _aligned(self) -> ProfileSummary:
-        bins = len(self.starts)
-        always = (self.counts, self.errors, self.lows, self.highs)
-        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
-        if {bins} != {*map(len, always)} or {*map(len, ratios)} not in ({0}, {bins}):
-            raise ValueError("a number for every bin")
-        edges = [*self.starts, self.length]
-        if not bins or edges != sorted({*edges}):
-            raise ValueError("bins that follow each other within the call")
-        return self
-
     @property
     def ends(self) -> tuple[int, ...]:
         """The last row of each bin."""
         return tuple(start - 1 for start in (*self.starts[1:], self.length))
 
-    def bins(self) -> Iterator[ProfileBin]:
-        """A record for each bin."""
-        shared = {name: getattr(self, name) for name in _OfLength.model_fields}
-        names = [name for name in ProfileBin.model_fields if name not in shared]
-        none = (None,) * len(self.starts)
-        always = (self.starts, self.ends, self.counts, self.errors, self.lows, self.highs)
-        ratios = (self.predicted, self.ratios, self.ratio_lows, self.ratio_highs)
-        for own in zip(*always, *(x or none for x in ratios), strict=True):
-            yield ProfileBin(**shared, **dict(zip(names, own, strict=True)))
-
-
-class ProfileBin(_OfLength):
-    """One bin of a ProfileSummary, as a line of profiles.csv."""
-
-    first: int
-    last: int
-    rows: int
-    error: float | None
-    low: float | None
-    high: float | None
-    predicted: float | None
-    ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
+    def bins(self) -> Iterator[dict[str, Any]]:
+        """The bins as lines of profiles.csv."""
+        own = ("kernel", "options", "role", "format", "tensor", "attends", "length", "calls")
+        columns = {"first": self.starts, "last": self.ends, "rows": self.counts}
+        names = ("errors", "lows", "highs", "predicted", "ratios", "ratio_lows", "ratio_highs")
+        columns |= {name.removesuffix("s"): getattr(self, name) for name in names}
+        shared = {name: getattr(self, name) for name in own}
+        for i in range(len(self.starts)):
+            yield shared | {name: values[i] if values else None for name, values in columns.items()}
 
 
 class HeadMap(Record):
@@ -194,14 +164,6 @@ class HeadMap(Record):
     layers: tuple[str, ...]
     heads: tuple[int, ...]
     values: tuple[tuple[float | None, ...], ...]
-
-    @model_validator(mode="after")
-    def _rectangular(self) -> HeadMap:
-        if [len(line) for line in self.values] != [len(self.heads)] * len(self.layers):
-            raise ValueError("a line for every layer, with a value for every head")
-        if not (self.layers and self.heads):
-            raise ValueError("a map of nothing")
-        return self
 
 
 class WeightSummary(Record):
@@ -230,3 +192,80 @@ class AuditSummary(Record):
     parts: tuple[PartSummary, ...] = ()  # by phase, or by denoising step and what attends
     profiles: tuple[ProfileSummary, ...] = ()  # of the lengths that most calls have
     along: str | None = None  # what is remarkable of them, as a sentence
+
+
+class CellRow(Record):
+    """One metric of one kernel in one cell of a sweep: heads pooled, then the mean over seeds with
+    its 95 % interval from a t-distribution, null for a single seed."""
+
+    case: str
+    axes: dict[str, Any] = Field(default_factory=dict)
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+    metric: str
+    seeds: int  # with a number
+    mean: float | None
+    low: float | None
+    high: float | None
+    ratio: float | None  # to the baseline's, seed by seed, and then the mean
+    ratio_low: float | None
+    ratio_high: float | None
+
+
+class Tick(Record):
+    x: float
+    label: str
+    below: str = ""  # a second line, for example the usual name of a format
+
+
+class Axis(Record):
+    """What curves run along."""
+
+    name: str
+    title: str
+    scale: Literal["linear", "log", "category"]
+    ticks: Annotated[tuple[Tick, ...], Field(min_length=1)]
+
+
+class Point(Record):
+    """A curve at one place: the mean over seeds and its 95 % interval."""
+
+    x: float | None  # null on a curve that the axis does not move
+    label: str
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+    limited: bool = False  # whether the reference is no more exact than what it judges
+
+
+class Curve(Record):
+    label: str
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    constant: bool = False  # one point, which holds all along the axis
+    points: tuple[Point, ...]
+
+
+class Figure(Record):
+    """One metric along the axis, at one place of all other axes."""
+
+    title: str
+    metric: str
+    relative: bool  # whether it is the ratio to the baseline
+    place: dict[str, str] = Field(default_factory=dict)
+    y_title: str
+    y_scale: Literal["linear", "log"]
+    curves: tuple[Curve, ...]
+
+
+class SweepSummary(Record):
+    answer: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # who could not be measured where, and why
+    axis: Axis
+    cells: int
+    seeds: tuple[int, ...]
+    baseline: str

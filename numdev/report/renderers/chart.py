@@ -1,4 +1,4 @@
-"""A figure as geometry: where lines, bands, ticks and labels go. The template draws them.
+"""A figure as SVG that follows the page's colours, light and dark.
 
 Nothing is measured here and nothing averaged: a report's figure already holds means and intervals.
 What is decided here is what a reader sees first: logarithmic axes where the figure says so, the
@@ -10,128 +10,107 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from xml.etree import ElementTree as ET
 
-from numdev.report import Axis, Curve, Figure, Point
-from numdev.report.document import Chart as Described
+from markupsafe import Markup
 
-WIDTH, HEIGHT = 660, 400
-LEFT, RIGHT, TOP, BOTTOM = 78, 168, 14, 82
-UNDER = 36  # below the frame, for the axis and its title, without the lines of its labels
+from numdev.report import Axis, Figure, Point
+from numdev.report.document import Chart
+from numdev.report.foreign import plain
+from numdev.report.numbers import power
+
+WIDTH = 660
+LEFT, RIGHT, TOP, BOTTOM = 78.0, 492.0, 14.0, 318.0  # the drawing's width, and its frame
 LINE = 14  # height of a line of text
 LABEL_CHARACTERS = 22
-SMALLEST, LARGEST = 1e-150, 1e150  # what is beyond is drawn there
-COLOURS, MARKERS = 6, 4
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+COLOURS = 6
+MARKERS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
+    "M-3.7-3.7h7.4v7.4h-7.4Z",
+    "M0-5l4.8 8.6h-9.6Z",
+    "M0-5.4l5.4 5.4l-5.4 5.4l-5.4-5.4Z",
+)
 
 Range = tuple[float, float]
 Scale = Callable[[float], float]
-Styles = Mapping[str, tuple[str, int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dot:
-    """A point, and the ends of its interval as heights in the drawing; None without one."""
-
-    x: float
-    y: float
-    low: float | None
-    high: float | None
-    hollow: bool
-    says: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """One curve in the drawing's coordinates."""
-
-    style: str
-    marker: int
-    path: str
-    band: str
-    dots: tuple[Dot, ...]
-    label: tuple[str, ...]
-    label_y: float
-    end: tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    figure: Figure
-    x_title: str
-    x_ticks: tuple[tuple[float, tuple[str, ...]], ...]
-    y_ticks: tuple[tuple[float, str], ...]
-    one: float | None  # where the baseline is, on a figure of ratios to it
-    drawn: tuple[Drawn, ...]
-    bars: bool  # whether intervals are bars at points, which have no order, and not bands
-    marks: tuple[tuple[float, str], ...]  # upright lines: where, and the words beside each
-    height: int
-    width: int = WIDTH
-    frame: tuple[int, int, int, int] = (LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
-
-
-def drawn(of: Described) -> Chart:
-    """A chart's geometry. Figures beside it share its range, and a kernel looks the same in all."""
-    figure, axis = of.figure, of.axis
-    figures = of.beside or (figure,)
-    like = (figure.metric, figure.relative)
-    alike = [f for f in figures if (f.metric, f.relative) == like]
-    points = [p for f in alike for c in f.curves for p in c.points]
-    log = any(f.y_scale == "log" for f in alike) and any(p.mean > 0 for p in points)
+def svg(chart: Chart) -> Markup:
+    """The chart. Figures beside it share its range, and a kernel looks the same in all."""
+    figure, axis = chart.figure, chart.axis
+    points = [p for f in _alike(chart) for c in f.curves for p in c.points]
+    log = any(f.y_scale == "log" for f in _alike(chart)) and any(p.mean > 0 for p in points)
     limits = _limits(points, log, figure.relative)
-    x, y = _x_scale(axis), _scale(limits, (HEIGHT - BOTTOM, TOP), log)
-    styles = _styles(figures, of.baseline)
-    lines = _labelled(
-        [_drawn(c, i, figure, axis, x, y, limits, styles) for i, c in enumerate(figure.curves)]
-    )
-    ticks = _x_ticks(axis, x)
-    y_ticks = _y_ticks(limits, log)
-    plain = all(v == 0 or 1e-3 <= abs(v) < 1e4 for v in y_ticks)
-    below = LINE * max((len(words) for _, words in ticks), default=1)
-    feet = [math.ceil(line.label_y + LINE * len(line.label) / 2) for line in lines]
-    if of.styles:
-        pairs = zip(lines, of.styles, strict=True)
-        lines = [replace(line, style=style, dots=()) for line, style in pairs]
-    return Chart(
-        figure=figure,
-        x_title=axis.title,
-        x_ticks=ticks,
-        y_ticks=tuple((y(v), _number(v, plain)) for v in y_ticks),
-        one=y(1.0) if figure.relative and limits[0] <= 1 <= limits[1] else None,
-        drawn=tuple(lines),
-        height=max([HEIGHT - BOTTOM + UNDER + below, *feet]),
-        bars=axis.scale == "category",
-        marks=tuple((x(place), words) for place, words in of.marks),
-    )
+    x, y = _x_scale(axis), _scale(limits, (BOTTOM, TOP), log)
+    root = ET.Element("svg", {"role": "img", "aria-label": plain(figure.title)})
+    below = _axes(root, chart, x, y, _y_ticks(limits, log))
+    if figure.relative and limits[0] <= 1 <= limits[1]:  # where the baseline is
+        _line(root, "one", (LEFT, y(1.0)), (RIGHT, y(1.0)))
+    for i, (at, words) in enumerate(chart.marks):
+        _line(root, "one", (x(at), TOP), (x(at), BOTTOM))
+        late = x(at) > (LEFT + RIGHT) / 2
+        _text(root, words, x(at) + (-4 if late else 4), BOTTOM - 6 - LINE * i, "tick",
+              "end" if late else "start")  # fmt: skip
+    styles = _styles(chart)
+    ends = []
+    for i, curve in enumerate(figure.curves):
+        style, marker = styles[curve.label]
+        group = ET.SubElement(root, "g", {"class": chart.styles[i] if chart.styles else style})
+        drawn = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
+        shift = _beside(axis, i, len(figure.curves))
+        places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
+        if curve.constant:
+            places = [(edge, y(p.mean)) for edge in (LEFT, RIGHT) for p in drawn]
+        elif not chart.styles:
+            _points(group, curve.label, drawn, places, y, MARKERS[marker], axis.scale)
+        if axis.scale != "category" or curve.constant:
+            _path(group, "line", places)
+        label = textwrap.wrap(curve.label, LABEL_CHARACTERS, max_lines=4, placeholder="…",
+                              break_on_hyphens=False)  # fmt: skip
+        ends.append((group, places[-1] if places else (RIGHT, BOTTOM), label))
+    root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _labels(ends)))}")
+    return Markup(ET.tostring(root, encoding="unicode"))
 
 
-def _styles(figures: Sequence[Figure], baseline: str) -> Styles:
+def value(point: Point) -> str:
+    """A mean and its interval in words. What is no mean over seeds has 0 of them."""
+    if point.low is None or point.high is None:
+        return f"{point.mean:.3g}" + (" (one seed)" if point.seeds else "")
+    return f"{point.mean:.3g} [{point.low:.3g} to {point.high:.3g}]"
+
+
+def _alike(chart: Chart) -> list[Figure]:
+    like = (chart.figure.metric, chart.figure.relative)
+    return [f for f in chart.beside or (chart.figure,) if (f.metric, f.relative) == like]
+
+
+def _styles(chart: Chart) -> dict[str, tuple[str, int]]:
     """Label to its class and marker: the standard roles their own, kernels a colour each."""
     styles: dict[str, tuple[str, int]] = {}
     kernels = 0
-    for curve in (curve for figure in figures for curve in figure.curves):
+    for curve in (c for figure in chart.beside or (chart.figure,) for c in figure.curves):
         if curve.label in styles:
             continue
-        if curve.label == baseline or curve.role in ("floor", "precision"):
-            styles[curve.label] = (curve.role, MARKERS - 1 if curve.role == "precision" else 0)
+        if curve.label == chart.baseline or curve.role in ("floor", "precision"):
+            styles[curve.label] = (curve.role, 3 if curve.role == "precision" else 0)
         else:
             dash = " dashed" if (kernels // COLOURS) % 2 else ""
-            styles[curve.label] = (f"c{kernels % COLOURS}{dash}", kernels % MARKERS)
+            styles[curve.label] = (f"c{kernels % COLOURS}{dash}", kernels % len(MARKERS))
             kernels += 1
     return styles
 
 
-# --- scales and ticks ----------------------------------------------------------------------------
+# --- scales and axes -----------------------------------------------------------------------------
 
 
 def _limits(points: Sequence[Point], log: bool, relative: bool) -> Range:
     """The range of all that is drawn, with some air; from zero where the scale is linear."""
-    ends = [_held(v) for p in points for v in (p.mean, p.low, p.high) if v is not None]
+    ends = [v for p in points for v in (p.mean, p.low, p.high) if v is not None]
     if relative:
         ends.append(1.0)
     if log:
-        means = [_held(p.mean) for p in points if p.mean > 0]
+        means = [p.mean for p in points if p.mean > 0]
         # An interval that reaches down to zero, or that two seeds make endless, must not stretch
         # the axis until nothing is to be seen.
         ends = [v for v in ends if min(means) / 3 <= v <= 10 * max(means)]
@@ -140,12 +119,6 @@ def _limits(points: Sequence[Point], log: bool, relative: bool) -> Range:
     low, high = min([0.0, *ends]), max([0.0, *ends])
     air = 0.06 * (high - low or 1.0)
     return low - (air if low < 0 else 0.0), high + air
-
-
-def _held(value: float) -> float:
-    """A number that an axis can have: squares and sums of these are finite, and logarithms too."""
-    size = min(max(abs(value), SMALLEST), LARGEST)
-    return math.copysign(size, value) if value else 0.0
 
 
 def _scale(limits: Range, pixels: Range, log: bool) -> Scale:
@@ -161,43 +134,58 @@ def _scale(limits: Range, pixels: Range, log: bool) -> Scale:
 
 
 def _x_scale(axis: Axis) -> Scale:
-    values = [tick.x for tick in axis.ticks]
-    low, high, log = min(values), max(values), axis.scale == "log"
-    if log:
+    low, high = min(tick.x for tick in axis.ticks), max(tick.x for tick in axis.ticks)
+    if axis.scale == "log":
         factor = (high / low) ** 0.04
-        low, high = low / factor, high * factor
-    else:
-        air = 0.5 if axis.scale == "category" else 0.04 * (high - low)
-        low, high = low - air, high + air
-    return _scale((low, high), (LEFT, WIDTH - RIGHT), log)
+        return _scale((low / factor, high * factor), (LEFT, RIGHT), True)
+    air = 0.5 if axis.scale == "category" else 0.04 * (high - low)
+    return _scale((low - air, high + air), (LEFT, RIGHT), False)
 
 
-def _x_ticks(axis: Axis, x: Scale) -> tuple[tuple[float, tuple[str, ...]], ...]:
+def _beside(axis: Axis, index: int, count: int) -> float:
+    """How far a curve's points are moved: those of a category stand beside each other."""
+    if axis.scale != "category":
+        return 0.0
+    step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / count)
+    return (index - (count - 1) / 2) * step
+
+
+def _axes(root: ET.Element, chart: Chart, x: Scale, y: Scale, y_ticks: Sequence[float]) -> float:
+    """The frame, its ticks and titles; returns where the drawing ends below."""
+    for v in y_ticks:
+        _line(root, "grid", (LEFT, y(v)), (RIGHT, y(v)))
+        _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
+    _line(root, "grid", (LEFT, BOTTOM), (RIGHT, BOTTOM))
+    ticks = _x_ticks(chart.axis, x)
+    for at, words in ticks:
+        _line(root, "grid", (at, BOTTOM), (at, BOTTOM + 5))
+        for i, word in enumerate(words):
+            _text(root, word, at, BOTTOM + 18 + 13 * i, "tick")
+    below = BOTTOM + 24 + LINE * max((len(words) for _, words in ticks), default=1)
+    _text(root, chart.axis.title, (LEFT + RIGHT) / 2, below, "title")
+    title = _text(root, chart.figure.y_title, 0, 0, "title")
+    title.set("transform", f"translate(13 {(TOP + BOTTOM) / 2}) rotate(-90)")
+    return below + 12
+
+
+def _x_ticks(axis: Axis, x: Scale) -> list[tuple[float, list[str]]]:
     """Labels in lines; where they would run into each other, the less important go."""
     if axis.scale == "category":
-        fitting = max(6, int((WIDTH - LEFT - RIGHT) / len(axis.ticks) / 6.2))
-        return tuple((x(t.x), _wrapped(_broken(t.label, fitting), fitting)) for t in axis.ticks)
-    shown: list[tuple[float, tuple[str, ...]]] = []
+        fitting = max(6, int((RIGHT - LEFT) / len(axis.ticks) / 6.2))
+        # `regime(option=1)` is broken at its options.
+        labels = (t.label.replace("(", " ").removesuffix(")").replace(",", " ") for t in axis.ticks)
+        broken = (textwrap.wrap(label, fitting, max_lines=4, placeholder="…") for label in labels)
+        return [(x(t.x), words) for t, words in zip(axis.ticks, broken, strict=True)]
+    shown: list[tuple[float, list[str]]] = []
     taken: list[Range] = []
     ends = (axis.ticks[0], axis.ticks[-1])
     for tick in sorted(axis.ticks, key=lambda t: (not t.below, t not in ends)):
-        at, lines = x(tick.x), (tick.label, tick.below) if tick.below else (tick.label,)
-        half = 3.6 * max(map(len, lines)) + 2
+        at, words = x(tick.x), [tick.label, tick.below] if tick.below else [tick.label]
+        half = 3.6 * max(map(len, words)) + 2
         if all(at + half < a or at - half > b for a, b in taken):
             taken.append((at - half, at + half))
-            shown.append((at, lines))
-    return tuple(sorted(shown))
-
-
-def _broken(label: str, width: int) -> str:
-    """`regime(option=1)` with places to break it at, as long a line as there is room for."""
-    parts = label.replace("(", " ").removesuffix(")").replace(",", " ").split()
-    return " ".join(p if len(p) <= width else p.replace("=", "= ") for p in parts)
-
-
-def _wrapped(label: str, width: int) -> tuple[str, ...]:
-    """In lines; what does not fit into four is in the table below."""
-    return tuple(textwrap.wrap(label, width, max_lines=4, placeholder="…", break_on_hyphens=False))
+            shown.append((at, words))
+    return shown
 
 
 def _y_ticks(limits: Range, log: bool) -> list[float]:
@@ -219,94 +207,68 @@ def _y_ticks(limits: Range, log: bool) -> list[float]:
     return [tick for i in range(first, last + 1) if low <= (tick := i * step) <= high]
 
 
-def _number(value: float, plain: bool) -> str:
-    """A tick's label: 10⁻³, 2·10⁻³, or an ordinary number."""
-    if value in (0, 1) or plain:
-        return f"{value:.6g}"
-    mantissa, exponent = f"{value:.1e}".split("e")
-    power = f"10{str(int(exponent)).translate(SUPERSCRIPTS)}"
-    shown = mantissa.removesuffix(".0")
-    return power if shown == "1" else f"{shown}·{power}"
+# --- elements ------------------------------------------------------------------------------------
 
 
-# --- curves --------------------------------------------------------------------------------------
-
-
-def _drawn(
-    curve: Curve, index: int, figure: Figure, axis: Axis, x: Scale, y: Scale, limits: Range,
-    styles: Styles,
-) -> Drawn:  # fmt: skip
-    style, marker = styles[curve.label]
-    points = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
-    apart = 0.0
-    if axis.scale == "category":  # beside each other, not on top
-        slot = (WIDTH - LEFT - RIGHT) / len(axis.ticks)
-        step = min(14.0, 0.8 * slot / len(figure.curves))
-        apart = (index - (len(figure.curves) - 1) / 2) * step
-    places = [x(p.x or 0.0) + apart for p in points]
-    if curve.constant:
-        points = points[:1] * 2
-        places = [float(LEFT), float(WIDTH - RIGHT)] if points else []
-    dots = tuple(
-        Dot(
-            x=round(at, 1),
-            y=y(p.mean),
-            low=None if p.low is None else y(p.low),
-            high=None if p.high is None else y(p.high),
-            hollow=p.limited,
-            says=f"{curve.label}{f' at {p.label}' if p.label else ''}: {value(p)}",
-        )
-        for p, at in zip(points, places, strict=True)
-    )
-    lined = axis.scale != "category" or curve.constant
-    end = (dots[-1].x, dots[-1].y) if dots else (float(WIDTH - RIGHT), float(HEIGHT - BOTTOM))
-    return Drawn(
-        style=style,
-        marker=marker,
-        path=_path([(d.x, d.y) for d in dots]) if lined else "",
-        # What is only there for comparison needs no band: its interval is in the table.
-        band=_band(dots) if lined and style not in ("floor", "precision") else "",
-        dots=() if curve.constant else dots,
-        label=_wrapped(curve.label, LABEL_CHARACTERS),
-        label_y=end[1],
-        end=end,
-    )
-
-
-def value(point: Point) -> str:
-    """A mean and its interval in words. What is no mean over seeds has 0 of them."""
-    if point.low is None or point.high is None:
-        return f"{point.mean:.3g}" + (" (one seed)" if point.seeds else "")
-    return f"{point.mean:.3g} [{point.low:.3g} to {point.high:.3g}]"
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{'L' if i else 'M'}{x:g} {y:g}" for i, (x, y) in enumerate(points))
-
-
-def _band(dots: Sequence[Dot]) -> str:
-    """The interval as an area; nothing where a point has none."""
-    upper = [(d.x, d.high) for d in dots if d.high is not None]
-    lower = [(d.x, d.low) for d in dots if d.low is not None]
-    if len(upper) < max(2, len(dots)):
-        return ""
-    return f"{_path([*upper, *reversed(lower)])} Z"
-
-
-def _labelled(lines: Sequence[Drawn]) -> list[Drawn]:
-    """With the labels moved apart until none covers another, in the order of their lines' ends:
-    down from the top, then up from the bottom."""
-    order = sorted(range(len(lines)), key=lambda i: lines[i].label_y)
-    height = [LINE * max(1, len(line.label)) + 3 for line in lines]
+def _labels(ends: Sequence[tuple[ET.Element, Range, list[str]]]) -> float:
+    """Each curve's name beside its end, moved until none covers another: down from the top, then
+    up from the bottom. Returns where the lowest ends."""
+    order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
+    heights = [LINE * len(label) + 3 for _, _, label in ends]
     tops: dict[int, float] = {}
     free = 0.0
-    for n, i in enumerate(order):
-        top = lines[i].label_y - height[i] / 2
-        tops[i] = max(top, free) if n else max(top, 0)
-        free = tops[i] + height[i]
-    bottom = float(HEIGHT)
+    for i in order:
+        tops[i] = max(ends[i][1][1] - heights[i] / 2, free)
+        free = tops[i] + heights[i]
+    bottom = max(BOTTOM + 82.0, sum(heights))
     for i in reversed(order):
-        bottom = tops[i] = min(tops[i], bottom - height[i])
-    return [
-        replace(line, label_y=round(tops[i] + height[i] / 2, 1)) for i, line in enumerate(lines)
-    ]
+        bottom = tops[i] = min(tops[i], bottom - heights[i])
+    for i, (group, end, label) in enumerate(ends):
+        middle = tops[i] + heights[i] / 2
+        _line(group, "leader", (end[0] + 5, end[1]), (RIGHT + 12, middle))
+        for n, words in enumerate(label):
+            _text(group, words, RIGHT + 15, middle + 4 + LINE * (n - (len(label) - 1) / 2), "name",
+                  "start")  # fmt: skip
+    return max((tops[i] + heights[i] for i in order), default=0.0)
+
+
+def _points(
+    group: ET.Element, label: str, points: Sequence[Point], places: Sequence[Range], y: Scale,
+    marker: str, scale: str,
+) -> None:  # fmt: skip
+    """A curve's points, each telling its number, and their intervals: bars where points have no
+    order, else a band, if all have one."""
+    ends = [(p.low, p.high, x) for p, (x, _) in zip(points, places, strict=True)]
+    known = [(x, y(low), y(high)) for low, high, x in ends if low is not None and high is not None]
+    if scale == "category":
+        for x, low, high in known:
+            _line(group, "bar", (x, low), (x, high))
+    elif len(known) == len(points) > 1:
+        upper, lower = [(x, high) for x, _, high in known], [(x, low) for x, low, _ in known]
+        _path(group, "band", [*upper, *reversed(lower)])
+    for point, (x, height) in zip(points, places, strict=True):
+        dot = {"class": "hollow" if point.limited else "dot", "d": marker,
+               "transform": f"translate({x:g} {height:g})"}  # fmt: skip
+        where = f" at {point.label}" if point.label else ""
+        title = ET.SubElement(ET.SubElement(group, "path", dot), "title")
+        title.text = plain(f"{label}{where}: {value(point)}")
+
+
+def _path(parent: ET.Element, kind: str, places: Sequence[Range]) -> None:
+    if places:
+        d = "M" + "L".join(f"{x:g} {y:g}" for x, y in places) + ("Z" if kind == "band" else "")
+        ET.SubElement(parent, "path", {"class": kind, "d": d})
+
+
+def _line(parent: ET.Element, kind: str, start: Range, end: Range) -> None:
+    ends = {"x1": start[0], "y1": start[1], "x2": end[0], "y2": end[1]}
+    ET.SubElement(parent, "line", {"class": kind} | {k: f"{v:g}" for k, v in ends.items()})
+
+
+def _text(
+    parent: ET.Element, words: str, x: float, y: float, kind: str, anchor: str = "middle"
+) -> ET.Element:
+    at = {"class": kind, "x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
+    element = ET.SubElement(parent, "text", at)
+    element.text = plain(words)
+    return element

@@ -8,7 +8,6 @@ layers come from elsewhere: they cannot end a line or a command.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 
 from numdev.gate.verdict import Judgement
@@ -18,8 +17,7 @@ from numdev.report.renderers.markdown import text_of
 from numdev.report.views import gate
 from numdev.report.views.gate import Spot, problems_of
 
-ERRORS = 10
-"""So many error annotations of a step GitHub shows, and so many warnings."""
+ERRORS = 10  # so many error annotations of a step GitHub shows, and so many warnings
 
 
 def commands(
@@ -31,39 +29,36 @@ def commands(
     """A line for each problem, at most ten; then one that says how many more there are, a warning,
     since of errors GitHub would not show it. Those of a rule in a file under `root`, the
     repository, point at its line."""
-    problems = problems_of(judgement, findings)
-    for problem in islice(problems, ERRORS):
-        spot = (spots or {}).get(problem.rule or "")
-        yield _command("error", problem.title, problem.sentence, _properties(spot, root))
-    more = sum(1 for _ in problems)
-    if more:
+    problems = list(problems_of(judgement, findings))
+    for problem in problems[:ERRORS]:
+        where = _where((spots or {}).get(problem.rule or ""), root)
+        yield _command("error", where | {"title": problem.title}, problem.sentence)
+    more = len(problems) - ERRORS
+    if more > 0:
         text = f"{more} more, in the log of this step: GitHub shows {ERRORS} errors of one."
-        yield _command("warning", "numdev gate", text, {})
+        yield _command("warning", {"title": "numdev gate"}, text)
 
 
-def _properties(spot: Spot | None, root: Path | None) -> dict[str, str]:
+def _where(spot: Spot | None, root: Path | None) -> dict[str, str]:
     """Without the file where it is outside of the repository, since there is no page of it."""
     if spot is None or root is None:
         return {}
     file, top = spot.file.resolve(), root.resolve()
     if not file.is_file() or not file.is_relative_to(top):
         return {}
-    line = {} if spot.line is None else {"line": str(spot.line)}
-    return {"file": file.relative_to(top).as_posix(), **line}
+    return {"file": file.relative_to(top).as_posix()} | (
+        {} if spot.line is None else {"line": str(spot.line)}
+    )
 
 
-def _command(name: str, title: str, message: str, properties: Mapping[str, str]) -> str:
-    given = ",".join(f"{k}={_property(v)}" for k, v in {**properties, "title": title}.items())
-    return f"::{name} {given}::{_data(message)}"
+def _command(name: str, properties: Mapping[str, str], message: str) -> str:
+    pairs = {k: _data(v).replace(":", "%3A").replace(",", "%2C") for k, v in properties.items()}
+    return f"::{name} {','.join(f'{k}={v}' for k, v in pairs.items())}::{_data(message)}"
 
 
 def _data(text: str) -> str:
-    """Line breaks cannot be left after `plain`; % has to be escaped for itself."""
-    return plain(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+    """No line break is left after `plain`; % has to be escaped for itself."""
+    return plain(text).replace("%", "%25")
 
 
 def summary(judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str] = ()) -> str:

@@ -1,7 +1,7 @@
 """A document as one self-contained HTML page: readable offline, on paper, in light and dark.
 
 No script and nothing loaded from elsewhere. All names and messages are foreign text; the template
-escapes everything, the drawings' texts among them.
+escapes everything, and the drawings are built of elements.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from numdev.report import Report, replacing
-from numdev.report.document import Document, legend
+from numdev.report import document as doc
 from numdev.report.foreign import plain
 from numdev.report.renderers import chart
 from numdev.report.views import document_of
@@ -34,7 +34,7 @@ def page(report: Report, directory: Path | None = None) -> str:
     return text_of(document_of(report, directory))
 
 
-def text_of(document: Document) -> str:
+def text_of(document: doc.Document) -> str:
     """The document as an HTML page."""
     return _template().render(document=document)
 
@@ -43,19 +43,29 @@ def text_of(document: Document) -> str:
 def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("numdev.report.renderers"),
-        autoescape=select_autoescape(default=True, default_for_string=True),
+        autoescape=True,
         undefined=StrictUndefined,
         finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "drawn": chart.drawn,
-        "value": chart.value,
-        "legend": legend,
-        "prose": _prose,
-    }
+    environment.filters |= {"svg": chart.svg, "numbers": _numbers, "prose": _prose}
     return environment.get_template("page.html.j2")
+
+
+def _numbers(drawn: doc.Chart) -> doc.Table:
+    """Every point of a chart, with its interval and what it was averaged over."""
+    value, seeds = (
+        (f"{drawn.of} [{drawn.interval}]", [drawn.seeds]) if drawn.seeds else ("value", [])
+    )
+    rows = []
+    for curve in drawn.figure.curves:
+        for p in curve.points:
+            place = p.label or ("any" if p.x is None else f"{p.x:g}")
+            number = chart.value(p) if seeds else f"{p.mean:.3g}"
+            limited = " (the reference is no more exact)" if p.limited else ""
+            rows.append([curve.label, place, number + limited, *(str(p.seeds) for _ in seeds)])
+    return doc.table(["", drawn.axis.title, value, *seeds], rows, kind="series")
 
 
 def _visible(value: Any) -> Any:

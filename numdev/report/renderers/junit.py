@@ -10,7 +10,7 @@ its history. Something fails or is in error exactly where the exit code is not 0
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
@@ -21,11 +21,10 @@ from numdev.report.views.gate import Spot, number
 
 GATE = "numdev gate"
 TAGS: Mapping[Outcome, str] = {"exceeded": "failure", "unmeasured": "error", "untested": "skipped"}
-COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+COUNTS = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Case:
+class _Case(NamedTuple):
     suite: str
     name: str
     outcome: Outcome
@@ -38,21 +37,21 @@ def junit(
 ) -> str:
     """The whole file. `findings` are the judgement's, `spots` where its rules stand. What XML 1.0
     cannot hold in a name is spelled out."""
-    cases = list(_cases(judgement, findings, spots or {}))
     # A finished report is judged in no time worth telling, and readers want the attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
-    for suite in dict.fromkeys(case.suite for case in cases):
-        element = ElementTree.SubElement(root, "testsuite", name=plain(suite), time="0")
-        for case in (case for case in cases if case.suite == suite):
-            test = ElementTree.SubElement(element, "testcase", name=plain(case.name),
-                                          classname=plain(suite), time="0")  # fmt: skip
-            if case.outcome in TAGS:
-                message = plain(case.message)
-                told = ElementTree.SubElement(test, TAGS[case.outcome], message=message,
-                                              type=case.outcome)  # fmt: skip
-                told.text = "\n".join(map(plain, (case.message, *case.more)))
+    suites: dict[str, ElementTree.Element] = {}
+    for case in _cases(judgement, findings, spots or {}):
+        name = plain(case.suite)
+        if name not in suites:
+            suites[name] = ElementTree.SubElement(root, "testsuite", name=name, time="0")
+        test = ElementTree.SubElement(suites[name], "testcase", name=plain(case.name),
+                                      classname=name, time="0")  # fmt: skip
+        if case.outcome in TAGS:
+            problem = {"message": plain(case.message), "type": case.outcome}
+            told = ElementTree.SubElement(test, TAGS[case.outcome], problem)
+            told.text = "\n".join(map(plain, (case.message, *case.more)))
     for element in (*root, root):
-        for attribute, tag in {"tests": "testcase", **COUNTS}.items():
+        for attribute, tag in COUNTS.items():
             element.set(attribute, str(len(list(element.iter(tag)))))
     ElementTree.indent(root)
     text = ElementTree.tostring(root, encoding="unicode")
@@ -66,14 +65,12 @@ def _cases(
         yield _verdict(verdict, findings, spots.get(verdict.rule))
     yield from map(_calls, judgement.calls)
     for name in judgement.missing:
-        message = "required, and not in this report"
-        yield _Case(suite=name, name="runs", outcome="unmeasured", message=message)
+        yield _Case(name, "runs", "unmeasured", "required, and not in this report")
     # A report of nothing passes no other case's test.
     ran = any(calls.ok for calls in judgement.calls)
     judged = any(v.outcome in ("passed", "exceeded") for v in judgement.verdicts)
     message = "no rule could be applied to any row" if ran else "no kernel under audit was measured"
-    outcome: Outcome = "passed" if ran and judged else "unmeasured"
-    yield _Case(suite=GATE, name="something was judged", outcome=outcome, message=message)
+    yield _Case(GATE, "something was judged", "passed" if ran and judged else "unmeasured", message)
 
 
 def _verdict(verdict: Verdict, findings: Sequence[Finding], spot: Spot | None) -> _Case:
@@ -88,17 +85,16 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding], spot: Spot | None) -
             what = f"computes a different function: {verdict.observed}"
         message = f"{what} ({verdict.offending} of {verdict.judged} heads)"
     sentences = [
-        finding.sentence
-        for finding in findings
-        if finding.severity == "exceeded"
-        and verdict.kernel in (finding.kernel, *finding.also)
-        and verdict.format in finding.formats
-        and (finding.rule, finding.options, finding.tensor)
-        == (verdict.rule, verdict.options, verdict.tensor)
+        f.sentence
+        for f in findings
+        if f.severity == "exceeded"
+        and verdict.kernel in (f.kernel, *f.also)
+        and verdict.format in f.formats
+        and (f.rule, f.options, f.tensor) == (verdict.rule, verdict.options, verdict.tensor)
     ]
     rule = f"rule: {verdict.rule}" + (f", {spot}" if spot else "")
-    more = (*sentences, *map(_place, verdict.places), rule)
-    return _Case(suite=suite, name=name, outcome=verdict.outcome, message=message, more=more)
+    return _Case(suite, name, verdict.outcome, message,
+                 (*sentences, *map(_place, verdict.places), rule))  # fmt: skip
 
 
 def _place(place: Place) -> str:
@@ -107,11 +103,9 @@ def _place(place: Place) -> str:
 
 
 def _calls(calls: Calls) -> _Case:
-    every = calls.ok + calls.skipped + calls.failed
     word, count = ("failed", calls.failed) if calls.failed else ("skipped", calls.skipped)
-    if not count:
-        word, count = "nothing to judge", calls.ok
+    every = calls.ok + calls.skipped + calls.failed
     name = f"runs ({'backward, ' if calls.backward else ''}{calls.format})"
     message = f"{word} in {count} of {every} calls: {'; '.join(calls.reasons[:3])}"
     more = (_place(calls.place),) if calls.place else ()
-    return _Case(suite=label(calls), name=name, outcome=calls.outcome, message=message, more=more)
+    return _Case(label(calls), name, calls.outcome, message, more)

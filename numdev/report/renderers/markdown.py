@@ -11,10 +11,8 @@ from numdev.report.foreign import plain
 from numdev.report.renderers.terminal import some
 from numdev.report.views import document_of
 
-LONGEST = 100
-"""Rows of a table; the report has all."""
-PLACES = 9
-"""Columns of a series."""
+LONGEST = 100  # rows of a table; the report has all
+PLACES = 9  # columns of a series
 _MARKUP = re.compile(r"[\\`*_\[\]<>|~&$]|(?<=[A-Za-z]):(?=//)|(?<=[Ww]{3})\.")
 _FIRST = re.compile(r"^ *(\d*)(?=[-+=#.)](?:[-=# ]|$))")
 """What begins a list or a heading where it stands first."""
@@ -45,19 +43,20 @@ def escaped(text: str) -> str:
 
 
 def _lines(node: doc.Node, heading: str) -> Iterator[str]:
-    if isinstance(node, doc.Heading):
-        yield heading + escaped(node.text)
-    elif isinstance(node, doc.Paragraph):
-        yield escaped(node.text)
-    elif isinstance(node, doc.Bullets):
-        for item in node.items:
-            lead = f"**{escaped(item.lead)}**" if item.lead else ""
-            yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
-    elif isinstance(node, doc.Table):
-        yield from _table(node, heading)
-    elif isinstance(node, doc.Figures):
-        for chart in node.charts:
-            yield from (*_table(doc.table_of(chart), heading), "")
+    match node:
+        case doc.Heading():
+            yield heading + escaped(node.text)
+        case doc.Paragraph():
+            yield escaped(node.text)
+        case doc.Bullets():
+            for item in node.items:
+                lead = f"**{escaped(item.lead)}**" if item.lead else ""
+                yield f"- {lead}{' ' if lead and item.text else ''}{escaped(item.text)}"
+        case doc.Table():
+            yield from _table(node, heading)
+        case doc.Figures():
+            for chart in node.charts:
+                yield from (*_table(doc.table_of(chart), heading), "")
 
 
 def _table(node: doc.Table, heading: str) -> Iterator[str]:
@@ -75,9 +74,8 @@ def _table(node: doc.Table, heading: str) -> Iterator[str]:
         yield _row(" ".join(filter(None, (cell.text, cell.after))) for cell in cells)
     if len(node.rows) > LONGEST:
         yield from ("", f"{len(node.rows) - LONGEST} more rows are in the report.")
-    below = doc.legend(columns)
-    if below:
-        yield from ("", escaped(below))
+    if node.legend:
+        yield from ("", escaped(node.legend))
 
 
 def _row(cells: Iterable[str]) -> str:

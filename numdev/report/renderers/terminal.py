@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 from rich import box
 from rich import table as rich_table
@@ -22,8 +22,8 @@ from numdev.report import document as doc
 from numdev.report.foreign import plain
 from numdev.report.views import document_of
 
-STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yellow"}
-STYLES["bad"] = "bold red"
+STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yellow",
+          "bad": "bold red"}  # fmt: skip
 SHADES = ("green", "yellow", "dark_orange", "bold red", "bold red")
 LONG = 14  # characters of a kernel's name that a table of 80 columns has room for
 NUMBER = 9  # characters that a column of a series takes
@@ -39,56 +39,55 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
     """Print what a document has for the terminal."""
     out = console or Console()
     for i, node in enumerate(document.shown_in("terminal")):
-        if i == 0 and isinstance(node, doc.Paragraph):
-            out.print()
-        if isinstance(node, doc.Heading):
-            out.print()
-            out.print(_text(node.text, "bold"))
-        elif isinstance(node, doc.Paragraph):
-            out.print(_text(node.text, STYLES[node.style]))
-        elif isinstance(node, doc.Bullets):
-            _bullets(node, out)
-        elif isinstance(node, doc.Table):
-            _table(node, out)
-        elif isinstance(node, doc.Figures):
-            for chart in node.charts:
-                _table(doc.table_of(chart), out)
+        match node:
+            case doc.Heading():
+                out.print()
+                out.print(_text(node.text, "bold"))
+            case doc.Paragraph():
+                if i == 0:
+                    out.print()
+                out.print(_text(node.text, STYLES[node.style]))
+            case doc.Bullets():
+                _bullets(node, out)
+            case doc.Table():
+                _table(node, out)
+            case doc.Figures():
+                for chart in node.charts:
+                    _table(doc.table_of(chart), out)
 
 
 def _bullets(node: doc.Bullets, out: Console) -> None:
-    if node.kind != "plain":
+    indent = "  " if node.kind == "plain" else ""
+    if not indent:
         out.print()
     for item in node.items:
         style = STYLES[item.style]
-        line = Text("" if node.kind != "plain" else "  ", overflow="fold").append_text(
-            _text(item.lead, style or ("bold cyan" if node.kind == "answer" else "bold"))
-        )
+        lead = style or ("bold cyan" if node.kind == "answer" else "bold")
         text = f" {item.text}" if item.lead and item.text else item.text
+        line = Text(indent, overflow="fold").append_text(_text(item.lead, lead))
         out.print(line.append_text(_text(text, style)))
 
 
 def _table(node: doc.Table, out: Console) -> None:
     """A table under its title; of a map as many blocks of columns as the width asks for."""
-    if not node.rows:
-        return
     out.print()
     if node.title:
         out.print(_text(node.title, "bold"))
     chosen = [i for i, column in enumerate(node.columns) if column.width <= out.width]
+    longest = max((len(row.cells[0].text) for row in node.rows), default=0)
     blocks = [chosen]
     if node.kind == "map":
-        longest = max(len(row.cells[0].text) for row in node.rows)
         margin = max(MAP, min(longest, max(24, out.width - MAP * len(chosen))))
         fitting = max(1, (out.width - margin) // MAP)
         blocks = [[0, *chosen[i : i + fitting]] for i in range(1, len(chosen), fitting)]
     elif node.kind == "series":
-        names = min(max(len(row.cells[0].text) for row in node.rows), max(16, out.width // 3))
+        names = min(longest, max(16, out.width // 3))
         blocks = [[0, *some(chosen[1:], max(2, (out.width - names - 2) // NUMBER))]]
     for block in blocks:
         out.print(_grid(node, block))
-    below = doc.legend(node.columns[i] for i in chosen)
-    if below:
-        out.print(_text(below, "dim"))
+    legend = replace(node, columns=tuple(node.columns[i] for i in chosen)).legend
+    if legend:
+        out.print(_text(legend, "dim"))
 
 
 def some(places: Sequence[int], fitting: int) -> list[int]:
@@ -110,12 +109,13 @@ def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
     )
     for at in chosen:
         column = node.columns[at]
-        options: dict[str, Any] = {"overflow": "fold"}
-        if at:
-            options["justify"] = column.align
-            options["no_wrap"] = node.kind == "numbers" and column.align == "right"
-            options["width"] = MAP - 1 if mapped else None
-        grid.add_column(_text(column.short or column.title), **options)
+        grid.add_column(
+            _text(column.short or column.title),
+            overflow="fold",
+            justify=column.align if at else "left",
+            no_wrap=at > 0 and node.kind == "numbers" and column.align == "right",
+            width=MAP - 1 if mapped and at else None,
+        )
     for row in node.rows:
         grid.add_row(*(_cell(row, i) for i in chosen))
     return grid
@@ -126,12 +126,17 @@ def _cell(row: doc.Row, at: int) -> Text:
     style = STYLES[cell.style] or ("dim" if row.standard else "bold" if at == 0 else "")
     if cell.shade is not None:
         style = SHADES[cell.shade]
-    text = cell.text
-    head, colon, tail = text.partition(":")
-    if at == 0 and colon and tail and " " not in text and len(text) > LONG:
-        text = f"{head}:\n{tail}"  # package.module:function, which a table would break anywhere
-    content = Text("\n", overflow="fold").join(_text(line, style) for line in text.split("\n"))
+    content = _text(cell.text, style)
+    head, colon, tail = cell.text.partition(":")
+    if at == 0 and colon and tail and " " not in cell.text and len(cell.text) > LONG:
+        # package.module:function, which a table would break anywhere
+        content = _text(f"{head}:", style).append("\n").append_text(_text(tail, style))
     return content.append_text(_text(f" {cell.after}", "dim")) if cell.after else content
+
+
+def _text(content: str, style: str = "") -> Text:
+    """Foreign text as it is: no markup, no control characters, cut nowhere."""
+    return Text(plain(content), style, overflow="fold")
 
 
 @contextmanager
@@ -141,20 +146,9 @@ def progress(*, show: bool) -> Iterator[Callable[[str, int, int], None]]:
     if not show or not console.is_terminal:
         yield lambda what, done, total: None
         return
-    with Progress(
-        TextColumn("{task.description}", style="dim"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as bar:
+    columns = (TextColumn("{task.description}", style="dim"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("opening", total=None)
         yield lambda what, done, total: bar.update(
             task, description=escape(plain(what)), completed=done, total=total
         )
-
-
-def _text(content: str, style: str = "") -> Text:
-    """Foreign text as it is: no markup, no control characters, cut nowhere."""
-    return Text(plain(content), style, overflow="fold")

@@ -14,8 +14,7 @@ from numdev.report import Finding, Report
 from numdev.report import document as doc
 
 REPRODUCERS = "reproducers"
-LONGEST = 32_000
-"""Characters of a reproducer that the page shows; a longer one is only named."""
+LONGEST = 32_000  # characters of a reproducer that the page shows; a longer one is only named
 SEVERITIES: dict[str, tuple[str, doc.Style]] = {
     "exceeded": ("Exceeded", "bad"),
     "unmeasured": ("Not measured", "warn"),
@@ -27,16 +26,13 @@ def document_of(report: Report, directory: Path | None = None) -> doc.Document:
     """The report as a document; reproducers are looked for under `directory`."""
     view: Any = importlib.import_module(f"numdev.report.views.{report.kind}")
     summary: Any = getattr(report, "summary")  # noqa: B009 - every kind has one
-    accusations = [f for f in report.findings if f.metric == "suspicion"]
-    answer = (
-        *(doc.Item("", lead=finding.sentence, style="bad") for finding in accusations),
-        *map(doc.headed, summary.answer),
-    )
+    accused = [f.sentence for f in report.findings if f.metric == "suspicion"]
+    leading = [doc.Item("", lead=sentence, style="bad") for sentence in accused]
     listed = findings(report.findings, directory)
     return doc.Document(
         view.title(report),
         (
-            doc.Bullets(answer, "answer"),
+            doc.Bullets((*leading, *map(doc.headed, summary.answer)), "answer"),
             doc.Paragraph(view.line(report), "soft", doc.TEXT),
             *((doc.Heading("Findings", doc.TEXT), listed) if listed.items else ()),
             *doc.notes(getattr(report, "tested", ())),
@@ -62,17 +58,11 @@ def findings(found: tuple[Finding, ...], directory: Path | None = None) -> doc.B
 def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
     """Path and text of a finding's reproducer, where one was written. The folder's name is foreign:
     it is only ever compared with what is there."""
-    folder = directory / REPRODUCERS if directory else None
-    if folder is None or not folder.is_dir():
-        return None
-    for path in folder.iterdir():
-        if path.name == finding.folder and not path.is_symlink():
-            try:
-                text = (path / "reproduce.py").read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                return None
+    for path in (directory / REPRODUCERS).glob("*/reproduce.py") if directory else ():
+        if path.parent.name == finding.folder and not path.parent.is_symlink():
+            text = path.read_text(encoding="utf-8", errors="replace")
             shown = text if len(text) <= LONGEST else ""
-            return f"{REPRODUCERS}/{path.name}/reproduce.py", shown
+            return f"{REPRODUCERS}/{finding.folder}/reproduce.py", shown
     return None
 
 
@@ -81,12 +71,14 @@ def _origin(report: Report) -> Iterator[doc.Node]:
     system, source = report.provenance.system, report.provenance.source
     packages = system.get("packages") or {}
     where = f"{system.get('cpu')} ({system.get('cpu_capability')})"
+    what = source.get("checkpoint") or source.get("tensors") or source.get("config")
     pairs = {
         "command": report.provenance.command,
         "made": report.provenance.created,
-        "source": source.get("checkpoint") or source.get("config"),
+        "source": what,
         "SHA-256": source.get("sha256"),
         "read": source.get("prompt"),
+        "captured from": source.get("captured_from"),
         "pipeline": source.get("pipeline"),
         "not audited": source.get("not_audited"),
         "GPU": system.get("gpu"),
@@ -96,17 +88,14 @@ def _origin(report: Report) -> Iterator[doc.Node]:
         "time": seconds(report.timings),
     }
     yield doc.Heading("Where this comes from", doc.TEXT)
-    columns = (doc.Column("", align="left"), doc.Column("", align="left"))
+    columns = [doc.Column("", align="left")] * 2
     yield doc.table(columns, [(k, str(v)) for k, v in pairs.items() if v], only=doc.TEXT)
     request = json.dumps(report.request, indent=1, ensure_ascii=False)
     yield doc.Fold("The request, complete", (doc.Code(request),), only=doc.PAGE)
-    what = source.get("checkpoint") or source.get("tensors") or source.get("config")
-    read = f", {source['prompt']}" if "prompt" in source else ""
-    if "captured_from" in source:
-        read = f", captured from {source['captured_from']}"
+    read = [str(x) for x in (what, source.get("prompt"), source.get("captured_from")) if x]
     line = (
-        f"{what}{read}. torch {packages.get('torch', '?')} on {system.get('gpu') or where}. numdev "
-        f"{report.provenance.numdev}."
+        f"{', '.join(read)}. torch {packages.get('torch', '?')} on {system.get('gpu') or where}. "
+        f"numdev {report.provenance.numdev}."
     )
     yield from doc.notes((line, seconds(report.timings)), doc.TERMINAL)
 

@@ -13,14 +13,12 @@ def title(report: SweepReport) -> str:
 
 
 def line(report: SweepReport) -> str:
-    axis, seeds = report.summary.axis, len(report.summary.seeds)
-    drawn = "bars" if axis.scale == "category" else "bands"
-    intervals = f", {drawn} their 95 % intervals" if seeds > 1 else ""
+    seeds = len(report.summary.seeds)
     return (
-        f"Deviation from the fp64 reference of the same rounded inputs, by {axis.title}. Seeds: "
-        f"{seeds}; lines are means over seeds{intervals}. “floor” is the exact result rounded "
-        "once: no kernel can be better everywhere. “input rounding” is what the format costs "
-        "before any kernel errs."
+        f"Deviation from the fp64 reference of the same rounded inputs, by "
+        f"{report.summary.axis.title}: means over {seeds} seeds, with 95 % intervals from two on. "
+        "“floor” is the exact result rounded once: no kernel can be better everywhere. “input "
+        "rounding” is what the format costs before any kernel errs."
     )
 
 
@@ -30,6 +28,5 @@ def blocks(report: SweepReport) -> Iterator[doc.Node]:
     means = f"Means over {len(summary.seeds)} seeds; intervals are in report.html."
     yield doc.Paragraph(means, "soft", doc.TERMINAL)
     if summary.notes:
-        yield doc.Heading("Not measured", doc.TEXT)
-        yield doc.bullets(summary.notes, doc.TEXT)
-        yield from doc.notes(summary.notes, doc.TERMINAL)
+        yield doc.Heading("Not measured")
+        yield doc.bullets(summary.notes)

@@ -1,0 +1,179 @@
+"""The reports: of an audit, of a sweep, of a conformance check; and what every report has, whatever
+its kind: where its numbers come from, and what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from numdev.report.records.rows import (
+    AttributionRow,
+    CaseRecord,
+    DeviationRow,
+    ProfileRow,
+    Record,
+    WeightRow,
+)
+from numdev.report.records.summaries import AuditSummary, CellRow, Figure, SweepSummary
+
+SCHEMA_VERSION = 2
+Line = Record | dict[str, Any]  # of a table: a field a column
+
+
+class Place(Record):
+    """Where something was found: what names the row again."""
+
+    case: str
+    module: str
+    layer: int | None
+    call: int
+    head: int | None
+    phase: str | None
+    step: int | None = None
+    seed: int | None
+
+    @classmethod
+    def of(cls, row: DeviationRow) -> Place:
+        return cls(**{name: getattr(row, name) for name in cls.model_fields})
+
+
+class Finding(Record):
+    """One thing wrong with one kernel, as a sentence and as data."""
+
+    rule: str  # the threshold's name; `runs` for a kernel that failed, `refuses` for declined calls
+    severity: Literal["exceeded", "unmeasured", "note"]
+    sentence: str
+    kernel: str
+    also: tuple[str, ...] = ()  # kernels with the same numbers, as the default dispatch has
+    options: dict[str, Any] = Field(default_factory=dict)
+    formats: tuple[str, ...]
+    tensor: str | None = None
+    metric: str | None = None
+    observed: float | None = None  # the worst
+    limit: float | None = None
+    count: int  # of `judged` heads; for `runs` and `refuses` of calls
+    judged: int
+    place: Place | None = None  # the worst one
+
+    @property
+    def folder(self) -> str:
+        """What its reproducer's folder is called: kernel, tensor, rule and format."""
+        parts = (self.kernel, self.tensor or "", self.rule, *self.formats[:1])
+        return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part))
+
+
+class Provenance(Record):
+    """Where the numbers come from."""
+
+    numdev: str
+    command: str
+    created: str  # UTC, ISO 8601
+    system: dict[str, Any]
+    source: dict[str, Any]  # the checkpoint's name and hash and the prompt, or the configuration's
+
+
+class Report(Record):
+    """What every report has, whatever its kind."""
+
+    kind: str
+    schema_version: Literal[2] = 2
+    provenance: Provenance
+    request: dict[str, Any]
+    timings: dict[str, float] = Field(default_factory=dict)
+    """Seconds by section, and `total`: of the run that made the report, not of one it resumed."""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything in it."""
+        return True
+
+    @property
+    def unmeasured(self) -> str:
+        """What to say of one that is not `measured`."""
+        return "no kernel under audit could be measured"
+
+    def tables(self) -> Mapping[str, Sequence[Line]]:
+        """What is written as CSV beside it, by the name of the file."""
+        return {}
+
+
+class AuditReport(Report):
+    """The result of `numdev audit`."""
+
+    kind: Literal["audit"] = "audit"
+    summary: AuditSummary
+    tested: tuple[str, ...] = ()  # by which rules, and which could not be applied
+    cases: tuple[CaseRecord, ...] = ()
+    rows: tuple[DeviationRow, ...]
+    weights: tuple[WeightRow, ...] = ()
+    attributions: tuple[AttributionRow, ...] = ()
+    profiles: tuple[ProfileRow, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether any kernel under audit ran, or none was asked for."""
+        status = {row.status for row in self.rows if row.role == "kernel"}
+        return "ok" in status or not status
+
+    def tables(self) -> Mapping[str, Sequence[Line]]:
+        bins = [line for profile in self.summary.profiles for line in profile.bins()]
+        more: dict[str, Sequence[Line]] = {"weights": self.weights, "profiles": bins}
+        return {"rows": self.rows, **{name: lines for name, lines in more.items() if lines}}
+
+
+class CheckRecord(Record):
+    """One small case in one format, in a conformance check."""
+
+    feature: str
+    check: str
+    format: str
+    verdict: Literal["right", "wrong", "raises", "refuses"]
+    words: str = ""
+
+
+class FeatureRecord(Record):
+    """One feature of a kernel: the worst verdict of its checks."""
+
+    feature: str
+    verdict: Literal["right", "wrong", "raises", "refuses", "partly"]
+    words: str  # the cause, the reason, or a convention; may be empty
+    right: int
+    checks: int
+
+
+class ConformanceReport(Record):
+    """The result of `numdev kernels --check`."""
+
+    kind: Literal["conformance"] = "conformance"
+    schema_version: Literal[2] = 2
+    kernel: str
+    options: dict[str, str]
+    system: dict[str, Any]
+    conforms: bool
+    sentence: str
+    features: tuple[FeatureRecord, ...]
+    checks: tuple[CheckRecord, ...]
+
+
+class SweepReport(Report):
+    """The result of `numdev sweep`."""
+
+    kind: Literal["sweep"] = "sweep"
+    summary: SweepSummary
+    tested: tuple[str, ...] = ()
+    figures: tuple[Figure, ...]
+    cells: tuple[CellRow, ...]
+    cases: tuple[CaseRecord, ...] = ()
+    rows: tuple[DeviationRow, ...] = ()  # empty where only cells were asked for
+
+    @property
+    def measured(self) -> bool:
+        """As in an audit: whether a kernel has a number, or nobody lacks one."""
+        return any(cell.role == "kernel" for cell in self.cells) or not self.summary.notes
+
+    def tables(self) -> Mapping[str, Sequence[Line]]:
+        return {"rows": self.rows, **({"cells": self.cells} if self.cells else {})}
