@@ -1,132 +1,92 @@
-"""Drawn inputs: each regime's defining property, and that a seed means the same numbers."""
+"""Drawn inputs: a seed means the same numbers, and each regime has the property it stands for,
+after rounding too, by plain arithmetic in fp64."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from numdev.cases import AttentionCase, CaseRef
+from numdev.config import CaseConfig, Choice, Layout, MaskKind, SweepConfig
 from numdev.errors import UsageError
+from numdev.formats import format_named, round_to
+from numdev.kernels.reference import attend
 from numdev.sources.draws import Draws
-from numdev.sources.synthetic import REGIMES, Shapes, draw
+from numdev.sources.opening import ConfigSource
+from numdev.sources.synthetic import MASKS, REGIMES, Inputs, Shapes, check, draw, draw_mask
+from numdev.system import System
+from numdev.yamlfile import bundled, read_yaml
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64, v_dim=32)
 LARGE = Shapes(batch=4, heads=8, kv_heads=8, q_len=256, kv_len=256, head_dim=64, v_dim=64)
+HALVES = ("bfloat16", "float16")
 
 
-def drawn(  # type: ignore[no-untyped-def]
-    name: str,
-    shapes: Shapes = SHAPES,
-    seed: int = 0,
-    label: str = "",
-    gradients: bool = False,
-    **options: Any,
-):
-    return draw(name, shapes, seed=seed, options=options, label=label, gradients=gradients)
+def drawn(
+    name: str, shapes: Shapes = SHAPES, seed: int = 0, label: str = "", **options: Any
+) -> Inputs:
+    return draw(name, shapes, seed=seed, options=options, label=label, gradients=True)
 
 
-def scores(q: Tensor, k: Tensor) -> Tensor:
+def case_of(inputs: Inputs, fmt: str = "float64") -> AttentionCase:
+    q, k, v = inputs
+    case = AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=q.shape[-1] ** -0.5)
+    return case.rounded_to(format_named(fmt))
+
+
+def scores(x: Inputs) -> Tensor:
     """Scaled scores [B, H, q_len, kv_len] in fp64; each key's is summed alone and in the same
     order, so identical keys have identical scores."""
-    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    pairs = q.double()[:, :, :, None] * k[:, :, None]
-    return pairs.sum(dim=-1) * q.shape[-1] ** -0.5
+    k = x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)
+    return (x.q.double()[:, :, :, None] * k[:, :, None]).sum(dim=-1) * x.q.shape[-1] ** -0.5
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def source_of(configs: Any) -> ConfigSource:
+    return ConfigSource("t", configs, (0,), System.here("cpu"), gradients=True)
 
 
 # --- every regime --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REGIMES)
-def test_shapes_and_format(name: str) -> None:
-    """q, k, v and dO have their own heads, lengths and widths, in fp32 on the CPU, all finite."""
-    q, k, v = inputs = drawn(name, gradients=True)
-    assert (tuple(q.shape), tuple(k.shape), tuple(v.shape)) == (
-        (2, 4, 48, 64),
-        (2, 2, 256, 64),
-        (2, 2, 256, 32),
-    )
-    assert inputs.grad_out.shape == (2, 4, 48, 32)
-    for x in (q, k, v, inputs.grad_out):
-        assert (x.dtype, x.device.type) == (torch.float32, "cpu")
-        assert x.isfinite().all()
-
-
-@pytest.mark.parametrize("name", REGIMES)
-def test_a_seed_means_the_same_numbers(name: str) -> None:
-    """The same seed and label draw the same, another seed or label something else."""
-    first = drawn(name, seed=7, label="a")
-    assert all(
-        torch.equal(x, y) for x, y in zip(first, drawn(name, seed=7, label="a"), strict=True)
-    )
-    for other in (drawn(name, seed=8, label="a"), drawn(name, seed=7, label="b")):
-        assert not torch.equal(first.q, other.q)
-        assert not torch.equal(first.v, other.v) or name == "ones"
-
-
-@pytest.mark.parametrize("name", REGIMES)
-def test_gradients_change_nothing(name: str) -> None:
-    """q, k and v are the same bit for bit with grad_out and without, and it has a seed too."""
-    without, with_it = drawn(name, seed=5), drawn(name, seed=5, gradients=True)
+def test_every_regime(name: str) -> None:
+    """Shapes and format; another seed or label draws something else; q, k and v are the same with
+    dO and without; neither the rounded inputs nor the exact output overflow."""
+    x = drawn(name, seed=7, label="a")
+    shapes = [tuple(t.shape) for t in (*x, x.grad_out)]
+    assert shapes == [(2, 4, 48, 64), (2, 2, 256, 64), (2, 2, 256, 32), (2, 4, 48, 32)]
+    assert {(t.dtype, t.device.type) for t in (*x, x.grad_out)} == {(torch.float32, "cpu")}
+    without = draw(name, SHAPES, seed=7, options={}, label="a")
     assert without.grad_out is None
-    assert all(torch.equal(x, y) for x, y in zip(without, with_it, strict=True))
-    assert torch.equal(with_it.grad_out, drawn(name, seed=5, gradients=True).grad_out)
-    assert not torch.equal(with_it.grad_out, drawn(name, seed=6, gradients=True).grad_out)
-
-
-def test_drawn_numbers_stay() -> None:
-    """All regimes' bits are those of the reports that exist: sha256 of q, k, v."""
-    assert fingerprint()[:16] == "5a920a1fa376c395"
-
-
-def test_the_first_numbers_of_a_stream() -> None:
-    """numpy promises PCG64's bits, and not how its generator makes normals of them."""
-    draws = Draws(0, "a")
-    assert draws.normal("q", (1, 2, 2)).flatten().tolist() == [
-        0.4447764456272125,
-        -0.11641745269298553,
-        0.07337742298841476,
-        0.06816527992486954,
-    ]
-    assert draws.uniform("q", (1, 1, 2)).flatten().tolist() == [
-        0.1757223048891322,
-        0.5200596306203878,
-    ]
-    assert draws.integers("q", (1, 1, 6), 0, 10).flatten().tolist() == [6, 1, 4, 5, 5, 0]
-    assert draws.permutation("q", 5).tolist() == [2, 3, 1, 4, 0]
-
-
-def test_a_head_keeps_its_numbers() -> None:
-    """More heads and a larger batch add numbers, and change none; no two heads or names agree."""
-    draws = Draws(7, "a")
-    few, more = draws.normal("k", (1, 2, 5, 3)), draws.normal("k", (4, 8, 5, 3))
-    assert torch.equal(more[:1, :2], few)
-    heads = {tuple(x.flatten().tolist()) for x in more.transpose(0, 1)}
-    assert len(heads) == 8
-    assert not torch.equal(draws.normal("v", (1, 2, 5, 3)), few)
-
-
-def test_global_state_does_not_matter() -> None:
-    """Neither torch's global generator nor its default format is used, or moved on."""
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = drawn("sink")
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(2)
-    torch.set_default_dtype(torch.float64)
-    try:
-        again = drawn("sink")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert all(map(torch.equal, without, x))
+    assert torch.equal(drawn(name, seed=7, label="a").grad_out, x.grad_out)
+    for other in (drawn(name, seed=8, label="a"), drawn(name, seed=7, label="b")):
+        assert not torch.equal(x.q, other.q)
+        assert not torch.equal(x.v, other.v) or name == "ones"
+        assert not torch.equal(x.grad_out, other.grad_out)
+    for fmt in (*HALVES, "float32"):
+        case = case_of(x, fmt)
+        exact = attend(case)
+        for t in (case.q, case.k, case.v, exact.out, exact.lse):
+            assert bool(t.double().isfinite().all())
+        assert float(exact.out.abs().max()) <= format_named(fmt).largest
 
 
 def fingerprint() -> str:
@@ -136,6 +96,11 @@ def fingerprint() -> str:
         for x in drawn(name, seed=3, label="fingerprint"):
             digest.update(x.numpy().tobytes())
     return digest.hexdigest()
+
+
+def test_drawn_numbers_stay() -> None:
+    """All regimes' bits are those of the reports that exist: sha256 of q, k, v."""
+    assert fingerprint()[:16] == "5a920a1fa376c395"
 
 
 @pytest.mark.skipif(
@@ -153,15 +118,40 @@ def test_the_instruction_set_does_not_matter() -> None:
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA,-FMA4",
         "PYTHONPATH": str(ROOT),
     }
-    answer = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=plain,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert answer.stdout.strip() == fingerprint()
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=plain, text=True)
+    assert found.strip() == fingerprint()
+
+
+def test_the_first_numbers_of_a_stream() -> None:
+    """numpy promises PCG64's bits, and not how its generator makes normals of them."""
+    draws = Draws(0, "a")
+    normal = [0.4447764456272125, -0.11641745269298553, 0.07337742298841476, 0.06816527992486954]
+    assert draws.normal("q", (1, 2, 2)).flatten().tolist() == normal
+    uniform = [0.1757223048891322, 0.5200596306203878]
+    assert draws.uniform("q", (1, 1, 2)).flatten().tolist() == uniform
+    assert draws.integers("q", (1, 1, 6), 0, 10).flatten().tolist() == [6, 1, 4, 5, 5, 0]
+    assert draws.permutation("q", 5).tolist() == [2, 3, 1, 4, 0]
+
+
+def test_a_head_keeps_its_numbers() -> None:
+    """More heads and a larger batch add numbers, and change none; no two heads or names agree."""
+    draws = Draws(7, "a")
+    few, more = draws.normal("k", (1, 2, 5, 3)), draws.normal("k", (4, 8, 5, 3))
+    assert torch.equal(more[:1, :2], few)
+    assert len({tuple(x.flatten().tolist()) for x in more.transpose(0, 1)}) == 8
+    assert not torch.equal(draws.normal("v", (1, 2, 5, 3)), few)
+
+
+def test_global_state_does_not_matter() -> None:
+    """Neither torch's global generator nor its default format is used, or moved on."""
+    state = torch.get_rng_state()
+    first = drawn("sink")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert all(map(torch.equal, first, drawn("sink")))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # --- what each regime stands for -----------------------------------------------------------------
@@ -178,11 +168,10 @@ def assert_moments(x: Tensor, variance: float, fourth: float) -> None:
 @pytest.mark.parametrize("logits", [0.25, 1.0, 16.0])
 def test_normal(logits: float) -> None:
     """Independent N(0, 1); `logits` multiplies q, and with it the spread of the scores."""
-    q, k, v = drawn("normal", LARGE, logits=logits)
-    assert_moments(q / logits, 1.0, 3.0)
-    assert_moments(k, 1.0, 3.0)
-    assert_moments(v, 1.0, 3.0)
-    spread = float(scores(q[:1, :1], k[:1, :1]).std())
+    x = drawn("normal", LARGE, logits=logits)
+    for t in (x.q / logits, x.k, x.v, x.grad_out):
+        assert_moments(t, 1.0, 3.0)
+    spread = float(scores(Inputs(x.q[:1, :1], x.k[:1, :1], x.v)).std())
     assert spread == pytest.approx(logits, rel=0.1)
 
 
@@ -194,8 +183,7 @@ def test_outliers(rate: float, variance: float) -> None:
     for x in drawn("outliers", LARGE, rate=rate, variance=variance):
         p = (1 - rate) * math.erfc(5 / math.sqrt(2))
         p += rate * math.erfc(5 / math.sqrt(2 * (1 + variance)))
-        n = x.numel()
-        count = int((x.abs() > 5).sum())
+        n, count = x.numel(), int((x.abs() > 5).sum())
         assert abs(count - n * p) <= 5 * math.sqrt(n * p * (1 - p))
         fourth = 3 * ((1 - rate) + rate * (1 + variance) ** 2)
         assert_moments(x, 1 + rate * variance, fourth)
@@ -206,48 +194,297 @@ def test_sink(strength: float) -> None:
     """Key 0 has the highest score of every row, by about `strength` over the others' mean: its
     score is N(strength, 1), and the mean of n = 256 others N(0, 1 / n * (1 + strength^2 / d)),
     which together average out to `strength` over 384 rows within 5 / sqrt(384) and the second."""
-    q, k, v = drawn("sink", strength=strength)
-    s = scores(q, k)
+    x = drawn("sink", strength=strength)
+    s = scores(x)
     assert (s.argmax(dim=-1) == 0).all()
     margin = float((s[..., 0] - s[..., 1:].mean(dim=-1)).mean())
     noise = 5 / math.sqrt(384) + 5 * math.sqrt((1 + strength**2 / 64) / 256)
     assert abs(margin - strength) <= noise
     # 128 values of N(0, 0.01): their rms is within 5 standard errors, 5 / sqrt(2 * 128).
-    assert float(v[:, :, 0].square().mean().sqrt()) == pytest.approx(0.1, rel=5 / math.sqrt(256))
-    assert float(v[:, :, 1:].square().mean().sqrt()) == pytest.approx(1.0, rel=0.1)
+    assert rms(x.v[:, :, 0]) == pytest.approx(0.1, rel=5 / math.sqrt(256))
+    assert rms(x.v[:, :, 1:]) == pytest.approx(1.0, rel=0.1)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_ties(count: int) -> None:
-    """Exactly `count` keys attain the row maximum, the first ones, bit for bit the same."""
-    q, k, v = drawn("ties", count=count)
-    s = scores(q, k)
+@pytest.mark.parametrize("name", ["ties", "one_signed_gradient"])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_ties(name: str, count: int) -> None:
+    """Exactly `count` keys attain the row maximum, the first ones, bit for bit the same; V is at
+    most -1 there, or V and dO everywhere."""
+    if name == "ties" and not count:
+        return
+    x = drawn(name, count=count)
+    s = scores(x)
     tied = s == s.amax(dim=-1, keepdim=True)
-    assert (tied.sum(dim=-1) == count).all()
-    assert tied[..., :count].all()
-    assert (v[:, :, :count] <= -1).all()
-    assert (v[:, :, count:] > 0).any()
+    assert bool((tied.sum(dim=-1) == max(count, 1)).all())
+    assert bool(tied[..., :count].all())
+    if name == "ties":
+        assert (x.v[:, :, :count] <= -1).all()
+        assert (x.v[:, :, count:] > 0).any()
+    else:
+        assert max(float(x.v.max()), float(x.grad_out.max())) <= -1.0
 
 
-# --- what is refused -----------------------------------------------------------------------------
+@pytest.mark.parametrize("fmt", HALVES)
+@pytest.mark.parametrize(
+    ("lse", "q", "dim", "n"),
+    [(-120.0, 1.0, 64, 704), (-490.0, 1.0, 128, 65), (-5e4, 64.0, 256, 256), (-6e4, 64.0, 32, 1)],
+)
+def test_far_below(fmt: str, lse: float, q: float, dim: int, n: int) -> None:
+    """The log-sum-exp of every row is near what was asked. k's constant is off by at most half an
+    ulp, a relative u; scores of N(0, 1) beside it spread a row's by a few."""
+    shapes = dataclasses.replace(SHAPES, kv_len=n, head_dim=dim)
+    found = attend(case_of(drawn("far_below", shapes, lse=lse, q=q), fmt)).lse
+    assert bool(((found - lse).abs() <= 7.0 + format_named(fmt).unit_roundoff * abs(lse)).all())
+    assert bool((found < -88.7).all())  # exp(-lse) overflows fp32
+
+
+@pytest.mark.parametrize("fmt", HALVES)
+def test_massive_channel(fmt: str) -> None:
+    """One feature of q is 448, of k 1880 (an exact bf16 number, too); unscaled scores exceed
+    float16, and outputs are those of the other features alone."""
+    case = case_of(drawn("massive_channel"), fmt)
+    assert bool((case.q[..., 32] == 448).all() & (case.k[..., 32] == 1880).all())
+    assert 448 * 1880 > 65504
+    others = dataclasses.replace(case, k=case.k.index_fill(-1, torch.tensor([32]), 0.0))
+    # Scores near 1e5 in fp64 are good to 1e5 * 2^-53 * d.
+    assert float((attend(case).out - attend(others).out).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("rank", [1, 2, 7])
+def test_low_rank(rank: int) -> None:
+    """K and V of every head have this many singular values above fp32's rounding."""
+    _, k, v = drawn("low_rank", rank=rank)
+    for x in (k, v):
+        s = torch.linalg.svdvals(x.double())
+        assert bool((s[..., rank - 1] > 1.0).all())
+        assert bool((s[..., rank:] < 1e-5 * s[..., :1]).all())
+        assert 0.7 < rms(x) < 1.4
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.9, 1.0])
+def test_correlated(rho: float) -> None:
+    """Any two tokens of a head have correlation rho: their products average to it."""
+    shapes = dataclasses.replace(SHAPES, batch=8, heads=8, kv_heads=8, q_len=256)
+    for x in drawn("correlated", shapes, rho=rho):
+        pairs = (x[:, :, :-1].double() * x[:, :, 1:].double()).mean()
+        # `common` has 8 * 8 * dim entries of variance 1: its mean square has a relative standard
+        # error of sqrt(2 / (64 * dim)), and five of these for the smaller dim, 32, are 0.16.
+        assert float(pairs) == pytest.approx(rho, abs=0.16 * rho + 0.02)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
         ("outlier", {}, "unknown input regime 'outlier'; did you mean 'outliers'"),
-        ("", {}, "unknown input regime ''; known: biased_rounding, correlated, far_below"),
         ("ties", {"cout": 2}, "input regime ties has no parameter 'cout'; did you mean 'count'"),
         ("normal", {"shapes": 1}, "input regime normal has no parameter 'shapes'; known: logits"),
         ("normal", {"logits": "big"}, "normal cannot be drawn with logits='big'"),
         ("normal", {"logits": None}, "normal cannot be drawn with logits=None"),
         ("ties", {"count": 2.5}, "ties cannot be drawn with count=2.5"),
         ("ties", {"count": 0}, "ties cannot be drawn with count=0: count must be at least 1"),
-        ("ties", {"count": -1}, "count must be at least 1"),
         ("outliers", {"variance": -1.0}, r"outliers cannot be drawn with variance=-1\.0"),
+        ("low_rank", {"rank": 0}, "rank must be at least 1"),
+        ("correlated", {"rho": 1.5}, "rho must be between 0 and 1"),
+        ("one_signed_gradient", {"count": -1}, "count must be at least 0"),
+        ("one_hot", {"margin": 0.0}, "margin must be positive"),
+        ("far_below", {"q": 0.0}, "cannot be drawn with q=0.0: q must not be 0"),
+        ("massive_channel", {"q": "large"}, "cannot be drawn with q='large'"),
+        ("biased_rounding", {"count": 0}, "cannot be drawn"),
+        ("biased_rounding", {"tail": -1.0}, "cannot be drawn"),
+        ("biased_rounding", {"value": 0.0}, "cannot be drawn"),
+        ("biased_rounding", {"share": 1.5}, "cannot be drawn"),
+        ("biased_rounding", {"v_sign": 2}, "cannot be drawn"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(name: str, options: dict[str, Any], says: str) -> None:
     """An unknown regime or parameter gets the closest; a value that makes no sense is named."""
     with pytest.raises(UsageError, match=says):
         draw(name, SHAPES, seed=0, options=options)
+
+
+# --- biased_rounding has the links it claims -----------------------------------------------------
+
+BY_HAND = Shapes(batch=2, heads=2, kv_heads=1, q_len=12, kv_len=40, head_dim=64, v_dim=16)
+
+
+def built(shapes: Shapes = BY_HAND, **options: Any) -> Inputs:
+    return drawn("biased_rounding", shapes, seed=4, **options)
+
+
+@pytest.mark.parametrize("fmt", HALVES)
+def test_numbers_are_exact_in_both_formats(fmt: str) -> None:
+    """Rounding to bf16 or fp16 changes nothing, whatever the size of V."""
+    for value in (1.0, 0.125, 8.0, 0.3):
+        x = built(value=value)
+        assert all(torch.equal(round_to(t, format_named(fmt)), t) for t in (*x, x.grad_out))
+
+
+@pytest.mark.parametrize(("count", "level"), [(1, 8.0), (2, -3.0), (5, 0.0), (40, 1.5), (99, 2.0)])
+def test_so_many_keys_tie_exactly_at_the_level(count: int, level: float) -> None:
+    """In every row the maximum is the level, exactly, and `count` keys have it (at most all)."""
+    s = scores(built(count=count, level=level))
+    assert bool((s.amax(dim=-1) == level).all())
+    assert bool(((s == level) == (torch.arange(40) < count)).all())
+
+
+@pytest.mark.parametrize("tail", [0.0, 1e-6, 1e-3, 0.1])
+def test_the_tail_weighs_what_was_asked(tail: float) -> None:
+    """The mean over rows of sum exp(s - max) beside the ties. Its 38 terms scatter by a factor
+    exp(0.25 N(0, 1)), relative 0.25 each and shared by rows that share keys; and the common score
+    was rounded to bf16, by at most 2^-8 * 8 = 0.03. With `tail` 0 it is exactly 0."""
+    weights = (scores(built(tail=tail))[..., 2:] - 8.0).exp().sum(dim=-1)
+    assert float(weights.mean()) == pytest.approx(tail, rel=0.25, abs=0)
+
+
+def test_a_share_of_rows_reaches_the_ties() -> None:
+    """The rest score 0 there exactly, and have no tied maximum."""
+    q = built(dataclasses.replace(BY_HAND, q_len=200), share=0.25).q[..., 0]
+    assert set(q.flatten().tolist()) == {0.0, 8.0}
+    # 800 rows: five standard errors of a share of 0.25 are 0.077.
+    assert float((q == 8.0).float().mean()) == pytest.approx(0.25, abs=0.08)
+    s = scores(built(share=0.0))
+    assert bool((s[..., :2] == 0.0).all() & (s.amax(dim=-1) > 0.0).all())
+
+
+@pytest.mark.parametrize("value", [1.0, 0.125, 8.0])
+def test_sizes_and_signs_of_v(value: float) -> None:
+    """|V| is in [1, 2), at the ties times `value`; signs are as asked."""
+    v = built(value=value).v
+    for part, size in ((v[:, :, :2], value), (v[:, :, 2:], 1.0)):
+        assert bool(((part > -2.0 * size) & (part <= -size)).all())
+    v = built(tail_sign=-1, v_sign=0, count=20).v
+    assert bool(((v[:, :, 20:] >= 1.0) & (v[:, :, 20:] < 2.0)).all())
+    # 640 values: five standard errors of a share of one half are 0.1.
+    assert float((v[:, :, :20] > 0).float().mean()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_configuration_draws_it() -> None:
+    """By name with parameters, as in the YAML of an audit, its own dO included."""
+    inputs = Choice(name="biased_rounding", options={"count": 3, "tail": 0.01})
+    config = CaseConfig(name="a", heads=2, seq_len=16, head_dim=64, inputs=inputs)
+    case = source_of([config]).cases[0].load()
+    assert torch.equal(case.k[:, :, 0], case.k[:, :, 2])
+    assert not torch.equal(case.k[:, :, 0], case.k[:, :, 3])
+    assert float(case.grad_out.max()) <= -1.0
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+MASKED = Shapes(batch=3, heads=4, kv_heads=2, q_len=64, kv_len=100, head_dim=8, v_dim=8)
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(64, 100), (1, 1), (1, 33), (33, 1), (2, 2)])
+def test_a_mask_fits_its_case(kind: str, q_len: int, kv_len: int) -> None:
+    """It broadcasts to the scores, is bool or additive fp32, has a seed, and YAML may name it."""
+    assert get_args(MaskKind) == tuple(MASKS)
+    shapes = dataclasses.replace(MASKED, q_len=q_len, kv_len=kv_len)
+    mask = draw_mask(kind, shapes, seed=1)
+    q, k, v = (torch.zeros(shape) for shape in (shapes.q, shapes.k, shapes.v))
+    AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, mask=mask)
+    assert mask.dtype == (torch.float32 if kind.startswith("bias") else torch.bool)
+    assert torch.equal(mask, draw_mask(kind, shapes, seed=1))
+    seen = mask if mask.dtype == torch.bool else mask > LOWEST
+    assert bool(seen.any()) or mask.numel() == 3  # a random one may hide all of three keys
+
+
+def test_what_each_mask_hides() -> None:
+    """`random`: 6 in 10 keys of the rows that see any; the middle row sees none, a first row always
+    does. `mostly_masked`: about 2 in 100, at least one in every row, which a causal mask leaves.
+    `padding`: another length for each batch entry. Additive ones: finite; -inf in 4 of 10 places
+    but not in a whole row; the lowest number."""
+    mask = {kind: draw_mask(kind, MASKED, seed=0) for kind in MASKS}
+    assert bool(mask["all_true"].all())
+    assert torch.equal(mask["causal"][0, 0], torch.arange(100) <= torch.arange(64)[:, None])
+    empty = ~mask["random"].any(dim=-1)
+    assert bool(empty[:, :, 32].all() & ~empty[:, :, 0].any())
+    assert 3 <= int(empty.sum()) <= 40  # 3 for certain, of 192 rows a tenth more
+    assert float(mask["random"][~empty].double().mean()) == pytest.approx(0.6, abs=0.02)
+    few = mask["mostly_masked"]
+    assert float(few.double().mean()) == pytest.approx(0.03, abs=0.01)
+    assert bool(few.tril().any(dim=-1).all())
+    assert mask["padding"].sum(dim=-1).flatten().tolist() == [25, 50, 75]
+    assert bool((mask["padding"].long().diff(dim=-1) <= 0).all())
+    assert mask["bias"].shape == (1, 4, 64, 100)
+    assert bool(mask["bias"].isfinite().all())
+    holes = mask["bias_inf"] == -math.inf
+    assert not bool(holes.all(dim=-1).any())
+    assert float(holes.double().mean()) == pytest.approx(0.4, abs=0.02)
+    assert set(mask["bias_lowest"].unique().tolist()) == {0.0, LOWEST}
+    assert bool((mask["bias_lowest"] == LOWEST).all(dim=-1).any())
+
+
+# --- the page and the sweep ----------------------------------------------------------------------
+
+
+def test_the_page_names_every_regime_and_mask() -> None:
+    """docs/hazards.md has a section for each, with its parameters and their defaults, what it
+    stresses and where it is from."""
+    page = (ROOT / "docs" / "hazards.md").read_text()
+    sections = dict(re.findall(r"\n### (\w+)\n(.*?)(?=\n##)", page, re.DOTALL))
+    assert sections.keys() == REGIMES.keys()
+    for name, text in sections.items():
+        parameters = list(inspect.signature(REGIMES[name]).parameters.values())[2:]
+        listed = ", ".join(f"`{p.name}` {p.default}" for p in parameters)
+        assert f"- parameters: {listed}\n" in text if parameters else "- no parameters" in text
+        assert "- stresses: " in text
+        assert "- origin: " in text
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(MASKS)
+
+
+@pytest.fixture(scope="module")
+def sweep() -> SweepConfig:
+    return read_yaml(bundled("sweep/hazards.yaml"), SweepConfig)
+
+
+def test_the_sweep_covers_the_list(sweep: SweepConfig) -> None:
+    """Every regime, mask, layout, length and head dimension of the list is in some cell."""
+    cases = sweep.cases
+    assert {case.inputs.name for case in cases} == set(REGIMES)
+    assert {case.mask for case in cases} == {None, *get_args(MaskKind)}
+    assert {case.layout for case in cases} == set(get_args(Layout))
+    lengths = {1, 9, 63, 64, 65, 127, 128, 129, 192, 704, 2925}
+    assert lengths <= {case.seq_len for case in cases if case.inputs.name == "normal"}
+    assert lengths | {33000} <= {case.kv_len or case.seq_len for case in cases}
+    dims = {32, 80, 96, 192, 256}
+    assert dims <= {case.head_dim for case in cases if case.inputs.name == "normal"}
+    assert any(case.seq_len == 1 and (case.kv_len or 0) >= 1000 for case in cases)
+    assert any(case.seq_len > (case.kv_len or case.seq_len) for case in cases)
+    assert any(case.heads == 7 * (case.kv_heads or case.heads) for case in cases)
+    assert any(case.window for case in cases)
+    far = [case.inputs.options for case in cases if case.inputs.name == "far_below"]
+    assert {-120, -490, -5e4} <= {options.get("lse", -120) for options in far}
+    spreads = {c.inputs.options.get("logits", 1) for c in cases if c.inputs.name == "normal"}
+    assert spreads == {0.25, 1, 4, 16}
+    for name in REGIMES:
+        shapes = {(c.seq_len, c.kv_len, c.head_dim) for c in cases if c.inputs.name == name}
+        assert len(shapes) >= 2, name
+
+
+def test_every_cell_can_be_drawn(sweep: SweepConfig) -> None:
+    """With its regime's parameters, mask and layout; with gradients where they are wanted."""
+    for located in source_of(sweep.cases).cases:
+        config = located.config
+        check(config.inputs.name, config.inputs.options)
+        if config.seq_len * (config.kv_len or config.seq_len) > 2**17:
+            continue  # seconds, and no other
+        case = located.load()
+        assert case.grad_out.shape == (*case.q.shape[:3], case.v.shape[3])
+        assert (case.mask is not None) == (config.mask is not None)
+        assert case.q.is_contiguous() == (config.layout == "contiguous" or case.q_len == 1)
+
+
+def test_masks_and_layouts_change_no_numbers() -> None:
+    """Cells of one entry share q, k, v and dO, whatever their mask and layout."""
+    grid = [
+        {"name": f"a/mask={mask},layout={layout}", "axes": {"mask": mask, "layout": layout}}
+        | {"heads": 4, "kv_heads": 2, "seq_len": 9, "head_dim": 8, "mask": mask, "layout": layout}
+        for mask in (None, "random", "bias_lowest")
+        for layout in get_args(Layout)
+    ]
+    configs = [CaseConfig.model_validate(cell) for cell in grid]
+    first, *others = (located.load() for located in source_of(configs).cases)
+    for case in others:
+        for name in ("q", "k", "v", "grad_out"):
+            assert torch.equal(getattr(case, name), getattr(first, name))

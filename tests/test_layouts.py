@@ -16,22 +16,6 @@ from numdev.layouts import laid_out, strided_as, transposed
 from numdev.system import System
 
 B, H, N, D = 2, 4, 5, 8
-LAYOUTS = ("contiguous", "transposed", "packed")
-
-
-def tensors() -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(B, h, N, D, generator=g) for h in (H, H // 2, H // 2))  # type: ignore[return-value]
-
-
-def case_in(layout: str, mask: Tensor | None = None) -> AttentionCase:
-    q, k, v = laid_out(layout, *tensors())
-    grad_out = torch.ones(B, H, N, D)
-    return AttentionCase(
-        ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, mask=mask, grad_out=transposed(grad_out)
-    )
-
-
 STRIDES = {
     "contiguous": ((H * N * D, N * D, D, 1), (H // 2 * N * D, N * D, D, 1)),
     "transposed": ((N * H * D, D, H * D, 1), (N * H // 2 * D, D, H // 2 * D, 1)),
@@ -39,32 +23,33 @@ STRIDES = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_numbers_elsewhere(layout: str) -> None:
-    """A layout changes strides and nothing else."""
+def tensors() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(B, h, N, D, generator=g) for h in (H, H // 2, H // 2)]
+
+
+def case_in(layout: str) -> AttentionCase:
     q, k, v = laid_out(layout, *tensors())
-    for x, y in zip((q, k, v), tensors(), strict=True):
-        assert torch.equal(x, y)
-    assert (q.stride(), k.stride()) == STRIDES[layout]
-    assert v.stride() == k.stride()
+    grad_out = transposed(torch.ones(B, H, N, D))
+    return AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, grad_out=grad_out)
 
 
-@pytest.mark.parametrize("fmt", ["bfloat16", "float32", "float64", "float8_e4m3fn", "e8m10"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rounding_keeps_strides(layout: str, fmt: str) -> None:
-    """In every format, whether rounding has anything to do or not."""
+@pytest.mark.parametrize("layout", STRIDES)
+def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
+    """And rounding keeps them, in every format, whether it has anything to do or not."""
     before = case_in(layout)
-    after = before.rounded_to(format_named(fmt))
-    for x, y in ((before.q, after.q), (before.k, after.k), (before.v, after.v)):
-        assert y.stride() == x.stride()
-    assert before.grad_out is not None
-    assert after.grad_out is not None
-    assert after.grad_out.stride() == before.grad_out.stride()
-    contiguous = case_in("contiguous").rounded_to(format_named(fmt))
-    assert torch.equal(after.k.double(), contiguous.k.double())
+    for x, y in zip((before.q, before.k, before.v), tensors(), strict=True):
+        assert torch.equal(x, y)
+    assert (before.q.stride(), before.k.stride()) == STRIDES[layout]
+    for fmt in ("bfloat16", "float32", "float64", "float8_e4m3fn", "e8m10"):
+        after = before.rounded_to(format_named(fmt))
+        for name in ("q", "k", "v", "grad_out"):
+            assert getattr(after, name).stride() == getattr(before, name).stride()
+        contiguous = case_in("contiguous").rounded_to(format_named(fmt))
+        assert torch.equal(after.k.double(), contiguous.k.double())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", STRIDES)
 def test_a_kernel_sees_the_strides(layout: str) -> None:
     """What a kernel under audit is given is laid out as the case, and is a copy of its own."""
     case = case_in(layout)

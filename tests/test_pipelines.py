@@ -209,7 +209,7 @@ def test_a_pickle_is_not_read(
     (path / "transformer" / "config.json").write_bytes(config)
     (path / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"no pickle")
     err = refusal(capsys, 2, path)
-    assert "no weights that numdev reads (it has diffusion_pytorch_model.bin)" in err
+    assert "no weights that numdev reads" in err
 
 
 def test_weights_that_are_missing_are_named(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from numdev.errors import UsageError
-from numdev.sources.checkpoint import open_checkpoint
+from numdev.sources.checkpoint import load_tokenizer
 from numdev.sources.prompts import drawn, from_text
 
 PAD, CLS, SEP, UNKNOWN = range(4)
@@ -85,7 +85,7 @@ def test_the_demo_reads_its_own_prompt() -> None:
     And they say what the file says.
     """
     demo = Path(__file__).parent.parent / "numdev" / "data" / "demo"
-    reads = open_checkpoint(demo).tokenizer()
+    reads = load_tokenizer(demo)
     prompt = from_text([demo / "prompt.txt"], reads, length=256, sequences=8)
     assert prompt.description == "8 x 256 tokens of prompt.txt"
     assert {row[0] for row in rows(prompt)} == {reads.bos_token_id}

@@ -15,7 +15,6 @@ import numdev.sources.opening
 from numdev import report
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.sources import files as storage
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.streaming import Deferred, Stored, Streamed
 
@@ -165,18 +164,6 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
         ours.model(**IDS)
     assert seen == [(0, {"0"}), (1, {"1"})]
     assert not values_of(ours.model)
-
-
-def test_files_are_mapped_anew_after_so_many_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And give the same tensors in the same order."""
-    path = saved("llama", tmp_path) / "model.safetensors"
-    once = list(storage.read(path))
-    monkeypatch.setattr(storage, "MAPPED_AT_ONCE", 0)
-    again = list(storage.read(path))
-    assert [name for name, _ in once] == [name for name, _ in again]
-    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(once, again, strict=True))
 
 
 # --- a part of the model ------------------------------------------------------------------------

@@ -230,17 +230,12 @@ def _swap(directory: Path) -> None:
     first.write_bytes(last.read_bytes().ljust(len(kept), b"\0"))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [(_truncate, "truncated"), (_remove, "missing"), (_garble, "damaged"), (_swap, "damaged|else")],
-)
-def test_a_damaged_piece_is_named(
-    spoil: Callable[[Path], None], words: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("spoil", [_truncate, _remove, _garble, _swap])
+def test_a_damaged_piece_is_named(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     """A tensor one of whose files is spoiled raises, with the tensor's name and the file's."""
     directory = pieces(tmp_path / "d", WHOLE, QUARTERS)
     spoil(directory)
-    with pytest.raises(MeasurementError, match=rf"w: __\d_0.distcp.*({words})"):
+    with pytest.raises(MeasurementError, match=r"w: __\d_0.distcp is missing or damaged"):
         values(directory)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,91 @@ from torch import Tensor, nn
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.dcp import Weights, files_of, is_distributed, open_distributed, taken_off
-from numdev.sources.files import blaming, quiet, read, read_json, some
+from numdev.sources.dcp import SplitTensor, files_of, is_distributed, nested_under, read_metadata
+from numdev.sources.files import blaming, quiet, read_json, some
 from numdev.sources.streaming import Deferred, Stored
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
-ACCEPTED = "a Hugging Face directory: config.json with model.safetensors or pytorch_model.bin"
 META = torch.device("meta")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
 POSITIONS_AFTER_PADDING = re.compile(
     "roberta|camembert|longformer|mpnet|xmod|luke|data2vec-text|layoutlmv3|lilt"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The stored weights of a model: its files, or the tensors of a distributed checkpoint."""
+
+    path: Path
+    name: str
+    files: tuple[Path, ...]
+    split: Mapping[str, SplitTensor] = field(default_factory=dict)
+    prefix: str = ""  # What is taken off all names
+
+    @classmethod
+    def opened(cls, path: Path, files: tuple[Path, ...] = (), **own: Any) -> Self:
+        """The weights at a path: in these files, or a distributed checkpoint."""
+        if is_distributed(path):
+            own |= {"split": {x.name: x for x in read_metadata(path)}}
+            files = files_of(path)
+        return cls(path=path, name=path.resolve().name, files=files, **own)
+
+    def identity(self) -> str:
+        """SHA-256 over the names and contents of the files."""
+        return storage.identity(self.files)
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it beside its name and identity."""
+        return {"prefix_removed": self.prefix} if self.prefix else {}
+
+    def fitted(self, model: nn.Module) -> Self:
+        """The same under this model's names: without what a distributed checkpoint nests them
+        under, and with a prefix that the model's own names have."""
+        if not self.prefix and not self.split:
+            return self
+        own = model.state_dict()
+        if not self.split:
+            keeps = all(name.startswith(self.prefix) for name in own)
+            return replace(self, prefix="" if keeps else self.prefix)
+        prefix = nested_under(self.split, own)
+        split = {n: x for n, x in self.split.items() if n.startswith(prefix)}
+        return replace(self, split=split, prefix=prefix)
+
+    def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Every stored tensor with its name, one at a time in file order, in its stored format;
+        `tied` ones of a pickle once, or under each of their names."""
+        for name, split in self.split.items():
+            yield name.removeprefix(self.prefix), split.read()
+        for path in () if self.split else self.files:
+            named = storage.read(path)
+            for name, tensor in named if tied else storage.distinct(path, named):
+                yield name.removeprefix(self.prefix), tensor
+
+    def refuse(
+        self,
+        model: str,
+        missing: Collection[str],
+        unused: Collection[str],
+        misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+    ) -> None:
+        """Raises MeasurementError, which names them, where any of these weights do not fit."""
+        shapes = [f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen]
+        problems = [
+            f"{problem} {some(sorted(names))}"
+            for problem, names in (
+                ("needs the weights", missing),
+                ("has no place for", unused),
+                ("needs other shapes than the stored", shapes),
+            )
+            if names
+        ]
+        if problems:
+            raise MeasurementError(
+                f"{self.path}: {model} {', and '.join(problems)}",
+                hint="is it the model these weights were saved from?",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +135,21 @@ class Checkpoint(Weights):
         """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
         Raises MeasurementError for an unknown architecture, and names weights that are missing, of
         the wrong shape, or of no use to the model; heads it does not have are passed over."""
-        return self._built(self._state(), dtype).to(device).eval()
+        weights: Checkpoint = self
+        if self.split:
+            cls, config = self._class_and_config()
+            with quiet(), blaming(self.path, "build the model with transformers"), META:
+                weights = self.fitted(cls(config))
+        state = dict(weights.tensors(tied=True))
+        return self._built(state, dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
         """The same model on the CPU with a `Deferred` for every stored weight. Raises as
         `load_model`, and UsageError where it cannot be streamed."""
         if not self.can_be_streamed:
-            file = next((f for f in self.files if f.suffix in storage.PICKLES), self.path)
+            names = some([file.name for file in self.files])
             raise UsageError(
-                f"{file}: a model is streamed from safetensors files, and this is a "
-                + ("distributed checkpoint" if self.split else "pickle"),
+                f"{self.path}: streaming a model: expected safetensors files, got {names}",
                 hint="save it with save_pretrained, which writes safetensors",
             )
         if find_spec("accelerate") is None:
@@ -81,7 +159,7 @@ class Checkpoint(Weights):
             )
         empty, deferred = {}, {}
         for file in self.files:
-            for name, x in read(file):
+            for name, x in storage.read(file):
                 empty[name] = torch.empty_like(x, device=META)
                 deferred[name] = Deferred.of(empty[name], Stored(file=file, name=name))
         # Once all on the meta device, to find out what is missing: values are drawn for that, in
@@ -95,7 +173,7 @@ class Checkpoint(Weights):
 
     def size_in(self, dtype: torch.dtype) -> int:
         """Bytes of the model's weights in a format, by the headers of its safetensors files."""
-        return sum(x.numel() for path in self.files for _, x in read(path)) * dtype.itemsize
+        return sum(x.numel() for _, x in self.tensors()) * dtype.itemsize
 
     def _built(self, state: Mapping[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
         """transformers' model of these weights, checked."""
@@ -116,37 +194,11 @@ class Checkpoint(Weights):
                 **options,
             )
         unused = [k for k in loaded["unexpected_keys"] if not _may_be_left_over(k, model)]
-        misshapen = [
-            f"{name} {list(stored)} instead of {list(expected)}"
-            for name, stored, expected in loaded["mismatched_keys"]
-        ]
-        for problem, names in (
-            ("needs weights that are not there", loaded["missing_keys"]),
-            ("has no place for the weights", unused),
-            ("needs other shapes than the stored", misshapen),
-        ):
-            if names:
-                raise MeasurementError(
-                    f"{self.path}: {type(model).__name__} {problem}: {some(sorted(names))}",
-                    hint='is "architectures" in config.json the class they were saved from?',
-                )
+        self.refuse(type(model).__name__, loaded["missing_keys"], unused, loaded["mismatched_keys"])
         # A cache would keep every layer's keys and values, and a capture needs memory for one.
         model.config.get_text_config().use_cache = False
         built: nn.Module = model
         return built
-
-    def _state(self) -> dict[str, Tensor]:
-        """All stored tensors, those of a distributed checkpoint named as the model names them."""
-        if not self.split:
-            return {name: tensor for path in self.files for name, tensor in read(path)}
-        cls, config = self._class_and_config()
-        with quiet(), blaming(self.path, "build the model with transformers"), META:
-            empty = cls(config)
-        return dict(self.fitted(empty).tensors())
-
-    def tokenizer(self) -> Any | None:
-        """The directory's tokenizer (a transformers one), or None when it has none."""
-        return load_tokenizer(self.path)
 
     def _class_and_config(self) -> tuple[Any, Any]:
         """The config's first architecture, and the config as transformers has it."""
@@ -161,13 +213,14 @@ class Checkpoint(Weights):
                 stored = copy.deepcopy(dict(self.config))
                 config = transformers.CONFIG_MAPPING[kind].from_dict(stored)
             names = self.config.get("architectures")
-            name = names[0] if isinstance(names, list) and names else None
-            cls = getattr(transformers, name, None) if isinstance(name, str) else None
+            name = str(names[0]) if isinstance(names, list) and names else "none"
+            cls = getattr(transformers, name, None)
             if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
                 return cls, config
-        what = f"transformers has no architecture {name!r}" if name else "names no architecture"
-        hint = 'set "architectures" to the class that the weights belong to'
-        raise MeasurementError(f"{file}: {what}", hint=hint)
+        raise MeasurementError(
+            f"{file}: expected an architecture of transformers, got {name}",
+            hint='set "architectures" to the class that the weights belong to',
+        )
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -189,27 +242,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     none or it asks for code of its own, MeasurementError where it is damaged; both name the file.
     """
     stored = path / "config.json"
-    for missing, what in (
-        (not path.exists(), "does not exist"),
-        (not path.is_dir(), "is a file, not a checkpoint"),
-        (not stored.is_file(), "has no config.json"),
-    ):
-        if missing:
-            raise UsageError(f"{path}: {what}", hint=f"give {ACCEPTED}")
+    if not stored.is_file():
+        hint = "give a Hugging Face directory: config.json with model.safetensors"
+        raise UsageError(f"{path}: has no config.json", hint=hint)
     storage.refuse_code(stored)
-    config, name = read_json(stored), path.resolve().name
-    if is_distributed(path):
-        split = open_distributed(path)
-        files, prefix = files_of(path, split), taken_off(split)
-        return Checkpoint(
-            path=path, name=name, files=files, split=split, prefix=prefix, config=config
-        )
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
-    files = storage.weight_files(path, WHOLE, hint)
-    for file in files:
-        if file.suffix == ".safetensors":
-            storage.open_safetensors(file).__exit__(None, None, None)
-    return Checkpoint(path=path, name=name, files=files, config=config)
+    files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
+    return Checkpoint.opened(path, files, config=read_json(stored))
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:

@@ -1,15 +1,14 @@
-"""What synthetic inputs are drawn with, and what a regime of them is.
+"""What synthetic inputs are drawn with.
 
 Each head of each named tensor has a stream of its own, from seed, label, name and head alone: a
-tensor keeps its numbers whatever else is drawn. All is drawn in fp32 on the host, to the same bits
-on every machine.
+tensor keeps its numbers whatever else is drawn. All is drawn on the host, to the same bits on every
+machine.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-from numdev.cases import AttentionCase
-
-QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,9 +36,7 @@ class Draws:
 
     def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """Uniform over low, ..., high - 1, int64."""
-        return self._by_head(
-            name, shape, np.int64, lambda rng, size: rng.integers(low, high, size=size)
-        )
+        return self._by_head(name, shape, np.int64, lambda rng, size: rng.integers(low, high, size))
 
     def permutation(self, name: str, count: int) -> Tensor:
         """0, ..., count - 1 in random order, int64 [count]; the same for all heads."""
@@ -74,7 +67,7 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The sizes of one attention call."""
+    """The sizes of one attention call, and the shapes of its tensors; `out` is grad_out's too."""
 
     batch: int
     heads: int
@@ -98,11 +91,10 @@ class Shapes:
 
     @property
     def out(self) -> tuple[int, ...]:
-        """Of the output, and so of grad_out."""
         return (self.batch, self.heads, self.q_len, self.v_dim)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """What is drawn for one attention call: `q, k, v = inputs` are those of its forward pass."""
 
@@ -116,45 +108,11 @@ class Inputs:
         return iter((self.q, self.k, self.v))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Regime:
-    """A named way to draw inputs."""
-
-    function: Callable[..., QKV | Inputs]
-    """Of the shapes, draws, and keyword parameters, which may be set in YAML."""
-    stresses: str  # What in a kernel may break on it: a clause
-    origin: str  # The public report or paper that has it
-    answer: Callable[[AttentionCase], Tensor | None] | None = None
-    """For a probe: the exact output of a case that was drawn with it (`numdev.sources.probes`)."""
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """Its parameters and their defaults."""
-        found = list(inspect.signature(self.function).parameters.values())[2:]
-        return {parameter.name: parameter.default for parameter in found}
-
-    @property
-    def summary(self) -> str:
-        return " ".join((self.function.__doc__ or "").split())
-
-
-REGIMES: dict[str, Regime] = {}
-
-
-def regime(
-    *, stresses: str, origin: str, answer: Callable[[AttentionCase], Tensor | None] | None = None
-) -> Callable[[Callable[..., QKV | Inputs]], Callable[..., QKV | Inputs]]:
-    """Register a drawing function under its own name."""
-
-    def register(function: Callable[..., QKV | Inputs]) -> Callable[..., QKV | Inputs]:
-        REGIMES[function.__name__] = Regime(
-            function=function, stresses=stresses, origin=origin, answer=answer
-        )
-        return function
-
-    return register
-
-
-def plain(shapes: Shapes, draws: Draws) -> QKV:
+def plain(shapes: Shapes, draws: Draws) -> Inputs:
     """q, k and v of independent N(0, 1)."""
-    return draws.normal("q", shapes.q), draws.normal("k", shapes.k), draws.normal("v", shapes.v)
+    return of_each(shapes, draws.normal)
+
+
+def of_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
+    """q, k and v, each drawn alike from its name and shape."""
+    return Inputs(*(draw(name, getattr(shapes, name)) for name in "qkv"))

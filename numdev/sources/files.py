@@ -1,7 +1,7 @@
 """Files that hold tensors, read lazily and safely: safetensors, and what torch.save writes.
 
-Such a file is foreign data: pickles are read with `weights_only=True` alone, a header is checked
-against its file's length, and a shard must lie beside the index that names it.
+Such a file is foreign data: pickles are read with `weights_only=True` alone, safetensors checks a
+header against its file's length, and a shard must lie beside the index that names it.
 """
 
 from __future__ import annotations
@@ -12,28 +12,24 @@ import logging
 import pickle
 import warnings
 import zipfile
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
 
-FETCH = "fetch the checkpoint again"
+FETCH = "fetch or write it again"
+DISTRUST = "do not use this checkpoint unless you know why"
 PICKLES = (".bin", ".pt", ".pth")
 NESTED = ("model", "state_dict", "model_state_dict", "module")
 """Keys under which training scripts put the state dict in what they save."""
 PREFIXES = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put before the names of weights."""
-MAPPED_AT_ONCE = 1 << 28
-"""Bytes after which a file is mapped anew: what was read through a memory map counts as the
-process's memory until the map is gone."""
 
 
 def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path, ...]:
@@ -43,9 +39,7 @@ def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path
             return (directory / name,)
         if (index := directory / f"{name}.index.json").is_file():
             return shards(index)
-    others = sorted(p.name for p in directory.glob("*") if p.suffix in (".safetensors", ".bin"))
-    has = f" (it has {some(others)})" if others else ""
-    raise UsageError(f"{directory}: has no weights that numdev reads{has}", hint=hint)
+    raise UsageError(f"{directory}: has no weights that numdev reads", hint=hint)
 
 
 def shards(index: Path) -> tuple[Path, ...]:
@@ -62,23 +56,17 @@ def weight_map(index: Path) -> dict[str, Path]:
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise MeasurementError(f"{index}: has no weight_map", hint=FETCH)
-    for name in sorted({str(n) for n in named.values()}):
+    for name in map(str, named.values()):
         if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
-            raise MeasurementError(
-                f"{index}: {name!r} is not the name of a weight file beside it",
-                hint="do not use this checkpoint unless you know why",
-            )
-    return {tensor: index.parent / str(name) for tensor, name in named.items()}
+            what = f"{index}: {name!r} is not the name of a weight file beside it"
+            raise MeasurementError(what, hint=DISTRUST)
+    return {tensor: index.parent / name for tensor, name in named.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object."""
-    try:
+    with naming(path, "is not valid JSON"):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise MeasurementError(
-            f"{path}: is not valid JSON: {one_line(error)}", hint=FETCH
-        ) from error
     if not isinstance(content, dict):
         raise MeasurementError(f"{path}: holds no JSON object", hint=FETCH)
     return content
@@ -86,10 +74,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file and their names, in the file's order."""
-    if path.suffix not in PICKLES:
-        return read_safetensors(path)
-    state = state_in(path, read_pickle(path))
-    return ((str(name), x) for name, x in state.items() if isinstance(x, Tensor))
+    if path.suffix in PICKLES:
+        return iter(state_in(path, read_pickle(path)).items())
+    return read_safetensors(path)
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file and their names, in the file's order. Each is mapped anew:
+    what was read through a map counts as the process's memory until the map is gone."""
+    with open_safetensors(path) as file:
+        names = file.offset_keys()
+    for name in names:
+        with open_safetensors(path) as file:
+            yield name, file.get_tensor(name)
 
 
 def names_in(path: Path) -> list[str]:
@@ -100,55 +97,35 @@ def names_in(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file and their names, each mapped while it is looked at."""
-    with open_safetensors(path) as file:
-        names = deque(file.offset_keys())
-    while names:
-        with open_safetensors(path) as file:
-            mapped = 0
-            while names and mapped <= MAPPED_AT_ONCE:
-                name = names.popleft()
-                tensor = file.get_tensor(name)
-                mapped += tensor.nbytes
-                yield name, tensor
-                del tensor  # else the old map would stay until the new one is there
-
-
-def open_safetensors(path: Path, *, hint: str = FETCH) -> Any:
+def open_safetensors(path: Path) -> Any:
     """The opened file; opening checks its header, and the header against the file's length."""
-    try:
+    with naming(path, "is not a whole safetensors file"):
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        what = f"{path}: is not a whole safetensors file: {one_line(error)}"
-        raise MeasurementError(what, hint=hint) from error
 
 
 def read_pickle(path: Path) -> dict[Any, Any]:
     """The dict that torch.save wrote; tensors and plain values, no other object is ever built."""
     try:
-        # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
-        mapped = zipfile.is_zipfile(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with naming(path, "is not a whole PyTorch file", passing=pickle.UnpicklingError):
+            # Files from before torch 1.6 are no zip archives and cannot be memory-mapped.
+            mapped = zipfile.is_zipfile(path)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise MeasurementError(
             f"{path}: is damaged or holds Python objects other than tensors, and numdev does not "
             "unpickle those",
             hint="convert it to safetensors with a tool you trust",
         ) from error
-    except Exception as error:  # a parser on foreign bytes: anything may come out of it
-        what = f"{path}: is not a whole PyTorch file: {one_line(error)}"
-        raise MeasurementError(what, hint=FETCH) from error
-    if not isinstance(state, dict):
-        raise MeasurementError(f"{path}: holds no state dict", hint="save model.state_dict()")
-    return state
+    return state if isinstance(state, dict) else {}
 
 
-def state_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The state dict in what torch.save wrote: under one of NESTED, or the whole."""
+def state_in(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The tensors in what torch.save wrote: under one of NESTED, or of the whole."""
     for state in (*(content.get(key) for key in NESTED), content):
-        if isinstance(state, dict) and any(isinstance(x, Tensor) for x in state.values()):
-            return state
+        if isinstance(state, dict):
+            tensors = {str(name): x for name, x in state.items() if isinstance(x, Tensor)}
+            if tensors:
+                return tensors
     keys = some([repr(key) for key in content]) or "nothing"
     raise MeasurementError(
         f"{path}: holds no state dict (but {keys})",
@@ -184,12 +161,9 @@ def held_at(x: Tensor) -> tuple[Any, ...] | None:
 
 
 def identity(files: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of files; several are read at a time."""
-    paths, whole = list(files), hashlib.sha256()
-    with ThreadPoolExecutor() as pool:
-        for path, content in zip(paths, pool.map(sha256, paths), strict=True):
-            whole.update(f"{path.name} {content}\n".encode())
-    return whole.hexdigest()
+    """SHA-256 over the names and contents of files."""
+    lines = (f"{path.name} {sha256(path)}\n" for path in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:
@@ -209,17 +183,23 @@ def refuse_code(path: Path) -> None:
 
 
 @contextmanager
-def blaming(path: Path, what: str) -> Iterator[None]:
-    """Whatever a library raises on foreign data, as one line that names the file."""
+def naming(
+    path: Path, what: str, hint: str = FETCH, *, passing: type[Exception] = NumdevError
+) -> Iterator[None]:
+    """Whatever is raised on foreign data, where anything may be, as one line that names the file;
+    numdev's own errors and those of `passing` as they are."""
     try:
         yield
-    except NumdevError:
+    except (NumdevError, passing):
         raise
     except Exception as error:
-        raise MeasurementError(
-            f"{path}: cannot {what}: {one_line(error)}",
-            hint="is the checkpoint complete, and made for the installed versions?",
-        ) from error
+        raise MeasurementError(f"{path}: {what}: {one_line(error)}", hint=hint) from error
+
+
+def blaming(path: Path, what: str) -> AbstractContextManager[None]:
+    """The same, of a library that is to make something of a checkpoint."""
+    hint = "is the checkpoint complete, and made for the installed versions?"
+    return naming(path, f"cannot {what}", hint)
 
 
 @contextmanager

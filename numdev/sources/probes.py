@@ -7,136 +7,49 @@ mask; None where it is no longer known. Rows that see no key are 0. Memory is q_
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, visible
-from numdev.sources.draws import QKV, Draws, Shapes, plain, regime
+from numdev.sources.draws import Draws, Inputs, Shapes, plain
 
-KNOWN = "a known answer"
-
-
-def _shown(case: AttentionCase) -> Tensor:
-    """bool [batch, heads, q_len, kv_len]: which keys each row sees."""
-    rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
-    full = (*case.q.shape[:3], case.kv_len)
-    shown = torch.ones(full, dtype=torch.bool, device=case.q.device)
-    for part in (visible(case, rows, keys), additive(case, rows, keys)):
-        if part is not None:
-            shown = shown & (part if part.dtype == torch.bool else part != -math.inf)
-    return shown
+# --- what is drawn --------------------------------------------------------------------------------
 
 
-def _biased(case: AttentionCase) -> bool:
-    """Whether an additive mask changes scores that it does not hide."""
-    rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
-    bias = additive(case, rows, keys)
-    return bias is not None and bool((bias.masked_fill(~_shown(case), 0.0) != 0).any())
-
-
-def _per_head(case: AttentionCase, x: Tensor) -> Tensor:
-    """k or v in fp64, a copy for every query head."""
-    return x.double().repeat_interleave(case.group, dim=1)
-
-
-def _mean_of(case: AttentionCase, chosen: Tensor) -> Tensor:
-    """The mean of V over the chosen keys [B, H, q_len, kv_len] of each row; 0 where there are
-    none."""
-    count = chosen.sum(dim=-1, keepdim=True).clamp_min(1)
-    return chosen.double() @ _per_head(case, case.v) / count
-
-
-def _in_seen_rows(case: AttentionCase, row: Tensor) -> Tensor:
-    """`row` [B, H, 1, v_dim] in every row that sees a key."""
-    return torch.where(_shown(case).any(dim=-1, keepdim=True), row, 0.0)
-
-
-def _all_ones(case: AttentionCase) -> Tensor:
-    return _in_seen_rows(case, torch.ones_like(_per_head(case, case.v)[:, :, :1]))
-
-
-def _that_key(case: AttentionCase) -> Tensor:
-    return _in_seen_rows(case, _per_head(case, case.v)[:, :, :1])
-
-
-def _mean_of_shown(case: AttentionCase) -> Tensor | None:
-    return None if _biased(case) else _mean_of(case, _shown(case))
-
-
-def _mean_of_matching(case: AttentionCase) -> Tensor | None:
-    """Scores are whole multiples of one step, which is large: the keys that match a query in most
-    signs, among those it sees, share all the weight."""
-    usual = math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-12)
-    if _biased(case) or case.softcap is not None or not usual:
-        return None
-    matches = case.q.double().sign() @ _per_head(case, case.k).sign().transpose(-1, -2)
-    shown = _shown(case)
-    matches = matches.masked_fill(~shown, -math.inf)
-    return _mean_of(case, shown & (matches == matches.amax(dim=-1, keepdim=True)))
-
-
-@regime(
-    stresses="out is exactly 1 and dQ, dK exactly 0: whatever is not shows that the row sum and "
-    "the probabilities that meet V are not the same numbers",
-    origin="flash-attention PR #2721 (row sum from fp32 P, PV from bf16 P)",
-    answer=_all_ones,
-)
-def ones(shapes: Shapes, draws: Draws) -> QKV:
+def ones(shapes: Shapes, draws: Draws) -> Inputs:
     """N(0, 1) but for V = 1: every output is 1."""
     q, k, v = plain(shapes, draws)
-    return q, k, torch.ones_like(v)
+    return Inputs(q, k, torch.ones_like(v))
 
 
-@regime(
-    stresses="as V = 1, with numbers that rounding can move; with kv_len 1 the shortest loop there "
-    "is",
-    origin=KNOWN,
-    answer=_that_key,
-)
-def one_key(shapes: Shapes, draws: Draws) -> QKV:
+def one_key(shapes: Shapes, draws: Draws) -> Inputs:
     """One key and its value, kv_len times over: every output is that value."""
     q, k, v = plain(shapes, draws)
-    return q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone()
+    return Inputs(q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone())
 
 
-@regime(
-    stresses="every key counts alike, so a dropped, doubled or padded one shows; all row maxima "
-    "are tied, and dQ is exactly 0",
-    origin=KNOWN,
-    answer=_mean_of_shown,
-)
-def uniform(shapes: Shapes, draws: Draws) -> QKV:
+def uniform(shapes: Shapes, draws: Draws) -> Inputs:
     """All keys are the same, so that the scores of a row are: out is the mean of V."""
     q, k, v = plain(shapes, draws)
-    return q, k[:, :, :1].expand_as(k).clone(), v
+    return Inputs(q, k[:, :, :1].expand_as(k).clone(), v)
 
 
-@regime(
-    stresses="out is one row of V, another for every query: a key, a head or a row mixed up shows; "
-    "the other probabilities underflow",
-    origin=KNOWN,
-    answer=_mean_of_matching,
-)
-def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> QKV:
+def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Every query has one key whose score is above all others by at least `margin`, chosen at
     random among keys 0 to i + max(0, kv_len - q_len): out is that key's V. (Where it is hidden, the
     mean of V over those that then score highest.)"""
     return _coded(shapes, draws, 1, margin)
 
 
-@regime(
-    stresses="P is 1/2 or, before it is normalised, 1 at two keys in different tiles",
-    origin=f"{KNOWN}; ties are those of Qiu & Yao, arXiv 2510.04212",
-    answer=_mean_of_matching,
-)
-def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> QKV:
+def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """As `one_hot`, with every key there twice, half the length apart, and above all others by at
     least `margin`: out is the mean of two rows of V."""
     return _coded(shapes, draws, 2, margin)
 
 
-def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> QKV:
+def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
     """Keys are sign patterns of their own, and a query is the pattern of its key.
 
     A pattern is the key's number in binary, each bit repeated in as many features as there are, so
@@ -163,10 +76,70 @@ def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> QKV:
     choice = draws.uniform("target", shapes.q[:3])
     target = (choice * (last.clamp_max(shapes.kv_len - 1) + 1)).long() % distinct % known
     flips = flips.repeat_interleave(shapes.heads // shapes.kv_heads, dim=1)
-    queries = patterns[target] * flips
     half = size // 2
-    return (
-        queries * math.ldexp(1.0, size - half),
+    return Inputs(
+        patterns[target] * flips * math.ldexp(1.0, size - half),
         keys * math.ldexp(1.0, half),
         draws.normal("v", shapes.v),
     )
+
+
+# --- their answers --------------------------------------------------------------------------------
+
+
+def first_value(case: AttentionCase) -> Tensor:
+    """V of the first key, in every row that sees a key: all keys' values are alike."""
+    shown, _ = _masked(case)
+    return torch.where(shown.any(dim=-1, keepdim=True), _per_head(case, case.v)[:, :, :1], 0.0)
+
+
+def mean_of_seen(case: AttentionCase) -> Tensor | None:
+    """The mean of V over the keys that a row sees; None under a bias on the scores."""
+    shown, biased = _masked(case)
+    return None if biased else _mean_of(case, shown)
+
+
+def mean_of_matching(case: AttentionCase) -> Tensor | None:
+    """Scores are whole multiples of one step, which is large: the keys that match a query in most
+    signs, among those it sees, share all the weight. None under a bias, soft cap or scale."""
+    shown, biased = _masked(case)
+    usual = math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-12)
+    if biased or case.softcap is not None or not usual:
+        return None
+    matches = case.q.double().sign() @ _per_head(case, case.k).sign().transpose(-1, -2)
+    matches = matches.masked_fill(~shown, -math.inf)
+    return _mean_of(case, shown & (matches == matches.amax(dim=-1, keepdim=True)))
+
+
+def _masked(case: AttentionCase) -> tuple[Tensor, bool]:
+    """bool [batch, heads, q_len, kv_len]: which keys each row sees; and whether an additive mask
+    changes their scores."""
+    rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
+    shown = torch.ones((*case.q.shape[:3], case.kv_len), dtype=torch.bool, device=case.q.device)
+    if (seen := visible(case, rows, keys)) is not None:
+        shown = shown & seen
+    bias = additive(case, rows, keys)
+    if bias is None:
+        return shown, False
+    shown = shown & (bias != -math.inf)
+    return shown, bool((bias.masked_fill(~shown, 0.0) != 0).any())
+
+
+def _per_head(case: AttentionCase, x: Tensor) -> Tensor:
+    """k or v in fp64, a copy for every query head."""
+    return x.double().repeat_interleave(case.group, dim=1)
+
+
+def _mean_of(case: AttentionCase, chosen: Tensor) -> Tensor:
+    """The mean of V over each row's chosen keys [batch, heads, q_len, kv_len]; 0 without any."""
+    count = chosen.sum(dim=-1, keepdim=True).clamp_min(1)
+    return chosen.double() @ _per_head(case, case.v) / count
+
+
+ANSWERS: dict[Callable[..., Inputs], Callable[[AttentionCase], Tensor | None]] = {
+    ones: first_value,
+    one_key: first_value,
+    uniform: mean_of_seen,
+    one_hot: mean_of_matching,
+    two_hot: mean_of_matching,
+}

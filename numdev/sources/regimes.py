@@ -1,7 +1,8 @@
 """The regimes of synthetic inputs whose answer only a reference knows.
 
-Each stands for inputs that have hurt somebody, or are made to; docs/hazards.md is written from what
-it says of itself. What a hazard needs of the call is in configs/sweep/hazards.yaml.
+A regime is a function of the shapes, the draws, and parameters that a configuration may set. What
+in a kernel breaks on each, and who was hurt by it: docs/hazards.md. What a hazard needs of the
+call: configs/sweep/hazards.yaml.
 """
 
 from __future__ import annotations
@@ -12,32 +13,23 @@ import torch
 from torch import Tensor
 
 from numdev.formats import format_named, round_to
-from numdev.sources.draws import QKV, Draws, Inputs, Shapes, plain, regime
+from numdev.sources.draws import Draws, Inputs, Shapes, of_each, plain
 
-QIU = "Qiu & Yao, arXiv 2510.04212"
 SMALLEST = 2.0**-16
 """What is smaller in size becomes 0: from here on a number of 8 bits is one of float16."""
 UNSEEN = -1024.0  # A score so far below the maximum that exp of it is 0 in fp64
 NOISE = 0.5  # Standard deviation of the features of q and of the other keys that decide no level
 
 
-@regime(
-    stresses="at 0.25 the scores are nearly uniform and many small terms add up, at 16 one key has "
-    "nearly all the weight and dS is a small difference",
-    origin="N(0, 1) is what Golden et al. draw (arXiv 2405.02803)",
-)
-def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> QKV:
+def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> Inputs:
     """Independent N(0, 1). `logits` multiplies q, and so the spread of the scores."""
     q, k, v = plain(shapes, draws)
-    return q * logits, k, v
+    return Inputs(q * logits, k, v)
 
 
-@regime(
-    stresses="a few scores tower over the rest, and a few terms of V over the sum",
-    origin="activations of trained models; NVIDIA/TransformerEngine#3216 (Gaussian inputs do not "
-    "trigger it)",
-)
-def outliers(shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0) -> QKV:
+def outliers(
+    shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0
+) -> Inputs:
     """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations have."""
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -45,88 +37,54 @@ def outliers(shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: flo
         extra = draws.normal(f"{name} extra", shape) * math.sqrt(variance)
         return draws.normal(name, shape) + rare * extra
 
-    return one("q", shapes.q), one("k", shapes.k), one("v", shapes.v)
+    return of_each(shapes, one)
 
 
-@regime(
-    stresses="P near 1 at a key that adds little: O is what the small probabilities carry, and "
-    "rounding is one-sided where outputs are alike",
-    origin=f"the first token of trained models; {QIU}",
-)
-def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1) -> QKV:
-    """An attention sink: every query meets key 0 with a score higher by about `strength`, and that
-    key's V is small (`value` times N(0, 1)), as models keep their first token. The other keys are
-    orthogonal to the direction that makes the difference, so that none of them gains by it."""
+def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1) -> Inputs:
+    """Every query meets key 0 with a score higher by about `strength`, and that key's V is `value`
+    times N(0, 1). The other keys are orthogonal to the direction that makes the difference."""
     q, k, v = plain(shapes, draws)
-    direction = torch.full(
-        (shapes.head_dim,), shapes.head_dim**-0.5, dtype=torch.float32, device="cpu"
-    )
-    q = q + direction * strength
-    k = _without(k, direction)
+    size = shapes.head_dim**-0.5
+    direction = torch.full((shapes.head_dim,), size, dtype=torch.float32, device="cpu")
+    # In fp64, rounded once: the last bits of a product in fp32 depend on the processor.
+    wide, along = k.double(), direction.double()
+    k = (wide - (wide @ along)[..., None] * along).float()
     k[:, :, 0] = direction * shapes.head_dim**0.5
     v[:, :, 0] *= value
-    return q, k, v
+    return Inputs(q + direction * strength, k, v)
 
 
-def _without(x: Tensor, direction: Tensor) -> Tensor:
-    """x without its part along a direction of length 1. In fp64, rounded once: the last bits of a
-    product in fp32 are not the same on every processor."""
-    wide, along = x.double(), direction.double()
-    return (wide - (wide @ along)[..., None] * along).float()
-
-
-@regime(
-    stresses="P = 1 exactly at several keys: sums of same-signed V carry, and one bit is always "
-    "dropped the same way",
-    origin=QIU,
-)
-def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0) -> QKV:
+def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0) -> Inputs:
     """The row maximum is attained by `count` identical keys (the first ones), above all others by
     about `strength`, and V is of one sign there: P = 1 exactly, and same-signed sums carry."""
     if count < 1:
         raise ValueError("count must be at least 1")
-    q, k, v = _tied(shapes, draws, count, strength)
-    tied = min(count, shapes.kv_len)
-    v[:, :, :tied] = -(v[:, :, :tied].abs() + 1.0)
-    return q, k, v
+    q, k, v = sink(shapes, draws, strength=strength, value=1.0)
+    k[:, :, :count] = k[:, :, :1]
+    v[:, :, :count] = -(v[:, :, :count].abs() + 1.0)
+    return Inputs(q, k, v)
 
 
-@regime(
-    stresses="delta = rowsum(dO * O) against dP: errors of one sign add up over features, and dS, "
-    "a small difference of the two, is left with them",
-    origin=QIU,
-)
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """All of V and of dO is negative, -1 - |N(0, 1)|, and the row maximum is attained by `count`
-    identical keys, above all others by about `strength`. With `count` 0 scores are N(0, 1)."""
+    """As `ties`, with all of V and of dO negative, -1 - |N(0, 1)|. With `count` 0 nothing ties, and
+    scores are N(0, 1)."""
     if count < 0:
         raise ValueError("count must be at least 0")
-    tied = count > 0
-    q, k, v = _tied(shapes, draws, count, strength) if tied else plain(shapes, draws)
-    return Inputs(
-        q=q, k=k, v=-(v.abs() + 1.0), grad_out=-(draws.normal("grad_out", shapes.out).abs() + 1.0)
-    )
+    inputs = ties(shapes, draws, count=count, strength=strength) if count else plain(shapes, draws)
+    v = draws.normal("v", shapes.v)
+    grad_out = draws.normal("grad_out", shapes.out)
+    return Inputs(inputs.q, inputs.k, -(v.abs() + 1.0), -(grad_out.abs() + 1.0))
 
 
-@regime(
-    stresses="nothing cancels in PV, so a bias of P, of the row sum or of the accumulator is seen "
-    "whole",
-    origin=QIU,
-)
-def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> QKV:
+def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
     """N(0, 1) but for V, which is `least` + |N(0, 1)|."""
     q, k, v = plain(shapes, draws)
-    return q, k, v.abs() + least
+    return Inputs(q, k, v.abs() + least)
 
 
-@regime(
-    stresses="a sentinel that stands for -inf, a padded key that scores 0 and overflows "
-    "exp(0 - lse), an accumulator that starts at 0 instead of the row maximum",
-    origin="pytorch#196678 (NaN in dQ, with a mask), flashinfer#4267 (zeros below -5e4)",
-)
-def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> QKV:
+def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> Inputs:
     """All scores so far below 0 that the log-sum-exp of every row is about `lse` (at the default
     scale, without a mask): one feature of q is the constant `q`, that of k makes up the rest. The
     other features are N(0, 1). A larger `q` keeps k within the range of float16."""
@@ -137,54 +95,45 @@ def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1
     score = lse - math.log(shapes.kv_len) - 0.5
     queries[..., 0] = q
     keys[..., 0] = score * math.sqrt(shapes.head_dim) / q
-    return queries, keys, values
+    return Inputs(queries, keys, values)
 
 
-@regime(
-    stresses="every score is one large number plus what matters: S rounded to 16 bits keeps "
-    "nothing of it, unscaled S overflows float16, and fp32 keeps few bits",
-    origin="massive activations, as in huggingface/trl#7181",
-)
-def massive_channel(shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0) -> QKV:
+def massive_channel(shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0) -> Inputs:
     """One feature is the constant `q` in every query and `k` in every key; the rest is N(0, 1).
     In exact arithmetic it moves all scores alike, and changes no output."""
     queries, keys, values = plain(shapes, draws)
     channel = shapes.head_dim // 2
     queries[..., channel], keys[..., channel] = q, k
-    return queries, keys, values
+    return Inputs(queries, keys, values)
 
 
-@regime(
-    stresses="dQ is a sum of nearly equal keys with weights that add up to 0: rounding dS is all "
-    "that is left of it",
-    origin=f"{QIU} (the PK of tokens look alike)",
-)
-def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) -> QKV:
+def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) -> Inputs:
     """All keys of a head are one N(0, 1) vector plus `spread` times N(0, 1) of their own."""
     q, k, v = plain(shapes, draws)
     common = draws.normal("k common", (*shapes.k[:2], 1, shapes.head_dim))
-    return q, common + spread * k, v
+    return Inputs(q, common + spread * k, v)
 
 
-@regime(
-    stresses="the rank-1 terms of the gradients' errors point one way and add up instead of "
-    "cancelling",
-    origin=f"{QIU} (low-rank representations)",
-)
-def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> QKV:
-    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1."""
+def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
+    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1. Summed
+    term by term, since a matrix product sums in an order that depends on the machine."""
     if rank < 1:
         raise ValueError("rank must be at least 1")
-    q = draws.normal("q", shapes.q)
-    return q, _of_rank("k", shapes.k, rank, draws), _of_rank("v", shapes.v, rank, draws)
+
+    def one(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name == "q":
+            return draws.normal(name, shape)
+        left = draws.normal(f"{name} left", (*shape[:3], rank)).double()
+        right = draws.normal(f"{name} right", (*shape[:2], rank, shape[3])).double()
+        total = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        for r in range(rank):
+            total = total + left[..., r : r + 1] * right[..., r : r + 1, :]
+        return (total / math.sqrt(rank)).float()
+
+    return of_each(shapes, one)
 
 
-@regime(
-    stresses="all queries, keys and values share a direction, as hidden states do: scores share an "
-    "offset, and outputs and their rounding errors are alike from row to row",
-    origin=f"{QIU} (tokens look alike across positions)",
-)
-def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> QKV:
+def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
     """N(0, 1) entries; the tokens of a head are correlated, `rho` between any two."""
     if not 0 <= rho <= 1:
         raise ValueError("rho must be between 0 and 1")
@@ -193,41 +142,16 @@ def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> QKV:
         common = draws.normal(f"{name} common", (*shape[:2], 1, shape[3]))
         return common * math.sqrt(rho) + draws.normal(name, shape) * math.sqrt(1 - rho)
 
-    return one("q", shapes.q), one("k", shapes.k), one("v", shapes.v)
+    return of_each(shapes, one)
 
 
-@regime(
-    stresses="in float16 O fits and the sum it is normalised from does not; dP overflows where it "
-    "is rounded",
-    origin="float16's largest number is 65504",
-)
-def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> QKV:
+def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> Inputs:
     """N(0, 1) but for V, which is N(0, 1) cut off at 3 and scaled so that 3 becomes `peak`."""
     q, k, v = plain(shapes, draws)
-    return q, k, v.clamp(-3.0, 3.0) * (peak / 3.0)
+    return Inputs(q, k, v.clamp(-3.0, 3.0) * (peak / 3.0))
 
 
-def _tied(shapes: Shapes, draws: Draws, count: int, strength: float) -> QKV:
-    """N(0, 1) but for the first `count` keys, which are one and the same sink."""
-    drawn = sink(shapes, draws, strength=strength, value=1.0)
-    q, k, v = drawn
-    tied = min(count, shapes.kv_len)
-    k[:, :, :tied] = k[:, :, :1]
-    return q, k, v
-
-
-def _of_rank(name: str, shape: tuple[int, ...], rank: int, draws: Draws) -> Tensor:
-    """[..., n, d] as a sum of `rank` outer products; term by term, since a matrix product sums in
-    an order that depends on the machine."""
-    left = draws.normal(f"{name} left", (*shape[:3], rank)).double()
-    right = draws.normal(f"{name} right", (*shape[:2], rank, shape[3])).double()
-    total = torch.zeros(shape, dtype=torch.float64, device="cpu")
-    for r in range(rank):
-        total = total + left[..., r : r + 1] * right[..., r : r + 1, :]
-    return (total / math.sqrt(rank)).float()
-
-
-# --- every link of the biased-rounding chain by hand ----------------------------------------------
+# --- every link of the biased-rounding chain by hand (Qiu & Yao, arXiv 2510.04212) ----------------
 #
 # Tied keys that P meets with exactly 1, V of one sign there, a small tail of the other keys, dO of
 # one sign, and layer inputs X[T] that look alike, so that the rank-1 terms (P K)[T]^T X[T] of the
@@ -239,11 +163,6 @@ def _of_rank(name: str, shape: tuple[int, ...], rank: int, draws: Draws) -> Tens
 # exactly where sqrt(head_dim) and the level have 8 bits, as with head_dim 64.
 
 
-@regime(
-    stresses="P = 1 exactly at tied keys, sums of same-signed V that drop one bit, a tail that "
-    "breaks their ties, and a delta that all of it enters with one sign",
-    origin=QIU,
-)
 def biased_rounding(
     shapes: Shapes,
     draws: Draws,
@@ -265,35 +184,26 @@ def biased_rounding(
     negative at tied keys with `v_sign` 1, of random sign with 0, positive with -1; so it is
     elsewhere by `tail_sign`, and dO by `grad_sign`. With `count` 1 nothing ties."""
     if count < 1 or tail < 0 or value <= 0 or not 0 <= share <= 1:
-        raise ValueError(
-            "count must be at least 1, tail not negative, value positive, share a part"
-        )
+        raise ValueError("expected count >= 1, tail >= 0, value > 0 and share within [0, 1]")
     tied = min(count, shapes.kv_len)
+    others = shapes.kv_len - tied
     q = draws.normal("q", shapes.q) * NOISE
     k = draws.normal("k", shapes.k) * NOISE
     chance = draws.uniform("share", shapes.q[:3])
     q[..., 0] = torch.where(chance < share, math.sqrt(shapes.head_dim), 0.0).float()
-    k[..., 0] = level + _apart(tail, shapes.kv_len - tied, shapes.head_dim)
+    apart = UNSEEN
+    if tail and others:  # noise in the scores raises the mean of their exp
+        apart = math.log(tail / others) - NOISE**4 * (shapes.head_dim - 1) / shapes.head_dim / 2
+    k[..., 0] = level + apart
     k[:, :, :tied] = 0.0
     k[:, :, :tied, 0] = level
     v = _significands("v", shapes.v, v_bits, draws)
-    v[:, :, :tied] *= value * _signs(
-        "tied v sign", (*shapes.v[:2], tied, shapes.v_dim), v_sign, draws
-    )
-    others = (*shapes.v[:2], shapes.kv_len - tied, shapes.v_dim)
-    v[:, :, tied:] *= _signs("tail v sign", others, tail_sign, draws)
+    of_tied, of_others = ((*shapes.v[:2], n, shapes.v_dim) for n in (tied, others))
+    v[:, :, :tied] *= value * _signs("tied v sign", of_tied, v_sign, draws)
+    v[:, :, tied:] *= _signs("tail v sign", of_others, tail_sign, draws)
     grad_out = _significands("grad_out", shapes.out, 8, draws)
     grad_out *= _signs("grad_out sign", shapes.out, grad_sign, draws)
-    return Inputs(q=_exact(q), k=_exact(k), v=_exact(v, v_bits), grad_out=grad_out)
-
-
-def _apart(tail: float, keys: int, head_dim: int) -> float:
-    """How far from the tied keys' score so many others are to be, so that they weigh `tail`
-    together. Noise in the scores raises the mean of their exp."""
-    if tail == 0 or keys == 0:
-        return UNSEEN
-    variance = NOISE**4 * (head_dim - 1) / head_dim
-    return math.log(tail / keys) - variance / 2
+    return Inputs(_exact(q), _exact(k), _exact(v, v_bits), grad_out)
 
 
 def _significands(name: str, shape: tuple[int, ...], bits: int, draws: Draws) -> Tensor:

@@ -21,15 +21,11 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.checkpoint import size
-from numdev.sources.dcp import Weights, files_of, is_distributed, open_distributed, taken_off
+from numdev.sources.checkpoint import Weights, size
+from numdev.sources.dcp import is_distributed
 
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
-ACCEPTED = (
-    "a file .safetensors, .safetensors.index.json, .pt, .pth or .bin, or a "
-    "torch.distributed.checkpoint directory"
-)
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 """Where training scripts put the model's configuration: nanoGPT, Lightning, and others."""
 LENGTHS = ("block_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
@@ -57,85 +53,60 @@ class StateDict(Weights):
         model = self._built()
         _open_to_capture(model)
         model = model.to(dtype)  # before loading, which would round to the factory's own format
-        own = model.state_dict()
-        if self.split:
-            state = dict(self.fitted(model).tensors())
-        else:
-            state = {name: x for path in self.files for name, x in storage.read(path)}
-            if self.prefix and not all(name.startswith(self.prefix) for name in own):
-                state = {name.removeprefix(self.prefix): x for name, x in state.items()}
-        self._check(model, own, state)
+        state = dict(self.fitted(model).tensors(tied=True))
+        self._check(model, state)
         model.load_state_dict(state, strict=False)
         return model.to(device).eval()
 
     def _built(self) -> nn.Module:
-        arguments = self._arguments()
+        """The factory's model, of no argument or the stored configuration."""
+        arguments = () if self.config is None else (dict(self.config),)
+        try:
+            signature = inspect.signature(self.build)
+            required = [p for p in signature.parameters.values() if p.default is p.empty]
+            variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if all(p.kind in variadic for p in required):
+                arguments = ()
+            signature.bind(*arguments)
+        except TypeError as error:
+            what = f"the factory {self.factory} cannot be called for {self.path}: {error}"
+            hint = "write one that takes no argument, or the configuration stored with the weights"
+            raise UsageError(what, hint=hint) from error
+        except ValueError:  # a callable written in C
+            arguments = ()
         try:
             model = self.build(*arguments)
         except (Exception, SystemExit) as error:
             words = f"{type(error).__name__}: {storage.one_line(error)}"
-            raise MeasurementError(
-                f"the factory {self.factory} raised {words}", hint="call it in Python to see where"
-            ) from error
+            what = f"the factory {self.factory} raised {words}"
+            raise MeasurementError(what, hint="call it in Python to see where") from error
         if isinstance(model, nn.Module):
             return model
-        what = "nothing" if model is None else f"a {type(model).__name__}"
-        raise UsageError(
-            f"the factory {self.factory} returned {what}, not a torch.nn.Module",
-            hint="let it return the model",
-        )
+        what = f"the factory {self.factory}: expected a torch.nn.Module, got {type(model).__name__}"
+        raise UsageError(what, hint="let it return the model")
 
-    def _arguments(self) -> tuple[Any, ...]:
-        """None for a factory without parameters, the stored configuration for one with one."""
-        try:
-            parameters = inspect.signature(self.build).parameters.values()
-        except ValueError:  # a callable written in C
-            return ()
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        names = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-        if not names:
-            return ()
-        if len(names) == 1 and self.config is not None:
-            return (dict(self.config),)
-        raise UsageError(
-            f"the factory {self.factory} needs {len(names)} arguments ({', '.join(names)})"
-            if len(names) > 1
-            else f"the factory {self.factory} takes {names[0]!r}, and {self.path} stores no "
-            "configuration",
-            hint="write one that takes none, or the stored configuration",
-        )
-
-    def _check(self, model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Raises MeasurementError unless the stored weights are the model's own, name by name. A
         tied weight may be stored under one of its names, and a buffer that the model computes be
         left over."""
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-        given = {id(x) for name, x in named if name in state}
-        tied = {name for name, x in named if id(x) in given}
-        tensors = {name: x for name, x in own.items() if isinstance(x, Tensor)}
-        unused = sorted(state.keys() - own.keys() - dict(model.named_buffers()).keys())
-        misshapen = [
-            f"{name} {list(state[name].shape)} instead of {list(x.shape)}"
-            for name, x in tensors.items()
-            if name in state and state[name].shape != x.shape
-        ]
-        problems = [
-            f"{problem} {storage.some(names)}"
-            for problem, names in (
-                ("needs", sorted(tensors.keys() - state.keys() - tied)),
-                ("has no place for", unused),
-                ("needs other shapes than the stored", misshapen),
-            )
-            if names
-        ]
-        if problems:
-            raise MeasurementError(
-                f"{self.path}: {type(model).__name__} of {self.factory} " + ", and ".join(problems),
-                hint="is it the model these weights were saved from?",
-            )
+        own = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+        named = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        stored = {id(x) for name, x in named.items() if name in state}
+        tied = {name for name, x in named.items() if id(x) in stored}
+        computed = dict(model.named_buffers()).keys()
+        self.refuse(
+            f"{type(model).__name__} of {self.factory}",
+            missing=own.keys() - state.keys() - tied,
+            unused=state.keys() - model.state_dict().keys() - computed,
+            misshapen=[
+                (name, state[name].shape, x.shape)
+                for name, x in own.items()
+                if name in state and state[name].shape != x.shape
+            ],
+        )
 
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
@@ -143,36 +114,20 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     there are none or no factory, MeasurementError for a damaged file and one without a state dict.
     """
     if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
-        raise UsageError(f"{path}: is no checkpoint that numdev reads", hint=f"give {ACCEPTED}")
-    if not factory:
-        beside = path.is_file() and (path.parent / "config.json").is_file()
-        hint = "give --model package.module:factory"
-        raise UsageError(
-            f"{path}: holds weights, and says not of which model",
-            hint=f"{hint}, or its directory {path.parent}" if beside else hint,
-        )
-    if ":" not in factory:
-        raise UsageError(f"--model {factory!r}: is no factory", hint="write package.module:factory")
+        accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
+        raise UsageError(f"{path}: expected {accepted}", hint="see docs/inputs.md")
+    if not factory or ":" not in factory:
+        what = f"{path}: its model: expected --model package.module:factory, got {factory!r}"
+        raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
     build = imported(factory, "model")
-    split = open_distributed(path) if is_distributed(path) else {}
-    if split:
-        files, prefix = files_of(path, split), taken_off(split)
-    else:
-        files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
-        names = [name for file in files for name in storage.names_in(file)]
-        if not names:
-            raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
-        prefix = storage.common_prefix(names)
-    return StateDict(
-        path=path,
-        name=path.resolve().name,
-        files=files,
-        split=split,
-        prefix=prefix,
-        factory=factory,
-        build=build,
-        config=_config(path),
-    )
+    own: dict[str, Any] = {"factory": factory, "build": build, "config": _config(path)}
+    if is_distributed(path):
+        return StateDict.opened(path, **own)
+    files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
+    names = [name for file in files for name in storage.names_in(file)]
+    if not names:
+        raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
+    return StateDict.opened(path, files, prefix=storage.common_prefix(names), **own)
 
 
 def vocabulary(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:

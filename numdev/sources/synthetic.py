@@ -1,13 +1,13 @@
 """Synthetic cases: q, k, v (and dO) of a named regime, and masks as models make them.
 
-Regimes are in `numdev.sources.regimes`, those with a known answer in `numdev.sources.probes`. A
-mask has streams of its own, so q, k and v are the same with it and without. All is drawn in fp32
+A mask has streams of its own, so q, k and v are the same with it and without. All is drawn in fp32
 and rounded to the audited format afterwards, as a model's activations are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,39 +17,32 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError, closest
-from numdev.sources import probes, regimes
-from numdev.sources.draws import REGIMES, Draws, Inputs, Regime, Shapes
+from numdev.sources import regimes
+from numdev.sources.draws import Draws, Inputs, Shapes
+from numdev.sources.probes import ANSWERS
 
-__all__ = [
-    "MASKS",
-    "REGIMES",
-    "Inputs",
-    "Shapes",
-    "answer",
-    "check",
-    "draw",
-    "draw_mask",
-    "probes",
-    "regimes",
-]
+__all__ = ["MASKS", "REGIMES", "Inputs", "Shapes", "answer", "check", "draw", "draw_mask"]
 
-SEEN = 0.6  # The fraction of keys that random masks leave
-FEW = 0.02
-EMPTY_ROWS = 0.1
+_ALL: tuple[Callable[..., Inputs], ...] = (
+    regimes.normal, regimes.outliers, regimes.sink, regimes.ties, regimes.one_signed_gradient,
+    regimes.one_sign, regimes.far_below, regimes.massive_channel, regimes.near_constant_keys,
+    regimes.low_rank, regimes.correlated, regimes.near_overflow, regimes.biased_rounding,
+    *ANSWERS,
+)  # fmt: skip
+REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
-def check(name: str, options: Mapping[str, Any]) -> Regime:
+def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
     """The regime `name`, when it takes these options; UsageError, naming the closest, when not."""
-    found = REGIMES.get(name)
-    if found is None:
+    regime = REGIMES.get(name)
+    if regime is None:
         raise UsageError(f"unknown input regime {name!r}", hint=closest(name, REGIMES))
+    parameters = list(inspect.signature(regime).parameters)[2:]
     for option in options:
-        if option not in found.parameters:
-            raise UsageError(
-                f"input regime {name} has no parameter {option!r}",
-                hint=closest(option, found.parameters),
-            )
-    return found
+        if option not in parameters:
+            what = f"input regime {name} has no parameter {option!r}"
+            raise UsageError(what, hint=closest(option, parameters))
+    return regime
 
 
 def draw(
@@ -64,34 +57,26 @@ def draw(
     """The inputs of the regime `name`, on the CPU; `label` gives cases of one audit different
     draws. With `gradients` also grad_out, which changes no q, k or v: the regime's own, else N(0,
     1). Raises UsageError for an unknown regime or parameter, and values it cannot draw with."""
-    found = check(name, options)
-    draws = Draws(seed, label)
+    regime, draws = check(name, options), Draws(seed, label)
     try:
-        drawn = found.function(shapes, draws, **options)
+        inputs = regime(shapes, draws, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise UsageError(
-            f"input regime {name} cannot be drawn with {given}: {error}",
-            hint="give its parameters numbers",
-        ) from error
-    if not isinstance(drawn, Inputs):
-        q, k, v = drawn
-        drawn = Inputs(q=q, k=k, v=v)
+        what = f"input regime {name} cannot be drawn with {given}: {error}"
+        raise UsageError(what, hint="give its parameters numbers") from error
     if not gradients:
-        return dataclasses.replace(drawn, grad_out=None)
-    if drawn.grad_out is None:
-        return dataclasses.replace(drawn, grad_out=draws.normal("grad_out", shapes.out))
-    return drawn
+        return dataclasses.replace(inputs, grad_out=None)
+    if inputs.grad_out is None:
+        return dataclasses.replace(inputs, grad_out=draws.normal("grad_out", shapes.out))
+    return inputs
 
 
 def answer(name: str, case: AttentionCase) -> Tensor | None:
     """The exact output, in fp64, of a case drawn with the regime `name`, after any rounding; 0 in
     rows that see no key. None where the regime is no probe, or mask, soft cap, scale or sinks take
     the answer away."""
-    found = check(name, {})
-    if found.answer is None or case.sinks is not None:
-        return None
-    return found.answer(case)
+    known = ANSWERS.get(check(name, {}))
+    return known(case) if known and case.sinks is None else None
 
 
 # --- masks: each broadcasts to [batch, heads, q_len, kv_len], and True means seen
@@ -113,13 +98,18 @@ def causal(shapes: Shapes, draws: Draws) -> Tensor:
 
 
 def random(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool, 6 keys in 10 seen; about a tenth of the rows see none, at least one of several."""
-    return _random(shapes, draws, SEEN) & ~_empty_rows(shapes, draws)
+    """bool, 6 keys in 10 seen; about a tenth of the rows see none (the middle one for certain), at
+    least one of several sees some."""
+    empty = draws.uniform("mask empty", (shapes.batch, 1, shapes.q_len, 1)) < 0.1
+    if shapes.q_len > 1:
+        empty[:, :, shapes.q_len // 2] = True
+        empty[:, :, 0] = False
+    return _at_rate(shapes, draws, 0.6) & ~empty
 
 
 def mostly_masked(shapes: Shapes, draws: Draws) -> Tensor:
     """bool, 2 keys in 100 seen, and at least one in every row (no later than the query itself)."""
-    return _random(shapes, draws, FEW) | _one_in_each_row(shapes, draws)
+    return _at_rate(shapes, draws, 0.02) | _one_in_each_row(shapes, draws)
 
 
 def padding(shapes: Shapes, draws: Draws) -> Tensor:
@@ -136,7 +126,7 @@ def bias(shapes: Shapes, draws: Draws) -> Tensor:
 
 def bias_inf(shapes: Shapes, draws: Draws) -> Tensor:
     """additive, N(0, 1), and -inf for 4 keys in 10, though not for all of a row."""
-    seen = _random(shapes, draws, SEEN) | _one_in_each_row(shapes, draws)
+    seen = _at_rate(shapes, draws, 0.6) | _one_in_each_row(shapes, draws)
     return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)
 
 
@@ -148,14 +138,12 @@ def bias_lowest(shapes: Shapes, draws: Draws) -> Tensor:
 
 
 MASKS: dict[str, Callable[[Shapes, Draws], Tensor]] = {
-    function.__name__: function
-    for function in (
-        all_true, causal, random, mostly_masked, padding, bias, bias_inf, bias_lowest
-    )
-}  # fmt: skip
+    mask.__name__: mask
+    for mask in (all_true, causal, random, mostly_masked, padding, bias, bias_inf, bias_lowest)
+}
 
 
-def _random(shapes: Shapes, draws: Draws, rate: float) -> Tensor:
+def _at_rate(shapes: Shapes, draws: Draws, rate: float) -> Tensor:
     """bool [batch, 1, q_len, kv_len], true at the given rate."""
     return draws.uniform("mask seen", (shapes.batch, 1, shapes.q_len, shapes.kv_len)) < rate
 
@@ -166,13 +154,3 @@ def _one_in_each_row(shapes: Shapes, draws: Draws) -> Tensor:
     choice = draws.uniform("mask key", (shapes.batch, 1, shapes.q_len))
     key = (choice * (last + 1)).long()
     return key[..., None] == torch.arange(shapes.kv_len)
-
-
-def _empty_rows(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool [batch, 1, q_len, 1]: rows that see nothing; the middle one for certain, if others
-    remain."""
-    empty = draws.uniform("mask empty", (shapes.batch, 1, shapes.q_len, 1)) < EMPTY_ROWS
-    if shapes.q_len > 1:
-        empty[:, :, shapes.q_len // 2] = True
-        empty[:, :, 0] = False
-    return empty

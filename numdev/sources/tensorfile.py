@@ -17,27 +17,28 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
+from pydantic import AfterValidator, Field
 from safetensors.torch import save_file
 from torch import Tensor
 
 import numdev
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import MeasurementError, UsageError, closest
+from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
-from numdev.sources.files import one_line
+from numdev.sources.files import FETCH
+from numdev.yamlfile import Strict, validated
 
 KEY, VERSION = "numdev", 1
 INDEX = "cases.json"  # In a directory of files: which ones belong to it
 AXES, MASK_AXES = "bhsd", "bhqk"  # How a case has its axes; a layout is another order of these
 REQUIRED, OPTIONAL = ("q", "k", "v"), ("mask", "sinks", "grad_out")
-AGAIN = "write the file again"
+NUMBERED = re.compile(rf"(\d{{1,9}})\.({'|'.join((*REQUIRED, *OPTIONAL))})", re.ASCII)
+OF_REF = ("case", "module", "layer", "call", "seed", "source", "phase", "step", "attends")
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,27 +53,25 @@ DTYPES = {
 # --- the header ---------------------------------------------------------------------------------
 
 
-def _checked(given: Any) -> Any:
+def _checked(layouts: Any) -> Any:
     """A layout for all tensors but the mask, or by tensor."""
-    for name, layout in given.items() if isinstance(given, dict) else [("q", given)]:
-        if name not in ("q", "k", "v", "grad_out", "mask"):
-            raise ValueError(f"no layout can be given for {name!r}")
-        expected = MASK_AXES[-len(layout) :] if name == "mask" else AXES
-        if sorted(layout) != sorted(expected):
-            raise ValueError(f"{layout!r} is no order of the axes {expected!r}, as 'bshd' is")
-    return given
+    for name, layout in layouts.items() if isinstance(layouts, dict) else [("q", layouts)]:
+        axes = _axes(name, len(layout))
+        if name not in (*REQUIRED, "mask", "grad_out") or sorted(layout) != sorted(axes):
+            raise ValueError(f"{layout!r} is no order of the axes {axes!r} of {name}")
+    return layouts
+
+
+def _axes(name: str, count: int) -> str:
+    return MASK_AXES[-count:] if name == "mask" else AXES
 
 
 Layout = Annotated[str, AfterValidator(_checked)]
-Layouts = Annotated[dict[str, str], AfterValidator(_checked)]
+Layouts = Annotated[str | dict[str, str], AfterValidator(_checked)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Call(_Strict):
+class Call(Strict):
     """What a header says of one call. Defaults: docs/inputs.md."""
 
     case: str | None = None  # `MODULE#CALL` where there is a module, else `FILE#INDEX`
@@ -91,11 +90,11 @@ class Call(_Strict):
     window: tuple[Count | None, Count | None] | None = None
     softcap: Annotated[float, Field(gt=0)] | None = None
     grad_out: str | None = None  # where the tensor grad_out comes from, in words
-    layout: Layout | Layouts | None = None  # the header's; for all but the mask, or by tensor
+    layout: Layouts | None = None  # the header's; for all but the mask, or by tensor
     axes: dict[str, bool | int | float | str | None] = Field(default_factory=dict)  # of a grid
 
 
-class Header(_Strict):
+class Header(Strict):
     """What the metadata of a captured-tensor file says."""
 
     version: Literal[1]
@@ -108,38 +107,17 @@ class Header(_Strict):
 def parse(path: Path, text: str | None) -> Header:
     """The header of the file at `path` as its metadata has it. Raises UsageError for what is wrong
     in it, MeasurementError for another version."""
-    where = f"{path}: header"
-    if text is None:
-        raise UsageError(
-            f"{path}: has no header of captured tensors",
-            hint=f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}",
-        )
     try:
-        raw = json.loads(text)
+        raw = json.loads(text or "")
     except (ValueError, RecursionError) as error:
-        what = f"{where}: is not valid JSON: {one_line(error)}"
-        raise UsageError(what, hint="write it with json.dumps") from error
-    if not isinstance(raw, dict) or "version" not in raw:
-        raise UsageError(f"{where}: gives no version", hint=f'add "version": {VERSION}')
-    if raw["version"] != VERSION:
-        what = f"{where}: has version {raw['version']!r}"
-        raise MeasurementError(what, hint=f"this numdev reads version {VERSION}")
-    try:
-        return Header.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        # pydantic adds the names of a union's members to the place.
-        place = [p for p in first["loc"] if isinstance(p, int) or p.isidentifier()]
-        key = ".".join(map(str, place))
-        if first["type"] == "extra_forbidden":
-            known = Call.model_fields if place[0] == "calls" else Header.model_fields
-            hint = closest(str(place[-1]), known)
-            raise UsageError(f"{where}: unknown key {key!r}", hint=hint) from error
-        message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(
-            f"{where}: {key}: {message[:1].lower()}{message[1:]}, not {first['input']!r}",
-            hint="see docs/inputs.md",
-        ) from error
+        hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+        raise UsageError(f"{path}: header: is not valid JSON", hint=hint) from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path}: header: expected an object", hint=f'as {{"version": {VERSION}}}')
+    if raw.get("version", VERSION) != VERSION:
+        what = f"{path}: header: expected version {VERSION}, got {raw['version']!r}"
+        raise MeasurementError(what, hint="read it with a newer numdev")
+    return validated(raw, Header, f"{path}: header")
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -157,16 +135,12 @@ class StoredCase:
 
     @property
     def ref(self) -> CaseRef:
+        fields = {name: getattr(self.call, name) for name in OF_REF}
         call = self.call
         named = f"{call.module}#{call.call}" if call.module else f"{self.path.stem}#{self.index}"
         case = call.case or named
-        same = ("layer", "call", "seed", "phase", "step", "attends")
-        return CaseRef(
-            case=case,
-            source=call.source or self.path.name,
-            module=call.module or case,
-            **{name: getattr(call, name) for name in same},
-        )
+        module, source = call.module or case, call.source or self.path.name
+        return CaseRef(**{**fields, "case": case, "module": module, "source": source})
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -174,45 +148,36 @@ class StoredCase:
 
     def load(self) -> AttentionCase:
         """Read the tensors. Raises MeasurementError where the file has changed since."""
-        with storage.open_safetensors(self.path, hint=AGAIN) as file:
-            try:
-                read = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
-            except SafetensorError as error:
-                raise MeasurementError(
-                    f"{self.path}: cannot be read any more: {one_line(error)}",
-                    hint="was it changed during the audit?",
-                ) from error
-        return self.build({name: x.to(self.device) for name, x in read.items()})
+        changed = storage.naming(self.path, "cannot be read", "was it changed during the audit?")
+        with changed, storage.open_safetensors(self.path) as file:
+            read = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
+            return self.build({name: x.to(self.device) for name, x in read.items()})
 
     def build(self, stored: Mapping[str, Tensor]) -> AttentionCase:
         """The case of these tensors, which are as the file has them. Raises UsageError, naming file
         and call, where they do not fit together or the header."""
-        x = {name: self._arranged(name, tensor) for name, tensor in stored.items()}
-        call, q, mask = self.call, x["q"], x.get("mask")
+        if missing := [f"{self.index}.{name}" for name in REQUIRED if name not in stored]:
+            raise self._problem(f"has no tensor {', '.join(missing)}", "q, k and v are needed")
+        x: dict[str, Any] = {n: self._arranged(n, tensor) for n, tensor in stored.items()}
+        call, mask = self.call, x.pop("mask", None)
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
             mask = mask != 0
         try:
             case = AttentionCase(
                 ref=self.ref,
-                q=q,
-                k=x["k"],
-                v=x["v"],
-                scale=max((1, *q.shape[-1:])) ** -0.5 if call.scale is None else call.scale,
+                **x,
                 mask=mask,
+                scale=max((1, *x["q"].shape[-1:])) ** -0.5 if call.scale is None else call.scale,
                 is_causal=call.is_causal,
                 causal_offset=call.causal_offset or 0,
                 window=call.window,
                 softcap=call.softcap,
-                sinks=x.get("sinks"),
-                grad_out=x.get("grad_out"),
                 grad_out_from=call.grad_out,
             )
         except UsageError as error:
             raise self._problem(error.message, "check the tensors, and `layout`") from error
-        kind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
-        if call.mask not in (None, kind):
-            stored_as = "missing" if mask is None else str(mask.dtype).removeprefix("torch.")
-            what = f"its header says mask: {call.mask!r}, but its mask is {stored_as}"
+        if call.mask not in (None, _kind(mask)):
+            what = f"mask: expected {call.mask} by its header, got {_kind(mask)}"
             raise self._problem(what, "make them agree")
         if case.restricts_positions and case.q_len != case.kv_len and call.causal_offset is None:
             raise self._problem(
@@ -225,29 +190,14 @@ class StoredCase:
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
         """A view with a case's axes of a tensor whose axes are in the order of its layout."""
-        given = self.call.layout
-        layout = given.get(name) if isinstance(given, dict) else given
-        if layout is None or name == "sinks" or (name == "mask" and not isinstance(given, dict)):
+        layouts = self.call.layout
+        by_tensor = isinstance(layouts, dict)
+        layout = layouts.get(name) if isinstance(layouts, dict) else layouts
+        if layout is None or name == "sinks" or (name == "mask" and not by_tensor):
             return tensor
-        axes = MASK_AXES[-len(layout) :] if name == "mask" else AXES
         if tensor.ndim != len(layout):  # what is wrong with it is found out with the others
             return tensor
-        return tensor.permute([layout.index(axis) for axis in axes])
-
-    def check(self, file: Any) -> None:
-        """Build the case of tensors without values, which finds what does not fit."""
-        for name in REQUIRED:
-            if name not in self.tensors:
-                raise self._problem(f"has no tensor {self.index}.{name}", "q, k and v are needed")
-        empty = {}
-        for name in self.tensors:
-            stored = file.get_slice(f"{self.index}.{name}")
-            dtype = DTYPES.get(stored.get_dtype())
-            if dtype is None:
-                what = f"{self.path}: {self.index}.{name} is stored as {stored.get_dtype()}"
-                raise UsageError(what, hint=f"known: {', '.join(DTYPES)}")
-            empty[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
-        self.build(empty)
+        return tensor.permute([layout.index(axis) for axis in _axes(name, len(layout))])
 
     def _problem(self, what: str, hint: str) -> UsageError:
         return UsageError(f"{self.path}: call {self.index}: {what}", hint=hint)
@@ -275,7 +225,7 @@ def holds_cases(path: Path) -> bool:
         return (path / INDEX).is_file() or any(map(holds_cases, path.glob("*.safetensors")))
     if path.suffix != ".safetensors" or not path.is_file():
         return False
-    with storage.open_safetensors(path, hint=AGAIN) as file:
+    with storage.open_safetensors(path) as file:
         return KEY in (file.metadata() or {})
 
 
@@ -296,37 +246,27 @@ def _files(directory: Path) -> tuple[Path, ...]:
     index = directory / INDEX
     if not index.is_file():
         return tuple(sorted(directory.glob("*.safetensors")))
-    names = storage.read_json(index).get("files")
-    if not isinstance(names, list) or not names:
-        raise MeasurementError(f"{index}: names no files", hint=AGAIN)
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise MeasurementError(f"{index}: {name!r} is no file beside it")
-        if not (directory / name).is_file():
-            raise MeasurementError(f"{directory}: {name} is missing", hint="save the cases again")
+    names = storage.read_json(index).get("files") or [""]
+    for name in map(str, names):
+        if Path(name).name != name or not (directory / name).is_file():
+            raise MeasurementError(f"{directory}: its file {name!r} is missing", hint=FETCH)
     return tuple(directory / name for name in names)
 
 
 def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
-    with storage.open_safetensors(path, hint=AGAIN) as file:
+    with storage.open_safetensors(path) as file:
         header = parse(path, (file.metadata() or {}).get(KEY))
-        held: dict[int, list[str]] = {}
+        by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
-            found = re.fullmatch(r"(\d{1,9})\.(\w+)", name, re.ASCII)
-            if not found or found[2] not in (*REQUIRED, *OPTIONAL):
+            if not (numbered := NUMBERED.fullmatch(name)):
+                what = f"{path}: holds a tensor {name!r}, and numdev does not know what it is"
                 known = ", ".join(REQUIRED + OPTIONAL)
-                raise UsageError(
-                    f"{path}: holds a tensor {name!r}, and numdev does not know what it is",
-                    hint=f"a call's tensors are INDEX.NAME, NAME of {known}",
-                )
-            held.setdefault(int(found[1]), []).append(found[2])
-        calls = (Call(),) * len(held) if header.calls is None else header.calls
-        if not calls:
-            raise UsageError(f"{path}: holds no attention call", hint="name tensors 0.q, 0.k, 0.v")
-        beyond = min((i for i in held if i >= len(calls)), default=None)
-        if beyond is not None:
+                raise UsageError(what, hint=f"a call's are INDEX.NAME, NAME of {known}")
+            by_call.setdefault(int(numbered[1]), []).append(numbered[2])
+        calls = (Call(),) * len(by_call) if header.calls is None else header.calls
+        if not calls or max(by_call, default=0) >= len(calls):
             raise UsageError(
-                f"{path}: holds {beyond}.{held[beyond][0]}, but has no call {beyond}",
+                f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls",
                 hint="number the calls from 0, and give every one an entry in `calls`, or none",
             )
         cases = []
@@ -337,11 +277,10 @@ def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
                 path=path,
                 index=index,
                 call=call.model_copy(update=defaults),
-                tensors=tuple(held.get(index, ())),
-                device=device,
+                tensors=tuple(by_call.get(index, ())),
             )
-            case.check(file)
-            cases.append(case)
+            case.load()  # mapped and not read, it is built, which finds what does not fit
+            cases.append(replace(case, device=device))
         return header, cases
 
 
@@ -364,22 +303,19 @@ def write(
     header = Header.model_validate({"version": VERSION, "versions": versions, "calls": calls})
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
-        save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
+        with storage.naming(path, "cannot be written", "is there room?", passing=OSError):
+            save_file(tensors, partial, metadata={KEY: header.model_dump_json()})
         partial.replace(path)
-    except SafetensorError as error:
-        what = f"{path}: cannot be written: {one_line(error)}"
-        raise MeasurementError(what, hint="is there room?") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 class Writer:
     """Writes cases one at a time into a directory, which appears, whole, when all are written; left
-    by an exception, or without a case, it leaves nothing."""
+    by an exception, or without a case, it leaves nothing. Raises UsageError where the directory
+    exists; with `overwrite` only if it holds no saved cases."""
 
     def __init__(self, directory: Path, *, overwrite: bool = False) -> None:
-        """Raises UsageError where the directory exists; with `overwrite` only if it holds no saved
-        cases."""
         self.directory, self.names = directory, list[str]()
         if directory.exists() and not (overwrite and (directory / INDEX).is_file()):
             hint = "choose another --save-cases, or remove it first"
@@ -405,8 +341,7 @@ class Writer:
             if kind is None and self.names:
                 index = json.dumps({"version": VERSION, "files": self.names}, indent=1)
                 (self.partial / INDEX).write_text(index + "\n", encoding="utf-8")
-                if self.directory.exists():
-                    shutil.rmtree(self.directory)
+                shutil.rmtree(self.directory, ignore_errors=True)
                 self.partial.replace(self.directory)
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -416,26 +351,25 @@ def _call_of(case: AttentionCase) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A case as a header's entry and the tensors to store, each with its axes in storage order."""
     stored, layout = {}, {}
     for name in (*REQUIRED, *OPTIONAL):
-        tensor = getattr(case, name)
-        if tensor is None:
-            continue
-        order = storage_order(tensor)
-        if name != "sinks":
-            letters = MASK_AXES[-tensor.ndim :] if name == "mask" else AXES
-            layout[name] = "".join(letters[axis] for axis in order)
-        lying = tensor.detach().permute(order).cpu()
-        stored[name] = lying.clone(memory_format=torch.contiguous_format)
-    of_ref = ("case", "module", "layer", "call", "seed", "source", "phase", "step", "attends")
+        if (tensor := getattr(case, name)) is not None:
+            order = storage_order(tensor)
+            if name != "sinks":
+                layout[name] = "".join(_axes(name, tensor.ndim)[axis] for axis in order)
+            lying = tensor.detach().permute(order).cpu()
+            stored[name] = lying.clone(memory_format=torch.contiguous_format)
     of_case = ("scale", "is_causal", "causal_offset", "window", "softcap")
-    mask = case.mask
     call = {
-        **{name: getattr(case.ref, name) for name in of_ref},
+        **{name: getattr(case.ref, name) for name in OF_REF},
         **{name: getattr(case, name) for name in of_case},
-        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        "mask": _kind(case.mask),
         "grad_out": case.grad_out_from,
         "layout": layout,
     }
     return call, stored
+
+
+def _kind(mask: Tensor | None) -> str:
+    return "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
 
 
 def storage_order(tensor: Tensor) -> list[int]:

@@ -92,7 +92,7 @@ def open_weights(target: str) -> Weights:
         if (path / METADATA).is_file():
             found = open_distributed(path)
             tensors = {name: Stored(shape=x.shape, read=x.read) for name, x in found.items()}
-            weights = Weights(name=target, files=files_of(path, found), tensors=tensors)
+            weights = Weights(name=target, files=files_of(path), tensors=tensors)
         else:
             weights = _gathered(target, _files(path))
     except MeasurementError as error:
