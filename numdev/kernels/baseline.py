@@ -14,21 +14,14 @@ heads that share a kv head are added up after that.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from numdev.cases import AttentionCase, additive, visible
 from numdev.kernels import Output, kernel
-from numdev.system import System
 
 
-def _like_eager(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any]:
-    return {"preset": "eager"}
-
-
-@kernel("baseline", any_rows=True, claims=_like_eager)
+@kernel("baseline", any_rows=True, claims=lambda case, output, system: {"preset": "eager"})
 def baseline(case: AttentionCase) -> Output:
     """Plain attention as eager model code does it, every product in the working format."""
     dtype = case.q.dtype

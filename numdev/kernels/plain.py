@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import UsageError
@@ -34,13 +33,7 @@ NAMES = {
     "sinks": ("sinks", "s_aux", "learnable_sink"),
     "gqa": ("enable_gqa",),
 }
-OFF: Mapping[str, Any] = {
-    "mask": None,
-    "window": (-1, -1),
-    "softcap": 0.0,
-    "sinks": None,
-    "gqa": False,
-}
+OFF: Mapping[str, Any] = dict(mask=None, window=(-1, -1), softcap=0.0, sinks=None, gqa=False)
 """How to say "none" for a parameter without a default, in flash-attention's words."""
 Roles = Mapping[str, str | None]
 """What numdev calls an argument, to what the function calls it (None: it takes no such thing)."""
@@ -56,16 +49,13 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"kernel {name!r}: cannot read the function's parameters",
-            hint="it is no Python function; write one of q, k, v and is_causal that calls it",
+            hint="write a function of q, k, v and is_causal that calls it",
         ) from error
+    same: dict[str, Any] = {
+        "name": name, "summary": summary_of(function), "made_from": fingerprint(function),
+    }  # fmt: skip
     if parameters and parameters[0].name == "case":
-        return Kernel(
-            name=name,
-            function=function,
-            summary=summary_of(function),
-            options=options_of(function),
-            made_from=fingerprint(function),
-        )
+        return Kernel(function=function, options=options_of(function), **same)
     rest = {p.name: p for p in parameters[3:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     roles = {role: next((n for n in names if n in rest), None) for role, names in NAMES.items()}
     others = [p for p in rest.values() if p.name not in roles.values()]
@@ -76,20 +66,20 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
             hint="a kernel is a function of q, k, v and arguments with known names or defaults, "
             "or of a numdev AttentionCase named 'case'",
         )
-
     required = {p.name for p in rest.values() if p.default is p.empty}
 
     def run(case: AttentionCase, **options: Any) -> Any:
-        return function(*_tensors(case, roles), **_arguments(case, roles, required), **options)
+        k, v = case.k, case.v
+        if case.group > 1 and not roles["gqa"]:
+            k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
+        return function(case.q, k, v, **_arguments(case, roles, required), **options)
 
     return Kernel(
-        name=name,
         function=run,
         supports=lambda case: _unsupported(roles, case),
-        summary=summary_of(function),
         options={p.name: p.default for p in others},
-        made_from=fingerprint(function),
         adapted=function,
+        **same,
     )
 
 
@@ -136,13 +126,6 @@ def _unsupported(roles: Roles, case: AttentionCase) -> str | None:
     return None
 
 
-def _tensors(case: AttentionCase, roles: Roles) -> tuple[Tensor, Tensor, Tensor]:
-    if case.group == 1 or roles["gqa"]:
-        return case.q, case.k, case.v
-    k, v = (x.repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
-    return case.q, k, v
-
-
 def _arguments(case: AttentionCase, roles: Roles, required: Collection[str]) -> dict[str, Any]:
     """The case's values under the function's names.
 
@@ -155,17 +138,12 @@ def _arguments(case: AttentionCase, roles: Roles, required: Collection[str]) -> 
         values["window"] = case.window and tuple(-1 if w is None else w for w in case.window)
     else:
         values["causal"] = False
-        values["mask"] = _mask_for(case, roles["mask"])
+        mask = explicit_mask(case)
+        if mask is not None and mask.dtype == torch.bool and "bias" in (roles["mask"] or ""):
+            zero = torch.zeros(mask.shape, dtype=case.q.dtype, device=mask.device)
+            mask = zero.masked_fill(~mask, -math.inf)  # what is called a bias is added
+        values["mask"] = mask
     values["gqa"] = True if case.group > 1 else None
     asked = {role: x for role, x in values.items() if x is not None}
     off = {role: x for role, x in OFF.items() if roles[role] in required}
     return {str(roles[r]): x for r, x in {**off, **asked}.items() if roles[r]}
-
-
-def _mask_for(case: AttentionCase, parameter: str | None) -> Tensor | None:
-    """The case's mask; a parameter that is called a bias gets an additive one."""
-    mask = explicit_mask(case)
-    if mask is None or mask.dtype != torch.bool or "bias" not in (parameter or ""):
-        return mask
-    nothing = torch.zeros(mask.shape, dtype=case.q.dtype, device=mask.device)
-    return nothing.masked_fill(~mask, -math.inf)

@@ -48,7 +48,12 @@ def attend(case: AttentionCase) -> Reference:
 def gradients(case: AttentionCase) -> Gradients:
     """See `reference.gradients`."""
     q, k, v, dO = (x.detach().double() for x in (case.q, case.k, case.v, upstream(case)))
-    found = _room_for_gradients(q, k, v)
+    dq, dq_terms, dk, dk_terms, dv, dv_terms = (torch.zeros_like(x) for x in (q, q, k, k, v, v))
+    unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=q.device)
+    found = Gradients(
+        **vars(_room(q, v)), dq=dq, dk=dk, dv=dv, dq_terms=dq_terms, dk_terms=dk_terms,
+        dv_terms=dv_terms, delta=q.new_empty(q.shape[:3]), unseen=unseen,
+    )  # fmt: skip
     values, weigh = torch.cat([v, v.abs()], dim=-1), _weigher(q, k, v, dO)
     for rows in _row_blocks(case, BACKWARD_BLOCKS):
         keys = key_range(case, rows)
@@ -67,9 +72,8 @@ def gradients(case: AttentionCase) -> Gradients:
         dO_O = dO[:, :, rows] * found.out[:, :, rows]
         found.delta[:, :, rows] = delta = dO_O.sum(dim=-1).masked_fill_(empty, 0.0)
         Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
-        K_j, V_j = k[:, :, keys], v[:, :, keys]
-        dP = (dO_i @ V_j.mT).view_as(P)
-        dX, terms = (_per_kv_head(case, x) for x in _score_gradient(P, dP, delta, slope))
+        K_j = k[:, :, keys]
+        dX, terms = _score_gradient(case, P, dO_i, v[:, :, keys], delta, slope)
 
         found.dq[:, :, rows] = weigh(dX, K_j, P_i).view_as(q[:, :, rows])
         found.dq_terms[:, :, rows] = weigh(terms, K_j.abs(), P_i).view_as(q[:, :, rows])
@@ -86,31 +90,15 @@ def gradients(case: AttentionCase) -> Gradients:
 
 def _room(q: Tensor, v: Tensor) -> Reference:
     shape = q.shape[:3]
-    return Reference(
-        out=q.new_empty(*shape, v.shape[-1]),
-        lse=q.new_empty(shape),
-        term_scale=q.new_empty(*shape, v.shape[-1]),
-        empty=torch.zeros(shape, dtype=torch.bool, device=q.device),
-    )
+    out, term_scale = (q.new_empty(*shape, v.shape[-1]) for _ in range(2))
+    empty = torch.zeros(shape, dtype=torch.bool, device=q.device)
+    return Reference(out=out, lse=q.new_empty(shape), term_scale=term_scale, empty=empty)
 
 
-def _room_for_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    return Gradients(
-        **vars(_room(q, v)),
-        dq=torch.zeros_like(q),
-        dk=torch.zeros_like(k),
-        dv=torch.zeros_like(v),
-        dq_terms=torch.zeros_like(q),
-        dk_terms=torch.zeros_like(k),
-        dv_terms=torch.zeros_like(v),
-        delta=q.new_empty(q.shape[:3]),
-        unseen=torch.ones(k.shape[:3], dtype=torch.bool, device=q.device),
-    )
-
-
-def _row_blocks(case: AttentionCase, share: int = 1) -> list[slice]:
-    budget = BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"] // share
-    per_row = 8 * case.q.shape[0] * case.heads * case.kv_len
+def _row_blocks(case: AttentionCase, share: int = 1, keys: int | None = None) -> list[slice]:
+    """Query rows of so many keys, all unless given, of which a block takes its share of memory."""
+    budget = BLOCK_BYTES[case.q.device.type] // share
+    per_row = 8 * case.q.shape[0] * case.heads * (keys or case.kv_len)
     step = max(1, min(case.q_len, budget // per_row))
     return [slice(i, min(i + step, case.q_len)) for i in range(0, case.q_len, step)]
 
@@ -159,14 +147,16 @@ def _output(case: AttentionCase, P: Tensor, l: Tensor, values: Tensor, weigh: We
 
 
 def _score_gradient(
-    P: Tensor, dP: Tensor, delta: Tensor, slope: Tensor | None
+    case: AttentionCase, P: Tensor, dO_i: Tensor, V: Tensor, delta: Tensor, slope: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """dX, and the sum of its absolute terms; 0 where P is. Overwrites dP."""
+    """dX, and the sum of its absolute terms, by kv head; 0 where P is."""
+    dP = (dO_i @ V.mT).view_as(P)
     apart = P == 0
     weight = P if slope is None else P * slope
     terms = dP.abs().add_(delta.abs()[..., None]).mul_(weight)
     dX = dP.sub_(delta[..., None]).mul_(weight)
-    return dX.masked_fill_(apart, 0.0), terms.masked_fill_(apart, 0.0)
+    dX, terms = (_per_kv_head(case, x.masked_fill(apart, 0.0)) for x in (dX, terms))
+    return dX, terms
 
 
 def _weigher(*inputs: Tensor) -> Weigh:

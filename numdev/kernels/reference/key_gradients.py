@@ -10,7 +10,6 @@ rest is O(q_len keys). Formulas and legend are those of `numdev.kernels.referenc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,31 +17,21 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.kernels.output import upstream
-from numdev.kernels.reference import attend
-from numdev.kernels.reference.blocked import (
-    BACKWARD_BLOCKS,
-    BLOCK_BYTES,
-    _per_kv_head,
-    _products,
-    _score_gradient,
-    _scores,
-    _slope,
-    _weigher,
-)
+from numdev.kernels.reference import attend, blocked
+from numdev.kernels.reference.blocked import BACKWARD_BLOCKS, _per_kv_head
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeyGradients:
-    """Of n keys of a call, float64 [batch, kv_heads, n, ...]; names as in `reference.Gradients`."""
+    """Of n keys of a call, float64 [batch, kv_heads, n, ...]; names as in `reference.Gradients`,
+    `unseen` bool, and `lse` [batch, heads, q_len] of all queries."""
 
     dk: Tensor
     dv: Tensor
     dk_terms: Tensor
     dv_terms: Tensor
     unseen: Tensor
-    """bool [batch, kv_heads, n]."""
     lse: Tensor
-    """[batch, heads, q_len]: of all queries."""
 
 
 def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
@@ -56,40 +45,22 @@ def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
     q, dO = (x.detach().double() for x in (case.q, upstream(case)))
     k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
     delta = (dO * whole.out).sum(dim=-1).masked_fill_(whole.empty, 0.0)
-    found = _room(k, v, whole.lse)
-    weigh, every = _weigher(q, k, v, dO), slice(0, len(keys))
-    for rows in _row_blocks(case, len(keys)):
-        X = _products(case, q, k, rows, every)
-        slope = _slope(case, X)
-        S = _scores(case, X, rows, keys)
+    dk, dk_terms, dv, dv_terms = (torch.zeros_like(x) for x in (k, k, v, v))
+    unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+    weigh = blocked._weigher(q, k, v, dO)
+    for rows in blocked._row_blocks(case, BACKWARD_BLOCKS, len(keys)):
+        X = blocked._products(case, q, k, rows, slice(0, len(keys)))
+        slope = blocked._slope(case, X)
+        S = blocked._scores(case, X, rows, keys)
         hidden = S.eq(-math.inf)
-        found.unseen.logical_and_(_per_kv_head(case, hidden).all(dim=2))
+        unseen &= _per_kv_head(case, hidden).all(dim=2)
         P = S.sub_(whole.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
         Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
-        dP = (dO_i @ v.mT).view_as(P)
-        dX, terms = (
-            _per_kv_head(case, x) for x in _score_gradient(P, dP, delta[:, :, rows], slope)
-        )
-        found.dk.add_(weigh(dX.mT, Q_i, P_i.mT), alpha=case.scale)
-        found.dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
-        found.dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
-        found.dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
-    return found
-
-
-def _room(k: Tensor, v: Tensor, lse: Tensor) -> KeyGradients:
+        dX, terms = blocked._score_gradient(case, P, dO_i, v, delta[:, :, rows], slope)
+        dk.add_(weigh(dX.mT, Q_i, P_i.mT), alpha=case.scale)
+        dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
+        dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
+        dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
     return KeyGradients(
-        dk=torch.zeros_like(k),
-        dv=torch.zeros_like(v),
-        dk_terms=torch.zeros_like(k),
-        dv_terms=torch.zeros_like(v),
-        unseen=torch.ones(k.shape[:3], dtype=torch.bool, device=k.device),
-        lse=lse,
+        dk=dk, dv=dv, dk_terms=dk_terms, dv_terms=dv_terms, unseen=unseen, lse=whole.lse
     )
-
-
-def _row_blocks(case: AttentionCase, keys: int) -> Iterator[slice]:
-    budget = BLOCK_BYTES["cuda" if case.q.is_cuda else "cpu"] // BACKWARD_BLOCKS
-    step = max(1, budget // (8 * case.q.shape[0] * case.heads * keys))
-    for first in range(0, case.q_len, step):
-        yield slice(first, min(first + step, case.q_len))
