@@ -23,8 +23,22 @@ from numdev.training.data import BOS_ID, EOS_ID, Data
 from numdev.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network, noisy
 
 FOLDER = "checkpoints"
-AUDITED = 8
-"""Images among a denoiser's inputs for an audit."""
+AUDITED = 8  # images among a denoiser's inputs for an audit
+NAMES = {
+    "llama": {
+        "tokens": "model.embed_tokens", "blocks": "model.layers", "final": "model.norm",
+        "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+        "attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",
+        "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+    },
+    "gpt2": {
+        "tokens": "transformer.wte", "positions": "transformer.wpe", "blocks": "transformer.h",
+        "final": "transformer.ln_f", "norm_1": "ln_1", "norm_2": "ln_2",
+        "attention": "attn", "qkv": "c_attn", "out": "c_proj", "up": "c_fc", "down": "c_proj",
+    },
+    "dit": {},
+}  # fmt: skip
+"""transformers' names of our parts."""
 
 
 def place(directory: Path, variant: str, seed: int, step: int) -> Path:
@@ -38,27 +52,25 @@ def write(
     """Write the network into the directory `path`, with its tokenizer if it has one of its own and
     how it was trained (`training.json`). Raises MeasurementError where there is no room."""
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()}
-    if model.kind == "gpt2":
-        tensors = _as_gpt2(tensors)
-    _write_json(path / "config.json", _configuration(model, data))
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
     if model.kind == "dit":
+        _write_json(path / "config.json", model.model_dump(exclude_none=True))
         batch = {name: x[:AUDITED].cpu() for name, x in data.batch(0, 1).items()}
         images, times = noisy(**batch).contiguous(), batch["times"].contiguous()
         _save({"images": images, "times": times}, path / "inputs.safetensors")
-    _save(tensors, path / "model.safetensors")
+    else:
+        _transformers_config(model, data).save_pretrained(path)
+    _save(_as_transformers(network, model.kind), path / "model.safetensors")
     (path / "model.safetensors").chmod(0o644)  # written readable by its owner alone
     _write_json(path / "training.json", about)
 
 
-def _configuration(model: ModelConfig, data: Data) -> dict[str, Any]:
-    """`config.json`: transformers' for a decoder, else our own."""
-    if model.kind == "dit":
-        return model.model_dump(exclude_none=True)
+def _transformers_config(model: ModelConfig, data: Data) -> Any:
+    import transformers
+
     special = data.tokenizer is not None
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": data.vocabulary,
         "bos_token_id": BOS_ID if special else None,
         "eos_token_id": EOS_ID if special else None,
@@ -67,48 +79,43 @@ def _configuration(model: ModelConfig, data: Data) -> dict[str, Any]:
         "dtype": "float32",
     }
     if model.kind == "llama":
-        return {
+        return transformers.LlamaConfig(
             **common,
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": model.width,
-            "intermediate_size": model.hidden,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv_heads or model.heads,
-            "head_dim": model.head_dim,
-            "max_position_embeddings": model.context,
-            "hidden_act": "silu",
-            "rms_norm_eps": RMS_EPS,
-            "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-    return {
+            architectures=["LlamaForCausalLM"],
+            hidden_size=model.width,
+            intermediate_size=model.hidden,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv_heads or model.heads,
+            max_position_embeddings=model.context,
+            rms_norm_eps=RMS_EPS,
+            rope_parameters={"rope_theta": ROPE_THETA, "rope_type": "default"},
+        )
+    return transformers.GPT2Config(
         **common,
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": model.width,
-        "n_inner": model.hidden,
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_positions": model.context,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": LAYER_EPS,
+        architectures=["GPT2LMHeadModel"],
+        n_embd=model.width,
+        n_inner=model.hidden,
+        n_layer=model.layers,
+        n_head=model.heads,
+        n_positions=model.context,
+        layer_norm_epsilon=LAYER_EPS,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    }
+    )
 
 
-def _as_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict as GPT2LMHeadModel's: Conv1D keeps [in, out], and every bias is there."""
-    found = {}
-    for name, x in tensors.items():
-        conv = ".attn.c_" in name or ".mlp.c_" in name
-        found[name] = x.t().contiguous() if conv and x.ndim == 2 else x
-        bias = name.removesuffix("weight") + "bias"
-        if name.endswith("weight") and bias not in tensors and (conv or ".ln_" in name):
-            found[bias] = torch.zeros(x.shape[0])
-    return found
+def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
+    """The state dict under transformers' names. GPT-2's Conv1D keeps [in, out], and has biases."""
+    state = {n: x.detach().float().cpu().contiguous() for n, x in network.state_dict().items()}
+    if kind == "gpt2":
+        linear = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight")
+        for name, x in list(state.items()):
+            if name.endswith(linear):
+                state[name] = x.t().contiguous()
+            if name.endswith((*linear, "norm_1.weight", "norm_2.weight", "final.weight")):
+                state.setdefault(name.removesuffix("weight") + "bias", torch.zeros(x.shape[0]))
+    names = NAMES[kind]
+    return {".".join(names.get(part, part) for part in n.split(".")): x for n, x in state.items()}
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Set
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from numdev.config import Choice, Named, Positive, Seeds
 from numdev.errors import UsageError, closest
@@ -24,29 +25,35 @@ AttentionFormat = Literal["float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=0, strict=True)]
-LEAST_BPE = 258
-"""Tokens of the smallest tokenizer: the bytes, and two of its own."""
-SEEDS_END = 2**63
-"""PyTorch's generators take seeds below it."""
-ONLY_IN = {
-    **{"kv_heads": ("llama",), "context": ("llama", "gpt2"), "image": ("dit",)},
-    **{"patch": ("dit",), "biases": ("gpt2",)},
+Keys = tuple[Set[str], Set[str]]  # keys that must be given, and those that may be
+LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
+OF_MODEL: dict[str, Keys] = {
+    "llama": ({"context"}, {"kv_heads"}),
+    "gpt2": ({"context"}, {"biases"}),
+    "dit": ({"image", "patch"}, set()),
 }
-NEEDS = {
-    "golden": "kernel",
-    "flash": "kernel",
-    "low_precision": "format",
-    "attention_precision": "attention_format",
-    "other_seed": "seed",
+DIFFERENCES = {
+    *("kernel", "backward_kernel", "format", "attention_format", "seed", "data_order"),
+    "optimiser",
 }
-"""What a variant in a role must give; but for the golden run the only thing that it may."""
+OF_ROLE: dict[str, Keys] = {
+    "golden": ({"kernel"}, {"format", "attention_format", "optimiser"}),
+    "flash": ({"kernel"}, set()),
+    "low_precision": ({"format"}, set()),
+    "attention_precision": ({"attention_format"}, set()),
+    "other_seed": ({"seed"}, set()),
+    "variant": (set(), DIFFERENCES),
+}
+"""What a variant in a role may say; in any other nothing."""
 
 
-def _refuse(*rules: tuple[object, str]) -> None:
-    """Raise ValueError with the words of the first condition that holds."""
-    for wrong, words in rules:
-        if wrong:
-            raise ValueError(words)
+def _check_keys(what: str, given: Set[str], keys: Keys) -> None:
+    needed, more = keys
+    if not needed <= given <= needed | more:
+        expected = ", ".join(sorted(needed)) or "nothing"
+        optional = f" (and {', '.join(sorted(more))} at will)" if more else ""
+        got = ", ".join(sorted(given)) or "nothing"
+        raise ValueError(f"{what}: expected {expected}{optional}, got {got}")
 
 
 class ModelConfig(Strict):
@@ -58,43 +65,27 @@ class ModelConfig(Strict):
     width: Positive
     heads: Positive
     kv_heads: Positive | None = None
-    context: Positive | None = None
-    """Tokens in a window."""
+    context: Positive | None = None  # tokens in a window
     mlp: Positive | None = None
     """Its hidden width. None: 8/3 of the width, rounded up to a multiple of 32, in llama, else 4
     times the width."""
-    biases: bool | None = None
-    """Of gpt2: whether its projections and norms have them. None: no."""
-    image: Positive | None = None
-    """Pixels on a side."""
-    patch: Positive | None = None
-    """Pixels on a side of a token."""
+    biases: bool | None = None  # of gpt2: whether its projections and norms have them. None: no
+    image: Annotated[int, Field(gt=1, strict=True)] | None = None  # pixels on a side
+    patch: Positive | None = None  # pixels on a side of a token
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
-        for name, kinds in ONLY_IN.items():
-            if getattr(self, name) is not None and self.kind not in kinds:
-                raise ValueError(f"{name} is of {' and '.join(kinds)}, not of {self.kind}")
-        needed = ("image", "patch") if self.kind == "dit" else ("context",)
-        missing = [name for name in needed if getattr(self, name) is None]
-        if missing:
-            raise ValueError(f"{self.kind} needs {' and '.join(missing)}")
-        image, patch, width, heads, kv = (
-            self.image,
-            self.patch,
-            self.width,
-            self.heads,
-            self.kv_heads,
-        )
-        _refuse(
-            (
-                image and patch and image % patch,
-                f"image ({image}) must be a multiple of patch ({patch})",
-            ),
-            (image == 1, "image (1) must be 2 or more: one pixel has no variance"),
-            (width % (2 * heads), f"width ({width}) must be heads ({heads}) x an even number"),
-            (heads % (kv or heads), f"heads ({heads}) must be a multiple of kv_heads ({kv})"),
-        )
+        needed, more = OF_MODEL[self.kind]
+        special = set().union(*(a | b for a, b in OF_MODEL.values()))
+        given = {name for name in special if getattr(self, name) is not None}
+        _check_keys(self.kind, given, (needed, more))
+        for name, value, factor in (
+            ("width", self.width, 2 * self.heads),  # rotary positions pair a head's features
+            ("heads", self.heads, self.kv_heads or 1),
+            ("image", self.image or 0, self.patch or 1),
+        ):
+            if value % factor:
+                raise ValueError(f"{name}: expected a multiple of {factor}, got {value}")
         return self
 
     @property
@@ -123,23 +114,20 @@ class DataConfig(Strict):
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     vocabulary: Positive | None = None
     """Of bpe: how many tokens it may have (2048). Of `tokens`: how many ids there are."""
-    dtype: Literal["uint16", "uint32"] = "uint16"
-    """Of `tokens`."""
-    images: Positive = 1024
-    """How many are drawn."""
+    dtype: Literal["uint16", "uint32"] = "uint16"  # of `tokens`
+    images: Positive = 1024  # how many are drawn
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        bpe, tokens, size = self.tokenizer == "bpe", self.source == "tokens", self.vocabulary
-        has_files, is_text = tokens or self.source == "text", self.source in ("stdlib", "text")
-        least = f"a bpe `vocabulary` is {LEAST_BPE} or more, not {size}"
-        _refuse(
-            (has_files != bool(self.files), "`files` go with the sources text and tokens alone"),
-            (tokens and not size, "tokens need their `vocabulary`, the number of ids"),
-            (bpe and not is_text, "a tokenizer is trained on text: source stdlib or text"),
-            (size and not (bpe or tokens), "`vocabulary` is of tokenizer bpe or source tokens"),
-            (bpe and size and size < LEAST_BPE, least),
-        )
+        bpe, size = self.tokenizer == "bpe", self.vocabulary
+        if bool(self.files) != (self.source in ("text", "tokens")):
+            raise ValueError("files: expected with the sources text and tokens alone")
+        if bpe and self.source not in ("stdlib", "text"):
+            raise ValueError("tokenizer: expected bpe with the sources stdlib and text alone")
+        if (self.source == "tokens" and not size) or (size and not bpe and self.source != "tokens"):
+            raise ValueError("vocabulary: expected with source tokens, or with tokenizer bpe")
+        if bpe and size and size < LEAST_BPE:
+            raise ValueError(f"vocabulary: expected {LEAST_BPE} or more, got {size}")
         return self
 
 
@@ -147,20 +135,16 @@ class Optimiser(Strict):
     """How weights are updated. Decay is on matrices alone."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Above = 1e-3
-    """At its highest."""
+    lr: Above = 1e-3  # at its highest
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: Above = 1e-8
-    momentum: Share = 0.0
-    """Of sgd."""
+    momentum: Share = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
     """After the warm-up; `cosine` ends at `final` of the highest."""
-    warmup: Step = 0
-    """Steps over which the rate grows linearly."""
+    warmup: Step = 0  # steps over which the rate grows linearly
     final: Share = 0.01
-    clip: Above | None = 1.0
-    """The largest norm of all gradients together; None: not clipped."""
+    clip: Above | None = 1.0  # the largest norm of all gradients together; None: not clipped
 
 
 class VariantConfig(Strict):
@@ -175,35 +159,14 @@ class VariantConfig(Strict):
     format: Format | None = None
     attention_format: AttentionFormat | None = None
     """q, k and v are cast to it, and the output back. In the golden run None: the network's."""
-    seed: Positive | None = None
-    """Added to the run's, for another initialisation."""
-    data_order: Positive | None = None
-    """Added to the run's, for other batches of the same data."""
-    optimiser: Optimiser | None = None
-    """The keys given here; the others are those of `optimiser`."""
+    seed: Positive | None = None  # added to the run's, for another initialisation
+    data_order: Positive | None = None  # added to the run's, for other batches of the same data
+    optimiser: Optimiser | None = None  # the keys given here; the others are those of `optimiser`
 
     @model_validator(mode="after")
     def _in_its_role(self) -> VariantConfig:
-        changed = {
-            name for name, value in self if name not in ("name", "role") and value is not None
-        }
-        needed, golden, who = NEEDS.get(self.role), self.role == "golden", f"{self.name}: "
-        extra = () if golden or self.role == "variant" else sorted(changed - {needed})
-        another = golden and self.backward_kernel
-        _refuse(
-            (
-                needed and needed not in changed,
-                f"{who}a variant in the role {self.role} gives its `{needed}`",
-            ),
-            (golden and self.seed, f"{who}the golden run has the seeds of the run"),
-            (golden and self.data_order, f"{who}the golden run has the seeds of the run"),
-            (another, f"{who}the golden run has the gradients of its own kernel"),
-            (
-                extra,
-                f"{who}the role {self.role} differs in {needed or 'nothing else'}, not in "
-                f"{', '.join(extra)}; the role variant may differ in anything",
-            ),
-        )
+        given = {name for name in DIFFERENCES if getattr(self, name) is not None}
+        _check_keys(f"{self.name}, {self.role}", given, OF_ROLE.get(self.role, (set(), set())))
         return self
 
 
@@ -226,16 +189,6 @@ class Variant(Strict):
         return (self.kernel, *((self.backward_kernel,) if self.backward_kernel else ()))
 
 
-def _check_variants(variants: tuple[VariantConfig, ...]) -> tuple[VariantConfig, ...]:
-    golden = sum(v.role == "golden" for v in variants)
-    if golden != 1:
-        raise ValueError(f"one variant has the role golden; here {golden} have")
-    name, count = Counter(v.name for v in variants).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{count} variants are called {name!r}")
-    return variants
-
-
 def folder_of(variant: str) -> str:
     """What the directories of a variant's checkpoints begin with."""
     return re.sub(r"[^\w.-]+", "-", variant)
@@ -245,8 +198,7 @@ class Checkpoints(Strict):
     """Which weights are written, as Hugging Face directories."""
 
     steps: tuple[Positive | Literal["last"], ...]
-    variants: tuple[str, ...] | None = None
-    """By name; None: all."""
+    variants: tuple[str, ...] | None = None  # by name; None: all
 
     def at(self, steps: int) -> set[int]:
         """After which of so many steps."""
@@ -262,40 +214,36 @@ class _Run(Strict):
     batch: Positive
     steps: Positive
     checkpoints: Checkpoints | None = None
-    deterministic: bool = True
-    """Whether PyTorch is told to use deterministic algorithms alone."""
-    save_every: Above = 300.0
-    """Seconds after which the state of a run is saved, to continue from."""
+    deterministic: bool = True  # whether PyTorch is told to use deterministic algorithms alone
+    save_every: Above = 300.0  # seconds after which the state of a run is saved, to continue from
 
 
 class TrainConfig(_Run):
     """The keys of a YAML file for `numdev train`."""
 
-    seeds: Seeds = (0,)
-    """A list, or how many, counted from 0."""
+    seeds: Seeds = (0,)  # A list, or how many, counted from 0
     record: Literal["log"] | tuple[Step, ...] = "log"
     """Steps at which everything is measured; `log`: 1, 2, 3, 5, 10, 20, 30, 50, ... The first and
     the last always are."""
-    record_every: Positive | None = None
-    """And all multiples of this."""
+    record_every: Positive | None = None  # and all multiples of this
     optimiser: Optimiser = Optimiser()
-    variants: Annotated[tuple[VariantConfig, ...], AfterValidator(_check_variants)]
+    variants: tuple[VariantConfig, ...]
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if (self.model.kind == "dit") != (self.data.source == "images"):
-            raise ValueError("a dit learns images, and the other models do not")
+            raise ValueError("data.source: expected images with a dit, and with no other model")
         names = [v.name for v in self.variants]
-        written: dict[str, str] = {}
-        for name in (self.checkpoints.variants or names) if self.checkpoints else ():
+        golden = sum(v.role == "golden" for v in self.variants)
+        if golden != 1:
+            raise ValueError(f"variants: expected one with the role golden, got {golden}")
+        (folder, count), *_ = Counter(map(folder_of, names)).most_common(1)
+        if count > 1:
+            raise ValueError(f"variants: expected names of their own, got {count} x {folder!r}")
+        for name in (self.checkpoints.variants or ()) if self.checkpoints else ():
             if name not in names:
                 raise ValueError(f"checkpoints: no variant {name!r}; {closest(name, names)}")
-            other = written.setdefault(folder_of(name), name)
-            if other != name:
-                raise ValueError(
-                    f"checkpoints: {other!r} and {name!r} would be in one directory; rename one"
-                )
         return self
 
 
@@ -305,8 +253,7 @@ class TrainRequest(_Run):
     target: str
     seeds: tuple[int, ...]
     recorded: tuple[int, ...]
-    variants: tuple[Variant, ...]
-    """In the order of the file."""
+    variants: tuple[Variant, ...]  # in the order of the file
     device: str
 
     @property
@@ -326,21 +273,13 @@ def resolve(
     seed: int | None = None,
     device: str | None = None,
 ) -> TrainRequest:
-    """The request a file and the command line come to; a flag beats the file.
-
-    With `seed` the seeds are counted from it. Raises UsageError for a checkpoint after the end, and
-    for a seed that no generator takes.
-    """
+    """The request a file and the command line come to; a flag beats the file, and `seed` says where
+    seeds are counted from. Raises UsageError for a checkpoint after the end."""
     steps = steps or config.steps
     seeds = config.seeds if seed is None else tuple(range(seed, seed + len(config.seeds)))
-    late = [s for s in (config.checkpoints.at(steps) if config.checkpoints else ()) if s > steps]
-    if late:
-        raise UsageError(
-            f"{target}: checkpoints at step {late[0]} of {steps}", hint="name steps that are taken"
-        )
-    largest = max(seeds) + max(max(v.seed or 0, v.data_order or 0) for v in config.variants)
-    if largest >= SEEDS_END:
-        raise UsageError(f"{target}: the seed {largest} is too large", hint="seeds are below 2**63")
+    last = max(config.checkpoints.at(steps) if config.checkpoints else (), default=0)
+    if last > steps:
+        raise UsageError(f"{target}: checkpoints: expected at most step {steps}, got {last}")
     golden = next(v for v in config.variants if v.role == "golden")
     shared = {name: getattr(config, name) for name in _Run.model_fields} | {"steps": steps}
     return TrainRequest(

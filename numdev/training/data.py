@@ -28,14 +28,10 @@ EXCLUDED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test"),
     *("idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"),
 }
-BETWEEN = b"\n\n"
-"""Between two files read as bytes."""
-COARSE = 4
-"""Into how many cells on a side the random values of an image are drawn."""
+COARSE = 4  # into how many cells on a side the random values of an image are drawn
 # Spelled so that no text contains them by chance, as "<s>" might be.
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
-AS_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 def seed_of(*parts: object) -> int:
@@ -46,18 +42,14 @@ def seed_of(*parts: object) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """One long row of token ids, from which windows are drawn."""
+    """One long row of token ids on the device, from which windows are drawn."""
 
     ids: Tensor
-    """In a dtype that holds them, on the device."""
     vocabulary: int
-    count: int
-    """Windows in a batch."""
+    count: int  # windows in a batch
     context: int
-    tokenizer: Any
-    """transformers' own, to be saved with a checkpoint; None where ids are bytes or given."""
-    about: dict[str, Any]
-    """What a report says was learned, and what identifies it."""
+    tokenizer: Any  # transformers' own, saved with a checkpoint; None for bytes and given ids
+    about: dict[str, Any]  # what a report says was learned, and what identifies it
 
     def batch(self, seed: int, step: int) -> dict[str, Tensor]:
         """`inputs` and `targets` [count, context], int64: of windows drawn anywhere. A trained
@@ -74,10 +66,9 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Images:
-    """Images, of which a batch is made noisy."""
+    """Images [images, 1, side, side], float32, of mean 0 and variance 1 each, to be made noisy."""
 
     images: Tensor
-    """[images, 1, side, side], float32, of mean 0 and variance 1 each."""
     count: int
     about: dict[str, Any]
     vocabulary: int = 0
@@ -105,7 +96,7 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
         about = {"prompt": f"{config.images} smooth random fields of {side} x {side} pixels"}
         return Images(images=fields(config.images, side).to(device), count=count, about=about)
     assert model.context is not None
-    tokenizer = None
+    tokenizer, unit = None, "tokens"
     if config.source == "tokens":
         ids, vocabulary = _token_files(config), config.vocabulary or 0
     else:
@@ -117,19 +108,16 @@ def load(config: DataConfig, model: ModelConfig, count: int, device: torch.devic
             ids = torch.tensor([i for row in rows for i in (*row, EOS_ID)], dtype=torch.int32)
             vocabulary = len(loaded)
         else:
-            whole = BETWEEN.join(text.encode() for text in texts)
+            whole = b"\n\n".join(text.encode() for text in texts)
             ids, vocabulary = torch.from_numpy(np.frombuffer(whole, np.uint8).copy()), 256
+            unit = "bytes"
+    named = ", ".join(Path(file).name for file in config.files) or "the Python standard library"
     if len(ids) <= model.context:
-        where = ", ".join(config.files) or config.source
         raise UsageError(
-            f"{where}: holds {len(ids)} tokens, and a window takes {model.context + 1}",
-            hint="give more data, or a smaller model.context",
+            f"{named}: expected more than model.context ({model.context}) tokens, got {len(ids)}"
         )
-    unit = "bytes" if config.source != "tokens" and config.tokenizer == "bytes" else "tokens"
-    named = ", ".join(Path(f).name for f in config.files)
-    what = "the Python standard library" if config.source == "stdlib" else named
     about = {
-        "prompt": f"{len(ids):,} {unit} of {what}",
+        "prompt": f"{len(ids):,} {unit} of {named}",
         "data_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
     return Tokens(
@@ -154,37 +142,25 @@ def stdlib() -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _bytes(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
-
-
 def _text(name: str) -> str:
     try:
-        return _bytes(name).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        why = f"{error.reason} at byte {error.start}"
-        raise UsageError(f"{name}: is not UTF-8 text ({why})") from error
+        return Path(name).read_text(encoding="utf-8")  # every line ending becomes \n
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name}: expected UTF-8 text ({error})") from error
 
 
 def _token_files(config: DataConfig) -> Tensor:
     """The files' ids one after the other, int32."""
     parts = []
-    size, vocabulary = np.dtype(config.dtype).itemsize, config.vocabulary or 0
     for name in config.files:
-        whole = _bytes(name)
-        if len(whole) % size:
+        try:
+            parts.append(np.frombuffer(Path(name).read_bytes(), dtype=config.dtype))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{name}: expected numbers of {config.dtype} ({error})") from error
+        largest, size = int(parts[-1].max(initial=0)), config.vocabulary or 0
+        if largest >= size:
             raise UsageError(
-                f"{name}: its {len(whole)} bytes are no {config.dtype} numbers of {size} each",
-                hint="is the file whole, and the dtype right?",
-            )
-        parts.append(np.frombuffer(whole, dtype=config.dtype))
-        largest = int(parts[-1].max(initial=0))
-        if largest >= vocabulary:
-            raise UsageError(
-                f"{name}: holds the id {largest}, and the vocabulary has {vocabulary}",
+                f"{name}: expected ids below the vocabulary ({size}), got {largest}",
                 hint="is the dtype right?",
             )
     return torch.from_numpy(np.concatenate(parts).astype(np.int32))
@@ -233,12 +209,12 @@ def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]
     with tempfile.TemporaryDirectory() as folder:
         # AutoTokenizer chooses a class by the files it finds; for a Llama configuration some
         # choices rebuild the tokenizer with SentencePiece's rules: ids, but of another text.
-        (Path(folder) / "config.json").write_text(json.dumps(AS_LLAMA))
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         made.save_pretrained(folder)
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    text = texts[0]
-    ids = loaded(text, verbose=False)["input_ids"]
-    same = ids == made(text, verbose=False)["input_ids"]
-    if ids[:1] != [BOS_ID] or not same or loaded.decode(ids[1:]) != text:
+    ids = loaded(texts[0], verbose=False)["input_ids"]
+    same = ids == made(texts[0], verbose=False)["input_ids"]
+    if ids[:1] != [BOS_ID] or not same or loaded.decode(ids[1:]) != texts[0]:
         raise MeasurementError("the saved tokenizer does not load as it was trained")
     return made, loaded

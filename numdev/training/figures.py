@@ -1,15 +1,15 @@
 """Figures by step: of a training run its losses and distances, of its bounds how distances compare.
 
-In a training run's, runs that re-round at random are one curve, over seeds and variants together,
-and a point is a mean and a range. In those of bounds a point is a geometric mean over seeds with
-its interval. Step 0 and a distance of 0 have no place on a logarithmic axis and are left out.
+In a training run's, runs that re-round at random are one curve, and a point is a mean and a range
+over seeds and variants; in those of bounds it is a geometric mean over seeds with its interval.
+Step 0 and a distance of 0 have no place on a logarithmic axis and are left out.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numdev.report import Axis, Curve, Figure, Point, Tick
@@ -32,6 +32,13 @@ OF_BOUNDS = {
     "max_abs": "max |difference|",
     "w1": "Wasserstein distance W1",
 }
+Lines = Mapping[str, Mapping[int, Sequence[float]]]
+"""Of every label, step to the values of all seeds."""
+
+
+def label_of(v: VariantRecord) -> str:
+    """What a variant is called in curves and sentences."""
+    return "re-rounded at random" if v.role == "null_rounding" else v.name
 
 
 def axis_of(steps: Sequence[int], *, all_named: bool = False) -> Axis:
@@ -57,43 +64,27 @@ def of_run(
     variants: Sequence[VariantRecord], rows: Sequence[TrainRow], distances: Sequence[DistanceRow]
 ) -> tuple[Figure, ...]:
     """Every figure of a training run that has something to show."""
-    labels = {
-        v.name: "re-rounded at random" if v.role == "null_rounding" else v.name for v in variants
-    }
-    first = {labels[v.name]: v for v in reversed(variants)}
+    first: dict[str, VariantRecord] = {}
+    for v in variants:
+        first.setdefault(label_of(v), v)
+    labels = {v.name: label_of(v) for v in variants}
     whole = [d for d in distances if d.group == "all" and d.of == "weights"]
     made = []
-    tables: list[tuple[tuple[str, str, str], Sequence[TrainRow | DistanceRow]]] = [
-        *((named, rows) for named in OF_ROWS),
-        *((named, whole) for named in OF_DISTANCES),
-    ]
-    for (metric, title, y_title), table in tables:
-        lines: dict[str, dict[int, list[float]]] = {label: {} for label in reversed(first)}
-        for row in table:
-            value = getattr(row, metric)
-            if value is not None and row.step > 0:
-                lines[labels[row.variant]].setdefault(row.step, []).append(value)
-        shown = {
-            k: dict(sorted(of.items())) for k, of in lines.items() if any(map(any, of.values()))
-        }
-        curves = [
-            curve.model_copy(
-                update={
-                    "role": "baseline" if first[curve.label].role == "golden" else "kernel",
-                    "kernel": first[curve.label].kernel,
-                }
-            )
-            for curve in _curves(shown, _range, "step {}")
-        ]
+    tables: Any = [*((rows, m) for m in OF_ROWS), *((whole, m) for m in OF_DISTANCES)]
+    for table, (metric, title, y_title) in tables:
+        found = ((labels[r.variant], r.step, getattr(r, metric)) for r in table)
+        lines = {k: of for k, of in _lines(first, found).items() if any(map(any, of.values()))}
+        curves = []
+        for curve in _curves(lines, _range, "step {}"):
+            v = first[curve.label]
+            role = "baseline" if v.role == "golden" else "kernel"
+            curves.append(curve.model_copy(update={"role": role, "kernel": v.kernel}))
         made.append(_figure(title, metric, y_title, curves))
     return tuple(figure for figure in made if figure.curves)
 
 
 def of_bounds(
-    tracks: Sequence[Track],
-    rows: Sequence[TrainRow],
-    variants: Sequence[VariantRecord],
-    along: Axis,
+    tracks: Sequence[Track], rows: Sequence[TrainRow], variants: Sequence[VariantRecord], axis: Axis
 ) -> tuple[Figure, ...]:
     """For every group and metric the distances by step, of all weights flash over low precision
     too; and the losses of all runs."""
@@ -101,25 +92,30 @@ def of_bounds(
     made = []
     for group in dict.fromkeys(t.group for t in distances):
         whose = "all weights" if group == "all" else f"weights: {group}"
-        here = [t for t in distances if t.group == group]
+        here, place = [t for t in distances if t.group == group], {"group": group}
         for metric, words in OF_BOUNDS.items():
             title = f"Distance from the golden run, {words}, by step ({whose})"
             lines = {t.label: _by_step(t) for t in here if t.metric == metric}
-            made.append(_figure(title, metric, words, _curves(lines), place={"group": group}))
+            made.append(_figure(title, metric, words, _curves(lines), place=place))
         if group == "all":
             title = "Distance of flash over that of low precision, by step (all weights)"
-            paired = [t for t in here if t.metric == "mean_abs"]
-            more = {"relative": True, "place": {"group": group}}
-            words = "ratio of mean |difference|"
-            made.append(_figure(title, "mean_abs", words, _curves(_ratios(paired)), **more))
-    steps = {int(tick.x) for tick in along.ticks}
-    losses: dict[str, dict[int, list[float]]] = {v.name: {} for v in variants}
-    for row in rows:
-        if row.step in steps and row.loss is not None and row.variant in losses:
-            losses[row.variant].setdefault(row.step, []).append(row.loss)
-    curves = _curves({name: dict(sorted(of.items())) for name, of in losses.items()}, interval)
-    made.append(_figure("Loss, by step", "loss", "loss", curves))
+            curves = _curves(_ratios([t for t in here if t.metric == "mean_abs"]))
+            words, more = "ratio of mean |difference|", {"relative": True, "place": place}
+            made.append(_figure(title, "mean_abs", words, curves, **more))
+    steps = {int(tick.x) for tick in axis.ticks}
+    found = ((row.variant, row.step, row.loss) for row in rows if row.step in steps)
+    losses = _lines([v.name for v in variants], found)
+    made.append(_figure("Loss, by step", "loss", "loss", _curves(losses, interval)))
     return tuple(figure for figure in made if figure.curves)
+
+
+def _lines(labels: Iterable[str], values: Iterable[tuple[str, int, float | None]]) -> Lines:
+    """Values by label and step; without step 0."""
+    lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
+    for label, step, value in values:
+        if value is not None and step > 0 and label in lines:
+            lines[label].setdefault(step, []).append(value)
+    return {label: dict(sorted(of.items())) for label, of in lines.items()}
 
 
 def _by_step(track: Track) -> dict[int, list[float]]:
@@ -132,20 +128,18 @@ def _ratios(tracks: Sequence[Track]) -> dict[str, dict[int, list[float]]]:
     """Flash over low precision, whole and in attention alone, step by step; without zeros."""
     flash = [t for t in tracks if t.role == "flash"]
     others = [t for t in tracks if t.role in ("low_precision", "attention_precision")]
-    found = {}
+    lines = {}
     for a, b in itertools.product(flash, others):
         values = {s: list(ratios(a, b, (s,)).values()) for s in a.steps if s > 0}
-        found[f"{a.label} over {b.label}"] = {
-            s: v for s, v in values.items() if min(v, default=0.0) > 0
-        }
-    return found
+        positive = {s: v for s, v in values.items() if min(v, default=0.0) > 0}
+        lines[f"{a.label} over {b.label}"] = positive
+    return lines
 
 
 def _curves(
-    lines: Mapping[str, Mapping[int, Sequence[float]]], middle: Any = factor, label: str = "{}"
-) -> list[Curve]:
+    lines: Lines, middle: Callable[[Sequence[float]], Mean] = factor, label: str = "{}"
+) -> Iterator[Curve]:
     """A curve of each line that has a value; `middle` makes a mean and two ends of values."""
-    found = []
     for name, steps in lines.items():
         points = []
         for step, values in steps.items():
@@ -154,8 +148,7 @@ def _curves(
                 at = label.format(step)
                 points.append(Point(x=float(step), label=at, seeds=len(values), **ends))
         if points:
-            found.append(Curve(label=name, role="kernel", kernel=name, points=tuple(points)))
-    return found
+            yield Curve(label=name, role="kernel", kernel=name, points=tuple(points))
 
 
 def _range(at: Sequence[float]) -> Mean:

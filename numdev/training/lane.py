@@ -1,6 +1,6 @@
 """One variant of one seed: its network, its attention, its optimiser, and a step of them.
 
-A lane uses no random numbers but those of generators of its own, and shares nothing with the lanes
+A lane uses no random numbers but those of a generator of its own, and shares nothing with the lanes
 beside it but the batch, so it computes the same whoever runs beside it.
 """
 
@@ -32,12 +32,9 @@ Chosen = tuple[Kernel, Mapping[str, Any]]
 
 class Attention:
     """attend(q, k, v, causal) of `numdev.training.models`: a registered kernel as a network calls
-    it.
-
-    q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype. With
-    `noise` it is then re-rounded at random (`numdev.training.nulls`). A kernel that draws random
-    numbers does so from `draws`, on from call to call. With `behind` gradients are that kernel's.
-    """
+    it. q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype,
+    re-rounded at random with `noise`. A kernel that draws random numbers does so from `draws`.
+    Gradients are those of the kernel `behind`, if there is one."""
 
     def __init__(
         self,
@@ -50,8 +47,7 @@ class Attention:
     ) -> None:
         self.kernel, self.options = kernel
         self.behind, self.dtype, self.noise, self.draws = behind, dtype, noise, draws
-        self.ran: str | None = None
-        """What the kernel said it ran, once it was asked."""
+        self.ran: str | None = None  # what the kernel says it runs, once it was asked
         self.largest: list[Tensor] | None = None
         """While it is a list, every call adds its largest |score|, a scalar in float32."""
 
@@ -75,13 +71,13 @@ class Attention:
 def largest_score(case: AttentionCase) -> Tensor:
     """The largest |scale q·k| that a query sees, a float32 scalar, computed in float32; NaN if any
     is. A sequence at a time, which bounds the memory."""
-    found = []
+    largest = []
     with torch.autocast(case.q.device.type, enabled=False):
         for q, k in zip(case.q.float(), case.k.float(), strict=True):
             scores = q.unflatten(0, (case.kv_heads, -1)) @ k[:, None].transpose(-1, -2)
             scores = scores.mul_(case.scale).abs_()
-            found.append((scores.tril() if case.is_causal else scores).amax())
-    return torch.stack(found).amax()
+            largest.append((scores.tril() if case.is_causal else scores).amax())
+    return torch.stack(largest).amax()
 
 
 def rate(config: Optimiser, step: int, steps: int) -> float:
@@ -115,19 +111,22 @@ def make_optimiser(config: Optimiser, parameters: list[nn.Parameter]) -> torch.o
 
 
 class Lane:
-    """A variant at step 0, or wherever `load` puts it."""
+    """A variant at step 0, or wherever `load` puts it. `loss`, and `norm`, that of the gradient
+    before clipping, are of the last batch, on the device."""
 
     def __init__(
         self, variant: Variant, model: ModelConfig, vocabulary: int, seed: int, device: torch.device
     ) -> None:
         self.variant, self.device = variant, device
-        found = [find(choice.name) for choice in variant.kernels]
-        options = [k.with_options(c.options) for k, c in zip(found, variant.kernels, strict=True)]
-        own, *behind = zip(found, options, strict=True)
-        draws = [kernel.draws(given) for kernel, given in zip(found, options, strict=True)]
+        self.loss: Tensor | None = None
+        self.norm: Tensor | None = None
+        self.lr: float | None = None
+        kernels = [find(choice.name) for choice in variant.kernels]
+        options = [k.with_options(c.options) for k, c in zip(kernels, variant.kernels, strict=True)]
+        own, *behind = zip(kernels, options, strict=True)
+        draws = [kernel.draws(given) for kernel, given in zip(kernels, options, strict=True)]
         rerounds = variant.role == "null_rounding"
-        self.noise = None
-        """What all random numbers of the lane come from; None where it has none."""
+        self.noise = None  # what all random numbers of the lane come from
         if rerounds:
             made = seed_of("rounding", seed, variant.name)
             self.noise = torch.Generator(device).manual_seed(made)
@@ -152,16 +151,11 @@ class Lane:
             self.parameters = list(network.parameters())
             self.optimiser = make_optimiser(variant.optimiser, self.parameters)
         self.scaler = torch.amp.GradScaler(device.type, enabled=variant.format == "float16")
-        self.loss: Tensor | None = None
-        """Of the last batch, on the device."""
-        self.norm: Tensor | None = None
-        """Of the last batch's gradients, before clipping, on the device."""
-        self.lr: float | None = None
         # Of two kernels neither may draw: only the first draws from what a recording knows.
         self.recordable = (
             device.type == "cuda"
             and not self.scaler.is_enabled()
-            and all(kernel.name in RECORDABLE for kernel in found)
+            and all(kernel.name in RECORDABLE for kernel in kernels)
             and not (behind and any(draws))
         )
         self.forget()
@@ -216,14 +210,14 @@ class Lane:
         with _named(self.variant):
             self._backward(batch)
         scale = self.scaler.get_scale()
-        found = {
+        gradient = {
             name: torch.zeros_like(p) if p.grad is None else p.grad / scale
             for name, p in self.network.named_parameters()
         }
         self.optimiser.zero_grad()
         if self.noise is not None and before is not None:
             self.noise.set_state(before)
-        return found
+        return gradient
 
     def weights(self) -> dict[str, Tensor]:
         """By name, as they are now."""
@@ -259,14 +253,14 @@ def _named(variant: Variant) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        hint = "leave the variant out, or give it another kernel"
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        words, hint = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", None
         if "deterministic" in str(error):
             hint = "`deterministic: false` allows all algorithms"
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             hint = "choose a smaller `batch` or `model`, or fewer variants: all are in memory"
-        if isinstance(error, NumdevError):
-            words, hint = error.message, error.hint or hint
+        elif isinstance(error, NumdevError):
+            words, hint = error.message, error.hint
         raise MeasurementError(
-            f"variant {variant.name} ({variant.kernel.name}): {words}", hint=hint
+            f"variant {variant.name} ({variant.kernel.name}): {words}",
+            hint=hint or "leave the variant out, or give it another kernel",
         ) from error

@@ -26,13 +26,12 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Lockstep:
-    """All lanes of a seed at one step, 0 to begin with."""
+    """All lanes of a seed at one step, 0 to begin with. They are `whole` but within a step and
+    after one that broke off."""
 
     def __init__(self, request: TrainRequest, data: Data, seed: int, device: torch.device) -> None:
         self.request, self.data, self.seed = request, data, seed
-        self.step = 0
-        self.whole = True
-        """Whether all lanes are at this step: not within a step, nor after one that broke off."""
+        self.step, self.whole = 0, True
         self.lanes = [
             Lane(variant, request.model, data.vocabulary, seed, device)
             for variant in request.variants
@@ -54,14 +53,14 @@ class Lockstep:
     def measured(self) -> tuple[list[TrainRow], list[DistanceRow]]:
         """The rows of this step, every variant's: its own, and its distances from the golden run's
         weights. At step 0 from its gradient too, for the first batch."""
-        found: list[DistanceRow] = []
+        rows: list[DistanceRow] = []
         for of in ("weights", "gradient") if self.step == 0 else ("weights",):
             golden = self._tensors(self.golden, of)
             for lane in self.lanes:
                 if lane is not self.golden:
                     place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
-                    found += distances(self._tensors(lane, of), golden, of=of, **place)
-        return [row_of(lane, self.seed, self.step) for lane in self.lanes], found
+                    rows += distances(self._tensors(lane, of), golden, of=of, **place)
+        return [row_of(lane, self.seed, self.step) for lane in self.lanes], rows
 
     def _tensors(self, lane: Lane, of: str) -> dict[str, torch.Tensor]:
         if of == "weights":
@@ -71,22 +70,16 @@ class Lockstep:
     def save(self, path: Path, run: str) -> None:
         """Write the state, for the run of this name; atomically. Raises MeasurementError where it
         cannot be written."""
-        state = {
-            "run": run,
-            "seed": self.seed,
-            "step": self.step,
-            "lanes": {lane.variant.name: lane.state() for lane in self.lanes},
-        }
+        lanes = {lane.variant.name: lane.state() for lane in self.lanes}
         written = partly(path)
         try:
-            torch.save(state, written)
+            torch.save({"run": run, "seed": self.seed, "step": self.step, "lanes": lanes}, written)
             os.replace(written, path)
         except (OSError, RuntimeError) as error:  # RuntimeError is torch's for a full disk
+            written.unlink(missing_ok=True)
             raise MeasurementError(
                 f"{path}: the state cannot be saved", hint="is there room, and may you write there?"
             ) from error
-        finally:
-            written.unlink(missing_ok=True)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state of this run and seed."""
@@ -101,8 +94,8 @@ def partly(path: Path) -> Path:
 
 
 def read_state(path: Path, run: str) -> dict[str, Any]:
-    """The saved state of the run of this name; empty where there is none that can be read: a
-    damaged file is no reason not to train, it begins again."""
+    """The saved state of the run of this name; empty where there is none that can be read: after a
+    damaged file training begins again."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
@@ -113,19 +106,16 @@ def read_state(path: Path, run: str) -> dict[str, Any]:
 @contextmanager
 def deterministic(*, wanted: bool) -> Iterator[None]:
     """Deterministic algorithms alone, an error from operators that have none; everything as before
-    afterwards. cuBLAS reads its setting when CUDA starts, so enter this before. Where it is not
-    wanted nothing is changed.
-
-    Memory is not filled before its use, as PyTorch would: nothing here reads what it did not write.
-    """
+    afterwards. cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not
+    filled before its use, as PyTorch would: nothing here reads what it did not write. Unless it is
+    `wanted` nothing is changed."""
     if not wanted:
         yield
         return
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = memory.fill_uninitialized_memory
-    workspace = os.environ.get(WORKSPACE)
+    filled, workspace = memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
     try:
         os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -1,7 +1,5 @@
 """What is measured of a lane at a recorded step: its row, and its distances from the golden lane;
-and which of the recorded losses are spikes.
-
-Whatever is not finite becomes None, and the row's `nulls` says so.
+and which of the recorded losses are spikes. What is not finite is None, with the reason in `nulls`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +23,9 @@ NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
 UNDEFINED = "undefined: one of the two is zero"
 KINDS = {
-    "norm": ("norm", "ln_", "modulation"),
-    "embedding": ("embed", "wte", "wpe"),
-    "attention": ("attn",),
+    "norm": ("norm", "final", "modulation"),
+    "embedding": ("embed", "tokens", "positions"),
+    "attention": ("attention",),
     "mlp": ("mlp",),
 }
 """Kinds of parameters (adaLN with the norms) and what their names contain; the rest is the head."""
@@ -37,33 +36,21 @@ TIMES, DEVIATIONS = 1.2, 6.0
 def row_of(lane: Lane, seed: int, step: int) -> TrainRow:
     """The row of a lane that has just made update `step`; at step 0 of one that made none."""
     seen = lane.attention.largest
-    updated = step > 0
     values: dict[str, Any] = {
-        "loss": number(lane.loss) if updated else None,
-        "grad_norm": number(lane.norm) if updated else None,
-        "lr": lane.lr if updated else None,
-        "max_logit": number(torch.stack(seen).amax()) if updated and seen else None,
+        "loss": number(lane.loss),
+        "grad_norm": number(lane.norm),
+        "lr": lane.lr,
+        "max_logit": number(torch.stack(seen).amax()) if seen else None,
     }
-    why = NOT_FINITE if updated else NOT_YET
+    norms = np.array(spectral_norms(list(lane.network.query_weights())))
+    if np.isfinite(norms).all():
+        layer, head = np.unravel_index(norms.argmax(), norms.shape)
+        values["spectral_where"] = f"layer {layer} head {head}"
+        values["spectral_norms"] = tuple(map(tuple, norms.tolist()))
+    values["spectral_norm"] = number(norms.max())
+    why = NOT_FINITE if step else NOT_YET
     nulls = {name: why for name, value in values.items() if value is None}
-    norms = spectral_norms(list(lane.network.query_weights()))
-    where, largest = None, None
-    if any(math.isnan(norm) for heads in norms for norm in heads):
-        nulls["spectral_norm"] = NOT_FINITE
-    else:
-        places = [(n, layer, head) for layer, row in enumerate(norms) for head, n in enumerate(row)]
-        largest, layer, head = max(places, key=lambda place: place[0])
-        where = f"layer {layer} head {head}"
-    return TrainRow(
-        seed=seed,
-        variant=lane.variant.name,
-        step=step,
-        **values,
-        spectral_norm=largest,
-        spectral_where=where,
-        spectral_norms=tuple(map(tuple, norms)) if where else (),
-        nulls=nulls,
-    )
+    return TrainRow(seed=seed, variant=lane.variant.name, step=step, nulls=nulls, **values)
 
 
 def distances(
@@ -74,22 +61,22 @@ def distances(
     what is left."""
     for group, names in groups_of(golden).items():
         a, b = (torch.cat([x[name].reshape(-1) for name in names]) for x in (ours, golden))
-        found = dataclasses.asdict(paired(a, b))
-        counts: dict[str, Any] = {name: found.pop(name) for name in ("elements", "nonfinite")}
-        lost = bool(counts["nonfinite"])
-        values: dict[str, Any] = {name: None if lost else value for name, value in found.items()}
-        why = NOT_FINITE if lost else UNDEFINED
+        values = dataclasses.asdict(paired(a, b))
+        counts = {name: values.pop(name) for name in ("elements", "nonfinite")}
+        if counts["nonfinite"]:
+            values = dict.fromkeys(values)
+        why = NOT_FINITE if counts["nonfinite"] else UNDEFINED
         nulls = {name: why for name, value in values.items() if value is None}
         yield DistanceRow(**place, group=group, nulls=nulls, **counts, **values)
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Parameters by kind: embedding, attention, mlp, norm, head; and `all`."""
-    found: dict[str, list[str]] = {"all": list(names)}
-    for name in found["all"]:
+    groups: dict[str, list[str]] = {"all": list(names)}
+    for name in groups["all"]:
         kinds = (kind for kind, parts in KINDS.items() if any(p in name for p in parts))
-        found.setdefault(next(kinds, "head"), []).append(name)
-    return found
+        groups.setdefault(next(kinds, "head"), []).append(name)
+    return groups
 
 
 @torch.no_grad()
@@ -101,11 +88,11 @@ def spectral_norms(weights: list[Tensor]) -> list[list[float]]:
     finite = squares.isfinite().all(dim=(-1, -2))
     squares = squares.where(finite[..., None, None], 0.0)
     largest = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
-    found: list[list[float]] = largest.where(finite, math.nan).tolist()
-    return found
+    norms: list[list[float]] = largest.where(finite, math.nan).tolist()
+    return norms
 
 
-def number(x: Tensor | None) -> float | None:
+def number(x: Tensor | float | None) -> float | None:
     """A scalar's value; None where there is none, or it is not finite."""
     value = math.nan if x is None else float(x)
     return value if math.isfinite(value) else None
@@ -115,14 +102,14 @@ def with_spikes(rows: Iterable[TrainRow]) -> tuple[TrainRow, ...]:
     """The rows with `spike` set. Rows of one run come in the order of their steps; a loss that is
     None is no spike, and no past for others."""
     pasts: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
-    found = []
+    marked = []
     for row in rows:
         past = pasts[row.seed, row.variant]
         spike = row.loss is not None and is_spike(row.loss, past)
-        found.append(row.model_copy(update={"spike": spike}))
+        marked.append(row.model_copy(update={"spike": spike}))
         if row.loss is not None:
             past.append(row.loss)
-    return tuple(found)
+    return tuple(marked)
 
 
 def is_spike(loss: float, past: Iterable[float]) -> bool:

@@ -1,14 +1,14 @@
-"""The networks that are trained: decoders with transformers' names, and a denoiser.
+"""The networks that are trained: `llama`, `gpt2`, and `dit`, a denoiser of images.
 
 A network calls one function for attention: attend(q, k, v, causal), q [batch, heads, length,
-head_dim], k and v with kv heads, which returns [batch, heads, length, head_dim]. Which one is the
-whole difference between most variants.
+head_dim], k and v with kv heads, which returns q's shape. Which one is the whole difference between
+most variants.
 
 `llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without dropout
-and with the output tied to the embedding, so that others open what is saved. `dit` (Peebles and
-Xie, "Scalable Diffusion Models with Transformers") cuts images into patches; the time of a noisy
-image reaches every block through adaLN. It predicts the noise (Ho et al., "Denoising Diffusion
-Probabilistic Models", eq. 14) under the cosine schedule of Nichol and Dhariwal.
+and with the output tied to the embedding; `numdev.training.checkpoints` knows their names. `dit`
+(Peebles and Xie, "Scalable Diffusion Models with Transformers") cuts images into patches; the time
+of a noisy image reaches every block through adaLN. It predicts the noise (Ho et al., "Denoising
+Diffusion Probabilistic Models", eq. 14) under the cosine schedule of Nichol and Dhariwal.
 
 Under autocast matrix products are in the working format, and sums along the residual stream in
 fp32, as in others' training code. Norms are computed in fp32 either way.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,31 +29,16 @@ from numdev.training.config import ModelConfig
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 Batch = Mapping[str, Tensor]
 LAYER_EPS, RMS_EPS, ROPE_THETA = 1e-5, 1e-6, 10000.0
-SPREAD = 0.02
-"""The standard deviation of initial weights, as GPT-2 and Llama have it."""
-NARROW = ("c_proj.weight", "o_proj.weight", "down_proj.weight", "proj_out.weight")
+SPREAD = 0.02  # the standard deviation of initial weights, as GPT-2 and Llama have it
+NARROW = ("attention.out.weight", "mlp.down.weight")
 """Matrices that end a branch of the residual stream."""
-TIMES = 1000
-"""How many degrees of noise a denoiser knows."""
+TIMES = 1000  # how many degrees of noise a denoiser knows
 LONGEST_PERIOD = 10000.0
-NAMES = {
-    "llama": SimpleNamespace(
-        root="model", tokens="embed_tokens", positions=None, layers="layers", final="norm",
-        attention="self_attn", qkv=("q_proj", "k_proj", "v_proj"), out="o_proj",
-        norms=("input_layernorm", "post_attention_layernorm"),
-        mlp=("gate_proj", "up_proj", "down_proj"),
-        order=("attention", "mlp", "norm_1", "norm_2"),
-    ),
-    "gpt2": SimpleNamespace(
-        root="transformer", tokens="wte", positions="wpe", layers="h", final="ln_f",
-        attention="attn", qkv=("c_attn",), out="c_proj", norms=("ln_1", "ln_2"),
-        mlp=("c_fc", "c_proj"), order=("norm_1", "attention", "norm_2", "mlp"),
-    ),
-    "dit": SimpleNamespace(
-        qkv=("q_proj", "k_proj", "v_proj"), out="proj_out", mlp=("proj_in", "proj_out")
-    ),
-}  # fmt: skip
-"""transformers' names of the parts; in the `order` of its parameters."""
+# Sums over parameters go in the order in which transformers' models have them.
+PARTS = {
+    "llama": ("attention", "mlp", "norm_1", "norm_2"),
+    "gpt2": ("norm_1", "attention", "norm_2", "mlp"),
+}
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -81,20 +65,18 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around `attend`: of q, k and v by themselves, or of all three in one."""
+    """The projections around `attend`: of q, k and v by themselves, or gpt2's of all three."""
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        names, head_dim = NAMES[config.kind], config.head_dim
-        self.head_dim, self.attend, self.causal = head_dim, attend, config.kind != "dit"
-        wide, kv = config.width, (config.kv_heads or config.heads) * head_dim
-        widths = (wide, kv, kv) if len(names.qkv) == 3 else (3 * wide,)
-        for name, out in zip((*names.qkv, names.out), (*widths, wide), strict=True):
+        self.head_dim, self.attend, self.causal = config.head_dim, attend, config.kind != "dit"
+        wide, kv = config.width, (config.kv_heads or config.heads) * config.head_dim
+        widths = {"qkv": 3 * wide} if config.kind == "gpt2" else {"q": wide, "k": kv, "v": kv}
+        for name, out in {**widths, "out": wide}.items():
             self.add_module(name, nn.Linear(wide, out, bias=config.has_biases))
-        self.parts = tuple(self.children())  # a tuple registers nothing
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        *projections, out = self.parts
+        *projections, out = self.children()
         projected = [project(x) for project in projections]
         if len(projected) == 1:
             projected = projected[0].chunk(3, dim=-1)
@@ -107,8 +89,8 @@ class Attention(nn.Module):
 
     def query_weight(self) -> Tensor:
         """W_Q by head: [heads, head_dim, width]."""
-        first: Any = self.parts[0].weight
-        own = first if len(self.parts) == 4 else first.chunk(3, dim=0)[0]
+        first: Any = next(self.parameters())
+        own = first.chunk(3, dim=0)[0] if hasattr(self, "qkv") else first
         heads: Tensor = own.unflatten(0, (-1, self.head_dim))
         return heads
 
@@ -121,52 +103,62 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU where there are three matrices, GELU by tanh where there are two."""
+    """SwiGLU in llama, GELU by tanh in the others."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        *into, out = NAMES[config.kind].mlp
-        for name in into:
+        for name in ("gate", "up") if config.kind == "llama" else ("up",):
             self.add_module(name, nn.Linear(config.width, config.hidden, bias=config.has_biases))
-        self.add_module(out, nn.Linear(config.hidden, config.width, bias=config.has_biases))
-        self.parts = tuple(self.children())
+        self.down = nn.Linear(config.hidden, config.width, bias=config.has_biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *up, out = self.parts
+        first, *up, down = self.children()
         inner = F.silu(first(x)) * up[0](x) if up else F.gelu(first(x), approximate="tanh")
-        found: Tensor = out(inner)
-        return found
+        out: Tensor = down(inner)
+        return out
 
 
 class Block(nn.Module):
     """A decoder's layer."""
 
+    attention: Attention
+    mlp: MLP
+    norm_1: Norm
+    norm_2: Norm
+
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        names = NAMES[config.kind]
-        norms, attention, mlp = (Norm(config), Norm(config)), Attention(config, attend), MLP(config)
-        parts = {
-            "attention": (names.attention, attention),
-            "mlp": ("mlp", mlp),
-            "norm_1": (names.norms[0], norms[0]),
-            "norm_2": (names.norms[1], norms[1]),
-        }
-        for part in names.order:
-            self.add_module(*parts[part])
-        self.parts = (*norms, attention, mlp)
+        parts = {"attention": Attention(config, attend), "mlp": MLP(config)}
+        norms = {"norm_1": Norm(config), "norm_2": Norm(config)}
+        for name in PARTS[config.kind]:
+            self.add_module(name, {**parts, **norms}[name])
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        norm_1, norm_2, attention, mlp = self.parts
-        x = x + attention(norm_1(x), rotation)
-        out: Tensor = x + mlp(norm_2(x))
+        x = x + self.attention(self.norm_1(x), rotation)
+        out: Tensor = x + self.mlp(self.norm_2(x))
+        return out
+
+
+class ModulatedBlock(nn.Module):
+    """A denoiser's layer: the time shifts and scales what norms return and gates what is added."""
+
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+        super().__init__()
+        self.attention = Attention(config, attend)
+        self.mlp = MLP(config)
+        self.modulation = nn.Linear(config.width, 6 * config.width)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(time)[:, None].chunk(
+            6, dim=-1
+        )
+        x = x + gate * self.attention(normed(x) * (1 + scale) + shift)
+        out: Tensor = x + mlp_gate * self.mlp(normed(x) * (1 + mlp_scale) + mlp_shift)
         return out
 
 
 class Network(nn.Module):
     """What the training loop needs of a network."""
-
-    attentions: tuple[Attention, ...]
-    """Layer by layer."""
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a batch, a scalar in float32: nats a token, squared error a pixel."""
@@ -174,47 +166,41 @@ class Network(nn.Module):
 
     def query_weights(self) -> Iterator[Tensor]:
         """Layer by layer, the rows of W_Q by head: [heads, head_dim, width]."""
-        return (attention.query_weight() for attention in self.attentions)
+        return (m.query_weight() for m in self.modules() if isinstance(m, Attention))
 
 
 class Decoder(Network):
     """`llama` or `gpt2`."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig, vocabulary: int, attend: Attend = sdpa) -> None:
         super().__init__()
         assert config.context is not None
-        names, root = NAMES[config.kind], nn.Module()
-        tokens, final = nn.Embedding(vocabulary, config.width), Norm(config)
-        blocks = [Block(config, attend) for _ in range(config.layers)]
-        positions = nn.Embedding(config.context, config.width) if names.positions else None
-        root.add_module(names.tokens, tokens)
-        if positions is not None:
-            root.add_module(names.positions, positions)
+        self.tokens = nn.Embedding(vocabulary, config.width)
+        if config.kind == "gpt2":
+            self.positions = nn.Embedding(config.context, config.width)
         else:
             features = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float()
             rates = 1.0 / ROPE_THETA ** (features / config.head_dim)
             angles = torch.outer(torch.arange(config.context).float(), rates).repeat(1, 2)
-            root.register_buffer("cos", angles.cos(), persistent=False)
-            root.register_buffer("sin", angles.sin(), persistent=False)
-        root.add_module(names.layers, nn.ModuleList(blocks))
-        root.add_module(names.final, final)
-        self.add_module(names.root, root)
-        self.parts: Any = (root, tokens, positions, blocks, final)
-        self.attentions = tuple(block.parts[2] for block in blocks)
+            self.register_buffer("cos", angles.cos(), persistent=False)
+            self.register_buffer("sin", angles.sin(), persistent=False)
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
+        self.final = Norm(config)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [batch, length, vocabulary] of ids [batch, length]."""
-        root, tokens, positions, blocks, final = self.parts
-        length = input_ids.shape[1]
-        x = tokens(input_ids)
+        length, x = input_ids.shape[1], self.tokens(input_ids)
         rotation = None
-        if positions is None:
-            rotation = root.cos[:length], root.sin[:length]
+        if hasattr(self, "positions"):
+            x = x + self.positions.weight[:length]
         else:
-            x = x + positions.weight[:length]
-        for block in blocks:
+            rotation = self.cos[:length], self.sin[:length]
+        for block in self.blocks:
             x = block(x, rotation)
-        return F.linear(final(x), tokens.weight)
+        return F.linear(self.final(x), self.tokens.weight)
 
     def loss(self, batch: Batch) -> Tensor:
         logits = self(batch["inputs"])
@@ -238,24 +224,6 @@ def normed(x: Tensor) -> Tensor:
     return F.layer_norm(x.float(), (x.shape[-1],), eps=LAYER_EPS).to(x.dtype)
 
 
-class ModulatedBlock(nn.Module):
-    """A denoiser's layer: the time shifts and scales what norms return and gates what is added."""
-
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
-        super().__init__()
-        self.attn = Attention(config, attend)
-        self.mlp = MLP(config)
-        self.modulation = nn.Linear(config.width, 6 * config.width)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(time)[:, None].chunk(
-            6, dim=-1
-        )
-        x = x + gate * self.attn(normed(x) * (1 + scale) + shift)
-        out: Tensor = x + mlp_gate * self.mlp(normed(x) * (1 + mlp_scale) + mlp_shift)
-        return out
-
-
 class Denoiser(Network):
     """`dit`."""
 
@@ -265,16 +233,12 @@ class Denoiser(Network):
         assert config.patch is not None
         width, self.patch = config.width, config.patch
         tokens, pixels = (config.image // config.patch) ** 2, config.patch**2
-        blocks = [ModulatedBlock(config, attend) for _ in range(config.layers)]
         self.patch_embed = nn.Linear(pixels, width)
         self.position_embed = nn.Parameter(torch.zeros(tokens, width))
         self.time_embed = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(ModulatedBlock(config, attend) for _ in range(config.layers))
         self.head_modulation = nn.Linear(width, 2 * width)
         self.head = nn.Linear(width, pixels)
-        self.attentions = tuple(block.attn for block in blocks)
-        self.zero_at_first = [*(b.modulation for b in blocks), self.head_modulation, self.head]
-        """adaLN-Zero: blocks add nothing at first, and the prediction is zero."""
 
     def forward(self, images: Tensor, times: Tensor) -> Tensor:
         """The noise in noisy images [batch, 1, side, side] at int64 times [batch]."""
@@ -286,14 +250,14 @@ class Denoiser(Network):
         for block in self.blocks:
             x = block(x, time)
         shift, scale = self.head_modulation(time)[:, None].chunk(2, dim=-1)
-        found = self.head(normed(x) * (1 + scale) + shift)
-        found = found.unflatten(1, (side, side)).unflatten(3, (self.patch, self.patch))
-        whole: Tensor = found.transpose(2, 3).flatten(3).flatten(1, 2)[:, None]
+        out = self.head(normed(x) * (1 + scale) + shift)
+        out = out.unflatten(1, (side, side)).unflatten(3, (self.patch, self.patch))
+        whole: Tensor = out.transpose(2, 3).flatten(3).flatten(1, 2)[:, None]
         return whole
 
     def loss(self, batch: Batch) -> Tensor:
-        found = self(noisy(batch["images"], batch["noise"], batch["times"]), batch["times"])
-        return F.mse_loss(found.float(), batch["noise"])
+        out = self(noisy(batch["images"], batch["noise"], batch["times"]), batch["times"])
+        return F.mse_loss(out.float(), batch["noise"])
 
 
 def _waves(times: Tensor, width: int) -> Tensor:
@@ -307,15 +271,14 @@ def _waves(times: Tensor, width: int) -> Tensor:
 @torch.no_grad()
 def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend = sdpa) -> Network:
     """The network of a configuration with the weights of a seed, in float32 on the CPU: the same
-    on every machine. Without a seed weights are whatever PyTorch makes. `vocabulary` is of no
-    concern to a denoiser.
+    on every machine. Without a seed weights are whatever PyTorch makes.
 
     Matrices are drawn from a normal distribution, those that end a branch of the residual stream
-    narrower by sqrt(2 layers), as GPT-2 has them. Biases are 0, gains 1.
+    narrower by sqrt(2 layers), as GPT-2 has them; those of adaLN and a denoiser's head are 0, so
+    that blocks add nothing at first (adaLN-Zero). Biases are 0, gains 1.
     """
-    network: Network = (
-        Denoiser(config, attend) if config.kind == "dit" else Decoder(config, vocabulary, attend)
-    )
+    is_dit = config.kind == "dit"
+    network = Denoiser(config, attend) if is_dit else Decoder(config, vocabulary, attend)
     if seed is None:
         return network
     generator = torch.Generator().manual_seed(seed)
@@ -325,8 +288,8 @@ def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend
         elif parameter.ndim >= 2:
             spread = SPREAD / (2 * config.layers) ** 0.5 if name.endswith(NARROW) else SPREAD
             parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(spread))
-    for layer in network.zero_at_first if isinstance(network, Denoiser) else ():
-        layer.weight.zero_()
+        if "modulation" in name or name == "head.weight":
+            parameter.zero_()
     return network
 
 

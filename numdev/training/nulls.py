@@ -21,17 +21,16 @@ def rerounded(out: Tensor, generator: torch.Generator) -> Tensor:
     """out with one in ODDS of its values, drawn at random, moved to a neighbouring number of its
     dtype, up or down alike: an error without bias, as large as that of one rounding. Gradients
     pass unchanged. Zeros, infinities and NaN stay."""
-    moved: Tensor = _Rerounded.apply(out, generator)  # type: ignore[no-untyped-call]
+    drawn = torch.randint(
+        2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
+    )
+    moved: Tensor = _Moved.apply(out, (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8))  # type: ignore[no-untyped-call]
     return moved
 
 
-class _Rerounded(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, generator: torch.Generator) -> Tensor:
-        drawn = torch.randint(
-            2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
-        )
-        steps = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+    def forward(ctx: Any, out: Tensor, steps: Tensor) -> Tensor:
         return moved_by(out, steps)
 
     @staticmethod

@@ -15,22 +15,16 @@ from pydantic import Field
 from numdev.report import Axis, Figure, Record, Report
 
 VariantRole = Literal[
-    "golden",
-    "flash",
-    "low_precision",
-    "attention_precision",
-    "other_seed",
-    "null_repeat",
-    "null_rounding",
-    "null_ulp",
-    "variant",
+    "golden",  # the eager baseline in the working format, which all others depart from
+    "flash",  # by another kernel in the same format
+    "low_precision",  # by another format, the whole network
+    "attention_precision",  # by another format in attention alone
+    "other_seed",  # by another initialisation
+    "null_repeat",  # by nothing
+    "null_rounding",  # by outputs of attention re-rounded at random, at the size of the floor
+    "null_ulp",  # by all weights moved by one ulp before the first step
+    "variant",  # by anything else
 ]
-"""What a variant is to the golden run, which is the eager baseline in the working format: `flash`
-another kernel in the same format; `low_precision` the same in another format, the whole network;
-`attention_precision` the same with attention alone in another format; `other_seed` another
-initialisation; `null_repeat` the same again; `null_rounding` the same with outputs of attention
-re-rounded at random, at the size of the floor; `null_ulp` the same with all weights moved by one
-ulp before the first step; `variant` anything else."""
 
 
 class VariantRecord(Record):
@@ -40,11 +34,9 @@ class VariantRecord(Record):
     role: VariantRole
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
-    format: str
-    """`float32`, `bfloat16` or `float16` (autocast over fp32 weights), `pure bfloat16`."""
+    format: str  # `float32`, `bfloat16`, `float16` (autocast over fp32 weights), `pure bfloat16`
     attention_format: str
-    ran: str | None = None
-    """What the kernel said it ran."""
+    ran: str | None = None  # what the kernel said it ran
     differs: dict[str, Any] = Field(default_factory=dict)
     """What else differs from the golden run: seed, data order, optimiser settings, the kernel whose
     gradients it has."""
@@ -56,20 +48,14 @@ class TrainRow(Record):
     seed: int
     variant: str
     step: int
-    loss: float | None
-    """Mean nats a token (squared error a pixel for a denoiser); None once it is not finite."""
-    grad_norm: float | None
-    """Before clipping."""
+    loss: float | None  # mean nats a token (squared error a pixel); None once it is not finite
+    grad_norm: float | None  # before clipping
     lr: float | None
-    max_logit: float | None
-    """The largest |scaled score| of any head, bf16 and fp32 alike computed in fp32."""
-    spectral_norm: float | None
-    """The largest over heads and layers of the spectral norm of a head's rows of W_Q."""
+    max_logit: float | None  # the largest |scaled score| of any head, computed in fp32
+    spectral_norm: float | None  # the largest of any head's rows of W_Q
     spectral_where: str | None = None
-    spectral_norms: tuple[tuple[float, ...], ...] = ()
-    """By layer and head."""
-    spike: bool = False
-    """Whether the loss stood far above its recent past (docs/training.md has the rule)."""
+    spectral_norms: tuple[tuple[float, ...], ...] = ()  # by layer and head
+    spike: bool = False  # whether the loss stood far above its recent past (docs/training.md)
     nulls: dict[str, str] = Field(default_factory=dict)
 
 
@@ -81,11 +67,9 @@ class DistanceRow(Record):
     step: int
     of: Literal["weights", "gradient"]
     """The gradient is that of the first batch, before any update: step 0."""
-    group: str
-    """`all`, or a kind of parameter: embedding, attention, mlp, norm, head."""
+    group: str  # `all`, or a kind of parameter: embedding, attention, mlp, norm, head
     elements: int
-    nonfinite: int = 0
-    """Of them, not finite in one of the two. Then there is no distance."""
+    nonfinite: int = 0  # of them, in one of the two: then there is no distance
     max_abs: float | None
     mean_abs: float | None
     rel: float | None
@@ -100,14 +84,12 @@ class TrainSummary(Record):
     """What a reader wants first."""
 
     answer: tuple[str, ...]
-    steps: int
-    """Taken by every seed."""
+    steps: int  # taken by every seed
     seeds: tuple[int, ...]
     parameters: int
     model: str
     data: str
-    axis: Axis | None = None
-    """What the figures' curves run along: recorded steps."""
+    axis: Axis | None = None  # what the figures' curves run along: recorded steps
 
 
 class TrainReport(Report):

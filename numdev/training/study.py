@@ -10,9 +10,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,45 +49,67 @@ def train(
     Raises UsageError for a kernel that cannot run here, and MeasurementError, naming the variant,
     for one that refuses or fails.
     """
-    began = time.monotonic()
+    until = None if stop_after is None else time.monotonic() + stop_after
     with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
         system = System.here(request.device)
         watch = stopwatch(system.device, OF_TRAINING)
         plan = _planned(request, system)
-        data = load(request.data, request.model, request.batch, torch.device(system.device))
+        device = torch.device(system.device)
+        data = load(request.data, request.model, request.batch, device)
         described = {"config": request.target, **data.about}
         head = header(request.measured(), system, plan, described)
         with Journal.open(directory, head, overwrite=overwrite) as journal:
             if overwrite:
                 shutil.rmtree(directory / checkpoints.FOLDER, ignore_errors=True)
-            run = _Run(
-                request=request, data=data, device=torch.device(system.device), journal=journal,
-                progress=progress, watch=watch,
-                until=None if stop_after is None else began + stop_after,
-            )  # fmt: skip
-            return run.report(system, described, command) if run.over() else None
+            run = _Run(request, data, device, journal, progress, watch, until)
+            if not run.finished():
+                return None
+            rows = with_spikes(journal.records("row", TrainRow))
+            distances = journal.records("distance", DistanceRow)
+            ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
+        variants = [record_of(v, request.golden, ran.get(v.name)) for v in request.variants]
+        with torch.device("meta"):
+            network = build(request.model, data.vocabulary, None)
+        return TrainReport(
+            provenance=provenance(system, described, command),
+            request=request.model_dump(mode="json"),
+            summary=TrainSummary(
+                answer=tuple(answer(variants, rows, distances)),
+                steps=request.steps,
+                seeds=request.seeds,
+                parameters=sum(p.numel() for p in network.parameters()),
+                model=request.model.kind,
+                data=described["prompt"],
+                axis=figures.axis_of(request.recorded),
+            ),
+            variants=tuple(variants),
+            rows=rows,
+            distances=distances,
+            figures=figures.of_run(variants, rows, distances),
+            timings=watch.seconds(),
+        )
 
 
-@dataclass(kw_only=True, eq=False)
 class _Run:
-    """One call of the study."""
+    """One call of the study, until it is finished or the monotonic clock says `until`."""
 
-    request: TrainRequest
-    data: Data
-    device: torch.device
-    journal: Journal
-    progress: Progress
-    watch: Stopwatch
-    until: float | None
-    """When to stop, by the monotonic clock."""
-    loss: float | None = None
-    """The last that was recorded of the golden run."""
+    def __init__(
+        self,
+        request: TrainRequest,
+        data: Data,
+        device: torch.device,
+        journal: Journal,
+        progress: Progress,
+        watch: Stopwatch,
+        until: float | None,
+    ) -> None:
+        self.request, self.data, self.device, self.journal = request, data, device, journal
+        self.progress, self.watch, self.until = progress, watch, until
+        self.state = journal.directory / STATE
+        self.name = digest(journal.header)  # what a saved state must be of
+        self.loss: float | None = None  # the last that was recorded of the golden run
 
-    def __post_init__(self) -> None:
-        self.state = self.journal.directory / STATE
-        self.name = digest(self.journal.header)  # what a saved state must be of
-
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""
         request = self.request
         for variant in request.variants:
@@ -159,9 +179,9 @@ class _Run:
         with self.watch("metrics"):
             rows, distances = lanes.measured()
             for lane in lanes.lanes:  # what its kernel said it ran, once
-                name, key = lane.variant.name, _of_variant(lane.variant)
+                key = _of_variant(lane.variant)
                 if not self.journal.visit(key):
-                    ran = {"variant": name, "ran": lane.attention.ran or None}
+                    ran = {"variant": lane.variant.name, "ran": lane.attention.ran or None}
                     self.journal.append(key, {"variant": [ran]})
             self.loss = next(r.loss for r in rows if r.variant == self.request.golden.name)
             for kind, table in (("row", rows), ("distance", distances)):
@@ -193,42 +213,11 @@ class _Run:
         loss = "" if self.loss is None else f", loss {self.loss:.3f}"
         self.progress(f"seed {lanes.seed}{loss}", done, steps * len(seeds))
 
-    def report(self, system: System, described: dict[str, Any], command: str) -> TrainReport:
-        """What the journal's rows come to."""
-        request, journal = self.request, self.journal
-        rows = with_spikes(journal.records("row", TrainRow))
-        distances = journal.records("distance", DistanceRow)
-        ran = {row["variant"]: row["ran"] for row in journal.rows("variant")}
-        variants = tuple(record_of(v, request.golden, ran.get(v.name)) for v in request.variants)
-        with torch.device("meta"):
-            network = build(request.model, self.data.vocabulary, None)
-        return TrainReport(
-            provenance=provenance(system, described, command),
-            request=request.model_dump(mode="json"),
-            summary=TrainSummary(
-                answer=answer(variants, rows, distances),
-                steps=request.steps,
-                seeds=request.seeds,
-                parameters=sum(p.numel() for p in network.parameters()),
-                model=request.model.kind,
-                data=described["prompt"],
-                axis=figures.axis_of(request.recorded),
-            ),
-            variants=variants,
-            rows=rows,
-            distances=distances,
-            figures=figures.of_run(variants, rows, distances),
-            timings=self.watch.seconds(),
-        )
-
 
 def record_of(variant: Variant, golden: Variant, ran: str | None) -> VariantRecord:
     """A variant as the report holds it, with what else differs from the golden run."""
-    differs: dict[str, Any] = {
-        name: getattr(variant, name) for name in ("seed", "data_order") if getattr(variant, name)
-    }
-    if variant.backward_kernel:
-        differs["backward_kernel"] = variant.backward_kernel.model_dump(mode="json")
+    given = variant.model_dump(mode="json")
+    differs = {n: given[n] for n in ("seed", "data_order", "backward_kernel") if given[n]}
     theirs = golden.optimiser.model_dump()
     changed = {k: x for k, x in variant.optimiser.model_dump().items() if x != theirs[k]}
     if changed:
@@ -251,12 +240,9 @@ def _planned(request: TrainRequest, system: System) -> list[Planned]:
     for variant, choice in ((v, choice) for v in request.variants for choice in v.kernels):
         kernel = find(choice.name)
         options = recorded(kernel.with_options(choice.options))
-        missing = kernel.missing(system)
-        if missing:
-            raise UsageError(
-                f"variant {variant.name}: {kernel.name} cannot run here: {missing}",
-                hint="leave it out, or choose another kernel",
-            )
+        if missing := kernel.missing(system):
+            words = f"variant {variant.name}: {kernel.name} cannot run here: {missing}"
+            raise UsageError(words, hint="leave it out, or choose another kernel")
         plan.append(Planned(role="kernel", kernel=kernel, options=options))
     return plan
 

@@ -5,27 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from numdev.report.document import (
-    MEDIA,
-    PAGE,
-    TERMINAL,
-    TEXT,
-    Cell,
-    Fold,
-    Heading,
-    Medium,
-    Node,
-    Table,
-    bullets,
-    notes,
-    table,
-    words,
-)
+from numdev.report import document as doc
+from numdev.report.document import PAGE, TERMINAL, TEXT, Cell
 from numdev.report.numbers import NONE, si, times
 from numdev.training.weights.report import GroupRow, PairSummary, TensorRow, WeightsReport
 
 SHOWN = 8
-"""Tensors of a pair in the terminal, 3 where there are several pairs; rows.csv has all."""
+"""Tensors of a pair in the terminal; rows.csv has all."""
 ON_PAGE = 500
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 LEGEND = (
@@ -41,46 +27,38 @@ def title(report: WeightsReport) -> str:
 
 
 def line(report: WeightsReport) -> str:
-    return (
-        f"Tensor by tensor, in fp64 arithmetic on the stored values. {LEGEND} “cast”: that change, "
-        "as mean |x − cast x|, which is also its W1."
-    )
+    return f"Tensor by tensor, in fp64 arithmetic on the stored values. {LEGEND}"
 
 
-def blocks(report: WeightsReport) -> Iterator[Node]:
-    several = len(report.summary.pairs) > 1
+def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     for pair in report.summary.pairs:
-        kinds = [g for g in report.groups if g.of == pair.of and g.group in ("all", "kind")]
-        layers = [g for g in report.groups if g.of == pair.of and g.group == "layer"]
+        groups = [g for g in report.groups if g.of == pair.of]
+        kinds = [g for g in groups if g.group != "layer"]
         tensors = leading(report, pair)
-        most = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
         heading = f"{pair.of} against {pair.against}"
+        first = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
         yield _table("kind", kinds, title=heading, only=("terminal", "markdown"))
-        yield Heading(heading, PAGE)
+        yield doc.Heading(heading, PAGE)
         yield _table("kind of parameter", kinds, whole=True, only=PAGE)
-        if layers:
-            yield Fold("By layer", (_table("layer", layers, whole=True),), open=True)
-        limited = f": the first {ON_PAGE} of {pair.tensors}, all in rows.csv"
-        more = limited if pair.tensors > ON_PAGE else ""
-        yield Fold(
-            f"By {most}{more}", (_table("tensor", tensors[:ON_PAGE], whole=True),), open=True
-        )
+        layers = [g for g in groups if g.group == "layer"]
+        for name, rows in (("layer", layers), (first, tensors[:ON_PAGE])):
+            yield doc.Fold(f"By {name}", (_table(name, rows, whole=True),), open=True)
         moved = [row for row in tensors if row.equal != 1]
-        yield _table(most, moved[: 3 if several else SHOWN], only=TERMINAL)
-    yield words(
+        yield _table(first, moved[:SHOWN], only=TERMINAL)
+    yield doc.words(
         ("weights", "tensor", "", ""),
         ((r.source, r.tensor or NONE, r.what, r.words) for r in report.remarks[:ON_PAGE]),
         title="What could not be compared, or needs a word",
         only=TEXT,
     )
-    yield from notes((LEGEND, *report.summary.notes), TERMINAL)
-    if report.summary.notes:
-        yield Heading("Notes", TEXT)
-        yield bullets(report.summary.notes, TEXT)
-    yield words(
-        ("weights", "tensors", "elements", "files", "SHA-256"),
+    yield from doc.notes((LEGEND, *report.summary.notes), TERMINAL)
+    yield doc.words(
+        ("weights", "tensors", "elements", "files", "taken off all names", "SHA-256"),
         (
-            (s.name, str(s.tensors), str(s.elements), str(len(s.files)), s.sha256)
+            (
+                *(s.name, str(s.tensors), str(s.elements), str(len(s.files))),
+                *(s.prefix_removed or NONE, s.sha256),
+            )
             for s in report.sources
         ),
         title="The sets",
@@ -100,51 +78,33 @@ def leading(report: WeightsReport, pair: PairSummary) -> list[TensorRow]:
 
 
 def _table(
-    first: str,
-    rows: Sequence[GroupRow | TensorRow],
-    *,
-    whole: bool = False,
-    title: str = "",
-    only: tuple[Medium, ...] = MEDIA,
-) -> Table:
+    first: str, rows: Sequence[GroupRow | TensorRow], *, whole: bool = False, **more: object
+) -> doc.Table:
     """Rows of tensors or of groups; `whole` with the columns that only a page has room for."""
-    ratios = [f"×{name}" for name in FORMATS.values()]
-    names = ["mean", "max", "rel", "W1", *ratios]
+    names = ["mean", "max", "rel", "W1", *(f"×{name}" for name in FORMATS.values())]
     if whole:
-        casts = [f"{name} cast" for name in FORMATS.values()]
-        names = [
-            "mean |Δ|",
-            "max |Δ|",
-            "rel L2",
-            "cosine",
-            "W1",
-            "equal",
-            *ratios,
-            *casts,
-            "NaN/inf",
-        ]
-    cells = ([_name(row), *map(Cell, _numbers(row, whole))] for row in rows)
-    return table([first, *names], cells, title=title, only=only)
+        names += ["cosine", "equal", *(f"{name} cast" for name in FORMATS.values()), "NaN/inf"]
+    cells = ([_name(row), *_numbers(row)[: len(names)]] for row in rows)
+    return doc.table([first, *names], cells, **more)
 
 
 def _name(row: GroupRow | TensorRow) -> Cell:
     if isinstance(row, GroupRow):
-        return Cell(
-            row.name, style="strong" if row.group == "all" else "", after=f"({row.tensors})"
-        )
+        style: doc.Style = "strong" if row.group == "all" else ""
+        return Cell(row.name, style=style, after=f"({row.tensors})")
     shape = " × ".join(map(str, row.shape))
     stored = " / ".join(dict.fromkeys((row.stored_of, row.stored_against)))
     return Cell(row.tensor, after=f"{shape} {stored}")
 
 
-def _numbers(row: GroupRow | TensorRow, whole: bool) -> list[str]:
+def _numbers(row: GroupRow | TensorRow) -> list[str]:
     w1 = si(row.mean_w1 if isinstance(row, GroupRow) else row.w1)
-    sizes = [si(x) for x in (row.mean_abs, row.max_abs, row.rel)]
-    ratios = [times(row.times(name)) for name in FORMATS]
-    if not whole:
-        return [*sizes, w1, *ratios]
-    cosine = NONE if row.cosine is None else f"{row.cosine:.6g}"
-    equal = NONE if row.equal is None else f"{100 * row.equal:.1f} %"
-    casts = [si(getattr(row, f"{name}_mean_abs")) for name in FORMATS]
-    lost = str(row.nonfinite_of + row.nonfinite_against or "")
-    return [*sizes, cosine, w1, equal, *ratios, *casts, lost]
+    return [
+        *(si(x) for x in (row.mean_abs, row.max_abs, row.rel)),
+        w1,
+        *(times(row.times(name)) for name in FORMATS),
+        NONE if row.cosine is None else f"{row.cosine:.6g}",
+        NONE if row.equal is None else f"{100 * row.equal:.1f} %",
+        *(si(getattr(row, f"{name}_mean_abs")) for name in FORMATS),
+        str(row.nonfinite_of + row.nonfinite_against or ""),
+    ]

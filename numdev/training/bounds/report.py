@@ -1,8 +1,6 @@
 """What `numdev bounds` says, as a report holds it: how far flash moves weights, beside low
-precision, another seed, and the null runs that tell what any perturbation would grow to.
-
-Distances are from the golden run of the same seed. A step counts updates.
-"""
+precision, another seed, and null runs, which tell what any perturbation would grow to. Distances
+are from the golden run of the same seed; a step counts updates."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from pydantic import Field
 from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
+Of = Literal["weights", "gradient"]
 Window = Literal["first", "early", "saturated", "start", "given"]
 """Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
 from where they have merged; the first gradient, before any update; the one step of checkpoints."""
@@ -24,8 +23,7 @@ class BoundsVariant(Record):
 
     label: str
     role: VariantRole
-    runs: int
-    """How many, over all seeds."""
+    runs: int  # over all seeds
     kernel: str | None = None
     format: str | None = None
     attention_format: str | None = None
@@ -36,20 +34,15 @@ class Saturation(Record):
     that `numdev.training.bounds.saturation` defines."""
 
     group: str
-    steps: tuple[int, ...]
-    """Recorded, without step 0."""
-    bends: int | None
-    saturated: int | None
-    peak: float | None
-    """The largest perturbation over the smallest null, at most; `null` is that null."""
-    null: str | None
+    steps: tuple[int, ...]  # recorded, without step 0
+    bends: int | None = None
+    saturated: int | None = None
+    peak: float | None = None  # the largest perturbation over the smallest null, at most
+    null: str | None = None  # that null
     chance: int | None = None
-    early: tuple[int, ...]
-    """Steps before `bends` and `chance`; without a null the first recorded one."""
-    late: tuple[int, ...]
-    """Steps from `saturated` on."""
-    reason: str | None = None
-    """Why it is not known."""
+    early: tuple[int, ...]  # before `bends` and `chance`; without a null the first recorded one
+    late: tuple[int, ...] = ()  # from `saturated` on
+    reason: str | None = None  # why it is not known
 
 
 class Pair(Record):
@@ -61,8 +54,7 @@ class Pair(Record):
     role: VariantRole
     against: str
     against_role: VariantRole
-    low: float | None
-    """The 95 % interval over seeds, of a ratio by logarithms; null for one seed."""
+    low: float | None  # 95 % over seeds, of a ratio by logarithms; null for one seed
     high: float | None
     by_seed: dict[int, float] = Field(default_factory=dict)
     nulls: dict[str, str] = Field(default_factory=dict)
@@ -71,7 +63,7 @@ class Pair(Record):
 class Comparison(Pair):
     """The distance of one kind of run over that of another: geometric means."""
 
-    of: Literal["weights", "gradient"]
+    of: Of
     window: Window
     steps: tuple[int, ...]
     ratio: float | None
@@ -89,11 +81,10 @@ class NullRow(Record):
 
     label: str
     role: VariantRole
-    of: Literal["weights", "gradient"]
+    of: Of
     group: str
     metric: str
-    step: int | None
-    """Null for checkpoints."""
+    step: int | None  # null for checkpoints
     runs: int
     mean: float
     smallest: float
@@ -106,12 +97,10 @@ class BoundsSummary(Record):
     answer: tuple[str, ...]
     seeds: tuple[int, ...]
     variants: tuple[BoundsVariant, ...]
-    missing: tuple[str, ...]
-    """What cannot be said, and what would be needed."""
+    missing: tuple[str, ...]  # what cannot be said, for want of what
     deterministic: bool | None
     """Whether the golden run, repeated, gave the same bits; null where it was not repeated."""
-    axis: Axis | None
-    """Of the figures; null for checkpoints, which are one step."""
+    axis: Axis | None  # of the figures; null for checkpoints, which are one step
 
 
 class BoundsReport(Report):

@@ -2,25 +2,22 @@
 
 Training is chaotic: two runs that differ by anything part from each other, and however small the
 difference was, their distance grows to the same size. While it is small, distances keep the
-proportion of what caused them; a larger one is the first to stop growing as the smaller ones do,
-the others catch up, and past that the distance says how chaotic training is. So a ratio means
-something only before the largest curve bends, and to see that takes a null: a run that differs by
-much less than what is asked about.
+proportion of what caused them; a larger one is the first to stop growing, the others catch up, and
+past that the distance says how chaotic training is. So a ratio means something only before the
+largest curve bends, and to see that takes a null: a run that differs by much less.
 
-Let s be the largest perturbation over the smallest null, at a step. In proportion, s stays; as
-curves merge, it falls to 1. Two marks follow from it, with no model of growth:
+Let s be the largest perturbation over the smallest null, at a step, of geometric means over seeds.
+In proportion, s stays; as curves merge, it falls to 1. Two marks follow, with no model of growth:
 
 - curves **bend** at the first recorded step after the peak of s from which on s is at most half of
   that peak;
 - they are **saturated** from the first recorded step from which on s is at most 2.
 
-s is of geometric means over seeds. Another seed's runs are no perturbation: they start apart.
-
-Proportion is lost earlier in single seeds: a run meets an instability some steps before another of
-the same seed whose cause was as large, and is then far ahead of it. Means over seeds do not show
-that; null runs of one kind do, since their causes are equal. **Chance decides** from the first
-recorded step at which in some seed the largest of them over the smallest is more than twice what it
-was at first. It is the nulls alone that say so: a window that ended where the ratio asked about
+Another seed's runs are no perturbation: they start apart. Proportion is lost earlier in single
+seeds: a run meets an instability some steps before another whose cause was as large, and is then
+far ahead. Null runs of one kind show that, since their causes are equal. **Chance decides** from
+the first recorded step at which in some seed the largest of them over the smallest is more than
+twice what it was at first. The nulls alone say so: a window that ended where the ratio asked about
 begins to scatter would be chosen for its answer.
 """
 
@@ -39,11 +36,8 @@ from numdev.training.report import VariantRole
 PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
 """Runs that start where the golden one does and compute otherwise."""
 NULLS: tuple[VariantRole, ...] = ("null_repeat", "null_ulp", "null_rounding")
-MERGED = 2.0
-"""What the largest perturbation is over the smallest null where curves have merged."""
-PARTED = 2.0
-"""How much farther apart than at first null runs of one kind and seed are where chance decides."""
-
+MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
+PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
 Series = Mapping[int, float]
 """Step to value."""
 
@@ -96,17 +90,13 @@ def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
             reason = "there is no null run"
         if not roles & set(PERTURBED):
             reason = "no run with another kernel or format has a distance"
-        return Saturation(
-            group=group, steps=steps, bends=None, saturated=None, peak=None, null=None,
-            early=steps[:1], late=(), reason=reason,
-        )  # fmt: skip
+        return Saturation(group=group, steps=steps, early=steps[:1], reason=reason)
     chance = _chance_decides(tracks)
     top = max(above, key=lambda step: above[step])
     merged = _from_then_on(above, lambda s: s <= MERGED)
     after = {step: s for step, s in above.items() if step > top}
-    bends = _from_then_on(after, lambda s: s <= above[top] / 2)
-    if merged is not None:
-        bends = merged if bends is None else min(bends, merged)
+    halved = _from_then_on(after, lambda s: s <= above[top] / 2)
+    bends = min((step for step in (halved, merged) if step is not None), default=None)
     return Saturation(
         group=group,
         steps=steps,
@@ -121,17 +111,16 @@ def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
 
 
 def _chance_decides(tracks: Sequence[Track]) -> int | None:
-    """The first step at which null runs of one kind have parted in some seed; None where they do
-    not, or no seed has two of one kind."""
+    """None where nulls do not part, or no seed has two of one kind."""
     found = []
     for seed in (s for t in tracks if t.role in NULLS for s in t.members.values()):
-        steps = [(step, v) for step, v in sorted(seed.items()) if len(v) > 1 and min(v) > 0]
-        apart = [(step, max(v) / min(v)) for step, v in steps]
+        several = [(step, v) for step, v in sorted(seed.items()) if len(v) > 1 and min(v) > 0]
+        apart = [(step, max(v) / min(v)) for step, v in several]
         found += [step for step, a in apart if a > PARTED * apart[0][1]][:1]
     return min(found, default=None)
 
 
-def _from_then_on(values: Mapping[int, float], holds: Callable[[float], bool]) -> int | None:
+def _from_then_on(values: Series, holds: Callable[[float], bool]) -> int | None:
     """The first step from which on it holds at every step; None if it does not at the last."""
     last = list(itertools.takewhile(lambda s: holds(values[s]), sorted(values, reverse=True)))
     return last[-1] if last else None
@@ -143,23 +132,18 @@ def ratios(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
     found = {}
     for seed in sorted(a.by_seed.keys() & b.by_seed.keys()):
         pairs = [(a.by_seed[seed].get(s), b.by_seed[seed].get(s)) for s in steps]
-        usable = [(x, y) for x, y in pairs if x is not None and y is not None and y > 0]
-        positive = [x / y for x, y in usable if x > 0]
-        if positive:
-            found[seed] = statistics.geometric_mean(positive)
-        elif usable:
-            found[seed] = 0.0
+        usable = [x / y for x, y in pairs if x is not None and y]
+        positive = [ratio for ratio in usable if ratio > 0]
+        if usable:
+            found[seed] = statistics.geometric_mean(positive) if positive else 0.0
     return found
 
 
 def delays(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
-    """By how many steps a is later than b in reaching the same values, in each seed.
-
-    The values are those that the curve which starts higher has at `steps`, of which the first is
-    where that is decided. When the other first reaches one is found on straight lines between
-    recorded points in log-log axes; the median over values is taken. A seed in which the other
-    reaches none of them is left out.
-    """
+    """By how many steps a is later than b in reaching the same values, in each seed: those that the
+    curve which starts higher has at `steps`, and the median over them. When the other first reaches
+    one is found on straight lines between recorded points in log-log axes; a seed in which it
+    reaches none is left out."""
     found = {}
     for seed in sorted(a.by_seed.keys() & b.by_seed.keys()):
         x, y = a.by_seed[seed], b.by_seed[seed]
@@ -167,8 +151,9 @@ def delays(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
         if not shared:
             continue
         sign, upper, lower = (1, y, x) if y[shared[0]] >= x[shared[0]] else (-1, x, y)
-        values = [upper[step] for step in shared]
-        passed = [(first_passage(upper, v), first_passage(lower, v)) for v in values]
+        passed = [
+            (first_passage(upper, v), first_passage(lower, v)) for v in (upper[s] for s in shared)
+        ]
         known = [t - s for s, t in passed if s is not None and t is not None]
         if known:
             found[seed] = sign * statistics.median(known)

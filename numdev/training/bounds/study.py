@@ -1,25 +1,31 @@
 """`numdev bounds`: flash's distance in weights beside low precision's, another seed's and chance's.
 
-From the report of a training run, which needs neither torch nor a GPU, or from checkpoints by role.
+From the report of a training run, which needs neither torch nor a GPU, or from checkpoints by role,
+whose distances are made as rows like those of a training run.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
-from numdev.report import Axis, Figure, Provenance
+from numdev.report import Provenance
 from numdev.training import figures
+from numdev.training.bounds import comparisons as made
 from numdev.training.bounds.answer import answer, missing
+from numdev.training.bounds.comparisons import WHOLE, Span
 from numdev.training.bounds.report import BoundsReport, BoundsSummary
-from numdev.training.bounds.roles import Found, found
-from numdev.training.report import TrainReport, VariantRole
+from numdev.training.bounds.saturation import saturation
+from numdev.training.report import DistanceRow, TrainReport, VariantRecord, VariantRole
+
+if TYPE_CHECKING:
+    from numdev.training.weights.files import Weights
 
 ROLES: Mapping[str, VariantRole] = {
     "flash": "flash",
@@ -29,6 +35,8 @@ ROLES: Mapping[str, VariantRole] = {
     "null": "null_rounding",
 }
 """Options of the command line to the role of their checkpoints."""
+STEP = 1
+"""Of all rows of checkpoints: which step they are of, nobody says."""
 
 
 def of_run(path: Path, *, command: str = "") -> BoundsReport:
@@ -44,11 +52,6 @@ def of_run(path: Path, *, command: str = "") -> BoundsReport:
             hint="give the directory of a `numdev train`, or checkpoints with --golden",
         )
     others = {v.name for v in run.variants if v.role != "golden"}
-    if len(others) == len(run.variants):
-        raise MeasurementError(
-            f"{path}: has no golden run, from which distances are taken",
-            hint="train with a variant of role golden",
-        )
     if not any(d.variant in others and d.of == "weights" for d in run.distances):
         raise MeasurementError(
             f"{path}: holds no distance between weights",
@@ -56,18 +59,15 @@ def of_run(path: Path, *, command: str = "") -> BoundsReport:
         )
     file = path / "report.json" if path.is_dir() else path
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    facts = found(run.variants, run.distances)
-    steps = sorted({s for t in facts.tracks if t.of == "weights" for s in t.steps if s > 0})
-    along = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
     return _report(
-        facts,
+        run.variants,
+        run.distances,
         sorted({row.seed for row in run.distances}),
+        request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
+        run=run,
         command=command,
         system=run.provenance.system,
         source={"config": str(path), "sha256": sha256, "run": run.provenance.source},
-        request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
-        axis=along,
-        drawn=figures.of_bounds(facts.tracks, run.rows, run.variants, along) if along else (),
     )
 
 
@@ -78,50 +78,131 @@ def of_checkpoints(
 
     Of each role the k-th checkpoint belongs to the k-th golden one, and counting starts again
     where there are more. Raises UsageError for a role without a checkpoint for every golden one,
-    and for weights that cannot be paired.
+    and for weights that are not of one model, MeasurementError for damaged ones.
     """
     from numdev.system import System
-    from numdev.training.bounds.checkpoints import paired_up
+    from numdev.training.weights.files import open_weights
 
-    variants, distances, identities = paired_up(golden, {ROLES[r]: p for r, p in by_role.items()})
+    named = {ROLES[role]: paths for role, paths in by_role.items()}
+    opened = {p: open_weights(str(p)) for paths in (golden, *named.values()) for p in paths}
+    blank = {"kernel": "", "format": "", "attention_format": ""}
+    variants = [VariantRecord(name="golden", role="golden", **blank)]
+    distances: list[DistanceRow] = []
+    for role, paths in named.items():
+        if len(paths) % len(golden):
+            raise UsageError(
+                f"{len(paths)} checkpoints of {role.replace('_', ' ')} for {len(golden)} golden",
+                hint="give one for each golden checkpoint, in their order",
+            )
+        for i, path in enumerate(paths):
+            turn, seed = divmod(i, len(golden))
+            name = f"{role}-{turn + 1}" if turn else role
+            if seed == 0:
+                variants.append(VariantRecord(name=name, role=role, **blank))
+            distances += _distances(opened[path], opened[golden[seed]], seed, name)
+    identities = {str(path): weights.identity() for path, weights in opened.items()}
     names = {role: [str(p) for p in paths] for role, paths in {"golden": golden, **by_role}.items()}
     return _report(
-        found(variants, distances, curves=False),
+        variants,
+        distances,
         list(range(len(golden))),
+        request={"target": golden[0].resolve().name, **names},
         command=command,
         system=System.here("cpu").as_dict(),
         source={"checkpoint": str(golden[0]), "identities": identities},
-        request={"target": golden[0].resolve().name, **names},
-        curves=False,
     )
+
+
+def _distances(a: Weights, b: Weights, seed: int, variant: str) -> Iterator[DistanceRow]:
+    """a against b: all weights, and by kind. W1 of a group is the mean of its tensors' by their
+    sizes; a group in which anything is not finite has no distance."""
+    from numdev.sources.kinds import kind_of
+    from numdev.training.weights import pairs
+    from numdev.training.weights.study import Comparison
+
+    parts: dict[str, list[pairs.Sums]] = {}
+    both = Comparison([b, a], "cpu")
+    for name, _, of, against in both.tensors():
+        for group in (WHOLE, kind_of(name).split()[0]):
+            parts.setdefault(group, []).append(pairs.compare(of, against))
+    for r in both.remarks:
+        if r.what == "damaged":
+            raise MeasurementError(f"{r.source}: {r.words}")
+        if r.what in ("missing", "extra", "reshaped"):
+            raise UsageError(
+                f"{a.name} and {b.name} are not of one model: {r.tensor} {r.words}",
+                hint="give checkpoints of the same architecture",
+            )
+    if not parts:
+        raise MeasurementError(f"{a.name}: has no floating-point weights to compare")
+    for group, these in parts.items():
+        found = pairs.numbers(sums := pairs.pooled(these))
+        lost = sums["elements"] - sums["compared"]
+        reasons = dict.fromkeys(pairs.METRICS, "not finite") if lost else found["nulls"]
+        yield DistanceRow(
+            seed=seed, variant=variant, step=STEP, of="weights", group=group,
+            elements=sums["elements"], nonfinite=lost,
+            **{name: None if lost else found[name] for name in pairs.METRICS},
+            nulls={name: why for name, why in reasons.items() if name in pairs.METRICS},
+        )  # fmt: skip
 
 
 def _report(
-    facts: Found,
+    variants: Sequence[VariantRecord],
+    distances: Sequence[DistanceRow],
     seeds: Sequence[int],
     *,
-    axis: Axis | None = None,
-    curves: bool = True,
-    drawn: tuple[Figure, ...] = (),
     request: dict[str, Any],
+    run: TrainReport | None = None,
     **origin: Any,
 ) -> BoundsReport:
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    lacking = missing(facts, curves=curves)
-    return BoundsReport(
-        provenance=Provenance(numdev=numdev.__version__, created=created, **origin),
+    """What distances come to; those of no `run` are of one step, and nothing merges."""
+    curves = run is not None
+    tracks = made.tracks_of(variants, distances)
+    groups = list(dict.fromkeys(t.group for t in tracks if t.of == "weights"))
+    marks = [saturation(g, made.of_group(tracks, "weights", g)) for g in groups] if curves else []
+    spans = list(made.windows(tracks, marks))
+    if not curves:
+        spans = [Span("weights", group, "given", (STEP,)) for group in groups]
+    null_runs = tuple(made.null_rows(tracks, curves=curves))
+    repeats = [n.largest for n in null_runs if n.role == "null_repeat"]
+    steps = sorted({s for t in tracks if t.of == "weights" for s in t.steps if s > 0})
+    axis = figures.axis_of(steps, all_named=True) if curves and len(steps) > 1 else None
+    kinds = tuple(made.kinds_of(variants, distances))
+    report = BoundsReport(
+        provenance=Provenance(
+            numdev=numdev.__version__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            **origin,
+        ),
         request=request,
         summary=BoundsSummary(
-            answer=answer(facts, seeds, lacking),
+            answer=(),
             seeds=tuple(seeds),
-            variants=facts.variants,
-            missing=lacking,
-            deterministic=facts.deterministic,
+            variants=kinds,
+            missing=missing(kinds, curves=curves),
+            deterministic=all(x == 0 for x in repeats) if repeats else None,
             axis=axis,
         ),
-        saturations=facts.saturations,
-        comparisons=facts.comparisons,
-        delays=facts.delays,
-        null_runs=facts.null_runs,
-        figures=drawn,
+        saturations=tuple(marks),
+        comparisons=tuple(made.comparisons(tracks, spans)),
+        delays=tuple(made.delayed(tracks, marks)),
+        null_runs=null_runs,
+        figures=figures.of_bounds(tracks, run.rows, run.variants, axis) if run and axis else (),
     )
+    said = tuple(answer(report, _lost(variants, distances)))
+    return report.model_copy(update={"summary": report.summary.model_copy(update={"answer": said})})
+
+
+def _lost(
+    variants: Sequence[VariantRecord], distances: Sequence[DistanceRow]
+) -> dict[str, dict[int, int]]:
+    """Of a kind of run the seeds in which it has no finite distance, and the first such step: a run
+    that diverged must not be missing without a word."""
+    labels = {v.name: made.label_of(v) for v in variants}
+    lost: dict[str, dict[int, int]] = {}
+    for row in sorted(distances, key=lambda row: row.step):
+        here = (row.of, row.group) == ("weights", WHOLE) and row.variant in labels
+        if here and row.elements and row.mean_abs is None:
+            lost.setdefault(labels[row.variant], {}).setdefault(row.seed, row.step)
+    return lost

@@ -1,19 +1,16 @@
-"""Weights by name, one tensor at a time, wherever they are stored.
+"""Weights by name, one tensor at a time, wherever they are stored; without a model.
 
-A set of weights is a safetensors file, a sharded one (its index), what torch.save wrote (a state
-dict, itself or where training scripts put it), a directory of either, a directory of
-`torch.distributed.checkpoint`, or `demo`. No configuration and no model class is needed. Opening
-reads headers; a tensor's values are read when they are asked for.
-
-What is damaged does not stop the rest: it is kept in words, with the names of the tensors that
-were in it as far as anybody says, and whoever compares weights must report it.
+A set of weights is a safetensors file, the index of a sharded one, what torch.save wrote, a
+directory of either, a directory of `torch.distributed.checkpoint`, or `demo`. Opening reads
+headers. A file that cannot be read does not stop the rest: it is in `damage`, and whoever compares
+weights must report it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,7 +21,6 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.checkpoint import WHOLE
 from numdev.sources.dcp import METADATA, files_of, open_distributed
-from numdev.sources.files import common_prefix, state_in
 from numdev.sources.statedict import INDEX, SUFFIXES
 
 ACCEPTED = (
@@ -35,43 +31,39 @@ ACCEPTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One tensor that is there: its shape, and how to read it."""
+    """A tensor's shape, and how to read it, as it is stored, on the CPU. Reading raises
+    MeasurementError, naming the file."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    """In its stored format, on the CPU. Raises MeasurementError, naming the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A file of which nothing can be read, in words, and which tensors were in it."""
+    """Why a file cannot be read, and the tensors that an index says are in it."""
 
     words: str
     tensors: tuple[str, ...] = ()
-    """Empty where nobody says."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Weights:
-    """An opened set of weights."""
+    """An opened set of weights, its tensors in the order of the files."""
 
-    name: str
-    """As the user named it."""
-    files: tuple[Path, ...] = ()
-    tensors: Mapping[str, Stored] = field(default_factory=dict)
-    """In the order of the files; what shares its storage in a pickle once."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """The other names of such tensors, each with the name that is in `tensors`."""
-    damage: tuple[Damage, ...] = ()
-    prefix: str = ""
-    """What was taken off all names."""
+    name: str  # as the user named it
+    files: tuple[Path, ...] = ()  # those that are there
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    """Names in a pickle that share the storage of another, which is the one in `tensors`."""
+    damage: list[Damage] = field(default_factory=list)
+    prefix: str = ""  # what was taken off all names
 
     def find(self, name: str) -> Stored | None:
-        """The tensor of this name, by whichever of its names it is kept."""
+        """The tensor of this name, by whichever of its names it is listed."""
         return self.tensors.get(self.tied.get(name, name))
 
     def is_lost(self, name: str) -> bool:
-        """Whether the tensor is known to have been in a file that cannot be read."""
+        """Whether the tensor is known to be in a file that cannot be read."""
         return any(name in damage.tensors for damage in self.damage)
 
     def identity(self) -> str:
@@ -80,134 +72,100 @@ class Weights:
 
 
 def open_weights(target: str) -> Weights:
-    """Open the weights at a path, or the demo's.
-
-    Raises UsageError where there are none, or where it is not clear which are meant. Damaged files
-    are no error here: they are in `damage`, and there may be no tensor left.
-    """
+    """Open the weights at a path, or the demo's. Damaged files are no error here, and there may be
+    no tensor left. Raises UsageError where there are none, or not clear which are meant."""
     path = demo_checkpoint() if target == "demo" else Path(target)
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=f"give {ACCEPTED}")
+    weights = Weights(name=target)
     try:
         if (path / METADATA).is_file():
-            found = open_distributed(path)
-            tensors = {name: Stored(shape=x.shape, read=x.read) for name, x in found.items()}
-            weights = Weights(name=target, files=files_of(path), tensors=tensors)
+            split = open_distributed(path)
+            weights.files = files_of(path)
+            weights.tensors = {n: Stored(shape=x.shape, read=x.read) for n, x in split.items()}
         else:
-            weights = _gathered(target, _files(path))
+            for file, expected in _files(path).items():
+                _add(weights, file, expected)
     except MeasurementError as error:
-        return Weights(name=target, damage=(Damage(words=error.message),))
-    return _unprefixed(weights)
+        weights.damage.append(Damage(words=error.message))
+    return _without_prefix(weights)
 
 
 def _files(path: Path) -> dict[Path, tuple[str, ...]]:
-    """The weight files meant by a path, and the names of the tensors in each where an index says.
-
-    Of a directory: what transformers reads; else its only index, all its safetensors files, or
-    its only pickle.
-    """
+    """The files meant by a path, each with its tensors where an index says. Of a directory: what
+    transformers reads; else its only index, all its safetensors files, or its only pickle."""
     if path.name.endswith(INDEX):
         named: dict[Path, tuple[str, ...]] = {}
         for tensor, file in storage.weight_map(path).items():
             named[file] = (*named.get(file, ()), tensor)
         return dict(sorted(named.items()))
-    if not path.is_dir():
+    if path.is_file():
         if path.suffix not in SUFFIXES:
             raise UsageError(f"{path}: is no file of weights", hint=f"give {ACCEPTED}")
         return {path: ()}
-    usual = [path / name for whole in WHOLE for name in (whole, f"{whole}.index.json")]
-    indexes = sorted(path.glob(f"*{INDEX}"))
-    safe = sorted(path.glob("*.safetensors"))
+    usual = [path / name for whole in WHOLE for name in (whole, f"{whole}{INDEX}")]
+    indexes, safe = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
     pickles = sorted(p for p in path.iterdir() if p.suffix in storage.PICKLES)
-    meant = next((file for file in usual if file.is_file()), None)
-    if meant or len(indexes) == 1:
-        return _files(meant or indexes[0])
-    if not indexes and safe:
+    chosen = [file for file in usual if file.is_file()][:1] or indexes
+    if not chosen and safe:
         return dict.fromkeys(safe, ())
-    if not indexes and len(pickles) == 1:
-        return {pickles[0]: ()}
-    several = storage.some([p.name for p in indexes or pickles])
-    if several:
-        raise UsageError(
-            f"{path}: has several sets of weights ({several})", hint="give one of these files"
-        )
-    raise UsageError(f"{path}: has no weights that numdev reads", hint=f"give {ACCEPTED}")
+    chosen = chosen or pickles
+    if len(chosen) != 1:
+        has = f"has {len(chosen)} sets of weights" if chosen else "has no weights that numdev reads"
+        raise UsageError(f"{path}: {has}", hint=f"give {ACCEPTED}")
+    return _files(chosen[0])
 
 
-def _gathered(target: str, files: Mapping[Path, tuple[str, ...]]) -> Weights:
-    """The tensors of all files that can be read, and what is to be said of the others."""
-    pickled = lru_cache(maxsize=1)(_state)  # unpickled once, one at a time
-
-    def read(file: Path, name: str) -> Tensor:
-        """A safetensors file is mapped anew for each: what was read counts as memory until then."""
-        try:
-            if file.suffix in storage.PICKLES:
-                return pickled(file)[name]
-            with storage.open_safetensors(file) as handle:
-                found: Tensor = handle.get_tensor(name)
-            return found
-        except (SafetensorError, KeyError, AttributeError, RuntimeError) as error:
-            raise MeasurementError(
-                f"{file}: {name} cannot be read: {storage.one_line(error)}", hint=storage.FETCH
-            ) from error
-
+def _add(weights: Weights, file: Path, expected: tuple[str, ...]) -> None:
+    """List a file's tensors, or what is wrong with it."""
     tensors: dict[str, Stored] = {}
-    holder: dict[str, Path] = {}
-    tied: dict[str, str] = {}
-    damage = []
-    for file, expected in files.items():
-        try:
-            shapes, same = _listed(file)
-        except MeasurementError as error:
-            damage.append(Damage(words=error.message, tensors=expected))
-            continue
-        for name, shape in shapes.items():
-            if name in holder:
-                raise UsageError(
-                    f"{holder[name]} and {file.name} both hold {name}", hint="give one of them"
-                )
-            holder[name] = file
-            tensors[name] = Stored(shape=shape, read=partial(read, file, name))
-        tied |= same
-    there = tuple(file for file in files if file.is_file())
-    return Weights(name=target, files=there, tensors=tensors, tied=tied, damage=tuple(damage))
+    places: dict[object, str] = {}
+    try:
+        if not file.is_file():
+            raise MeasurementError(f"{file}: is missing")
+        weights.files += (file,)
+        if file.suffix in storage.PICKLES:
+            for name, x in storage.read(file):
+                place = storage.held_at(x)
+                if place is not None and place in places:
+                    weights.tied[name] = places[place]
+                    continue
+                places[place] = name
+                # A nested tensor has no shape, and is refused when it is compared.
+                shape = () if x.is_nested else tuple(x.shape)
+                tensors[name] = Stored(shape=shape, read=x.detach)
+        else:
+            with storage.open_safetensors(file) as handle:
+                for name in handle.offset_keys():
+                    shape = tuple(handle.get_slice(name).get_shape())
+                    tensors[name] = Stored(shape=shape, read=partial(_mapped, file, name))
+    except MeasurementError as error:
+        weights.damage.append(Damage(words=error.message, tensors=expected))
+    if twice := sorted(weights.tensors.keys() & tensors.keys()):
+        raise UsageError(f"{file}: {twice[0]} is in another file too", hint="give one of them")
+    weights.tensors |= tensors
 
 
-def _listed(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The shapes of a file's tensors by name; and the other names of those that share storage."""
-    if not file.is_file():
-        raise MeasurementError(f"{file}: is missing", hint=storage.FETCH)
-    if file.suffix not in storage.PICKLES:
+def _mapped(file: Path, name: str) -> Tensor:
+    """Mapped anew for each tensor: what was read counts as memory while the file is mapped."""
+    try:
         with storage.open_safetensors(file) as handle:
-            names = handle.offset_keys()
-            return {name: tuple(handle.get_slice(name).get_shape()) for name in names}, {}
-    state = _state(file)
-    first = dict(storage.distinct(file, state.items()))
-    # distinct keeps the first of those that share: find which one for each it left out.
-    places = {storage.held_at(x): name for name, x in reversed(first.items())}
-    tied = {name: places[storage.held_at(x)] for name, x in state.items() if name not in first}
-    # A nested tensor has no shape, and is refused when it is read.
-    return {name: () if x.is_nested else tuple(x.shape) for name, x in first.items()}, tied
+            tensor: Tensor = handle.get_tensor(name)
+        return tensor
+    except (SafetensorError, AttributeError, RuntimeError) as error:
+        words = f"{file}: {name} cannot be read: {storage.one_line(error)}"
+        raise MeasurementError(words, hint=storage.FETCH) from error
 
 
-def _state(file: Path) -> dict[str, Tensor]:
-    content = state_in(file, storage.read_pickle(file))
-    return {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
-
-
-def _unprefixed(weights: Weights) -> Weights:
+def _without_prefix(weights: Weights) -> Weights:
     """The same under names without the prefixes that all have."""
     lost = [name for damage in weights.damage for name in damage.tensors]
     names = [*weights.tensors, *weights.tied, *lost]
-    prefix = common_prefix(names) if names else ""
-
-    def bare(name: str) -> str:
-        return name.removeprefix(prefix)
-
+    n = len(prefix := storage.common_prefix(names) if names else "")
     return replace(
         weights,
-        tensors={bare(name): x for name, x in weights.tensors.items()},
-        tied={bare(name): bare(other) for name, other in weights.tied.items()},
-        damage=tuple(replace(d, tensors=tuple(map(bare, d.tensors))) for d in weights.damage),
+        tensors={name[n:]: x for name, x in weights.tensors.items()},
+        tied={name[n:]: other[n:] for name, other in weights.tied.items()},
+        damage=[replace(d, tensors=tuple(t[n:] for t in d.tensors)) for d in weights.damage],
         prefix=prefix,
     )

@@ -1,9 +1,7 @@
 """`numdev weights`: sets of weights, tensor by tensor, against the first of them.
 
-One tensor at a time, in the order of the first set; the others are read by name. What is kept is a
-row and a few sums for each tensor, so that memory is that of the largest tensor, however many there
-are. Tensors that only one has, that changed shape or cannot be read become remarks, and the rest is
-compared.
+Tensors are matched by name, one is read at a time, and a row and a few sums of it stay, so memory
+is that of the largest tensor. What cannot be compared becomes a remark, and the rest is compared.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from numdev.sources.files import some
 from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
 from numdev.training.weights import pairs
+from numdev.training.weights.answer import summarise
 from numdev.training.weights.files import Stored, Weights, open_weights
 from numdev.training.weights.report import (
     GroupRow,
@@ -32,9 +31,7 @@ from numdev.training.weights.report import (
     TensorRow,
     WeightsReport,
 )
-from numdev.training.weights.summary import summarise
 
-RESULTS = ("report.json", "report.html", "rows.csv", "groups.csv", "remarks.csv")
 HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight", "proj_out.weight")
 EMBEDDINGS = (
     *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"),
@@ -52,175 +49,151 @@ def weights(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
 ) -> WeightsReport:
-    """Compare every set of weights with the first, into `directory`; returns the report, which the
-    caller writes.
-
-    Raises UsageError where one is not there or the directory is taken, before anything is read, and
-    MeasurementError where no tensor could be compared.
-    """
+    """Compare every set of weights with the first, for a report in `directory`, which the caller
+    writes. Raises UsageError, before anything is read, where one is not there or the directory is
+    taken, and MeasurementError where no tensor could be compared."""
     for target in targets[1:]:  # rows are told apart by the name of the set they are of
         if targets[1:].count(target) > 1:
             raise UsageError(f"{target}: is given twice", hint="name every set once")
     request = {"targets": list(targets), "device": device}
     system = System.here(device)
     opened = [open_weights(target) for target in targets]
-    _claim(directory, request, overwrite=overwrite)
+    claim(directory, "weights", request, overwrite=overwrite)
     watch = stopwatch(system.device)
+    rows: list[TensorRow] = []
+    sums: list[pairs.Sums] = []
     with watch("weights"):
-        run = _Run(opened, system.device)
-        run.over(progress)
-        remarks = tuple(run.remarks)
-        if not run.rows:
-            raise _nothing(opened, remarks)
+        both = Comparison(opened, system.device)
+        costs, costed = {}, None
+        for name, other, of, against in both.tensors(progress):
+            if against is not costed:  # once for all others
+                costs, costed = pairs.cast_costs(against), against
+            sums.append(pairs.compare(of, against, costs))
+            row = _row(name, other.name, opened[0].name, of, against, sums[-1])
+            rows.append(row)
+            for source, lost in ((other, row.nonfinite_of), (opened[0], row.nonfinite_against)):
+                if lost:
+                    words = f"has {lost} NaN or infinite elements of {row.elements}"
+                    both.remark(source, name, "not finite", words)
+        if not rows:
+            said = [f"{r.source}: {r.tensor or ''} {r.words}" for r in both.remarks]
+            raise MeasurementError(f"no tensor could be compared: {some(said)}")
         sources = tuple(map(_record, opened))
-    groups = tuple(_groups(run.rows, run.sums))
+    groups = tuple(_groups(rows, sums))
+    remarks = tuple(both.remarks)
     return WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
         request=request,
-        summary=summarise(run.rows, groups, remarks, sources),
+        summary=summarise(rows, groups, remarks),
         sources=sources,
-        rows=tuple(run.rows),
+        rows=tuple(rows),
         groups=groups,
         remarks=remarks,
         timings=watch.seconds(),
     )
 
 
-def _claim(directory: Path, request: dict[str, Any], *, overwrite: bool) -> None:
-    """Make the directory, or make sure that all in it is this command's and may be replaced."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        held = sorted(p.name for p in directory.iterdir())
-    except OSError as error:
-        raise UsageError(
-            f"{directory}: cannot write results there ({error.strerror})",
-            hint="choose another --output",
-        ) from error
-    foreign = [name for name in held if name not in RESULTS]
-    unfinished = held and "report.json" not in held and not overwrite
-    if foreign or unfinished:
-        raise UsageError(
-            f"{directory}: holds something else ({(foreign or held)[0]})",
-            hint="choose an empty or a new --output",
-        )
-    claim(directory, "weights", request, overwrite=overwrite)
-
-
-class _Run:
-    """One pass over the first set's tensors, and what comes of it."""
+class Comparison:
+    """The tensors of sets of weights beside those of the first, and remarks on what has no place
+    beside it."""
 
     def __init__(self, opened: Sequence[Weights], device: str) -> None:
         self.first, *self.others = opened
         self.device = device
-        self.rows: list[TensorRow] = []
-        self.sums: list[pairs.Sums] = []
-        """Of each row."""
-        self.remarks: dict[Remark, None] = {}
-        """Each once: the first set is met again with every other."""
+        self.remarks: dict[Remark, None] = {}  # each once: the first set is met with every other
 
-    def over(self, progress: Progress) -> None:
+    def tensors(
+        self, progress: Progress = lambda what, done, total: None
+    ) -> Iterator[tuple[str, Weights, Tensor, Tensor]]:
+        """A name, another set, its tensor and the first set's, on the device: whatever can be
+        compared, in the order of the first set."""
         for source in (self.first, *self.others):
             for damage in source.damage:
                 self.remark(source, None, "damaged", damage.words)
-        for done, (name, kept) in enumerate(self.first.tensors.items()):
-            progress(name, done, len(self.first.tensors))
-            partners = [(o, found) for o in self.others if (found := self.partner(o, name, kept))]
-            self.compare(name, kept, partners)
+        plan: dict[str, list[tuple[Weights, Stored, Stored]]] = {n: [] for n in self.first.tensors}
         for other in self.others:
-            self.extra(other)
+            for name, theirs, ours in self.matched(other):
+                plan.setdefault(name, []).append((other, theirs, ours))
+        for done, (name, partners) in enumerate(plan.items()):
+            progress(name, done, len(plan))
+            against = self.values(self.first, name, partners[0][2]) if partners else None
+            for other, theirs, _ in partners if against is not None else ():
+                of = self.values(other, name, theirs)
+                if of is not None and against is not None:
+                    yield name, other, of, against
 
-    def partner(self, other: Weights, name: str, kept: Stored) -> Stored | None:
-        """The tensor of this name and shape in another set; None, with a remark, where it has
-        none."""
-        found = other.find(name)
-        if found is None and not other.is_lost(name):
-            found = self.tied(other, name, kept)
-        if found is None:
-            self.missing(other, name)
-        elif found.shape != kept.shape:
-            here, there = (list(x.shape) for x in (found, kept))
-            self.remark(other, name, "reshaped", f"is {here}, and {there} in {self.first.name}")
-            return None
-        return found
+    def matched(self, other: Weights) -> Iterator[tuple[str, Stored, Stored]]:
+        """The tensors that another set and the first have in one shape."""
+        first = self.first
+        for name, ours in first.tensors.items():
+            theirs = other.find(name) or self.embedding(other, name, ours)
+            if theirs is None:
+                self.missing(other, name)
+            elif theirs.shape != ours.shape:
+                words = f"is {list(theirs.shape)}, and {list(ours.shape)} in {first.name}"
+                self.remark(other, name, "reshaped", words)
+            else:
+                yield name, theirs, ours
+        known = {*first.tensors, *first.tied}
+        known |= {name for alias, name in other.tied.items() if alias in known}
+        for name, theirs in other.tensors.items():
+            if name not in known:
+                if embedding := self.embedding(first, name, theirs):
+                    yield name, theirs, embedding
+                elif first.is_lost(name):
+                    self.missing(first, name)
+                else:
+                    self.remark(other, name, "extra", f"is not in {first.name}")
 
     def missing(self, source: Weights, name: str) -> None:
         if source.is_lost(name):
             self.remark(source, name, "damaged", "was in a file that cannot be read")
-        elif source.tensors:  # a set of which nothing can be read was said to be damaged
-            unless = ", unless in the file that cannot be read" if source.damage else ""
-            self.remark(source, name, "missing", f"is not there{unless}")
+        elif source.tensors:  # of one without any it was said that it is damaged
+            self.remark(source, name, "missing", "is not there")
 
-    def tied(self, source: Weights, name: str, kept: Stored) -> Stored | None:
+    def embedding(self, source: Weights, name: str, like: Stored) -> Stored | None:
         """The embedding in place of an output head that a file leaves out, as Hugging Face's do
         where the two are tied."""
-        for its, found in source.tensors.items() if name.endswith(HEADS) else ():
-            if its.endswith(EMBEDDINGS) and found.shape == kept.shape:
-                self.remark(source, name, "tied", f"is not stored, and taken to be tied to {its}")
-                return found
+        if name.endswith(HEADS) and not source.is_lost(name):
+            for its, stored in source.tensors.items():
+                if its.endswith(EMBEDDINGS) and stored.shape == like.shape:
+                    words = f"is not stored, and taken to be tied to {its}"
+                    self.remark(source, name, "tied", words)
+                    return stored
         return None
 
-    def extra(self, other: Weights) -> None:
-        """Tensors of another set that the first lacks."""
-        known = {*self.first.tensors, *self.first.tied}
-        also = {name for alias, name in other.tied.items() if alias in known}
-        for name, found in other.tensors.items():
-            if name in known or name in also:
-                continue
-            embedding = self.tied(self.first, name, found)
-            if embedding is not None:
-                self.compare(name, embedding, [(other, found)])
-            elif self.first.is_lost(name):
-                self.missing(self.first, name)
-            else:
-                self.remark(other, name, "extra", f"is not in {self.first.name}")
-
-    def compare(self, name: str, kept: Stored, partners: list[tuple[Weights, Stored]]) -> None:
-        """One tensor of the first set beside the same of others."""
-        against = self.values(self.first, name, kept) if partners else None
-        if against is None:
-            return
-        casts = pairs.cast_costs(against)
-        for other, found in partners:
-            of = self.values(other, name, found)
-            if of is not None:
-                self.row(name, other, of, against, pairs.compare(of, against, casts))
-
-    def values(self, source: Weights, name: str, kept: Stored) -> Tensor | None:
+    def values(self, source: Weights, name: str, stored: Stored) -> Tensor | None:
         """A tensor on the device; None, with a remark, where it has no values to measure."""
         try:
-            found = kept.read()
+            tensor = stored.read()
         except MeasurementError as error:
             self.remark(source, name, "damaged", f"cannot be read: {error.message}")
             return None
-        why = pairs.unfit(found)
-        if why:
+        if why := pairs.unfit(tensor):
             self.remark(source, name, "not compared", why)
             return None
-        if found.numel() == 0:
+        if tensor.numel() == 0:
             self.remark(source, name, "empty", "holds no elements")
-        return found.detach().to(self.device)  # a saved Parameter would record a graph
-
-    def row(self, name: str, other: Weights, of: Tensor, against: Tensor, sums: pairs.Sums) -> None:
-        row = TensorRow(
-            of=other.name,
-            against=self.first.name,
-            tensor=name,
-            layer=layer_of(name),
-            kind=kind_of(name),
-            shape=tuple(against.shape),
-            stored_of=pairs.stored(of),
-            stored_against=pairs.stored(against),
-            **pairs.numbers(sums),
-        )
-        for source, lost in ((other, row.nonfinite_of), (self.first, row.nonfinite_against)):
-            if lost:
-                words = f"has {lost} NaN or infinite elements of {row.elements}"
-                self.remark(source, name, "not finite", words)
-        self.rows.append(row)
-        self.sums.append(sums)
+        return tensor.detach().to(self.device)  # a saved Parameter would record a graph
 
     def remark(self, source: Weights, name: str | None, what: Matter, words: str) -> None:
         self.remarks[Remark(source=source.name, tensor=name, what=what, words=words)] = None
+
+
+def _row(
+    name: str, other: str, first: str, of: Tensor, against: Tensor, sums: pairs.Sums
+) -> TensorRow:
+    return TensorRow(
+        of=other,
+        against=first,
+        tensor=name,
+        layer=layer_of(name),
+        kind=kind_of(name),
+        shape=tuple(against.shape),
+        stored_of=pairs.name_of(of),
+        stored_against=pairs.name_of(against),
+        **pairs.numbers(sums),
+    )
 
 
 def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[GroupRow]:
@@ -230,16 +203,16 @@ def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[G
         parts |= {("kind", kind): [] for kind in KINDS}
         for row, part in zip(rows, sums, strict=True):
             if row.of == of:
-                for group in (("all", "all"), ("kind", row.kind), ("layer", row.layer)):
-                    if group[1] is not None:
-                        parts.setdefault((group[0], group[1]), []).append(part)
-        for (kind, name), these in parts.items():
+                layer = [("layer", row.layer)] if row.layer else []
+                for group in (("all", "all"), ("kind", row.kind), *layer):
+                    parts.setdefault(group, []).append(part)
+        for (group, name), these in parts.items():
             if these:
-                found = pairs.numbers(pairs.pooled(these))
+                place: Any = {"of": of, "against": rows[0].against, "group": group, "name": name}
                 means = {key: f"mean_{key}" for key in ("w1", "spread", "w1_rel")}
+                found = pairs.numbers(pairs.pooled(these))
                 nulls = {means.get(key, key): why for key, why in found.pop("nulls").items()}
                 found = {means.get(key, key): value for key, value in found.items()}
-                place: Any = {"of": of, "against": rows[0].against, "group": kind, "name": name}
                 yield GroupRow(**place, tensors=len(these), nulls=nulls, **found)
 
 
@@ -248,18 +221,8 @@ def _record(source: Weights) -> SourceRecord:
         name=source.name,
         files=tuple(file.name for file in source.files),
         tensors=len(source.tensors),
-        elements=sum(math.prod(kept.shape) for kept in source.tensors.values()),
+        elements=sum(math.prod(stored.shape) for stored in source.tensors.values()),
         sha256=source.identity(),
         prefix_removed=source.prefix,
-        tied=dict(source.tied),
+        tied=source.tied,
     )
-
-
-def _nothing(opened: Sequence[Weights], remarks: Sequence[Remark]) -> MeasurementError:
-    """Why no tensor could be compared."""
-    said = [r.words for r in remarks if r.what == "damaged"]
-    said += [f"{r.source}: {r.tensor} {r.words}" for r in remarks if r.what == "not compared"]
-    if said:
-        return MeasurementError(said[0], hint="nothing is left to compare")
-    names = "; ".join(f"{w.name} has {some(list(w.tensors)) or 'none'}" for w in opened)
-    return MeasurementError(f"no tensor could be compared: {names}", hint="are these one model's?")
