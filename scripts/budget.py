@@ -22,7 +22,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, 5120),
     "numdev/gate": (1900, 3570),
-    "numdev/training": (3000, 4510),
+    "numdev/training": (3000, 3800),
     "numdev/diagnose": (1500, 2270),
     "numdev/report": (2900, 4910),
     "numdev": (28000, 40450),

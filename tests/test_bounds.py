@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,21 +19,17 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
 
 from numdev import report as reports
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
-from numdev.report.io import claim
-from numdev.report.renderers import html, terminal
-from numdev.training.bounds.report import BoundsReport, Comparison, Delay
+from numdev.report.renderers import html
+from numdev.training.bounds.report import BoundsReport, Comparison
 from numdev.training.bounds.saturation import Track, delays, first_passage, ratios, saturation
 from numdev.training.bounds.study import of_checkpoints, of_run
 from numdev.training.report import DistanceRow, TrainReport
-
-DENSE = tuple(range(401))
 
 
 def track(role: str, *seeds: Mapping[int, float]) -> Track:
@@ -47,18 +42,32 @@ def grown(role: str, start: float, steps: tuple[int, ...] = STEPS) -> Track:
     return track(role, {s: chaotic(start)(s) for s in steps if s})
 
 
-def several(seeds: int = 3, scatter: float = 0.2, **changes: Any) -> list[DistanceRow]:
+def several(seeds: int = 3, scatter: float = 0.2) -> list[DistanceRow]:
     """Runs of several seeds: in each, every start is multiplied by its own factor."""
     rows = []
     for seed in range(seeds):
         draw = random.Random(seed)
         starts = {name: x * math.exp(draw.gauss(0, scatter)) for name, x in STARTS.items()}
-        rows += curves(starts, seed=seed, **changes)
+        rows += curves(starts, seed=seed)
     return rows
 
 
+def changed(rows: list[DistanceRow], which: Any, **update: Any) -> list[DistanceRow]:
+    """The rows, with fields of some times a factor, or as given where that is no number."""
+    return [
+        r.model_copy(
+            update={
+                k: x * getattr(r, k) if x and x is not True else None for k, x in update.items()
+            }
+        )
+        if which(r)
+        else r
+        for r in rows
+    ]
+
+
 def bounds_of(run: TrainReport, directory: Path) -> BoundsReport:
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True, parents=True)
     reports.write(run, directory)
     return of_run(directory)
 
@@ -66,20 +75,11 @@ def bounds_of(run: TrainReport, directory: Path) -> BoundsReport:
 def comparison(
     found: BoundsReport, variant: str, against: str, window: str, metric: str = "mean_abs"
 ) -> Comparison:
+    wanted = (variant, against, window, metric, "all")
     [one] = [
         c
         for c in found.comparisons
-        if (c.variant, c.against, c.window, c.metric, c.group)
-        == (variant, against, window, metric, "all")
-    ]
-    return one
-
-
-def delay(found: BoundsReport, variant: str, against: str) -> Delay:
-    [one] = [
-        d
-        for d in found.delays
-        if (d.variant, d.against, d.metric, d.group) == (variant, against, "mean_abs", "all")
+        if (c.variant, c.against, c.window, c.metric, c.group) == wanted
     ]
     return one
 
@@ -95,16 +95,13 @@ def test_proportion_is_lost_where_the_model_says() -> None:
     """The largest over the null is start ratio * (L - a)/(L - n) in the logistic model: it has
     halved where the largest is at half its level, and is at most 2 once the null is too."""
     steps = tuple(range(1, 301))
-    largest, null = 1e-6, 1e-9
-    mark = saturation(
-        "all", [grown("low_precision", largest, steps), grown("null_ulp", null, steps)]
-    )
-    half = math.log((LEVEL - largest) / largest) / RATE
-    assert mark.bends == pytest.approx(half, abs=1.5)
+    a, n = 1e-6, 1e-9
+    mark = saturation("all", [grown("low_precision", a, steps), grown("null_ulp", n, steps)])
+    assert mark.bends == pytest.approx(math.log((LEVEL - a) / a) / RATE, abs=1.5)
     # L a e / (L + a(e-1)) = 2 L n e / (L + n(e-1)): e = (L(a - 2n) + a n) / (a n)
-    merged = math.log((LEVEL * (largest - 2 * null) + largest * null) / (largest * null)) / RATE
+    merged = math.log((LEVEL * (a - 2 * n) + a * n) / (a * n)) / RATE
     assert mark.saturated == pytest.approx(merged, abs=1.5)
-    assert mark.peak == pytest.approx(largest / null, rel=1e-3)
+    assert mark.peak == pytest.approx(a / n, rel=1e-3)
     assert (mark.early[-1], mark.late[0]) == (mark.bends - 1, mark.saturated)
     assert mark.null == "null_ulp"
 
@@ -121,17 +118,14 @@ def test_proportion_is_lost_where_the_model_says() -> None:
 def test_merging_must_last(
     flash: tuple[float, ...], bends: int | None, saturated: int | None, early: tuple[int, ...]
 ) -> None:
-    """Over a null of 1: one step at which curves meet is no saturation; what is kicked at every
-    step outgrows what was moved once, and only after the peak can proportion be lost. A scale
-    changes no mark, nor does another seed, which starts apart."""
+    """Over a null of 1. A scale changes no mark, nor does another seed, which starts apart."""
     steps = (1, 2, 4, 8, 16)
     for scale in (1.0, 1e3):
         curve = track("flash", {s: scale * v for s, v in zip(steps, flash, strict=True)})
         null = track("null_ulp", dict.fromkeys(steps, scale))
-        mark = saturation("all", [curve, null])
-        assert (mark.bends, mark.saturated, mark.early) == (bends, saturated, early)
         far = track("other_seed", dict.fromkeys(steps, 1e6))
-        assert saturation("all", [curve, null, far]) == mark
+        mark = saturation("all", [curve, null, far])
+        assert (mark.bends, mark.saturated, mark.early) == (bends, saturated, early)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +157,6 @@ def test_chance_decides_where_equal_causes_part() -> None:
     assert (mark.chance, mark.bends, mark.early) == (4, None, (1, 2))
     together = dataclasses.replace(equal, members={0: members[0]})
     assert saturation("all", [flash, alone, together]).chance is None
-    assert saturation("all", [flash, alone]).chance is None
 
 
 def test_a_window_is_not_chosen_for_its_answer() -> None:
@@ -180,13 +173,12 @@ def test_a_window_is_not_chosen_for_its_answer() -> None:
 
 def test_a_seed_in_which_chance_decides_early_ends_the_window(tmp_path: Path) -> None:
     """The first sentence names the step, and no ratio of the window has a step from there on."""
-    rows = [
-        r.model_copy(update={"mean_abs": 9 * (r.mean_abs or 0.0)})
-        if (r.seed, r.variant) == (1, "null-rounding-2") and 20 <= r.step <= 70
-        else r
-        for r in several(3)
-    ]
-    bounds = bounds_of(report(rows), tmp_path / "run")
+    rows = changed(
+        several(),
+        lambda r: (r.seed, r.variant) == (1, "null-rounding-2") and 20 <= r.step <= 70,
+        mean_abs=9,
+    )
+    bounds = bounds_of(report(rows), tmp_path)
     assert bounds.summary.answer[0].startswith("Before step 20, where chance begins to decide: ")
     assert comparison(bounds, "flash", "low-precision", "early").steps[-1] == 15
     assert "chance begins to decide</text>" in html.page(bounds)
@@ -218,20 +210,19 @@ def test_first_passage_is_exact_on_power_laws() -> None:
 def test_a_delay_is_that_of_the_starts() -> None:
     """ln(b/a) / rate, whichever is asked for, in every seed; dense steps make the lines exact. A
     start that is off by a fifth is not the same."""
+    dense, early = tuple(range(401)), tuple(range(1, 60))
     exact = math.log(1e-6 / 2e-7) / RATE
-    a, b = grown("flash", 2e-7, DENSE), grown("low_precision", 1e-6, DENSE)
-    early = tuple(range(1, 60))
+    a, b = grown("flash", 2e-7, dense), grown("low_precision", 1e-6, dense)
     assert delays(a, b, early) == pytest.approx({0: exact}, rel=0.01)
     assert delays(b, a, early) == pytest.approx({0: -exact}, rel=0.01)
     assert delays(a, a, early) == {0: 0.0}
-    assert delays(grown("flash", 2.4e-7, DENSE), b, early)[0] != pytest.approx(exact, rel=0.01)
+    assert delays(grown("flash", 2.4e-7, dense), b, early)[0] != pytest.approx(exact, rel=0.01)
 
 
 def test_a_delay_survives_merging() -> None:
     """It is the same from a run that ends before curves merge and one that ends long after, while
     the plain ratio of distances has gone to 1."""
-    short, long = tuple(range(1, 90)), tuple(range(1, 400))
-    early = tuple(range(1, 40))
+    short, long, early = tuple(range(1, 90)), tuple(range(1, 400)), tuple(range(1, 40))
     both = [
         delays(grown("flash", 3e-7, s), grown("low_precision", 1e-6, s), early)[0]
         for s in (short, long)
@@ -249,24 +240,22 @@ def test_the_known_ratios_come_back(tmp_path: Path) -> None:
     the largest curve's lead, at the last alone); late ones are 1. Delays too, at the few steps that
     a run records, whose lines in log-log axes lie above the curve. One seed has no interval. A null
     of flash's size, and a late curve that stays apart, are seen."""
-    bounds = bounds_of(report(curves()), tmp_path / "run")
+    bounds = bounds_of(report(curves()), tmp_path)
     for against in ("low-precision", "attention-precision"):
-        first, early, late = (
-            comparison(bounds, "flash", against, window)
-            for window in ("first", "early", "saturated")
-        )
         exact = STARTS["flash"] / STARTS[against]
-        assert first.ratio == pytest.approx(exact, rel=1e-3)
-        assert early.ratio == pytest.approx(exact, rel=0.15)
+        ratio = {w: comparison(bounds, "flash", against, w).ratio for w in ("first", "early")}
+        assert ratio["first"] == pytest.approx(exact, rel=1e-3)
+        assert ratio["early"] == pytest.approx(exact, rel=0.15)
+        late = comparison(bounds, "flash", against, "saturated")
         assert late.ratio == pytest.approx(1.0, abs=0.05)
-        assert early.nulls == dict.fromkeys(("low", "high"), "one seed has no interval")
+        assert late.nulls == dict.fromkeys(("low", "high"), "one seed has no interval")
     for null, start in (("null: one ulp", 1e-9), ("null: re-rounded", 3e-9)):
-        ratio = comparison(bounds, "flash", null, "first").ratio
-        assert ratio == pytest.approx(3e-7 / start, rel=1e-3)
+        assert comparison(bounds, "flash", null, "first").ratio == pytest.approx(
+            3e-7 / start, rel=1e-3
+        )
+    later = {(d.variant, d.against): d.steps for d in bounds.delays if d.metric == "mean_abs"}
     for against, start in (("low-precision", 1e-6), ("null: one ulp", 1e-9)):
-        exact = math.log(start / 3e-7) / RATE
-        assert delay(bounds, "flash", against).steps == pytest.approx(exact, rel=0.2)
-    assert "one seed, so no interval" in said(bounds)
+        assert later["flash", against] == pytest.approx(math.log(start / 3e-7) / RATE, rel=0.2)
     [by_step] = [f for f in bounds.figures if f.relative]
     assert [c.label for c in by_step.curves] == [
         f"flash over {kind}-precision" for kind in ("low", "attention")
@@ -275,18 +264,14 @@ def test_the_known_ratios_come_back(tmp_path: Path) -> None:
     large = dict.fromkeys(("null-ulp", "null-rounding-1", "null-rounding-2"), 8e-7)
     nulled = bounds_of(report(curves({**STARTS, **large})), tmp_path / "null")
     assert comparison(nulled, "flash", "low-precision", "early").ratio is None
-    apart = [
-        r.model_copy(update={"mean_abs": 9 * (r.mean_abs or 0.0)}) if r.variant == "flash" else r
-        for r in curves()
-    ]
+    apart = changed(curves(), lambda r: r.variant == "flash", mean_abs=9)
     assert bounds_of(report(apart), tmp_path / "apart").saturations[0].saturated is None
 
 
 def test_intervals_are_those_of_a_t_test_on_logarithms(tmp_path: Path) -> None:
     """Over seeds, by scipy's own function; a ratio that is off lies outside."""
     rows = several(5)
-    bounds = bounds_of(report(rows), tmp_path / "run")
-    c = comparison(bounds, "flash", "low-precision", "first")
+    c = comparison(bounds_of(report(rows), tmp_path), "flash", "low-precision", "first")
     at = {(r.seed, r.variant): r.mean_abs or 0.0 for r in rows if r.step == 1}
     logs = [math.log(at[s, "flash"] / at[s, "low-precision"]) for s in range(5)]
     test = scipy.stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
@@ -301,43 +286,40 @@ def test_intervals_are_those_of_a_t_test_on_logarithms(tmp_path: Path) -> None:
 def test_the_answer_comes_first_and_holds_both_windows(tmp_path: Path) -> None:
     """Early with W1 behind the paired number and the paper's beside it, late, and what that means;
     the word for what nobody has shown is in none of them."""
-    bounds = bounds_of(report(several(3)), tmp_path / "run")
+    bounds = bounds_of(report(several()), tmp_path)
     first = bounds.summary.answer[0]
-    assert re.match(
-        r"Before step 100, where curves begin to merge: flash changes weights 0\.\d+ x \[", first
+    c = comparison(bounds, "flash", "low-precision", "early")
+    w1 = comparison(bounds, "flash", "low-precision", "early", "w1")
+    assert first.startswith(
+        f"Before step 100, where curves begin to merge: flash changes weights {c.ratio:.2f} x "
+        f"[{c.low:.2f} to {c.high:.2f}] as much as low-precision (W1 {w1.ratio:.2f} x), where the "
+        "first paper reports 0.2 to 0.5; "
     )
-    assert "(mean |difference|; W1 0." in first
-    assert "first paper reports 0.2 to 0.5" in first
-    assert "over 3 seeds" in first
-    assert "From step 200 on: flash changes weights 1.0 x" in said(bounds)
-    assert "says how chaotic training is" in said(bounds)
-    assert "steps later" in said(bounds)
-    assert "repeated gives the same bits" in said(bounds)
+    for words in (
+        "From step 200 on curves have merged: a distance there says how chaotic training is",
+        "Merged: flash changes weights 1.00 x",
+        "steps later",
+        "repeated gives the same bits",
+    ):
+        assert words in said(bounds)
     assert bounds.summary.answer[-1].startswith("Proxies: ")
+    assert bounds.summary.missing == ()
     assert "stable" not in said(bounds).lower()
 
 
 @pytest.mark.parametrize(
     ("flash", "words"),
     [
-        ((5e-6, 5e-6, 5e-6), "more and not less, where the first paper reports"),
-        (
-            (2e-9, 2e-9, 2e-9),
-            "0.67 x [0.67 to 0.67] as much as re-rounding attention at random, no larger",
-        ),
-        ((2e-9, 2e-9, 2e-9), "2.0 x [2.0 to 2.0] as much as one ulp on every weight"),
-        (
-            (6e-10, 3e-9, 15e-9),
-            "] as much as re-rounding attention at random, not told apart",
-        ),
+        ((2e-9, 2e-9, 2e-9), "0.67 x [0.67 to 0.67] as much as null: re-rounded, no larger"),
+        ((2e-9, 2e-9, 2e-9), "2.00 x [2.00 to 2.00] as much as null: one ulp (W1"),
+        ((6e-10, 3e-9, 15e-9), "] as much as null: re-rounded, not told apart"),
     ],
 )
-def test_the_opposite_is_said_too(tmp_path: Path, flash: tuple[float, ...], words: str) -> None:
-    """Flash that moves weights more than low precision does is not hidden behind the paper; at the
-    size of re-rounding it is called no larger; and an interval that holds 1 and reaches above 2
-    does not show equality. In each seed its start."""
+def test_what_is_said_beside_chance(tmp_path: Path, flash: tuple[float, ...], words: str) -> None:
+    """At the size of re-rounding it is called no larger, and an interval that holds 1 and reaches
+    above 2 does not show equality. In each seed its start."""
     rows = [r for s, x in enumerate(flash) for r in curves({**STARTS, "flash": x}, seed=s)]
-    assert words in said(bounds_of(report(rows), tmp_path / "run"))
+    assert words in said(bounds_of(report(rows), tmp_path))
 
 
 def test_a_repeat_that_differs_is_said_first(tmp_path: Path) -> None:
@@ -355,48 +337,34 @@ def test_a_repeat_that_differs_is_said_first(tmp_path: Path) -> None:
     assert bounds_of(report(curves()), tmp_path / "sound").summary.deterministic is True
 
 
-def test_w1_never_stands_alone(tmp_path: Path) -> None:
-    """Where it says another thing than the paired distance, a sentence says so; else none does."""
-    rows = [
-        r.model_copy(update={"w1": (r.w1 or 0.0) / 10}) if r.variant == "flash" else r
-        for r in curves()
-    ]
-    disagreeing = said(bounds_of(report(rows), tmp_path / "run"))
-    assert re.search(r"W1 disagrees: flash over low-precision is 0\.03\d x in W1", disagreeing)
-    assert "W1 disagrees" not in said(bounds_of(report(curves()), tmp_path / "agreeing"))
-
-
 def test_windows_are_the_paired_metrics_alone(tmp_path: Path) -> None:
     """W1 that merges at another step is quoted over the same steps."""
     rows = [r.model_copy(update={"w1": 1.0}) for r in curves()]
-    bounds = bounds_of(report(rows), tmp_path / "run")
-    same = comparison(
-        bounds_of(report(curves()), tmp_path / "b"), "flash", "low-precision", "early"
+    bounds = bounds_of(report(rows), tmp_path)
+    paired, w1 = (
+        comparison(bounds, "flash", "low-precision", "early", m) for m in ("mean_abs", "w1")
     )
-    assert comparison(bounds, "flash", "low-precision", "early", "w1").steps == same.steps
-    assert comparison(bounds, "flash", "low-precision", "early", "w1").ratio == 1.0
+    assert w1.steps == paired.steps != ()
+    assert w1.ratio == 1.0 != paired.ratio
 
 
 @pytest.mark.parametrize(
     ("gone", "words"),
     [
-        ({"flash"}, "nothing is said of one"),
-        ({"low-precision"}, "so the first paper's ratio is not here"),
-        ({"attention-precision"}, "attention alone in another format"),
-        ({"other-seed"}, "no other seed"),
-        ({"null-repeat"}, "the golden run was not repeated"),
-        ({"null-rounding-1", "null-rounding-2"}, "re-rounded at random"),
-        ({n for n in ROLES if n.startswith("null")}, "no null run"),
+        ({"flash"}, "what flash does"),
+        ({"low-precision"}, "the first paper's ratio"),
+        ({"attention-precision"}, "outside attention"),
+        ({"other-seed"}, "another seed"),
+        ({"null-repeat"}, "it was not repeated"),
+        ({"null-rounding-1", "null-rounding-2"}, "re-rounds"),
+        ({n for n in ROLES if n.startswith("null")}, "there is no null run"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, gone: set[str], words: str) -> None:
     """Every role that is not there costs a sentence, and no other does."""
-    names = [n for n in ROLES if n not in gone]
-    bounds = bounds_of(report(curves(), names), tmp_path / "run")
+    bounds = bounds_of(report(curves(), [n for n in ROLES if n not in gone]), tmp_path)
     [line] = [s for s in bounds.summary.answer if s.startswith("Not known: ")]
     assert words in line
-    whole = bounds_of(report(curves()), tmp_path / "whole")
-    assert whole.summary.missing == ()
 
 
 def test_without_a_null_only_the_first_step_is_quoted(tmp_path: Path) -> None:
@@ -411,7 +379,6 @@ def test_without_a_null_only_the_first_step_is_quoted(tmp_path: Path) -> None:
     assert comparison(bounds, "flash", "low-precision", "early").steps == (1,)
     assert bounds.summary.answer[0].startswith("At step 1: ")
     assert late(bounds) == {"ratio": "there is no null run"}
-    assert "Merging: where curves merge is not known" in said(bounds)
     short = bounds_of(report(curves(steps=[s for s in STEPS if s <= 40])), tmp_path / "short")
     assert short.summary.answer[0].startswith("Up to step 40, with no sign that curves merge: ")
     assert late(short) == {"ratio": "no curve has merged with the null by step 40"}
@@ -422,116 +389,76 @@ def test_without_a_null_only_the_first_step_is_quoted(tmp_path: Path) -> None:
 
 def test_the_first_gradient_has_a_ratio(tmp_path: Path) -> None:
     """Of step 0, before any update."""
-    rows = curves() + [
-        distance(name, 0, size, of="gradient")
-        for name, size in (("flash", 1e-6), ("low-precision", 4e-6))
-    ]
-    bounds = bounds_of(report(rows), tmp_path / "run")
+    sizes = (("flash", 1e-6), ("low-precision", 4e-6))
+    rows = curves() + [distance(name, 0, size, of="gradient") for name, size in sizes]
+    bounds = bounds_of(report(rows), tmp_path)
     c = comparison(bounds, "flash", "low-precision", "start")
     assert (c.of, c.steps, c.ratio) == ("gradient", (0,), 0.25)
     assert "First gradient: flash changes the gradient 0.25 x" in said(bounds)
 
 
 def test_kinds_of_parameters_have_windows_of_their_own(tmp_path: Path) -> None:
-    """Each group is judged by its own curves."""
+    """Each group is judged by its own curves, and the page has charts and marks of each."""
     late = {name: start / 100 for name, start in STARTS.items()}
-    rows = curves() + curves(late, group="attention")
-    bounds = bounds_of(report(rows), tmp_path / "run")
+    bounds = bounds_of(report(curves() + curves(late, group="attention")), tmp_path)
     marks = {s.group: s for s in bounds.saturations}
     assert set(marks) == {"all", "attention"}
     assert (marks["attention"].bends or 0) > (marks["all"].bends or 0)
-
-
-def test_a_run_that_diverged_is_not_missing_without_a_word(tmp_path: Path) -> None:
-    """With the step from which on it has no distance; its seed gives no ratio, and that shows. A
-    sound run is not accused."""
-    lost = {"mean_abs": None, "w1": None, "nulls": {"mean_abs": "not finite"}}
-    rows = [
-        r.model_copy(update=lost) if (r.seed, r.variant) == (2, "flash") and r.step else r
-        for r in several(3)
-    ]
-    bounds = bounds_of(report(rows), tmp_path / "run")
-    assert bounds.summary.answer[0].startswith(
-        "NOT FINITE: flash has no finite distance in seed 2 from step 1 on; "
-    )
-    assert sorted(comparison(bounds, "flash", "low-precision", "early").by_seed) == [0, 1]
-    assert "95 % over 2 of 3" in said(bounds)
-    assert "NOT FINITE" not in said(bounds_of(report(curves()), tmp_path / "sound"))
-
-
-# --- reports, renderers, the command -------------------------------------------------------------
-
-
-def test_a_report_survives_the_disk_and_is_shown(tmp_path: Path) -> None:
-    """Read back it is the same; terminal and page show the sentences, the page its charts with the
-    marks, all escaped and whole."""
-    rows = several(3) + several(3, group="attention")
-    bounds = bounds_of(report(rows), tmp_path / "run")
-    reports.write(bounds, tmp_path)
-    back = reports.read(tmp_path)
-    assert back == bounds
-    assert {p.name for p in tmp_path.glob("*.csv")} == {
-        "comparisons.csv", "delays.csv", "null_runs.csv"
-    }  # fmt: skip
-    for width in (60, 140):
-        console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
-        terminal.show(back, console)
-        text = console.export_text()
-        assert "Proxies" in text
-        assert "low-precision" in text or width < 80  # where it is broken over lines
-        assert max(map(len, text.splitlines())) <= width
-    page = html.page(back)
+    page = html.page(bounds)
     assert page.count("<svg") == 3 + 1 + 3 + 1
     assert "curves begin to merge</text>" in page
     assert ">merged</text>" in page
-    assert "Loss, by step" in page
-    assert "stable" not in page.lower()
+
+
+def test_a_run_that_diverged_is_not_missing_without_a_word(tmp_path: Path) -> None:
+    """With the step from which on it has no distance; its seed gives no ratio. A sound run is not
+    accused."""
+    lost = changed(
+        several(), lambda r: (r.seed, r.variant) == (2, "flash") and r.step, mean_abs=None, w1=None
+    )
+    bounds = bounds_of(report(lost), tmp_path / "run")
+    assert bounds.summary.answer[0].startswith(
+        "NOT FINITE: flash has no finite distance in seed 2 from step 1 on"
+    )
+    assert sorted(comparison(bounds, "flash", "low-precision", "early").by_seed) == [0, 1]
+    assert "NOT FINITE" not in said(bounds_of(report(curves()), tmp_path / "sound"))
+
+
+# --- the command ---------------------------------------------------------------------------------
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
-    """A run's report is enough, wherever it came from."""
+    """A run's report is enough, wherever it came from. What is written is read back the same."""
     reports.write(report(curves()), tmp_path)
+    out = tmp_path / "out"
     code = (
         "import sys\n"
         "class Blocked:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'pandas', 'transformers'):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers'):\n"
         "            raise ImportError(name)\n"
         "sys.meta_path.insert(0, Blocked())\n"
         "from numdev.cli.main import main\n"
-        f"main(['bounds', {str(tmp_path)!r}, '-o', {str(tmp_path / 'out')!r}])\n"
+        f"main(['bounds', {str(tmp_path)!r}, '-o', {str(out)!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "where curves begin to merge" in done.stdout
-    assert (tmp_path / "out" / "report.html").exists()
+    tables = {"comparisons.csv", "delays.csv", "null_runs.csv"}
+    assert {p.name for p in out.iterdir()} == {"report.json", "report.html", *tables}
+    back = reports.read(out)
+    assert isinstance(back, BoundsReport)
+    assert back.comparisons == of_run(tmp_path).comparisons
 
 
-def test_a_report_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """Bounds of bounds, and results that would overwrite the run's."""
-    run, out = tmp_path / "run", tmp_path / "out"
-    bounds = bounds_of(report(curves()), run)
-    out.mkdir()
-    reports.write(bounds, out)
+def test_what_is_no_run_with_distances_is_refused(tmp_path: Path) -> None:
+    """A report of bounds, and a run of the golden variant alone."""
+    bounds = bounds_of(report(curves()), tmp_path / "run")
+    reports.write(bounds, tmp_path)
     with pytest.raises(UsageError, match="not of a training run"):
-        of_run(out)
-    with pytest.raises(UsageError, match="which would be lost"):
-        claim(run, "bounds", bounds.request, overwrite=True)
-
-
-@pytest.mark.parametrize(
-    ("names", "rows", "words"),
-    [
-        (["flash"], curves(), "no golden run"),
-        (["golden"], curves(), "no distance between weights"),
-    ],
-)
-def test_a_run_without_distances_is_refused(
-    tmp_path: Path, names: list[str], rows: list[DistanceRow], words: str
-) -> None:
-    """With the reason, and not as an empty report."""
-    reports.write(report(rows, names), tmp_path)
-    with pytest.raises(MeasurementError, match=words):
+        of_run(tmp_path)
+    reports.write(report(curves(), ["golden"]), tmp_path)
+    with pytest.raises(MeasurementError, match="no distance between weights"):
         of_run(tmp_path)
 
 
@@ -556,8 +483,7 @@ def weights(seed: int, moved: float = 0.0) -> dict[str, torch.Tensor]:
     g, noise = (torch.Generator().manual_seed(s) for s in (seed, seed + 1000))
     shapes = {"wte.weight": (40, 8), "h.0.attn.q_proj.weight": (8, 8), "h.0.ln_1.weight": (8,)}
     state = {n: torch.randn(s, generator=g) * 0.02 for n, s in shapes.items()}
-    moves = {n: torch.randn(x.shape, generator=noise) for n, x in state.items()}
-    return {n: x + moved * moves[n] for n, x in state.items()}
+    return {n: x + moved * torch.randn(x.shape, generator=noise) for n, x in state.items()}
 
 
 def stored(path: Path, state: dict[str, torch.Tensor]) -> Path:
@@ -586,12 +512,10 @@ def test_checkpoints_are_compared_by_role(tmp_path: Path) -> None:
         assert c.by_seed[seed] == pytest.approx(exact, rel=1e-9)
         assert exact == pytest.approx(0.25, rel=0.05)
     assert bounds.summary.answer[0].startswith("These checkpoints: flash changes weights 0.25 x")
-    assert bounds.saturations == ()
-    assert bounds.summary.axis is None
-    assert bounds.delays == ()
+    assert (bounds.saturations, bounds.summary.axis, bounds.delays) == ((), None, ())
     assert {n.runs for n in bounds.null_runs} == {4}
     assert {c.group for c in bounds.comparisons} == {"all", "embedding", "attention", "norm"}
-    assert any(words.startswith("no other seed") for words in bounds.summary.missing)
+    assert any("another seed" in words for words in bounds.summary.missing)
     html.page(bounds)
 
 
@@ -607,23 +531,16 @@ def test_a_checkpoint_with_a_nan_has_no_distance(tmp_path: Path) -> None:
     bounds = of_checkpoints([paths[0]], {"flash": [paths[1]], "low_precision": [paths[2]]})
     pair = ("flash", "low_precision", "mean_abs")
     here = [c for c in bounds.comparisons if (c.variant, c.against, c.metric) == pair]
-    ratios = {c.group: c.ratio for c in here}
-    assert ratios == pytest.approx({"attention": 0.25, "norm": 0.25}, rel=0.6)
+    assert {c.group for c in here} == {"attention", "norm"}
     assert bounds.summary.answer[0].startswith("NOT FINITE: flash has no finite distance in seed 0")
 
 
 def test_checkpoints_that_do_not_pair_are_refused(tmp_path: Path) -> None:
-    """Another model, another shape, too few of a role, no weights: each is named."""
+    """Another model, another shape, too few of a role: each is named."""
     golden = stored(tmp_path / "g.safetensors", weights(0))
     more = stored(tmp_path / "more.safetensors", {**weights(0), "extra": torch.ones(2)})
     wide = stored(tmp_path / "wide.safetensors", {**weights(0), "wte.weight": torch.ones(2, 8)})
-    (tmp_path / "text.txt").write_text("a")
-    for path, words in (
-        (more, "extra"),
-        (wide, r"wte\.weight is \[2, 8\] and \[40, 8\]"),
-        (tmp_path / "text.txt", "is no file of weights"),
-        (tmp_path / "gone.pt", "no such file"),
-    ):
+    for path, words in ((more, "extra"), (wide, r"wte\.weight is \[2, 8\], and \[40, 8\]")):
         with pytest.raises(UsageError, match=words):
             of_checkpoints([golden], {"flash": [path]})
     with pytest.raises(UsageError, match="1 checkpoints of flash for 2 golden"):

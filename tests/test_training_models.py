@@ -185,7 +185,7 @@ def test_token_files_are_read_as_they_are(tmp_path: Path) -> None:
     config = DataConfig(source="tokens", files=(str(path),), vocabulary=40)
     data = load(config, LLAMA, 2, CPU)
     assert torch.equal(data.batch(0, 1)["inputs"] + 1, data.batch(0, 1)["targets"])
-    with pytest.raises(UsageError, match="id 39"):
+    with pytest.raises(UsageError, match="got 39"):
         load(config.model_copy(update={"vocabulary": 39}), LLAMA, 2, CPU)
 
 

@@ -28,11 +28,15 @@ STATE = {
     "layers.0.b": torch.arange(4).to(torch.bfloat16),
     "scale": torch.tensor(2.5, dtype=torch.float64),
 }
+NESTED = {"model": {f"_orig_mod.module.{k}": x for k, x in STATE.items()}, "step": 3}
+OPTIMISER = {"optim": {"x": torch.ones(3)}, "step": 1}
+# As PyTorch's tutorial saves it, of a model in DistributedDataParallel.
+APP = {"app": {"model": {f"module.{k}": x for k, x in STATE.items()}, **OPTIMISER}}
 
 
 def values(path: Path | str) -> dict[str, Tensor]:
     """Everything in a set of weights."""
-    return {name: kept.read() for name, kept in open_weights(str(path)).tensors.items()}
+    return {name: stored.read() for name, stored in open_weights(str(path)).tensors.items()}
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -41,14 +45,17 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def sharded(directory: Path, parts: dict[str, dict[str, Tensor]]) -> Path:
-    """A checkpoint in several files with an index; its directory."""
-    directory.mkdir()
-    for file, part in parts.items():
-        save_file(part, directory / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
+def sharded(directory: Path) -> Path:
+    """STATE in two files with an index; the index."""
+    directory.mkdir(parents=True)
+    parts = {"m-1.safetensors": ["layers.0.w"], "m-2.safetensors": ["layers.0.b", "scale"]}
+    for file, names in parts.items():
+        save_file({name: STATE[name] for name in names}, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {n: f for f, names in parts.items() for n in names}})
+    )
+    return index
 
 
 def distributed(directory: Path, state: dict[str, Any]) -> Path:
@@ -58,78 +65,27 @@ def distributed(directory: Path, state: dict[str, Any]) -> Path:
     return directory
 
 
-def two(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    return [{k: state[k]} for k in list(state)[:2]] + [{k: state[k] for k in list(state)[2:]}]
-
-
-# --- what is read --------------------------------------------------------------------------------
-
-
-def _safetensors(root: Path) -> Path:
-    save_file(STATE, root / "m.safetensors")
-    return root / "m.safetensors"
-
-
-def _lone_directory(root: Path) -> Path:
-    (root / "lone").mkdir()
-    save_file(STATE, root / "lone" / "adapter_model.safetensors")
-    return root / "lone"
-
-
-def _sharded_directory(root: Path) -> Path:
-    a, b, c = two(STATE)
-    return sharded(root / "s", {"m-1.safetensors": a, "m-2.safetensors": b | c})
-
-
-def _index(root: Path) -> Path:
-    return _sharded_directory(root) / "model.safetensors.index.json"
-
-
-def _pickle(root: Path) -> Path:
-    torch.save(STATE, root / "m.pt")
-    return root / "m.pt"
-
-
-def _legacy(root: Path) -> Path:
-    torch.save(STATE, root / "m.bin", _use_new_zipfile_serialization=False)
-    return root / "m.bin"
-
-
-def _nested(root: Path) -> Path:
-    state = {f"_orig_mod.module.{k}": x for k, x in STATE.items()}
-    torch.save({"model": state, "step": 3}, root / "m.pth")
-    return root / "m.pth"
-
-
-def _distributed(root: Path) -> Path:
-    return distributed(root / "d", dict(STATE))
-
-
-def _nested_distributed(root: Path) -> Path:
-    return distributed(root / "n", {"model": dict(STATE), "optim": {"x": torch.ones(3)}, "step": 1})
-
-
-def _deeply_nested(root: Path) -> Path:
-    """As PyTorch's tutorial saves it, of a model in DistributedDataParallel."""
-    inner = {"model": {f"module.{k}": x for k, x in STATE.items()}, "optim": {"x": torch.ones(3)}}
-    return distributed(root / "app", {"app": inner})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        _safetensors, _lone_directory, _sharded_directory, _index, _pickle, _legacy, _nested,
-        _distributed, _nested_distributed, _deeply_nested,
-    ],
-)  # fmt: skip
-def test_every_kind_of_file_gives_its_tensors(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
     """Names, formats and values are those that were saved, without wrappers' prefixes; and the
     comparison rejects another value, format or name."""
-    found = values(make(tmp_path))
-    assert same(found, STATE)
-    assert not same(found, STATE | {"scale": STATE["scale"] + 1e-9})
-    assert not same(found, STATE | {"scale": STATE["scale"].float()})
-    assert not same(found, {**STATE, "more": torch.zeros(1)})
+    (tmp_path / "lone").mkdir()
+    save_file(STATE, tmp_path / "m.safetensors")
+    save_file(STATE, tmp_path / "lone" / "adapter_model.safetensors")
+    torch.save(STATE, tmp_path / "m.pt")
+    torch.save(STATE, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
+    torch.save(NESTED, tmp_path / "m.pth")
+    index = sharded(tmp_path / "sharded")
+    for path in (
+        *(tmp_path / name for name in ("m.safetensors", "lone", "m.pt", "m.bin", "m.pth")),
+        *(index, index.parent),
+        distributed(tmp_path / "d", dict(STATE)),
+        distributed(tmp_path / "n", {"model": dict(STATE), **OPTIMISER}),
+        distributed(tmp_path / "app", APP),
+    ):
+        assert same(values(path), STATE), path
+    assert not same(STATE, STATE | {"scale": STATE["scale"] + 1e-9})
+    assert not same(STATE, STATE | {"scale": STATE["scale"].float()})
+    assert not same(STATE, {**STATE, "more": torch.zeros(1)})
 
 
 def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
@@ -139,57 +95,31 @@ def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
     found = open_weights(str(tmp_path / "t.pt"))
     assert list(found.tensors) == ["head", "other", "view"]
     assert found.tied == {"embed": "head"}
-    kept = found.find("embed")
-    assert kept is not None
-    assert torch.equal(kept.read(), x)
+    assert found.find("embed") is found.tensors["head"]
+    assert torch.equal(found.tensors["head"].read(), x)
     assert found.find("none") is None
 
 
 def test_what_is_not_clear_is_a_usage_error(tmp_path: Path) -> None:
-    """No such path, no weights, several sets, one name in two files."""
     for name in ("a.pt", "b.pt"):
         torch.save(STATE, tmp_path / name)
     (tmp_path / "notes.txt").write_text("")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "twice").mkdir()
+    for name in ("empty", "twice"):
+        (tmp_path / name).mkdir()
     for name in ("x", "y"):
         save_file(STATE, tmp_path / "twice" / f"{name}.safetensors")
     for path, words in (
         ("nowhere", "no such file"),
-        ("", "several sets of weights"),
+        ("", "2 sets of weights"),
         ("notes.txt", "no file of weights"),
         ("empty", "no weights that numdev reads"),
-        ("twice", "both hold"),
+        ("twice", "in another file too"),
     ):
         with pytest.raises(UsageError, match=words):
             open_weights(str(tmp_path / path))
 
 
 # --- distributed checkpoints in pieces -----------------------------------------------------------
-
-
-def pieces(directory: Path, tensor: Tensor, blocks: list[tuple[slice, ...]]) -> Path:
-    """A distributed checkpoint of one tensor, `w`, in blocks, one file each, as several ranks write
-    it. Torch's own classes make its metadata."""
-    directory.mkdir()
-    chunks, storage = [], {}
-    for rank, block in enumerate(blocks):
-        part = tensor[block].clone()
-        stream = io.BytesIO()
-        torch.save(part, stream)
-        name, before = f"__{rank}_0.distcp", b"another tensor"
-        (directory / name).write_bytes(before + stream.getvalue())
-        offset = torch.Size([s.start for s in block])
-        chunks.append(torchs.ChunkStorageMetadata(offset, part.shape))
-        place = _StorageInfo(name, len(before), len(stream.getvalue()))
-        storage[torchs.MetadataIndex("w", offset)] = place
-    about = torchs.TensorStorageMetadata(
-        torchs.TensorProperties.create_from_tensor(tensor), tensor.shape, chunks
-    )
-    written = torchs.Metadata({"w": about}, planner_data={"w": ("w",)}, storage_data=storage)
-    (directory / ".metadata").write_bytes(pickle.dumps(written))
-    return directory
-
 
 WHOLE = torch.arange(35, dtype=torch.float32).view(7, 5)
 QUARTERS = [
@@ -198,9 +128,31 @@ QUARTERS = [
 ]  # fmt: skip
 
 
+def pieces(directory: Path, blocks: list[tuple[slice, ...]] = QUARTERS) -> Path:
+    """A distributed checkpoint of WHOLE as `w`, in blocks, one file each, as several ranks write
+    it. Torch's own classes make its metadata."""
+    directory.mkdir()
+    chunks, storage = [], {}
+    for rank, block in enumerate(blocks):
+        part, stream = WHOLE[block].clone(), io.BytesIO()
+        torch.save(part, stream)
+        name, before = f"__{rank}_0.distcp", b"another tensor"
+        (directory / name).write_bytes(before + stream.getvalue())
+        offset = torch.Size([s.start for s in block])
+        chunks.append(torchs.ChunkStorageMetadata(offset, part.shape))
+        place = _StorageInfo(name, len(before), len(stream.getvalue()))
+        storage[torchs.MetadataIndex("w", offset)] = place
+    about = torchs.TensorStorageMetadata(
+        torchs.TensorProperties.create_from_tensor(WHOLE), WHOLE.shape, chunks
+    )
+    written = torchs.Metadata({"w": about}, planner_data={"w": ("w",)}, storage_data=storage)
+    (directory / ".metadata").write_bytes(pickle.dumps(written))
+    return directory
+
+
 def test_pieces_are_put_together(tmp_path: Path) -> None:
     """A tensor in four blocks is what torch's own reader makes of the same files."""
-    directory = pieces(tmp_path / "d", WHOLE, QUARTERS)
+    directory = pieces(tmp_path / "d")
     theirs = {"w": torch.zeros(7, 5)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -209,33 +161,27 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
     assert same(theirs, {"w": WHOLE})
 
 
-def _truncate(directory: Path) -> None:
-    path = directory / "__2_0.distcp"
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def _remove(directory: Path) -> None:
-    (directory / "__2_0.distcp").unlink()
-
-
-def _garble(directory: Path) -> None:
-    path = directory / "__2_0.distcp"
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
-def _swap(directory: Path) -> None:
-    """The first and the last block are of different shapes."""
-    first, last = directory / "__0_0.distcp", directory / "__3_0.distcp"
-    kept = first.read_bytes()
-    first.write_bytes(last.read_bytes().ljust(len(kept), b"\0"))
-
-
-@pytest.mark.parametrize("spoil", [_truncate, _remove, _garble, _swap])
-def test_a_damaged_piece_is_named(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content, other: content[:-1],
+        lambda content, other: b"x" * len(content),
+        lambda content, other: other.ljust(len(content), b"\0"),
+        None,
+    ],
+    ids=["truncated", "garbled", "another block", "gone"],
+)
+def test_a_damaged_piece_is_named(
+    spoil: Callable[[bytes, bytes], bytes] | None, tmp_path: Path
+) -> None:
     """A tensor one of whose files is spoiled raises, with the tensor's name and the file's."""
-    directory = pieces(tmp_path / "d", WHOLE, QUARTERS)
-    spoil(directory)
-    with pytest.raises(MeasurementError, match=r"w: __\d_0.distcp is missing or damaged"):
+    directory = pieces(tmp_path / "d")
+    file, other = directory / "__0_0.distcp", directory / "__3_0.distcp"
+    if spoil is None:
+        file.unlink()
+    else:
+        file.write_bytes(spoil(file.read_bytes(), other.read_bytes()))
+    with pytest.raises(MeasurementError, match=r"w: __0_0.distcp is missing or damaged"):
         values(directory)
 
 
@@ -243,7 +189,7 @@ def test_a_damaged_piece_is_named(spoil: Callable[[Path], None], tmp_path: Path)
 def test_pieces_that_leave_a_gap_are_refused(blocks: Any, tmp_path: Path) -> None:
     """No number is made of memory that no file filled: a block less, and one twice."""
     with pytest.raises(MeasurementError, match="do not make up the tensor"):
-        values(pieces(tmp_path / "d", WHOLE, blocks))
+        values(pieces(tmp_path / "d", blocks))
 
 
 class _Runs:
@@ -260,7 +206,6 @@ class _Runs:
     "content",
     [
         _Runs(os.mkdir, "ran"),
-        _Runs(eval, "open('ran', 'w')"),
         {"state_dict_metadata": _Runs(os.system, "touch ran")},
         _Runs(torch.load, "x"),
         torch.nn.Linear(2, 2),
@@ -276,8 +221,6 @@ def test_metadata_that_asks_for_anything_else_is_refused(
     with pytest.raises(MeasurementError, match=r"asks for .*, which is no part of a checkpoint"):
         read_metadata(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [".metadata"]
-    pickle.loads(pickle.dumps(_Runs(os.mkdir, "ran")))  # plain pickle would have
-    assert (tmp_path / "ran").exists()
 
 
 def test_metadata_changes_none_of_torchs_classes(
@@ -298,25 +241,21 @@ def test_metadata_changes_none_of_torchs_classes(
 
 def test_metadata_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     """A file outside the checkpoint's directory is never opened."""
-    directory = pieces(tmp_path / "d", WHOLE, QUARTERS)
-    path = directory / ".metadata"
+    path = pieces(tmp_path / "d") / ".metadata"
     written = pickle.loads(path.read_bytes())
     for place in written.storage_data.values():
         place.relative_path = "../" + place.relative_path
     path.write_bytes(pickle.dumps(written))
     with pytest.raises(MeasurementError, match="not the name of a file beside it"):
-        read_metadata(directory)
-
-
-# --- damage that does not stop the rest ----------------------------------------------------------
+        read_metadata(path.parent)
 
 
 def test_a_truncated_shard_leaves_the_others(tmp_path: Path) -> None:
     """Its tensors are named as lost, with the file and why; the rest is there."""
-    directory = _sharded_directory(tmp_path)
-    path = directory / "m-2.safetensors"
+    index = sharded(tmp_path / "s")
+    path = index.parent / "m-2.safetensors"
     os.truncate(path, path.stat().st_size - 3)
-    found = open_weights(str(directory))
+    found = open_weights(str(index.parent))
     assert list(found.tensors) == ["layers.0.w"]
     (damage,) = found.damage
     assert "m-2.safetensors: is not a whole safetensors file" in damage.words

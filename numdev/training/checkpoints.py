@@ -69,6 +69,7 @@ def write(
 def _transformers_config(model: ModelConfig, data: Data) -> Any:
     import transformers
 
+    library: Any = transformers
     special = data.tokenizer is not None
     common: dict[str, Any] = {
         "vocab_size": data.vocabulary,
@@ -79,7 +80,7 @@ def _transformers_config(model: ModelConfig, data: Data) -> Any:
         "dtype": "float32",
     }
     if model.kind == "llama":
-        return transformers.LlamaConfig(
+        return library.LlamaConfig(
             **common,
             architectures=["LlamaForCausalLM"],
             hidden_size=model.width,
@@ -91,7 +92,7 @@ def _transformers_config(model: ModelConfig, data: Data) -> Any:
             rms_norm_eps=RMS_EPS,
             rope_parameters={"rope_theta": ROPE_THETA, "rope_type": "default"},
         )
-    return transformers.GPT2Config(
+    return library.GPT2Config(
         **common,
         architectures=["GPT2LMHeadModel"],
         n_embd=model.width,

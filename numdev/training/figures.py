@@ -144,9 +144,9 @@ def _curves(
         points = []
         for step, values in steps.items():
             if values:
-                ends = dict(zip(("mean", "low", "high"), middle(values), strict=True))
-                at = label.format(step)
-                points.append(Point(x=float(step), label=at, seeds=len(values), **ends))
+                mean, low, high = middle(values)
+                place: Any = {"x": float(step), "label": label.format(step), "seeds": len(values)}
+                points.append(Point(**place, mean=mean, low=low, high=high))
         if points:
             yield Curve(label=name, role="kernel", kernel=name, points=tuple(points))
 

@@ -96,7 +96,7 @@ def _table(
     known = [c for c in report.comparisons if c.ratio is not None and c.group == group]
     cells = {(c.variant, c.against, c.window, c.metric): c for c in known}
     spans = {c.window: c.steps for c in known if c.window not in ("given", "start")}
-    columns = ["distance of", Column("over that of", align="left")]
+    columns: list[str | Column] = ["distance of", Column("over that of", align="left")]
     windows = [window for window in WINDOWS if window in {c.window for c in known}]
     for window in windows:
         steps = spans.get(window, ())
@@ -105,7 +105,7 @@ def _table(
         columns += [Column(name if m == "mean_abs" else f"{name}, {METRICS[m]}") for m in metrics]
     later = {(d.variant, d.against): d.steps for d in report.delays
              if (d.group, d.metric) == (group, "mean_abs")}  # fmt: skip
-    rows = []
+    rows: list[tuple[str | Cell, ...]] = []
     for pair in dict.fromkeys((c.variant, c.against) for c in known):
         numbers = [
             Cell(_ratio(cells.get((*pair, window, m)), whole=m == "mean_abs" or metrics != BRIEF))

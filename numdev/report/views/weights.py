@@ -4,6 +4,7 @@ tensors that moved most beside a cast."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TERMINAL, TEXT, Cell
@@ -42,7 +43,8 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
         yield _table("kind of parameter", kinds, whole=True, only=PAGE)
         layers = [g for g in groups if g.group == "layer"]
         for name, rows in (("layer", layers), (first, tensors[:ON_PAGE])):
-            yield doc.Fold(f"By {name}", (_table(name, rows, whole=True),), open=True)
+            if rows:
+                yield doc.Fold(f"By {name}", (_table(name, rows, whole=True),), open=True)
         moved = [row for row in tensors if row.equal != 1]
         yield _table(first, moved[:SHOWN], only=TERMINAL)
     yield doc.words(
@@ -78,13 +80,14 @@ def leading(report: WeightsReport, pair: PairSummary) -> list[TensorRow]:
 
 
 def _table(
-    first: str, rows: Sequence[GroupRow | TensorRow], *, whole: bool = False, **more: object
+    first: str, rows: Sequence[GroupRow | TensorRow], *, whole: bool = False, **more: Any
 ) -> doc.Table:
     """Rows of tensors or of groups; `whole` with the columns that only a page has room for."""
     names = ["mean", "max", "rel", "W1", *(f"×{name}" for name in FORMATS.values())]
     if whole:
         names += ["cosine", "equal", *(f"{name} cast" for name in FORMATS.values()), "NaN/inf"]
-    cells = ([_name(row), *_numbers(row)[: len(names)]] for row in rows)
+    cells: list[list[str | Cell]]
+    cells = [[_name(row), *_numbers(row)[: len(names)]] for row in rows]
     return doc.table([first, *names], cells, **more)
 
 

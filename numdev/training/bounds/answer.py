@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from numdev.report.numbers import si, times
-from numdev.training.bounds.comparisons import PAIRED, WHOLE
 from numdev.training.bounds.report import BoundsReport, BoundsVariant, Comparison, Saturation
 from numdev.training.bounds.saturation import MERGED, NULLS
+from numdev.training.bounds.tables import PAIRED, WHOLE
 from numdev.training.report import VariantRole
 
-DISAGREE = 2.0
-"""W1's ratio over that of the paired distance, or the inverse, from which on they disagree."""
 LEADS: Mapping[VariantRole, str] = {
     "flash": "{early}",
     "low_precision": "Low precision",
@@ -38,25 +36,22 @@ NOT_DETERMINISTIC = (
     "holds that too."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
-RATIO = "{lead}: {label} changes weights {beside}."
-PAPER = " (W1 {w1} x, max {max} x; the first paper reports 0.2 to 0.5 for low precision)"
-GRADIENT = "First gradient: {label} changes the gradient {beside}."
-MERGE = (
-    "From step {step} on: {flash}curves have merged, so a distance there says how chaotic training "
-    "is, not how large flash's deviation was."
+RATIO = "{lead}: {label} changes {what} {beside}."
+PAPER = ", where the first paper reports 0.2 to 0.5"
+MERGED_FROM = (
+    "From step {step} on curves have merged: a distance there says how chaotic training is, not "
+    "how large flash's deviation was."
 )
+NOT_MERGED = "Merging: by step {step} the curves have not merged with the null's."
+NO_MARK = "Merging: where curves merge is not known, since {reason}."
 DELAY = (
     "Delay: {d.variant} reaches the distances of {d.against} {d.steps:+.2g} steps later, a size "
     "which merging does not hide."
 )
-W1 = (
-    "W1 disagrees: {c.variant} over {c.against} is {w1} x in W1 and {paired} x in mean "
-    "|difference| ({c.window}). W1 does not know which weight moved, so the paired number counts."
-)
 REPEATED = "Null: the golden run repeated gives the same bits."
 PROXIES = (
     "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
-    "al. 2024), and not whether either trains well."
+    "al. 2024), and not whether either trains well. W1 does not know which weight moved."
 )
 
 
@@ -80,68 +75,60 @@ def answer(report: BoundsReport, lost: Mapping[str, Mapping[int, int]]) -> Itera
     for label, seeds in lost.items():
         where = [f"seed {seed} from step {step} on" for seed, step in sorted(seeds.items())]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
-    for role, words in LEADS.items():
-        for v in (v for v in report.summary.variants if v.role == role):
-            lead, here = words.format(early=_early(mark)), _of(report, window, v.label)
-            if beside := _beside(report, here):
-                yield RATIO.format(lead=lead, label=v.label, beside=beside)
-            elif here and role == "flash":
-                yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
+    yield from _ratios(report, window, mark)
     if mark is not None:
-        yield _merged(report, mark)
-    for v in (v for v in report.summary.variants if v.role == "flash"):
-        if beside := _beside(report, _of(report, "start", v.label)):
-            yield GRADIENT.format(label=v.label, beside=beside)
+        if mark.reason is not None:
+            yield NO_MARK.format(reason=mark.reason)
+        elif mark.saturated is None:
+            yield NOT_MERGED.format(step=mark.steps[-1])
+        else:
+            yield MERGED_FROM.format(step=mark.saturated)
+            yield from _ratios(report, "saturated", mark)
+    yield from _ratios(report, "start", mark)
     for d in report.delays:
-        place, roles = (d.group, d.metric), (d.role, d.against_role)
-        known = place == (WHOLE, PAIRED) and d.steps is not None
-        if known and roles == ("flash", "low_precision"):
+        here = (d.group, d.metric, d.role, d.against_role)
+        if here == (WHOLE, PAIRED, "flash", "low_precision") and d.steps is not None:
             yield DELAY.format(d=d)
-    for c in (c for window in ("given", "early", "start") for c in _of(report, window)):
-        w1 = _twin(report, c, "w1")
-        if c.role == "flash" and c.ratio and w1 and not 0.5 < w1 / c.ratio < DISAGREE:
-            yield W1.format(c=c, w1=times(w1), paired=times(c.ratio))
     if report.summary.deterministic:
         yield REPEATED
     yield from (f"Not known: {words}." for words in report.summary.missing)
     yield PROXIES
 
 
-def _of(
-    report: BoundsReport, window: str, label: str | None = None, metric: str = PAIRED
-) -> list[Comparison]:
-    """The comparisons of all weights in a window."""
-    where = (WHOLE, window, metric)
-    found = [c for c in report.comparisons if (c.group, c.window, c.metric) == where]
-    chosen = [c for c in found if label in (None, c.variant)]
+def _ratios(report: BoundsReport, window: str, mark: Saturation | None) -> Iterator[str]:
+    """What all weights, or the first gradient, of each kind of run change; of all kinds in the
+    first window, in others of flash."""
+    for role, words in LEADS.items():
+        for v in (v for v in report.summary.variants if v.role == role):
+            here = _of(report, window, v.label)
+            leads = {"saturated": "Merged", "start": "First gradient"}
+            lead = leads.get(window) or words.format(early=_early(mark))
+            what = "the gradient" if window == "start" else "weights"
+            if beside := "; ".join(_beside(report, c) for c in here if c.ratio is not None):
+                if role == "flash" or window not in leads:
+                    yield RATIO.format(lead=lead, label=v.label, what=what, beside=beside)
+            elif here and role == "flash" and window == "early":
+                yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
+
+
+def _of(report: BoundsReport, window: str, label: str, metric: str = PAIRED) -> list[Comparison]:
+    """The comparisons of all weights of one kind of run in a window."""
+    where = (WHOLE, window, label, metric)
+    chosen = [c for c in report.comparisons if (c.group, c.window, c.variant, c.metric) == where]
     return sorted(chosen, key=lambda c: ORDER.index(c.against_role))
 
 
-def _twin(report: BoundsReport, c: Comparison, metric: str) -> float | None:
-    """The ratio of the same two runs in another metric."""
-    same = _of(report, c.window, c.variant, metric)
-    return next((o.ratio for o in same if o.against == c.against), None)
-
-
-def _beside(report: BoundsReport, comparisons: Sequence[Comparison]) -> str:
-    """`0.97 x [0.93 to 1.00] as much as null: re-rounded, no larger; ...`. An interval that reaches
-    far above a null shows as little that a distance is not larger."""
-    said = []
-    for c in (c for c in comparisons if c.ratio is not None):
-        words = f"{_times(c)} as much as {c.against}"
-        if c.against_role in NULLS and ((c.ratio or 0.0) if c.low is None else c.low) <= 1:
-            small = c.high is None or c.high <= MERGED
-            words += ", no larger" if small else ", not told apart"
-        if (c.role, c.against_role, c.of) == ("flash", "low_precision", "weights"):
-            w1, largest = (times(_twin(report, c, metric)) for metric in ("w1", "max_abs"))
-            words += PAPER.format(w1=w1, max=largest)
-        said.append(words)
-    return "; ".join(said)
-
-
-def _times(c: Comparison) -> str:
+def _beside(report: BoundsReport, c: Comparison) -> str:
+    """`0.97 x [0.93 to 1.00] as much as null: re-rounded, no larger (W1 0.95 x)`. An interval that
+    reaches far above a null shows as little that a distance is not larger."""
     ends = "" if c.low is None or c.high is None else f" [{times(c.low)} to {times(c.high)}]"
-    return f"{times(c.ratio)} x{ends}"
+    words = f"{times(c.ratio)} x{ends} as much as {c.against}"
+    if c.against_role in NULLS and ((c.ratio or 0.0) if c.low is None else c.low) <= 1:
+        words += ", no larger" if c.high is None or c.high <= MERGED else ", not told apart"
+    same = _of(report, c.window, c.variant, "w1")
+    w1 = next((o.ratio for o in same if o.against == c.against), None)
+    early_flash = (c.role, c.against_role) == ("flash", "low_precision") and c.window == "early"
+    return f"{words} (W1 {times(w1)} x){PAPER if early_flash else ''}"
 
 
 def _early(mark: Saturation | None) -> str:
@@ -155,16 +142,3 @@ def _early(mark: Saturation | None) -> str:
     if mark.bends is None:
         return f"Up to step {mark.steps[-1]}, with no sign that curves merge"
     return f"Before step {mark.bends}, where curves begin to merge"
-
-
-def _merged(report: BoundsReport, mark: Saturation) -> str:
-    if mark.reason is not None:
-        return f"Merging: where curves merge is not known, since {mark.reason}."
-    if mark.saturated is None:
-        return f"Merging: by step {mark.steps[-1]} the curves have not merged with the null's."
-    flash = "".join(
-        f"{c.variant} changes weights {_times(c)} as much as {c.against}; "
-        for c in _of(report, "saturated")
-        if (c.role, c.against_role) == ("flash", "low_precision") and c.ratio
-    )
-    return MERGE.format(step=mark.saturated, flash=flash)

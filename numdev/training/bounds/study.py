@@ -17,11 +17,11 @@ from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import Provenance
 from numdev.training import figures
-from numdev.training.bounds import comparisons as made
+from numdev.training.bounds import tables
 from numdev.training.bounds.answer import answer, missing
-from numdev.training.bounds.comparisons import WHOLE, Span
 from numdev.training.bounds.report import BoundsReport, BoundsSummary
 from numdev.training.bounds.saturation import saturation
+from numdev.training.bounds.tables import WHOLE, Span
 from numdev.training.report import DistanceRow, TrainReport, VariantRecord, VariantRole
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def of_checkpoints(
 
     named = {ROLES[role]: paths for role, paths in by_role.items()}
     opened = {p: open_weights(str(p)) for paths in (golden, *named.values()) for p in paths}
-    blank = {"kernel": "", "format": "", "attention_format": ""}
+    blank: dict[str, Any] = {"kernel": "", "format": "", "attention_format": ""}
     variants = [VariantRecord(name="golden", role="golden", **blank)]
     distances: list[DistanceRow] = []
     for role, paths in named.items():
@@ -126,13 +126,9 @@ def _distances(a: Weights, b: Weights, seed: int, variant: str) -> Iterator[Dist
         for group in (WHOLE, kind_of(name).split()[0]):
             parts.setdefault(group, []).append(pairs.compare(of, against))
     for r in both.remarks:
-        if r.what == "damaged":
-            raise MeasurementError(f"{r.source}: {r.words}")
-        if r.what in ("missing", "extra", "reshaped"):
-            raise UsageError(
-                f"{a.name} and {b.name} are not of one model: {r.tensor} {r.words}",
-                hint="give checkpoints of the same architecture",
-            )
+        if r.what in ("damaged", "missing", "extra", "reshaped"):
+            wrong = MeasurementError if r.what == "damaged" else UsageError
+            raise wrong(f"{a.name} and {b.name} cannot be compared: {r.tensor or ''} {r.words}")
     if not parts:
         raise MeasurementError(f"{a.name}: has no floating-point weights to compare")
     for group, these in parts.items():
@@ -158,51 +154,34 @@ def _report(
 ) -> BoundsReport:
     """What distances come to; those of no `run` are of one step, and nothing merges."""
     curves = run is not None
-    tracks = made.tracks_of(variants, distances)
-    groups = list(dict.fromkeys(t.group for t in tracks if t.of == "weights"))
-    marks = [saturation(g, made.of_group(tracks, "weights", g)) for g in groups] if curves else []
-    spans = list(made.windows(tracks, marks))
-    if not curves:
-        spans = [Span("weights", group, "given", (STEP,)) for group in groups]
-    null_runs = tuple(made.null_rows(tracks, curves=curves))
+    tracks = tables.tracks_of(variants, distances)
+    weights = [t for t in tracks if t.of == "weights"]
+    groups = list(dict.fromkeys(t.group for t in weights))
+    marks = [saturation(g, tables.of_group(weights, g)) for g in groups] if curves else []
+    spans = [Span("weights", group, "given", (STEP,)) for group in groups]
+    null_runs = tuple(tables.null_rows(tracks, curves=curves))
     repeats = [n.largest for n in null_runs if n.role == "null_repeat"]
-    steps = sorted({s for t in tracks if t.of == "weights" for s in t.steps if s > 0})
+    steps = sorted({s for t in weights for s in t.steps if s > 0})
     axis = figures.axis_of(steps, all_named=True) if curves and len(steps) > 1 else None
-    kinds = tuple(made.kinds_of(variants, distances))
-    report = BoundsReport(
-        provenance=Provenance(
-            numdev=numdev.__version__,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            **origin,
-        ),
-        request=request,
-        summary=BoundsSummary(
-            answer=(),
-            seeds=tuple(seeds),
-            variants=kinds,
-            missing=missing(kinds, curves=curves),
-            deterministic=all(x == 0 for x in repeats) if repeats else None,
-            axis=axis,
-        ),
-        saturations=tuple(marks),
-        comparisons=tuple(made.comparisons(tracks, spans)),
-        delays=tuple(made.delayed(tracks, marks)),
-        null_runs=null_runs,
-        figures=figures.of_bounds(tracks, run.rows, run.variants, axis) if run and axis else (),
+    kinds = tuple(tables.kinds_of(variants, distances))
+    summary = BoundsSummary(
+        answer=(),
+        seeds=tuple(seeds),
+        variants=kinds,
+        missing=missing(kinds, curves=curves),
+        deterministic=max(repeats) == 0 if repeats else None,
+        axis=axis,
     )
-    said = tuple(answer(report, _lost(variants, distances)))
-    return report.model_copy(update={"summary": report.summary.model_copy(update={"answer": said})})
-
-
-def _lost(
-    variants: Sequence[VariantRecord], distances: Sequence[DistanceRow]
-) -> dict[str, dict[int, int]]:
-    """Of a kind of run the seeds in which it has no finite distance, and the first such step: a run
-    that diverged must not be missing without a word."""
-    labels = {v.name: made.label_of(v) for v in variants}
-    lost: dict[str, dict[int, int]] = {}
-    for row in sorted(distances, key=lambda row: row.step):
-        here = (row.of, row.group) == ("weights", WHOLE) and row.variant in labels
-        if here and row.elements and row.mean_abs is None:
-            lost.setdefault(labels[row.variant], {}).setdefault(row.seed, row.step)
-    return lost
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    report = BoundsReport(
+        provenance=Provenance(numdev=numdev.__version__, created=created, **origin),
+        request=request,
+        summary=summary,
+        saturations=tuple(marks),
+        comparisons=tuple(tables.comparisons(tracks, tables.windows(marks) if curves else spans)),
+        delays=tuple(tables.delayed(weights, marks)),
+        null_runs=null_runs,
+        figures=figures.of_bounds(weights, run.rows, run.variants, axis) if run and axis else (),
+    )
+    said = tuple(answer(report, tables.lost(variants, distances)))
+    return report.model_copy(update={"summary": summary.model_copy(update={"answer": said})})

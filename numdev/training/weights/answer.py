@@ -35,8 +35,7 @@ DIFFERS = (
     "{p.of} differs from {p.against} by {p.mean_abs:.1e} on average: {beside} At most "
     "{p.max_abs:.1e}, in {p.max_tensor}; {p.identical} of {p.tensors} tensors are equal."
 )
-NO_CAST = "no cast is coarser than how {p.against} is stored."
-NO_CHANGE = "a cast to {p.yardstick} would have changed nothing."
+NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
 BESIDE = (
     "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
     "{p.times_tensor} ({largest} x)."
@@ -45,10 +44,6 @@ BAGS = "W1 of {p.of}: {p.mean_w1:.1e}, {share:.2g} of the mean difference.{blind
 IS_BLIND = (
     " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
     "two seeds for one cast. The mean difference is what the weights differ by."
-)
-STORED = (
-    "Formats: {of} is stored in {theirs} and {against} in {ours} (tensors compared by value: "
-    "{count})."
 )
 
 
@@ -66,12 +61,6 @@ def summarise(
             these = [r for r in remarks if (r.what, r.source) == (what, source)]
             listed = some([f"{r.tensor} {r.words}" if r.tensor else r.words for r in these])
             answer.append(f"{what.capitalize()} in {source}: {listed}.")
-    formats = [(r.of, r.against, r.stored_of, r.stored_against) for r in rows]
-    for of, against, theirs, ours in dict.fromkeys(formats):
-        if theirs != ours:
-            count = formats.count((of, against, theirs, ours))
-            places = {"of": of, "against": against, "theirs": theirs, "ours": ours}
-            answer.append(STORED.format(count=count, **places))
     asides = [f"{r.source}: {r.tensor} {r.words}." for r in remarks if r.what in ("tied", "empty")]
     return WeightsSummary(answer=tuple(answer), notes=tuple(asides), pairs=tuple(pairs))
 
@@ -104,8 +93,7 @@ def _sentences(p: PairSummary, null: str | None) -> Iterator[str]:
     elif p.mean_abs is None or p.max_abs == 0:
         yield (UNKNOWN if p.mean_abs is None else EQUAL).format(p=p)
     else:
-        beside = NO_CAST if p.yardstick is None else NO_CHANGE
-        beside = beside if p.times_median is None else BESIDE
+        beside = NO_CAST if p.times_median is None else BESIDE
         ratios = {"median": times(p.times_median), "largest": times(p.times_largest)}
         yield DIFFERS.format(p=p, beside=beside.format(p=p, **ratios))
         share = (p.mean_w1 or 0.0) / p.mean_abs

@@ -203,9 +203,9 @@ def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[G
         parts |= {("kind", kind): [] for kind in KINDS}
         for row, part in zip(rows, sums, strict=True):
             if row.of == of:
-                layer = [("layer", row.layer)] if row.layer else []
-                for group in (("all", "all"), ("kind", row.kind), *layer):
-                    parts.setdefault(group, []).append(part)
+                for key in (("all", "all"), ("kind", row.kind), ("layer", row.layer or "")):
+                    if key[1]:
+                        parts.setdefault(key, []).append(part)
         for (group, name), these in parts.items():
             if these:
                 place: Any = {"of": of, "against": rows[0].against, "group": group, "name": name}

@@ -7,6 +7,7 @@ metric of that group, so that W1 and the paired distances in one row are of the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,40 +59,54 @@ def kinds_of(
     variants: Sequence[VariantRecord], distances: Iterable[DistanceRow]
 ) -> Iterator[BoundsVariant]:
     """The kinds of run in their order, each with the fields of its first variant."""
-    first = {label_of(v): v for v in reversed(variants)}
-    runs = {(row.variant, row.seed) for row in distances}
-    names = {v.name: label_of(v) for v in variants}
-    labels = [names[name] for name, _ in runs if name in names]
-    for label, v in reversed(first.items()):
-        shared = v.model_dump(include={"role", "kernel", "format", "attention_format"})
-        yield BoundsVariant(label=label, runs=labels.count(label), **shared)
+    runs = Counter(name for name, _ in {(row.variant, row.seed) for row in distances})
+    kinds: dict[str, list[VariantRecord]] = {}
+    for v in variants:
+        kinds.setdefault(label_of(v), []).append(v)
+    for label, (first, *others) in kinds.items():
+        shared = first.model_dump(include={"role", "kernel", "format", "attention_format"})
+        count = sum(runs[v.name] for v in (first, *others))
+        yield BoundsVariant(label=label, runs=count, **shared)
 
 
 def tracks_of(
     variants: Sequence[VariantRecord], distances: Iterable[DistanceRow]
 ) -> tuple[Track, ...]:
     """Every metric of every kind of run but the golden one."""
-    others = {v.name: v for v in variants if v.role != "golden"}
+    others = {v.name: (label_of(v), v.role) for v in variants if v.role != "golden"}
     collected: dict[tuple[Any, ...], dict[int, dict[int, list[float]]]] = {}
     for row in (row for row in distances if row.variant in others):
-        v = others[row.variant]
         for metric in METRICS:
             if (value := getattr(row, metric)) is not None:
-                seeds = collected.setdefault((label_of(v), v.role, row.of, row.group, metric), {})
-                seeds.setdefault(row.seed, {}).setdefault(row.step, []).append(float(value))
+                key = (*others[row.variant], row.of, row.group, metric)
+                steps = collected.setdefault(key, {}).setdefault(row.seed, {})
+                steps.setdefault(row.step, []).append(float(value))
     names = ("label", "role", "of", "group", "metric")
     return tuple(Track(**dict(zip(names, k, strict=True)), members=m) for k, m in collected.items())
 
 
-def of_group(tracks: Sequence[Track], of: str, group: str, metric: str = PAIRED) -> list[Track]:
-    return [t for t in tracks if (t.of, t.group, t.metric) == (of, group, metric)]
+def of_group(tracks: Iterable[Track], group: str, metric: str = PAIRED) -> list[Track]:
+    return [t for t in tracks if (t.group, t.metric) == (group, metric)]
 
 
-def windows(tracks: Sequence[Track], marks: Sequence[Saturation]) -> Iterator[Span]:
+def lost(
+    variants: Sequence[VariantRecord], distances: Iterable[DistanceRow]
+) -> dict[str, dict[int, int]]:
+    """Of a kind of run the seeds in which it has no finite distance, and the first such step: a run
+    that diverged must not be missing without a word."""
+    labels = {v.name: label_of(v) for v in variants}
+    seeds: dict[str, dict[int, int]] = {}
+    for row in sorted(distances, key=lambda row: row.step):
+        here = (row.of, row.group) == ("weights", WHOLE) and row.variant in labels
+        if here and row.elements and row.mean_abs is None:
+            seeds.setdefault(labels[row.variant], {}).setdefault(row.seed, row.step)
+    return seeds
+
+
+def windows(marks: Iterable[Saturation]) -> Iterator[Span]:
     """The windows of a training run."""
-    for group in dict.fromkeys(t.group for t in tracks if t.of == "gradient"):
-        yield Span("gradient", group, "start", (0,))
     for mark in marks:
+        yield Span("gradient", mark.group, "start", (0,))
         if mark.early:
             yield Span("weights", mark.group, "first", mark.early[:1])
         merged = mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
@@ -112,26 +127,25 @@ def _pairs(here: Sequence[Track]) -> Iterator[tuple[Track, Track, dict[str, Any]
 def comparisons(tracks: Sequence[Track], spans: Iterable[Span]) -> Iterator[Comparison]:
     """All ratios."""
     for span in spans:
+        here = [t for t in tracks if t.of == span.of]
         for metric in METRICS:
-            for a, b, pair in _pairs(of_group(tracks, span.of, span.group, metric)):
+            for a, b, pair in _pairs(of_group(here, span.group, metric)):
                 by_seed = ratios(a, b, span.steps)
                 mean, low, high = factor(list(by_seed.values())) if by_seed else (None, None, None)
                 none = "no seed has both, and more than 0 to divide by"
                 nulls = {} if by_seed else {"ratio": none if span.steps else span.why}
                 if mean is not None and low is None:
                     nulls = dict.fromkeys(("low", "high"), "one seed has no interval")
-                yield Comparison(
-                    **pair, of=span.of, window=span.window, ratio=mean, low=low, high=high,
-                    steps=() if span.window == "given" else span.steps, by_seed=by_seed,
-                    nulls=nulls,
-                )  # fmt: skip
+                pair |= {"ratio": mean, "low": low, "high": high, "by_seed": by_seed}
+                steps = () if span.window == "given" else span.steps
+                yield Comparison(**pair, of=span.of, window=span.window, steps=steps, nulls=nulls)
 
 
-def delayed(tracks: Sequence[Track], marks: Sequence[Saturation]) -> Iterator[Delay]:
+def delayed(weights: Sequence[Track], marks: Iterable[Saturation]) -> Iterator[Delay]:
     """By how many steps curves are apart, before they merge."""
     for mark in marks:
         for metric in METRICS:
-            for a, b, pair in _pairs(of_group(tracks, "weights", mark.group, metric)):
+            for a, b, pair in _pairs(of_group(weights, mark.group, metric)):
                 if b.role == "other_seed":  # it starts apart, and nothing ever reaches it in time
                     continue
                 by_seed = delays(a, b, mark.early)
