@@ -28,7 +28,7 @@ import numdev
 from numdev.audit import check
 from numdev.audit import rows as audit_rows
 from numdev.audit.check_cases import CheckSource, default_cases
-from numdev.audit.reproduce.functionsource import defined_again, folder_of, name_of
+from numdev.audit.reproduce.script import defined_again, folder_of, name_of
 from numdev.errors import MeasurementError, UsageError
 from numdev.gate import check_words as checkwords
 from numdev.report import AuditReport
@@ -167,7 +167,7 @@ def test_the_default_cases_catch_every_planted_fault(
     """Whatever is planted, in one of the tensors it shows in, and in one format. (What names it and
     the script, which take most of a failing check's time, have their own tests.)"""
     monkeypatch.setattr(audit_rows, "suspect", lambda *given: {})
-    monkeypatch.setattr(check, "reproduce", lambda *given: ())
+    monkeypatch.setattr(check, "reproduce", lambda *given, **more: [])
     error = failing(entry.function, formats="bfloat16")
     found = {f.tensor for f in error.result.report.findings if f.severity == "exceeded"}
     assert found & {*entry.tensors, *(("dq", "dk") if "out" in entry.tensors else ())}

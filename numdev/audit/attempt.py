@@ -6,7 +6,7 @@ segmentation fault, a hang) is beyond this file: see `numdev.audit.isolation`.""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,9 @@ class Failure:
 
     status: Literal["skipped", "failed"]
     reason: str
+
+
+Runner = Callable[..., Output | Failure]  # `attempt`, or `Isolated.run` in a process of its own
 
 
 def attempt(
@@ -49,12 +52,10 @@ def attempt(
 
 def copied(case: AttentionCase) -> AttentionCase:
     """The case with tensors of its own, which lie in memory as the originals do."""
-    parts: dict[str, Any] = {
-        f.name: strided_as(x.clone(), x)
-        for f in dataclasses.fields(case)
-        if isinstance(x := getattr(case, f.name), Tensor)
+    tensors: dict[str, Any] = {
+        name: strided_as(x.clone(), x) for name, x in vars(case).items() if isinstance(x, Tensor)
     }
-    return dataclasses.replace(case, **parts)
+    return dataclasses.replace(case, **tensors)
 
 
 def one_line(error: Exception) -> str:

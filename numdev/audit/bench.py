@@ -5,10 +5,10 @@ so it is computed once per format. Kernels always see the whole call; a selectio
 restricts what is measured.
 
 With gradients a selection grows to whole groups of query heads, since dk and dv are sums over a
-group. The reference of a sample of query rows is exact for them at their share of the cost, in out,
-log-sum-exp and dq, and so are emulations; the baseline, whose scores would not fit in memory, is
-computed for these rows alone. dk and dv are measured in a sample of keys, which takes one forward
-reference of all queries; for them there is neither baseline nor prediction.
+group. Of a sample of query rows, reference and emulations are exact at their share of the cost, in
+out, log-sum-exp and dq; the baseline, whose scores would not fit in memory, is computed for these
+rows alone. dk and dv are measured in a sample of keys, which takes one forward reference of all
+queries; for them there is neither baseline nor prediction.
 """
 
 from __future__ import annotations
@@ -74,18 +74,12 @@ class Selection:
         if gradients:
             groups = {h // case.group for h in chosen}
             chosen = {h for h in range(case.heads) if h // case.group in groups}
-        device, queries, keys = case.q.device, None, None
+        measured, queries, keys = tuple(h for h in range(case.heads) if h in chosen), None, None
         if sample is not None and (rows := sample.queries(case.q_len)) is not None:
             some = sample.keys(case.kv_len)
-            queries = rows.to(device)
-            keys = (torch.arange(case.kv_len) if some is None else some).to(device)
-        return cls(
-            case=case,
-            gradients=gradients,
-            heads=tuple(h for h in range(case.heads) if h in chosen),
-            queries=queries,
-            keys=keys,
-        )
+            queries = rows.to(case.q.device)
+            keys = (torch.arange(case.kv_len) if some is None else some).to(case.q.device)
+        return cls(case=case, gradients=gradients, heads=measured, queries=queries, keys=keys)
 
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
@@ -150,6 +144,15 @@ class Selection:
         lse = of_keys.pop("lse")
         return dataclasses.replace(reference, **of_keys), lse
 
+    def baseline(self, case: AttentionCase, *, gradients: bool = False) -> Output | Failure:
+        """Plain attention of a case of this call's shape: of the whole call, or of sampled rows,
+        over which dk and dv would be sums."""
+        whole = case if self.queries is None else self.measured(case)
+        output = attempt(find("baseline"), whole, {}, gradients=gradients)
+        if self.queries is None or isinstance(output, Failure):
+            return output
+        return dataclasses.replace(output, dk=None, dv=None)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
@@ -183,20 +186,16 @@ class Bench:
         """The selection in a format. `exact`: `Selection.exact` of the case as it came."""
         given = selection.case
         case = given if given.is_in(fmt) else given.rounded_to(fmt)
-        measured = selection.measured(case)
         unrounded, (reference, lse) = exact[0], exact
         if not fmt.contains(given.format):
             with watch("reference"):
                 reference, lse = selection.exact(case)
         with watch("baseline"):
-            whole = case if selection.queries is None else measured
-            baseline = attempt(find("baseline"), whole, {}, gradients=selection.gradients)
-            if selection.queries is not None and not isinstance(baseline, Failure):
-                baseline = dataclasses.replace(baseline, dk=None, dv=None)  # sums over these rows
-            in_fp32 = in_lower = None
+            baseline = selection.baseline(case, gradients=selection.gradients)
+            beside: dict[str, Any] = {}
             if not isinstance(baseline, Failure):
-                in_fp32 = _in_fp32(selection, fmt)
-                in_lower = _in_lower(selection, case, fmt)
+                beside = _other_baselines(selection, case, fmt)
+        measured = selection.measured(case)
         by_query, by_key = _arithmetic(measured)
 
         def yardstick(tensor: str, terms: Tensor, empty: Tensor, **more: Any) -> Yardstick:
@@ -211,22 +210,16 @@ class Bench:
                 **more,
             )
 
-        beside: dict[str, Any] = {"arithmetic": by_query, "lse": reference.lse}
+        of_rows = {"arithmetic": by_query, "lse": reference.lse}
         yardsticks = {
-            "out": yardstick(
-                *("out", reference.term_scale, reference.empty),
-                baseline_fp32=in_fp32,
-                baseline_lower=in_lower,
-                lower=None if in_lower is None else next_lower(fmt),
-                **beside,
-            )
+            "out": yardstick("out", reference.term_scale, reference.empty, **of_rows, **beside)
         }
         if isinstance(reference, Gradients):
             # A key that no query sees has gradients of exactly 0, and is judged by that.
             none = torch.zeros_like(reference.unseen)
-            yardsticks["dq"] = yardstick("dq", reference.dq_terms, reference.empty, **beside)
             # Of sampled queries dk and dv are not predicted.
             errs = {"arithmetic": by_key if selection.keys is None else None}
+            yardsticks["dq"] = yardstick("dq", reference.dq_terms, reference.empty, **of_rows)
             yardsticks["dk"] = yardstick("dk", reference.dk_terms, none, **errs)
             yardsticks["dv"] = yardstick("dv", reference.dv_terms, none, **errs)
         return cls(
@@ -282,42 +275,33 @@ class Bench:
         with self.watch("reference"):
             moved = gradients(_moved_by_an_ulp(self.measured))
         return {
-            name: [
-                head["row_rel"]
-                for head in measure(getattr(moved, name), self.yardsticks[name]).heads
-            ]
-            for name in GRADIENTS
-            if name in self.by_row
+            name: [head["row_rel"] for head in measure(getattr(moved, name), y).heads]
+            for name, y in self.yardsticks.items()
+            if name in GRADIENTS and name in self.by_row
         }
 
 
-def _in_fp32(selection: Selection, fmt: Format) -> Tensor | None:
-    """What the baseline returns in float32 for the unrounded inputs, where `fmt` is narrower."""
-    fp32, case = FORMATS["float32"], selection.case
-    if fmt.contains(fp32):
-        return None
-    return _plain(selection, case if case.is_in(fp32) else case.rounded_to(fp32))
+def _other_baselines(selection: Selection, case: AttentionCase, fmt: Format) -> dict[str, Any]:
+    """The baseline's output in float32 for the unrounded inputs, where `fmt` is narrower; and in
+    the next lower format. Where PyTorch has no arithmetic in that, in 8 bits, q, k and v are
+    rounded to it and the rest is computed in `fmt`. None where the baseline cannot run."""
 
+    def plain(given: AttentionCase) -> Tensor | None:
+        output = selection.baseline(given)
+        return None if isinstance(output, Failure) else selection.select(output.out)
 
-def _in_lower(selection: Selection, case: AttentionCase, fmt: Format) -> Tensor | None:
-    """What it returns in the next lower format. Where PyTorch has no arithmetic in that, in 8 bits,
-    q, k and v are rounded to it and the rest is computed in `fmt`."""
-    lower = next_lower(fmt)
-    if lower is None:
-        return None
-    if lower.precision >= 8:
-        return _plain(selection, selection.case.rounded_to(lower))
-    inputs = dataclasses.replace(selection.case, mask=None, sinks=None, grad_out=None)
-    rounded = inputs.rounded_to(lower)
-    q, k, v = (x.to(case.q.dtype) for x in (rounded.q, rounded.k, rounded.v))
-    return _plain(selection, dataclasses.replace(case, q=q, k=k, v=v))
-
-
-def _plain(selection: Selection, case: AttentionCase) -> Tensor | None:
-    """The baseline's output in the measured heads and rows; None where it cannot run."""
-    whole = case if selection.queries is None else selection.measured(case)
-    output = attempt(find("baseline"), whole, {})
-    return None if isinstance(output, Failure) else selection.select(output.out)
+    whole, fp32, lower = selection.case, FORMATS["float32"], next_lower(fmt)
+    in_fp32 = in_lower = None
+    if not fmt.contains(fp32):
+        in_fp32 = plain(whole if whole.is_in(fp32) else whole.rounded_to(fp32))
+    if lower is not None and lower.precision >= 8:
+        in_lower = plain(whole.rounded_to(lower))
+    elif lower is not None:
+        inputs = dataclasses.replace(whole, mask=None, sinks=None, grad_out=None).rounded_to(lower)
+        q, k, v = (x.to(case.q.dtype) for x in (inputs.q, inputs.k, inputs.v))
+        in_lower = plain(dataclasses.replace(case, q=q, k=k, v=v))
+    lower = None if in_lower is None else lower
+    return {"baseline_fp32": in_fp32, "baseline_lower": in_lower, "lower": lower}
 
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:

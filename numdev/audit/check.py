@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,28 +18,25 @@ import torch
 
 from numdev.audit.attempt import attempt, one_line
 from numdev.audit.check_cases import CheckSource
-from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
 from numdev.audit.records import recorded
-from numdev.audit.reproduce.making import Workshop, reproduce
-from numdev.audit.run import measure_source, provenance
+from numdev.audit.reproduce.making import reproduce
+from numdev.audit.run import provenance
+from numdev.audit.task import Rows, measured_here
 from numdev.audit.timing import stopwatch
 from numdev.errors import Refused
 from numdev.gate.findings import findings_of
 from numdev.gate.judging import judge_report
-from numdev.gate.rows import GRADIENTS
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel
-from numdev.kernels.output import differentiate
-from numdev.report import AuditReport, CaseRecord, DeviationRow, Finding
+from numdev.kernels.output import GRADIENTS, differentiate
+from numdev.report import AuditReport, Finding
 from numdev.report.summary import summarise
 from numdev.system import System
 
-SECONDS = 3.0
-"""How long a finding is made smaller: somebody waits for the test."""
-TRIED = 3
-"""So many findings are tried before there is no script."""
+SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
+TRIED = 3  # so many findings are tried before there is no script
 Backward = bool | Literal["auto"]
 
 
@@ -87,24 +83,22 @@ def check(
     gradients could not be measured does not pass. Raises UsageError for a format no kernel can run
     in, MeasurementError for rules that hold for another system.
     """
-    kernel = _declining(kernel)
+    kernel = declining(kernel)
     planned = Planned(role="kernel", kernel=kernel, options=recorded(kernel.with_options({})))
-    plan = [*plan_kernels(()), planned]
-    watch = stopwatch(system.device)
-    measured = Plan(
+    kernels = [*plan_kernels(()), planned]
+    plan = Plan(
         system=system,
-        formats=plan_formats(formats, plan),
-        kernels=plan,
+        formats=plan_formats(formats, kernels),
+        kernels=kernels,
         gradients=backward is not False,
         repeats=2,
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="numdev-") as scratch,
-        Journal.open(Path(scratch), {"request": asked}, overwrite=False) as journal,
-    ):
-        measure_source(source, measured, journal, attempt, watch)
-        rows = journal.records("row", DeviationRow)
-        cases = journal.records("case", CaseRecord)
+    watch = stopwatch(system.device)
+    done: dict[str, Rows] = {}
+    for located in source:
+        tasks = plan.tasks(located.ref)
+        done |= {key: rows for key, rows, _ in measured_here(located, tasks, plan, attempt, watch)}
+    rows = tuple(row for each in done.values() for row in each.get("row", ()))
     findings, tested = findings_of(rows, rules)
     report = AuditReport(
         provenance=provenance(system, source.describe(), "numdev.check_attention"),
@@ -112,52 +106,47 @@ def check(
         summary=summarise(rows),
         findings=findings,
         tested=tested,
-        cases=cases,
+        cases=tuple(case for each in done.values() for case in each.get("case", ())),
         rows=rows,
         timings=watch.seconds(),
     )
     judgement = judge_report(report, rules)
     trained = any(r.tensor in GRADIENTS and r.status == "ok" and r.role == "kernel" for r in rows)
-    passed = judgement.outcome == "passed" and (backward is not True or trained)
-    workshop = Workshop(
-        plan=plan,
-        system=system,
-        gradients=backward is not False,
-        run=attempt,
-        most=1,
-        seconds=SECONDS,
-        folder=folder,
-    )
-    scripts, said = _scripts(findings, source, workshop, reproducers)
+    scripts, said = _scripts(findings, source, plan, reproducers, folder)
     if backward is True and not trained:
         said.append("backward=True asks for gradients, and none could be measured.")
     return Checked(
-        report=report, judgement=judgement, passed=passed, scripts=scripts, said=tuple(said)
+        report=report,
+        judgement=judgement,
+        passed=judgement.outcome == "passed" and (backward is not True or trained),
+        scripts=tuple(scripts),
+        said=tuple(said),
     )
 
 
 def _scripts(
     findings: Sequence[Finding],
     source: CheckSource,
-    workshop: Workshop,
+    plan: Plan,
     reproducers: Callable[[], Path],
-) -> tuple[tuple[Path, ...], list[str]]:
+    folder: Path | None,
+) -> tuple[list[Path], list[str]]:
     """A script of the first finding that can be had as one; else why there is none."""
     said: list[str] = []
     # Of a row that sees no key there is no truth that a script could show an error against.
-    found = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
-    wanted = [f for f in found if f.place is not None][:TRIED]
+    serious = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
+    wanted = [f for f in serious if f.place is not None][:TRIED]
     directory = reproducers() if wanted else Path()
+    how: dict[str, Any] = {"count": 1, "seconds": SECONDS, "folder": folder}
     for finding in wanted:
-        scripts = reproduce([finding], source, workshop, directory, said.append)
-        if scripts:
-            return tuple(scripts), []
-    return (), said
+        if scripts := reproduce([finding], source, plan, attempt, directory, said.append, **how):
+            return scripts, []
+    return [], said
 
 
-def _declining(kernel: Kernel) -> Kernel:
-    """The kernel, with a NotImplementedError taken for a refusal, as `numdev kernels --check` does;
-    one in the backward pass is that of a kernel that has none."""
+def declining(kernel: Kernel) -> Kernel:
+    """The kernel, with a NotImplementedError taken for a refusal; one in the backward pass is that
+    of a kernel that has none."""
     step = kernel.backward
     if step == "autograd":
 

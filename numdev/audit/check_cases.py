@@ -7,29 +7,26 @@ hand. All become one source, gone through case by case as any other.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef
+from numdev.audit.isolation import on_device
+from numdev.audit.task import InMemory
+from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import UsageError, closest
 from numdev.sources.loss import with_drawn
-from numdev.sources.opening import Drawn, GivenUpstream, Located
+from numdev.sources.opening import Drawn, GivenUpstream, Located, Source
 from numdev.sources.synthetic import REGIMES, check
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.yamlfile import bundled, read_yaml, validated
 
-Named = str | Path | Mapping[str, Any] | AttentionCase
-"""What names a case, or several."""
-SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}
-"""Of a case that does not say otherwise."""
+Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
+SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of one that does not say
 
 
 def default_cases() -> tuple[CaseConfig, ...]:
@@ -37,44 +34,13 @@ def default_cases() -> tuple[CaseConfig, ...]:
     return read_yaml(bundled("check/default.yaml"), CheckConfig).cases
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """A call that the caller holds in memory."""
-
-    case: AttentionCase
-    seed: int
-    device: str
-    gradients: bool
-
-    @property
-    def ref(self) -> CaseRef:
-        return self.case.ref
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        return {}
-
-    def load(self) -> AttentionCase:
-        """The call on the device, in no graph of autograd's; with a drawn grad_out if it needs one
-        and has none."""
-        case = self.case
-        parts: dict[str, Any] = {
-            f.name: x.detach().to(self.device)
-            for f in dataclasses.fields(case)
-            if isinstance(x := getattr(case, f.name), Tensor)
-        }
-        case = dataclasses.replace(case, **parts)
-        return with_drawn(case, self.seed) if self.gradients and case.grad_out is None else case
-
-
-class CheckSource:
-    """Cases named in any of these ways; drawn ones once for each seed, with grad_out if wanted.
+class CheckSource(Source):
+    """Cases named in any of these ways (None: the default set); drawn ones once for each seed, with
+    grad_out if wanted.
 
     Raises UsageError for a name that is none, for what cannot be read, and for two cases of one
     name.
     """
-
-    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -88,8 +54,7 @@ class CheckSource:
         if not self._seeds:
             raise UsageError("no seed is given", hint="give one, for example seeds=0")
         self.target = "default cases" if named is None else "given cases"
-        found = default_cases() if named is None else ()
-        self.cases: list[Located] = [*self._drawn(found)]
+        self.cases: list[Located] = [] if named is not None else [*self._drawn(default_cases())]
         for number, each in enumerate(named or ()):
             self.cases += self._located(each, number)
         if not self.cases:
@@ -109,16 +74,13 @@ class CheckSource:
     def __iter__(self) -> Iterator[Located]:
         return iter(self.cases)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
-
     def _located(self, named: Named, number: int) -> Iterator[Located]:
         if isinstance(named, AttentionCase):
-            yield Held(
-                case=named, seed=self._seeds[0], device=self._device, gradients=self._gradients
-            )
+            case = on_device(named, torch.device(self._device))
+            lacks = self._gradients and case.grad_out is None
+            yield InMemory(case=with_drawn(case, self._seeds[0]) if lacks else case)
         elif isinstance(named, Mapping):
-            yield from self._drawn(_configured([_whole(named, number)]))
+            yield from self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
         elif str(named).endswith((".yaml", ".yml")):
             yield from self._drawn(read_yaml(Path(named), CheckConfig).cases)
         elif isinstance(named, Path) or Path(named).exists():
@@ -127,16 +89,11 @@ class CheckSource:
             yield from self._drawn(_by_name(named))
 
     def _drawn(self, configs: Sequence[CaseConfig]) -> Iterator[Located]:
+        how: dict[str, Any] = {"device": self._device, "gradients": self._gradients}
         for config in configs:
             check(config.inputs.name, config.inputs.options)
             for seed in self._seeds:
-                yield Drawn(
-                    config=config,
-                    seed=seed,
-                    source=self.target,
-                    device=self._device,
-                    gradients=self._gradients,
-                )
+                yield Drawn(config=config, seed=seed, source=self.target, **how)
 
     def _stored(self, path: Path) -> Iterator[Located]:
         if not holds_cases(path):
@@ -158,12 +115,8 @@ def _by_name(name: str) -> Sequence[CaseConfig]:
             f"no case, no regime of inputs and no file is called {name!r}",
             hint=closest(name, [*known, *REGIMES]),
         )
-    return _configured([{**SHAPE, "name": name, "inputs": name, "causal": [False, True]}])
+    return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
 
 
-def _whole(given: Mapping[str, Any], number: int) -> dict[str, Any]:
-    return {"name": f"case {number}", **SHAPE, **given}
-
-
-def _configured(cases: Sequence[Mapping[str, Any]]) -> Sequence[CaseConfig]:
-    return validated({"cases": list(cases)}, CheckConfig, "cases").cases
+def _configured(case: Mapping[str, Any]) -> Sequence[CaseConfig]:
+    return validated({"cases": [case]}, CheckConfig, "cases").cases

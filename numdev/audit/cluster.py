@@ -23,7 +23,6 @@ import pickle
 import queue
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,9 +34,8 @@ from numdev.audit.isolation import CPU, Isolated, on_device, set_torch, torch_se
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
-from numdev.audit.task import Finished, measured_here
+from numdev.audit.task import Finished, InMemory, measured_here
 from numdev.audit.timing import Stopwatch, stopwatch
-from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import control_named
@@ -48,8 +46,7 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 CONNECT_S = 30.0
-TICK_S = 1.0  # how often it is looked whether scheduler and workers are there
-START_S = 300.0  # how long this machine's workers may all be away: importing torch, on a cold disk
+TICK_S = 1.0  # how often it is looked whether the scheduler is there
 CONFIG = {
     "distributed.scheduler.allowed-failures": 1,  # a case is tried twice
     "distributed.scheduler.worker-saturation": 1.0,  # so that no case that waits dies with another
@@ -57,32 +54,30 @@ CONFIG = {
     "distributed.admin.large-graph-warning-threshold": "1 TB",  # cases are large, and few at a time
     "distributed.worker.profile.enabled": False,
 }
-LOST = "what is finished is kept; the same command continues"
 Tasks = Sequence[tuple[Planned, Task]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Who measures in this process's place: `workers` processes of this machine, or those of the
-    Dask scheduler at an address. Raises UsageError for both, for neither, and without Dask."""
+    Dask scheduler at an address."""
 
     workers: int | None = None
     scheduler: str | None = None
 
-    def __post_init__(self) -> None:
-        if (self.workers is None) == (self.scheduler is None):
-            raise UsageError("--workers and --scheduler: expected one of them", hint="give one")
-        option = "--scheduler" if self.workers is None else "--workers"
-        if importlib.util.find_spec("distributed") is None:
-            raise UsageError(
-                f"{option} needs Dask, which is not installed", hint='pip install "numdev[dask]"'
-            )
-
 
 def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
-    """None where neither is given: this process measures."""
+    """None where neither is given: this process measures. Raises UsageError for both, and without
+    Dask."""
     if workers is None and scheduler is None:
         return None
+    if workers is not None and scheduler is not None:
+        raise UsageError("--workers and --scheduler: expected one of them", hint="give one")
+    if importlib.util.find_spec("distributed") is None:
+        option = "--scheduler" if workers is None else "--workers"
+        raise UsageError(
+            f"{option} needs Dask, which is not installed", hint='pip install "numdev[dask]"'
+        )
     return Cluster(workers=workers, scheduler=scheduler)
 
 
@@ -129,41 +124,23 @@ def at_work(
     with contextlib.ExitStack() as stack:
         with watch.stopped():
             client = stack.enter_context(_client(cluster, plan.system))
-        team = Workers(cluster, plan, expected, limit_s, watch, say, client)
-        if not team.present() and cluster.scheduler is not None:
-            say(f"Waiting for workers at {cluster.scheduler}.")
+        team = Workers(plan, expected, limit_s, watch, client)
+        if not team.present():
+            say("Waiting for workers.")
         yield team
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class InMemory:
-    """A located case that is loaded."""
-
-    case: AttentionCase
-    axes: dict[str, Any]
-
-    @property
-    def ref(self) -> Any:
-        return self.case.ref
-
-    def load(self) -> AttentionCase:
-        return self.case
 
 
 @dataclass(eq=False)
 class Workers:
     """Where cases are sent. `submit` and `rest` give what has come back meanwhile."""
 
-    cluster: Cluster
     plan: Plan
     expected: str  # JSON: what must be the same on a worker
     limit_s: float
     watch: Stopwatch  # gets the workers' times; the time this process waits is not counted
-    say: Callable[[str], None]
     client: Client
     flights: dict[Future[Any], Tasks] = field(default_factory=dict)
     arrived: queue.SimpleQueue[Future[Any]] = field(default_factory=queue.SimpleQueue)
-    away: float | None = None  # since when there is no worker
 
     def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
         """Send a case with its unfinished tasks, as soon as there is room for it: two cases for
@@ -176,8 +153,7 @@ class Workers:
             yield from self._landed()
         if shipped:
             with self.watch("capture"):
-                case = on_device(located.load(), CPU)
-                located = InMemory(case=case, axes=located.axes)
+                located = InMemory(case=on_device(located.load(), CPU), axes=located.axes)
         names = [(p.role, p.kernel.name, dict(p.options)) for p in self.plan.kernels]
         chosen = [(self.plan.kernels.index(p), task) for p, task in tasks]
         plan = dataclasses.replace(self.plan, kernels=())
@@ -199,7 +175,7 @@ class Workers:
             with self.watch.stopped():
                 future = self.arrived.get(timeout=TICK_S)
         except queue.Empty:
-            self._look_for_workers()
+            self.present()
             return
         tasks = self.flights.pop(future)
         try:
@@ -217,16 +193,18 @@ class Workers:
                 f"a worker could not do its work: {one_line(error)}",
                 hint="is the same numdev installed there?",
             ) from error
-        if "refused" in answer:
-            kind, message, hint = answer["refused"]
-            error_class = UsageError if kind == "UsageError" else MeasurementError
-            raise error_class(message, hint=hint)
-        self.watch.add(answer["seconds"])
-        yield from answer["finished"]
+        if isinstance(answer, NumdevError):
+            raise answer
+        finished, seconds = answer
+        self.watch.add(seconds)
+        yield from finished
 
     def present(self) -> int:
-        """How many workers there are now. Raises UsageError for one that would do several cases at
-        a time: they would share a GPU, and torch's settings."""
+        """How many workers there are now. Raises MeasurementError where the scheduler is gone,
+        UsageError for a worker that would do several cases at a time: they would share a GPU, and
+        torch's settings."""
+        if self.client.status != "running":
+            raise _lost()
         try:
             threads = self.client.nthreads()
         except (OSError, TimeoutError) as error:
@@ -239,21 +217,11 @@ class Workers:
                 )
         return len(threads)
 
-    def _look_for_workers(self) -> None:
-        if self.client.status != "running":
-            raise _lost()
-        if self.present():
-            self.away = None
-        elif self.away is None:
-            self.away = time.monotonic()
-            if self.cluster.scheduler is not None:
-                self.say(f"No worker is left at {self.cluster.scheduler}; waiting for one.")
-        elif self.cluster.workers is not None and time.monotonic() - self.away > START_S:
-            raise MeasurementError(f"no worker has been running for {START_S:.0f} s", hint=LOST)
-
 
 def _lost() -> MeasurementError:
-    return MeasurementError("the Dask scheduler is gone", hint=f"{LOST}, with a scheduler")
+    return MeasurementError(
+        "the Dask scheduler is gone", hint="what is finished is kept; the same command continues"
+    )
 
 
 @contextlib.contextmanager
@@ -276,13 +244,9 @@ def _client(cluster: Cluster, system: System) -> Iterator[Client]:
                     f"--scheduler {cluster.scheduler}: no Dask scheduler answers there",
                     hint="an address is, for example, tcp://10.0.0.1:8786",
                 ) from error
-            with client:
-                try:
-                    yield client
-                finally:
-                    if client.status == "running":
-                        with contextlib.suppress(Exception):  # no reason to lose a finished run
-                            client.run(leave, on_error="ignore")
+            stack.enter_context(client)
+            stack.callback(client.run, leave, on_error="ignore")
+            yield client
             return
         # A scheduler in this process, and workers in processes of their own, each with a nanny
         # that starts it anew when it dies. They end when this process does, even by SIGKILL.
@@ -304,9 +268,9 @@ def _client(cluster: Cluster, system: System) -> Iterator[Client]:
 # --- on a worker ---------------------------------------------------------------------------------
 
 
-def work(expected: str, parcel: bytes) -> dict[str, Any]:
-    """Measure a case: `finished`, for the journal, and the `seconds` it took by section; or
-    `refused`, with class, message and hint of an error."""
+def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]] | NumdevError:
+    """Measure a case: what goes into the journal, and the seconds it took by section; or the error
+    for which nothing was measured."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             known = json.loads(expected)
@@ -319,18 +283,10 @@ def work(expected: str, parcel: bytes) -> dict[str, Any]:
             with watch("capture"):
                 case = on_device(located.load(), torch.device(plan.system.device))
             here = InMemory(case=case, axes=located.axes)
-            finished = [
-                (
-                    key,
-                    {k: [r.model_dump(mode="json") for r in some] for k, some in rows.items()},
-                    what,
-                )
-                for key, rows, what in measured_here(here, tasks, plan, process.run, watch)
-            ]
-            return {"finished": finished, "seconds": watch.seconds()}
+            return list(measured_here(here, tasks, plan, process.run, watch)), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
-        return {"refused": [type(error).__name__, f"worker {who}: {error.message}", error.hint]}
+        return type(error)(f"worker {who}: {error.message}", hint=error.hint)
 
 
 def leave() -> None:

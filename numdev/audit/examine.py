@@ -44,18 +44,18 @@ def examine(
         claim = kernel.claims(bench.case, output, system)
         formats = formats_of(output, bench)
         for tensor, fmt in formats.items():
-            predictable = unexpected(claim, bench.case.format, fmt) is None
-            predictable = predictable and tensor in bench.by_row
-            if predictable and held_to is None:
-                held_to = bench.predicted(returning(claim, bench.case, formats))
             if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
                 continue  # what a key receives comes from query heads that are not measured
+            predicted = None
+            if tensor in bench.by_row and unexpected(claim, bench.case.format, fmt) is None:
+                held_to = held_to or bench.predicted(returning(claim, bench.case, formats))
+                predicted = held_to[tensor]
             worst += worst_rows(
                 bench.case,
                 select.select(getattr(output, tensor), tensor),
                 bench.yardsticks[tensor].for_format(fmt),
                 select.heads_of(tensor),
-                predicted=held_to[tensor] if predictable and held_to is not None else None,
+                predicted=predicted,
                 tensor=tensor,
                 lse=bench.lse if tensor in KV_TENSORS else None,
                 rows=select.rows_of(tensor),
@@ -80,15 +80,15 @@ def remarkable(rows: Iterable[DeviationRow]) -> bool:
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
     """Those a summary shows: what is not finite and should be, then the largest ratios to what is
     predicted, from NOTABLE on; each row once."""
-    notable = (
-        row
-        for row in rows
-        if row.nonfinite or (row.predicted and row.ratio is not None and row.ratio >= NOTABLE)
-    )
+    notable = [row for row in rows if row.nonfinite or (row.predicted and _ratio(row) >= NOTABLE)]
     unique: dict[tuple[object, ...], WorstRow] = {}
-    for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):
+    for row in sorted(notable, key=lambda row: (-row.nonfinite, -_ratio(row))):
         unique.setdefault(tuple(getattr(row, name) for name in PLACE), row)
     return tuple(list(unique.values())[:SHOWN])
+
+
+def _ratio(row: WorstRow) -> float:
+    return row.ratio or 0.0
 
 
 def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow]:

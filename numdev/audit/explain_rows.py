@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from numdev.audit.attempt import Failure, attempt
+from numdev.audit.attempt import Failure, Runner, attempt
 from numdev.audit.bench import KV_TENSORS, Bench
 from numdev.audit.plan import Task
 from numdev.audit.rows import COUNTED, given, identity, returned
@@ -27,9 +27,6 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.results import Gradients, Reference
 from numdev.report import AttributionRow, SiteShare
 from numdev.system import System
-
-if TYPE_CHECKING:
-    from numdev.audit.task import Runner
 
 # How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
 # Where gradients are, heads come in whole groups, at least one of them.

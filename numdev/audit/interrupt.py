@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,11 +13,10 @@ from typing import Any
 def _handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
     """SIGINT by `handler`; gives the one before, and restores it. Outside the main thread, where
     Python allows no handlers, it does nothing."""
-    try:
-        before = signal.signal(signal.SIGINT, handler)
-    except ValueError:
+    if threading.current_thread() is not threading.main_thread():
         yield None
         return
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield before
     finally:
@@ -27,15 +27,14 @@ def _handling(handler: Callable[[int, Any], None]) -> Iterator[Any]:
 def watching() -> Iterator[Callable[[], None]]:
     """A function that raises KeyboardInterrupt if one came and was lost: a native extension that
     calls back into Python may clear the error. The loop asks at every task."""
-    came = False
+    came = threading.Event()
 
     def remember(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
+        came.set()
         raise KeyboardInterrupt
 
     def check() -> None:
-        if came:
+        if came.is_set():
             raise KeyboardInterrupt
 
     with _handling(remember):

@@ -65,8 +65,8 @@ class Isolated:
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self._lifeline: int | None = None
+        self._ends = contextlib.ExitStack()  # of the pipe and the lifeline
+        self._pipe: Connection
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker lives
 
     def __enter__(self) -> Isolated:
@@ -96,13 +96,14 @@ class Isolated:
         """
         device = case.q.device
         how = (kernel.name, dict(options), gradients)
-        task = (*how, on_device(case, CPU), str(device), torch_settings())
+        task = pickle.dumps((*how, on_device(case, CPU), str(device), torch_settings()))
         try:
-            pipe = self._living()
+            if self._process is None or self._process.poll() is not None:
+                self._start()
             self._stderr.truncate(0)
             with contextlib.suppress(BrokenPipeError):  # it just died, and so it will be found
-                pipe.send_bytes(pickle.dumps(task))
-            result = self._answer(pipe, self.limit_s)
+                self._pipe.send_bytes(task)
+            result = self._answer(self.limit_s)
         except BaseException:
             self.close()
             raise
@@ -110,9 +111,7 @@ class Isolated:
             try:  # a process in which foreign code ran may answer anything
                 return as_output(on_device(result, device), case)
             except Exception as error:
-                reason = f"its process gave an unusable answer ({one_line(error)})"
-                result = Failure("failed", reason)
-        assert isinstance(result, Failure)
+                result = _unusable(error)
         if result.status == "failed":
             self.close()
         return result
@@ -125,21 +124,16 @@ class Isolated:
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
                 process.wait(timeout=10)
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        self._ends.close()
 
-    def _living(self) -> Connection:
-        if self._process is not None and self._process.poll() is None and self._pipe is not None:
-            return self._pipe
+    def _start(self) -> None:
         self.close()
         ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
+        self._pipe = self._ends.enter_context(Connection(ours.detach()))
+        lifeline, end = os.pipe()
+        self._ends.callback(os.close, end)
+        passed = (theirs.fileno(), lifeline)
         try:
-            passed = (theirs.fileno(), lifeline)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, json.dumps([sys.path, *passed])],
                 stdin=subprocess.DEVNULL,
@@ -151,47 +145,47 @@ class Isolated:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._pipe = Connection(ours.detach())
-        ready = self._answer(self._pipe, START_S)
+        ready = self._answer(START_S)
         if isinstance(ready, Failure):
             raise MeasurementError(f"an isolated process cannot be started: {ready.reason}")
-        return self._pipe
 
-    def _answer(self, pipe: Connection, limit_s: float) -> Any:
+    def _answer(self, limit_s: float) -> Any:
         """What the worker sends next, or what became of it."""
-        deadline = time.monotonic() + limit_s
+        assert self._process is not None
+        pipe, deadline = self._pipe, time.monotonic() + limit_s
         try:
             # A process it left behind may hold the pipe, so that its end is not told.
             while not pipe.poll(min(TICK_S, max(0.0, deadline - time.monotonic()))):
-                assert self._process is not None
                 if self._process.poll() is not None and not pipe.poll():
-                    return Failure("failed", self._fate())
+                    return self._fate(self._process)
                 if time.monotonic() >= deadline:
                     return Failure("failed", f"no answer within {limit_s:g} s")
             return pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            return Failure("failed", self._fate())
+            return self._fate(self._process)
         except Exception as error:
-            return Failure("failed", f"its process gave an unusable answer ({one_line(error)})")
+            return _unusable(error)
 
-    def _fate(self) -> str:
+    def _fate(self, process: subprocess.Popen[bytes]) -> Failure:
         """How the worker ended, and the last line it wrote to stderr."""
-        assert self._process is not None
         try:
-            code = self._process.wait(timeout=1)
+            code = process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             what = "its process closed its pipe"
         else:
             what = f"its process ended with exit code {code}"
             if code < 0:
-                name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
-                what = f"its process was killed by {name}"
+                what = f"its process was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 what += ", as a system does that runs out of memory"
         self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").splitlines()
+        lines = self._stderr.read().decode(errors="replace").split("\n")
         last = next((x.strip() for x in reversed(lines) if x.strip()), "")
-        return f"{what} ({last})" if last else what
+        return Failure("failed", f"{what} ({last})" if last else what)
+
+
+def _unusable(error: Exception) -> Failure:
+    return Failure("failed", f"its process gave an unusable answer ({one_line(error)})")
 
 
 def serve(descriptor: int) -> None:
@@ -219,9 +213,9 @@ def serve(descriptor: int) -> None:
 def on_device(record: Any, device: torch.device) -> Any:
     """A case or an output with detached tensors on a device, which lie in memory as they did."""
     moved = {
-        f.name: strided_as(x.detach().to(device), x)
-        for f in dataclasses.fields(record)
-        if isinstance(x := getattr(record, f.name), Tensor)
+        name: strided_as(x.detach().to(device), x)
+        for name, x in vars(record).items()
+        if isinstance(x, Tensor)
     }
     return dataclasses.replace(record, **moved)
 

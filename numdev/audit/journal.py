@@ -93,59 +93,50 @@ class Journal:
 
     def records(self, kind: str, model: type[M]) -> tuple[M, ...]:
         """The same as records of a report."""
-        return tuple(
-            row if isinstance(row, model) else model.model_validate(row) for row in self.rows(kind)
-        )
+        rows = self.rows(kind)
+        return tuple(x if isinstance(x, model) else model.model_validate(x) for x in rows)
 
     def _open(self, *, overwrite: bool) -> None:
-        directory, path = self.directory, self.directory / JOURNAL
-        first = b""
-        if path.exists():
-            with path.open("rb") as file:
-                first = file.readline()
+        path = self.directory / JOURNAL
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        first = lines[0] if lines else b""
         # Interrupted within its header, there is nothing in it to lose.
         blank = not first.endswith(b"\n") and START[: len(first)] == first[: len(START)]
         header = _parse(first, {"header"})
-        others = sorted(p.name for p in directory.iterdir())
+        others = sorted(p.name for p in self.directory.iterdir())
         if others and not (path.exists() and (blank or (header and header["header"]))):
             raise UsageError(
-                f"{directory}: holds something else ({others[0]})",
+                f"{self.directory}: holds something else ({others[0]})",
                 hint="choose an empty or a new --output",
             )
-        if overwrite:
-            for name in (*RESULTS, JOURNAL):
-                (directory / name).unlink(missing_ok=True)
-        if header is not None and not overwrite:
-            self._resume(path, header["header"])
-        else:
+        if header is None or overwrite:
+            for name in (*RESULTS, JOURNAL) if overwrite else ():
+                (self.directory / name).unlink(missing_ok=True)
             self._file = path.open("w", encoding="utf-8")
             self._write({"header": self.header})
-
-    def _resume(self, path: Path, header: Any) -> None:
-        self._check_header(header if isinstance(header, dict) else {})
-        with path.open("rb") as file:
-            good = len(file.readline())
-            for raw in file:
-                line = _parse(raw, {"task", "rows"})
-                if line is None:
-                    break
-                self._done[line["task"]] = line["rows"]
-                good += len(raw)
+            return
+        self._check_header(header["header"])
+        good = len(first)
+        for raw in lines[1:]:
+            line = _parse(raw, {"task", "rows"})
+            if line is None:
+                break
+            self._done[line["task"]] = line["rows"]
+            good += len(raw)
         self._file = path.open("r+", encoding="utf-8")
         self._file.truncate(good)  # a torn last line belongs to a task that was not finished
         self._file.seek(good)
 
-    def _check_header(self, theirs: dict[str, Any]) -> None:
-        for part, ours in self.header.items():
-            if ours != theirs.get(part):
-                where, was, now = first_difference(theirs.get(part), ours)
+    def _check_header(self, theirs: Any) -> None:
+        for part in {**self.header, **theirs}:
+            was, now = theirs.get(part), self.header.get(part)
+            if was != now:
+                where, was, now = first_difference(was, now)
                 raise UsageError(
                     f"{self.directory}: holds a run with a different {part}: "
                     f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
                     hint="choose another --output, or --overwrite to start anew",
                 )
-        if theirs != self.header:
-            raise UsageError(f"{self.directory}: holds another run", hint="choose another --output")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
@@ -160,10 +151,8 @@ def _plain(row: BaseModel) -> dict[str, Any]:
 
 def _parse(raw: bytes, keys: set[str]) -> dict[str, Any] | None:
     """A whole line with exactly these keys; None for anything else."""
-    if not raw.endswith(b"\n"):
-        return None
     try:
-        line = json.loads(raw)
+        line = json.loads(raw) if raw.endswith(b"\n") else None
     except ValueError:
         return None
     return line if isinstance(line, dict) and line.keys() == keys else None

@@ -67,7 +67,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is the same for all cases of a run."""
+    """What is the same for all cases of a run. The fields of `AuditRequest`, and whether the rows
+    that err most are looked at (`examine`) and errors along calls reported (`profile`)."""
 
     system: System
     formats: Sequence[Format]
@@ -75,16 +76,11 @@ class Plan:
     heads: tuple[int, ...] | None = None
     explain: bool = False
     examine: bool = False
-    """Whether the rows that err most are looked at."""
     profile: bool = False
-    """Whether it is reported how kernels err along their calls."""
     gradients: bool = False
     sampled_rows: int | None = None
-    """How many query rows of each head are measured; None: all."""
     seed: int = 0
-    """From which they are drawn, where a case has no seed of its own."""
     repeats: int = 1
-    """How often each kernel under audit runs on the same inputs."""
 
     @classmethod
     def of(cls, request: AuditRequest, system: System) -> Plan:
@@ -171,7 +167,7 @@ def plan_kernels(choices: Iterable[Choice]) -> list[Planned]:
         kernel = find(choice.name)
         options = recorded(kernel.with_options(choice.options))
         twice = any(p.kernel.name == kernel.name and p.options == options for p in planned)
-        if not twice and kernel.name not in {name for _, name in ALWAYS}:
+        if not twice and kernel.name not in dict(ALWAYS).values():
             planned.append(Planned(role="kernel", kernel=kernel, options=options))
     return planned
 

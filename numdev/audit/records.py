@@ -74,16 +74,12 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
 
 
 def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
-    """How many elements survive the cast, the largest error, and the sums of |error|, error^2 and
-    x^2 over them, the last at least 1 where the format (None) holds them all and one is not 0."""
-    if fmt is None:  # no need of an error: what is not finite shows in x alone
-        usable = part.abs() < math.inf
-        something, nothing = (usable & (part != 0)).any(), usable.new_zeros(())
-        return torch.stack([usable.sum().double(), nothing, nothing, nothing, something])
+    """How many elements survive the cast (None: to a format that holds them all), the largest
+    error, and the sums of |error|, error^2 and x^2 over them."""
     wide = part.double()
     # What float32 holds is rounded there, in a third of the time and to the same values.
-    small = part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)
-    error = round_to(part if small else wide, fmt) - wide
+    small = fmt and part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)
+    error = (wide if fmt is None else round_to(part if small else wide, fmt)) - wide
     usable = error.isfinite()
     error, x = (torch.where(usable, y, 0.0) for y in (error.abs_(), wide))
     return torch.stack(
@@ -97,8 +93,7 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
+    plain = value is None or isinstance(value, bool | int | str)
+    if plain or (isinstance(value, float) and math.isfinite(value)):
         return value
     return getattr(value, "__qualname__", None) or repr(value)

@@ -29,6 +29,7 @@ from numdev.report import NOT_PREDICTED, DeviationRow
 
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
+Claim = Mapping[str, Any] | None
 OF_CASE = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
 
 
@@ -50,7 +51,7 @@ def rows_of(
     task: Task,
     runs: Sequence[Output],
     bench: Bench,
-    claim: Mapping[str, Any] | None,
+    claim: Claim,
     like: Likeness | None = None,
 ) -> Measured:
     """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
@@ -64,53 +65,50 @@ def rows_of(
     rows: list[DeviationRow] = []
     along: dict[str, Deviation] = {}
     for tensor in tensors if trained else ("out",):
-        x = getattr(output, tensor)
+        x, of = getattr(output, tensor), selection.sampled_from(tensor)
         if x is None:
             raise MeasurementError(f"it returned no {tensor}")
         if task.role == "precision":
-            of = selection.sampled_from(tensor)
             heads = measure_precision(bench.yardsticks[tensor], of=of).heads
             rows += _rows(task, tensor, heads, output, bench)
             continue
         chosen = selection.select(x, tensor)
         fmt = bench.format if task.role == "floor" else returned(x, bench.case)
-        heads, along[tensor] = _heads(task, tensor, chosen, fmt, output, bench, claim, like)
-        _say_of_the_rest(heads, rest.get(tensor, ()))
+        along[tensor] = _deviation(task, tensor, chosen, fmt, output, bench, claim, like)
+        heads = along[tensor].heads
+        if like is not None and tensor == "out":
+            heads = with_bias_explained(heads, like, bench.yardsticks[tensor].for_format(fmt))
         if task.role == "kernel" and tensor == "out":
-            _say_of_empty_rows(heads, chosen, bench)
-            _say_suspicion(heads, output, bench)
-        _say_bits_and_noise(heads, task, tensor, runs, bench)
-        if (response := bench.amplification.get(tensor)) is not None:
-            for head, its in zip(heads, response, strict=True):
-                head["amplification"] = its
+            _suspect(heads, chosen, output, bench)
+        for head, response in zip(heads, bench.amplification.get(tensor, ()), strict=False):
+            head["amplification"] = response
+        _finish(heads, task, tensor, runs, bench, rest)
         rows += _rows(task, tensor, heads, output, bench, fmt)
     if output.lse is not None and task.role not in ("precision", "control"):
-        lse, of = selection.select(output.lse), selection.sampled_from("lse")
-        heads = measure_plain(lse, bench.reference.lse, bench.reference.empty, of=of).heads
-        _say_of_the_rest(heads, rest.get("lse", ()))
-        _say_bits_and_noise(heads, task, "lse", runs, bench)
+        exact, of = bench.reference, selection.sampled_from("lse")
+        heads = measure_plain(selection.select(output.lse), exact.lse, exact.empty, of=of).heads
+        _finish(heads, task, "lse", runs, bench, rest)
         rows += _rows(task, "lse", heads, output, bench)
     expected = None if like is None else like.expected
     return Measured(rows=rows, output=output, held_to=expected, along=along)
 
 
-def _heads(
+def _deviation(
     task: Task,
     tensor: str,
     x: Tensor,
     fmt: Format,
     output: Output,
     bench: Bench,
-    claim: Mapping[str, Any] | None,
+    claim: Claim,
     like: Likeness | None,
-) -> tuple[list[Metrics], Deviation]:
+) -> Deviation:
     """One tensor's metrics beside what is predicted of it."""
     y, selection = bench.yardsticks[tensor].for_format(fmt), bench.selection
     of, bins = selection.sampled_from(tensor), selection.bins_of(tensor)
     measured = functools.partial(measure, x, y, of=of, bins=bins)
     if task.role == "floor":
-        deviation = measured()
-        return deviation.heads, deviation
+        return measured()
     lacking: tuple[str, ...] = ("expected_ratio", "worst_row")
     why = unexpected(claim, bench.case.format, fmt)
     if tensor not in bench.by_row:
@@ -119,19 +117,16 @@ def _heads(
         deviation = measured()
         for head in deviation.heads:
             _null(head, lacking, why)
-        return deviation.heads, deviation
+        return deviation
     if like is None:
         changed = returning(claim, bench.case, formats_of(output, bench))
         expected, whose = bench.predicted(changed)[tensor], str((claim or {}).get("preset", "fa2"))
     else:
         expected, whose = like.expected[tensor], like.words
     deviation = measured(expected)
-    heads = deviation.heads
-    if like is not None and tensor == "out":
-        heads = with_bias_explained(heads, like, y)
-    for head in heads:
+    for head in deviation.heads:
         head["claim"] = whose
-    return heads, deviation
+    return deviation
 
 
 # --- what rows say beside their metrics ----------------------------------------------------------
@@ -160,41 +155,39 @@ def _elsewhere(task: Task, output: Output, bench: Bench) -> dict[str, list[Elsew
     }
 
 
-def _say_of_the_rest(heads: Sequence[Metrics], rest: Sequence[Elsewhere]) -> None:
-    """`nonfinite` over all rows; where those that are not measured leave it open, why."""
-    for head, there in zip(heads, rest, strict=bool(rest)):
-        count = head["nonfinite"] + there.nonfinite
-        is_open = there.unknown and not count
-        head["nonfinite"] = None if is_open else count
-        if is_open:
-            _null(head, ("nonfinite",), there.unknown or "")
-
-
-def _say_of_empty_rows(heads: Sequence[Metrics], x: Tensor, bench: Bench) -> None:
-    """How much of each head is not finite in rows that see no key."""
+def _suspect(heads: Sequence[Metrics], x: Tensor, output: Output, bench: Bench) -> None:
+    """How much of each head is not finite in rows that see no key; and what the kernel seems to
+    compute instead, in heads that are far off."""
     if any(head["empty_rows"] for head in heads):
         wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
         for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
             head["empty_nonfinite"] = count
-
-
-def _say_suspicion(heads: Sequence[Metrics], output: Output, bench: Bench) -> None:
-    """What the kernel seems to compute instead, in heads that are far off."""
     select = bench.selection
-    far = [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]
-    if not far:
-        return
-    causes = suspect(bench.case, output.out, bench.reference, select.heads, far, select.queries)
-    for h, head in zip(select.heads, heads, strict=True):
-        if h in causes:
-            head["suspicion"], head["suspicion_cut"] = causes[h].cause, causes[h].cut
+    if far := [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]:
+        given = (bench.case, output.out, bench.reference, select.heads, far, select.queries)
+        causes = suspect(*given)
+        for h, head in zip(select.heads, heads, strict=True):
+            if h in causes:
+                head["suspicion"], head["suspicion_cut"] = causes[h].cause, causes[h].cut
 
 
-def _say_bits_and_noise(
-    heads: Sequence[Metrics], task: Task, tensor: str, runs: Sequence[Output], bench: Bench
+def _finish(
+    heads: Sequence[Metrics],
+    task: Task,
+    tensor: str,
+    runs: Sequence[Output],
+    bench: Bench,
+    rest: Mapping[str, Sequence[Elsewhere]],
 ) -> None:
-    """The checksum of each whole head of the first run, and how far runs differ."""
-    if task.role in ("precision", "control"):
+    """What holds of whole heads, rows that are not measured included: `nonfinite`, the checksum of
+    the first run, and how far runs differ."""
+    for head, there in zip(heads, rest.get(tensor, ()), strict=False):
+        count = head["nonfinite"] + there.nonfinite
+        head["nonfinite"] = count
+        if there.unknown and not count:
+            head["nonfinite"] = None
+            _null(head, ("nonfinite",), there.unknown)
+    if task.role == "control":
         return
     tensors = [getattr(run, tensor) for run in runs]
     if any(x is None for x in tensors):
@@ -202,9 +195,7 @@ def _say_bits_and_noise(
     whole = [bench.selection.select_heads(x, tensor) for x in tensors]
     for head, bits in zip(heads, checksums(whole[0]), strict=True):
         head["bits"] = bits
-    if len(runs) < 2:
-        return
-    for head, its in zip(heads, noise(whole), strict=True):
+    for head, its in zip(heads, noise(whole) if len(runs) > 1 else (), strict=False):
         head["noise"] = None if its.flickering else its.noise
         if its.flickering:
             why = f"{its.flickering} elements are finite in some runs and not in others"
@@ -253,10 +244,8 @@ def identity(task: Task) -> dict[str, Any]:
     """The fields of a row that say what the task was."""
     return {
         **{name: getattr(task.case, name) for name in OF_CASE},
-        "role": task.role,
-        "kernel": task.kernel,
+        **{name: getattr(task, name) for name in ("role", "kernel", "format")},
         "options": dict(task.options),
-        "format": task.format,
     }
 
 

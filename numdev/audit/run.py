@@ -1,29 +1,29 @@
 """`numdev audit`: every attention call, through every kernel, against fp64, beside low precision.
 
 The main line. A source gives cases, `measure_case` turns each into finished rows, the journal keeps
-them, and the report is made of them. `numdev sweep` goes through the same loop (`measured`).
+them, and the report is made of them. `numdev sweep` goes through the same loop (`measure`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numdev
-from numdev.audit.attempt import attempt
+from numdev.audit.attempt import Runner, attempt
 from numdev.audit.bench import Selection
-from numdev.audit.cluster import Cluster, InMemory, Workers, at_work
+from numdev.audit.cluster import Cluster, Workers, at_work
 from numdev.audit.examine import most
 from numdev.audit.isolation import Isolated
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan
 from numdev.audit.records import weight_row
-from numdev.audit.reproduce.making import Workshop, reproduce
-from numdev.audit.task import Finished, Runner, measured_here
+from numdev.audit.reproduce.making import reproduce
+from numdev.audit.task import Finished, InMemory, measured_here
 from numdev.audit.timing import Stopwatch, stopwatch
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
@@ -77,41 +77,23 @@ def audit(
     plan = Plan.of(request, system)
     with watch("capture"):
         source = open_source(request, system)
+    how = {"overwrite": overwrite, "save_cases": save_cases, "progress": progress, "say": say}
     asked = request.model_dump(mode="json")
-    with measured(
-        source,
-        plan,
-        request,
-        asked,
-        directory,
-        watch,
-        workers=workers,
-        overwrite=overwrite,
-        save_cases=save_cases,
-        progress=progress,
-        say=say,
-    ) as run:
-        with watch("weights"):
-            weights = tuple(_weight_rows(source, plan))
-        rows = run.journal.records("row", DeviationRow)
-        if not rows:
-            raise MeasurementError(
-                f"{request.target}: no attention call was selected",
-                hint="check --layers and --heads",
-            )
-        findings, tested = run.findings(rows)
-        journal = run.journal
+    results = measure(source, plan, request, asked, directory, watch, workers=workers, **how)
+    with watch("weights"):
+        weights = tuple(_weight_rows(source, plan))
+    journal = results.journal
     attributions = journal.records("attribution", AttributionRow)
     profiles = journal.records("profile", ProfileRow)
     worst = most(journal.records("worst", WorstRow))
     return AuditReport(
-        provenance=provenance(system, run.described, command),
+        provenance=provenance(system, results.described, command),
         request=asked,
-        summary=summarise(rows, weights, explanations(attributions), worst, profiles),
-        findings=findings,
-        tested=tested,
+        summary=summarise(results.rows, weights, explanations(attributions), worst, profiles),
+        findings=results.findings,
+        tested=results.tested,
         cases=journal.records("case", CaseRecord),
-        rows=rows,
+        rows=results.rows,
         weights=weights,
         attributions=attributions,
         profiles=profiles,
@@ -120,18 +102,18 @@ def audit(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A request whose cases are measured: what its report is made of."""
+class Results:
+    """What came of a source that was measured as planned."""
 
     journal: Journal
+    rows: tuple[DeviationRow, ...]
+    findings: tuple[Finding, ...]
+    tested: tuple[str, ...]
     described: Mapping[str, Any]
     """The source, in plain data."""
-    findings: Callable[[Sequence[DeviationRow]], tuple[tuple[Finding, ...], tuple[str, ...]]]
-    """What the rules say of all rows, and what was tested; reproducers are written."""
 
 
-@contextlib.contextmanager
-def measured(
+def measure(
     source: Source,
     plan: Plan,
     request: AuditRequest | SweepRequest,
@@ -144,49 +126,42 @@ def measured(
     save_cases: Path | None = None,
     progress: Progress,
     say: Say,
-) -> Iterator[Run]:
-    """A source measured as planned. `asked` is what must be the same for a run to be continued."""
-    told = [*source.notes]
+) -> Results:
+    """Measure a source, hold its rows to the rules, and write scripts of what they find. A run that
+    was interrupted continues where `asked` and all else that decides its numbers is the same."""
+    told = tuple(source.notes)
     for note in told:
         say(note)
     described = source.describe()
     header = plan.header(asked, described)
+    limit_s = request.time_limit
     writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
     with (
         Journal.open(directory, header, overwrite=overwrite) as journal,
         # What has cost a worker its life must not be run in this process afterwards.
-        runner(isolated=request.isolate or workers is not None, limit_s=request.time_limit) as run,
-        at_work(workers, plan, header, request.time_limit, watch, say) as team,
+        runner(isolated=request.isolate or workers is not None, limit_s=limit_s) as run,
+        at_work(workers, plan, header, limit_s, watch, say) as team,
         writer or contextlib.nullcontext(),
     ):
-        measure_source(
-            *(source, plan, journal, run, watch),
-            workers=team,
-            writer=writer,
-            progress=progress,
-            say=say,
-        )
-        for note in source.notes:  # some are known only afterwards
-            if note not in told:
-                say(note)
-
-        def findings(
-            rows: Sequence[DeviationRow],
-        ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-            wrong, tested = findings_of(rows)
-            workshop = Workshop(
-                plan=plan.kernels,
-                system=plan.system,
-                gradients=plan.gradients,
-                rows=plan.sampled_rows,
-                seed=plan.seed,
-                run=run,
-                most=request.reproducers,
+        before = journal.finished
+        measure_source(source, plan, journal, run, watch, team, writer, progress)
+        if before and journal.finished == before:
+            say("Every task was finished before; --overwrite measures them again.")
+        elif before:
+            say("Continued an earlier run; its finished tasks were kept.")
+        for note in source.notes[len(told) :]:  # some are known only afterwards
+            say(note)
+        rows = journal.records("row", DeviationRow)
+        if not rows:
+            raise MeasurementError(
+                f"{request.target}: no attention call was selected",
+                hint="check --layers and --heads",
             )
-            reproduce(wrong, source, workshop, directory, say)
-            return wrong, tested
-
-        yield Run(journal=journal, described=described, findings=findings)
+        findings, tested = findings_of(rows)
+        reproduce(findings, source, plan, run, directory, say, count=request.reproducers)
+    return Results(
+        journal=journal, rows=rows, findings=findings, tested=tested, described=described
+    )
 
 
 def measure_source(
@@ -195,19 +170,13 @@ def measure_source(
     journal: Journal,
     run: Runner,
     watch: Stopwatch,
-    *,
     workers: Workers | None = None,
     writer: Writer | None = None,
     progress: Progress = silent,
-    say: Say = lambda text: None,
 ) -> None:
-    """Every case of a source through every kernel; what is finished already is not even loaded.
-
-    Kernels under audit run by `run`, or on `workers`. `writer` saves cases as they come by. `say`
-    is told whether an earlier run was continued.
-    """
-    before, visited = journal.finished, 0
-    total = source.count() * len(plan.formats) * len(plan.kernels)
+    """Every case of a source through every kernel, by `run` or on `workers`; what is finished
+    already is not even loaded. `writer` saves cases as they come by."""
+    visited, total = 0, source.count() * len(plan.formats) * len(plan.kernels)
 
     def keep(finished: Iterable[Finished]) -> None:
         nonlocal visited
@@ -236,10 +205,6 @@ def measure_source(
         with watch("other"):
             if workers is not None:
                 keep(workers.rest())
-    if before and journal.finished == before:
-        say("Every task was finished before; --overwrite measures them again.")
-    elif before:
-        say("Continued an earlier run; its finished tasks were kept.")
 
 
 @contextlib.contextmanager

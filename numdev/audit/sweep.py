@@ -3,39 +3,33 @@
 The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
 is computed in `numdev.report.curves`, the sentences in `numdev.report.sweep_words`.
 
-What it will cost is said before it is started. The model: a kernel's time on a case is a fixed
-overhead plus its matrix products' floating-point operations at a constant rate. Both are fitted,
-for every kernel and format, to the time of two small cases of the sweep's own shapes, measured as
-the sweep measures them. It leaves out caches that overflow, threads and multiprocessors that fill
-up, work that grows with the rows alone. Expect the right order of magnitude, and rather too much.
+What it will cost is said before it is started. The model: a case takes a fixed overhead plus its
+matrix products' floating-point operations at a constant rate, both fitted to the time of two small
+cases of the sweep's own shapes. Expect the right order of magnitude.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from numdev.audit.bench import Bench
+from numdev.audit.attempt import attempt
 from numdev.audit.cluster import Cluster
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
 from numdev.audit.records import recorded
-from numdev.audit.run import Progress, Say, measured, provenance, silent
-from numdev.audit.task import bench_of, measure_task
+from numdev.audit.run import Progress, Say, measure, provenance, silent
+from numdev.audit.task import measure_case
 from numdev.audit.timing import stopwatch
 from numdev.config import CaseConfig, SweepRequest
 from numdev.kernels import find
-from numdev.report import CaseRecord, DeviationRow, SweepReport, SweepSummary
+from numdev.report import CaseRecord, SweepReport, SweepSummary
 from numdev.report.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.report.sweep_words import notes, sentences
 from numdev.sources.opening import ConfigSource, Drawn
 from numdev.system import System
 
 LENGTHS = (64, 1024)  # far apart, and the second long enough that products outweigh other work
-HEADS = 1
-SECONDS = 10.0  # after which calibration begins with no further format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +52,28 @@ class SweepPlan:
         work = [operations(config) for config in cases]
         total = sum(work) * seeds * each / len(cases)
         said = (
-            f"{each} cell{'' if each == 1 else 's'} x {seeds} seeds: {each * seeds} tasks, "
+            f"{each} cells x {seeds} seeds: {each * seeds} tasks, "
             f"{total:.1e} floating-point operations in matrix products."
         )
         if not calibrate:
             return said
-        start = time.perf_counter()
-        forward = dataclasses.replace(self.plan, gradients=False, repeats=1)
-        fits = list(_calibrate(cases[0], forward))
-        # Formats that the time did not reach cost what the reached ones do on average.
-        scale = seeds * len(self.plan.formats) * len(self.plan.kernels) / len(fits)
-        seconds = scale * sum(a + b * x for a, b in fits for x in work)
-        return (
-            f"{said} Roughly {duration(seconds)} on this device, extrapolated from "
-            f"{time.perf_counter() - start:.0f} s of small cases: it may be off by a factor of "
-            "three."
-        )
+        small = [_shrunk(cases[0], length) for length in LENGTHS]
+        self._time(small[0])  # what only the first use costs
+        (low, high), (less, more) = map(self._time, small), map(operations, small)
+        rate = max(0.0, (high - low) / (more - less)) if more > less else 0.0
+        overhead = max(0.0, low - rate * less)
+        seconds = seeds * sum(overhead + rate * x for x in work)
+        return f"{said} Roughly {duration(seconds)} on this device, by two small cases."
+
+    def _time(self, config: CaseConfig) -> float:
+        """Seconds that a case takes, in all formats and kernels."""
+        system, start = self.plan.system, time.perf_counter()
+        drawn = {"seed": 0, "device": system.device, "gradients": self.plan.gradients}
+        case = Drawn(config=config, source="calibration", **drawn).load()
+        watch = stopwatch(system.device)
+        for _ in measure_case(case, self.plan.tasks(case.ref), self.plan, attempt, watch):
+            pass
+        return time.perf_counter() - start
 
 
 def plan(request: SweepRequest) -> SweepPlan:
@@ -123,7 +123,7 @@ def sweep(
     """
     request, grid = planned.request, planned.grid
     watch = stopwatch(planned.plan.system.device)
-    with measured(
+    results = measure(
         planned.source,
         planned.plan,
         request,
@@ -134,15 +134,13 @@ def sweep(
         overwrite=overwrite,
         progress=progress,
         say=say,
-    ) as run:
-        rows = run.journal.records("row", DeviationRow)
-        cases = run.journal.records("case", CaseRecord)
-        wrong, tested = run.findings(rows)
+    )
+    rows = results.rows
     of = (planned.baseline.kernel.name, planned.baseline.options)
     cells = estimates(rows, tuple(dict.fromkeys((*request.y, *IN_CELLS))), of)
     curves, called = lines(cells, grid), grid.label(*of)
     return SweepReport(
-        provenance=provenance(planned.plan.system, run.described, command),
+        provenance=provenance(planned.plan.system, results.described, command),
         request=request.model_dump(mode="json"),
         summary=SweepSummary(
             answer=sentences(curves, grid, called),
@@ -152,11 +150,11 @@ def sweep(
             seeds=request.seeds,
             baseline=called,
         ),
-        findings=wrong,
-        tested=tested,
+        findings=results.findings,
+        tested=results.tested,
         figures=figures(curves, grid, called),
         cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in cells),
-        cases=cases,
+        cases=results.journal.records("case", CaseRecord),
         rows=rows if request.rows == "head" else (),
         timings=watch.seconds(),
     )
@@ -191,45 +189,13 @@ def operations(config: CaseConfig) -> float:
     return 2.0 * config.batch * config.heads * pairs * width
 
 
-def _calibrate(config: CaseConfig, plan: Plan) -> Iterator[tuple[float, float]]:
-    """(seconds of overhead, seconds per operation) of every kernel and format, while time lasts."""
-    small = [_shrunk(config, length) for length in LENGTHS]
-    low_work, high_work = (operations(case) for case in small)
-    device = plan.system.device
-    cases = [Drawn(config=c, seed=0, source="calibration", device=device).load() for c in small]
-    end = time.perf_counter() + SECONDS
-    for fmt in plan.formats:
-        warm, low_bench, high_bench = (
-            bench_of(case, fmt.name, sample=plan.sample(case.ref)) for case in (cases[0], *cases)
-        )
-        for planned in plan.kernels:
-            timed = _timer(planned, plan)
-            timed(warm)  # what only the first use costs
-            low, high = timed(low_bench), timed(high_bench)
-            rate = max(0.0, (high - low) / (high_work - low_work)) if high_work > low_work else 0.0
-            yield max(0.0, low - rate * low_work), rate
-        if time.perf_counter() > end:
-            return
-
-
-def _timer(planned: Planned, plan: Plan) -> Callable[[Bench], float]:
-    def timed(bench: Bench) -> float:
-        start, ref = time.perf_counter(), bench.case.ref
-        task = plan.task(planned, bench.format.name, ref, plan.sample(ref))
-        measure_task(task, planned.kernel, bench, plan.system)
-        return time.perf_counter() - start
-
-    return timed
-
-
 def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
-    """The case with fewer rows, keys and heads, of the same head dimension and mask."""
-    heads = min(config.heads, HEADS)
+    """The case with fewer rows and keys and one head, of the same head dimension and mask."""
     return config.model_copy(
         update={
             "batch": 1,
-            "heads": heads,
-            "kv_heads": heads,
+            "heads": 1,
+            "kv_heads": 1,
             "seq_len": min(config.seq_len, length),
             "kv_len": None if config.kv_len is None else min(config.kv_len, length),
             "causal_offset": 0,

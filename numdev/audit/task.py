@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from numdev.audit.attempt import Failure, attempt, one_line
+from numdev.audit.attempt import Failure, Runner, attempt, one_line
 from numdev.audit.bench import Bench, Selection
 from numdev.audit.examine import examine, profile, remarkable
 from numdev.audit.explain_rows import explain
@@ -21,7 +22,7 @@ from numdev.audit.records import case_record
 from numdev.audit.rows import COUNTED, Measured, bare_row, formats_of, given, rows_of
 from numdev.audit.timing import Stopwatch
 from numdev.audit.undeclared import beyond, likeness
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
@@ -34,17 +35,19 @@ Rows = Mapping[str, Sequence[Any]]  # rows of a report by kind: row, worst, prof
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
 
-class Runner(Protocol):
-    """Where a kernel is run: `attempt` here, or in a process of its own."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InMemory:
+    """A located case that is loaded."""
 
-    def __call__(
-        self,
-        kernel: Kernel,
-        case: AttentionCase,
-        options: Mapping[str, Any],
-        *,
-        gradients: bool = False,
-    ) -> Output | Failure: ...
+    case: AttentionCase
+    axes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ref(self) -> CaseRef:
+        return self.case.ref
+
+    def load(self) -> AttentionCase:
+        return self.case
 
 
 def measured_here(
@@ -116,8 +119,7 @@ def measure_task(
     measured, and one row of dq says why there is no gradient. A kernel that declared no claim and
     errs beyond `fa2` is held to the known way of rounding that explains it, if one does.
     """
-    missing = kernel.missing(system)
-    if missing:
+    if missing := kernel.missing(system):
         return Measured(rows=[bare_row(task, Failure("skipped", missing))])
     try:
         with bench.watch("metrics"):
@@ -132,8 +134,8 @@ def measure_task(
             measured = rows_of(task, runs, bench, claim)
             if task.role == "kernel" and not kernel.declares and (wrong := beyond(measured.rows)):
                 formats = formats_of(runs[0], bench)
-                like = likeness(runs[0], wrong, formats, bench, system)
-                measured = rows_of(task, runs, bench, claim, like) if like else measured
+                if like := likeness(runs[0], wrong, formats, bench, system):
+                    measured = rows_of(task, runs, bench, claim, like)
             if lacking is not None:
                 where = "in a training step: " if lacking.status == "failed" else ""
                 why = Failure(lacking.status, where + lacking.reason)
@@ -150,7 +152,7 @@ def _unmeasured(error: Exception) -> Failure:
 def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output] | Failure:
     """What the task's kernel returns, as often as asked; what is prepared already, once."""
     exact, y = bench.reference, bench.yardsticks
-    names = [n for n in GRADIENTS if task.gradients]
+    names = GRADIENTS if task.gradients else ()
     if task.role == "precision":
         return [Output(out=exact.out, **{n: getattr(exact, n) for n in names})]
     if task.role == "floor":
@@ -159,9 +161,9 @@ def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output]
     if task.role == "baseline":
         return bench.baseline if isinstance(bench.baseline, Failure) else [bench.baseline]
     case = bench.measured if task.role == "control" else bench.case
-    runs = []
+    runs: list[Output] = []
     with bench.watch("other" if task.role == "control" else "kernels"):
-        for _ in range(max(1, task.repeats)):
+        for _ in range(task.repeats):
             output = run(kernel, case, given(task.options, kernel), gradients=task.gradients)
             if isinstance(output, Failure):
                 return output

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 # In the order in which they are reported. `other` is what no section was opened for.
 SECTIONS = (
@@ -18,28 +18,20 @@ SECTIONS = (
 OF_DIAGNOSIS = ("capture", "chain", "cures", "kernels", "other")
 OF_TRAINING = ("training", "metrics", "saving", "other")
 TOTAL = "total"
-SHOWN_S = 0.05  # what is shorter is 0.0 with one decimal, and not said
 
 
 class Stopwatch:
     """Runs from when it is made. `with watch("reference"):` counts for that section."""
 
-    def __init__(
-        self,
-        sections: Sequence[str] = SECTIONS,
-        *,
-        synchronise: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, sections: Sequence[str] = SECTIONS, device: str = "cpu") -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
-        self._synchronise = synchronise
+        self._waits = device == "cuda"
         self._last = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        """Count for `section` until the block is left; within it another may be opened. Raises
-        KeyError for an unknown one."""
-        _ = self._spent[section]
+        """Count for `section` until the block is left; within it another may be opened."""
         self._lap()
         self._open.append(section)
         try:
@@ -58,10 +50,9 @@ class Stopwatch:
             self._last = time.perf_counter()
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Count what another one counted. Raises KeyError for an unknown section."""
-        for section, spent in seconds.items():
-            if section != TOTAL:
-                self._spent[section] += spent
+        """Count what another one counted."""
+        for section in self._spent:
+            self._spent[section] += seconds[section]
 
     def seconds(self) -> dict[str, float]:
         """Seconds by section until now, and their sum as `total`."""
@@ -70,8 +61,11 @@ class Stopwatch:
 
     def _lap(self) -> None:
         """The time since the last border is of the section that is open."""
-        with contextlib.suppress(RuntimeError):  # a fault of the device is its kernel's to report
-            self._synchronise()
+        if self._waits:
+            import torch
+
+            with contextlib.suppress(RuntimeError):  # a fault of the device is its kernel's to tell
+                torch.cuda.synchronize()
         now = time.perf_counter()
         self._spent[self._open[-1]] += now - self._last
         self._last = now
@@ -79,18 +73,13 @@ class Stopwatch:
 
 def stopwatch(device: str, sections: Sequence[str] = SECTIONS) -> Stopwatch:
     """A running one, which waits for the device where there is one."""
-    if device != "cuda":
-        return Stopwatch(sections)
-    import torch
-
-    return Stopwatch(sections, synchronise=torch.cuda.synchronize)
+    return Stopwatch(sections, device)
 
 
 def words(timings: Mapping[str, float]) -> str:
-    """`12.3 s: capture 2.1, kernels 0.8, ...`, without what is too short to say; empty where there
-    are no times."""
+    """`12.3 s: capture 2.1, kernels 0.8`, without what rounds to 0.0; empty without times."""
     if TOTAL not in timings:
         return ""
     parts = dict.fromkeys((*SECTIONS, *OF_TRAINING, *OF_DIAGNOSIS))
-    shares = [f"{s} {timings[s]:.1f}" for s in parts if timings.get(s, 0.0) >= SHOWN_S]
+    shares = [f"{s} {timings[s]:.1f}" for s in parts if timings.get(s, 0.0) >= 0.05]
     return f"{timings[TOTAL]:.1f} s{': ' if shares else ''}{', '.join(shares)}"

@@ -32,7 +32,7 @@ from numdev.cli.options import DEVICES
 @click.option("--json", "as_json", is_flag=True, help="The table, or the check, as JSON.")
 def kernels(device: str, checked: str | None, as_json: bool) -> None:
     """List the kernels: which can run here, and why the others cannot."""
-    from numdev.audit.conformance.checking import check
+    from numdev.audit.conformance import conformance
     from numdev.kernels import all_kernels, find
     from numdev.report.foreign import json_text
     from numdev.report.renderers import terminal
@@ -42,7 +42,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
     system = System.here(device)
     if checked is not None:
         with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
-            found = check(find(checked), system)
+            found = conformance(find(checked), system)
         if as_json:
             click.echo(json_text(found.model_dump_json()))
         else:

@@ -33,7 +33,8 @@ FLAKY_TRIES = 5  # how often a candidate is, where the input did not show every 
 SQUARE_CUTS = ((0, 1, 0, 1), (1, 0, 1, 0))
 CUTS = (*SQUARE_CUTS, (0, 1, 0, 0), (0, 0, 0, 1), (1, 0, 1, 0), (0, 0, 1, 0), (1, 0, 0, 0))
 # Into how many pieces an axis is cut, round by round: all axes become coarsely small first.
-PIECES = (4, 32, 1 << 30)
+ALL = 1 << 30
+PIECES = (4, 32, ALL)
 # The axes of a case's tensors; a mask may have the last ones alone, and broadcast along them.
 AXES = {
     "q": ("batch", "head", "row", "feature"),
@@ -46,30 +47,25 @@ AXES = {
 
 
 def reduce(
-    case: AttentionCase,
-    still_shows: Shows,
-    budget_s: float = 60.0,
-    *,
-    head: int | None = None,
-    max_steps: int = 1000,
+    case: AttentionCase, still_shows: Shows, budget_s: float = 60.0, *, head: int | None = None
 ) -> AttentionCase:
     """The smallest form of `case` for which `still_shows` holds; deterministic if that is.
 
-    `head` is the query head to begin with. No candidate is begun after `budget_s` seconds or
-    `max_steps` candidates. A finding that comes and goes must show in a candidate about as often
-    as it did in the input. Raises MeasurementError where it does not show in `case` itself.
+    `head` is the query head to begin with. No candidate is begun after `budget_s` seconds. A
+    finding that comes and goes must show in a candidate about as often as it did in the input.
+    Raises MeasurementError where it does not show in `case` itself.
     """
-    search = _Search(case, still_shows, budget_s, max_steps)
+    search = _Search(case, still_shows, budget_s)
     _heads(search, head)
     if case.mask is not None:
         search.accept(dataclasses.replace(search.best, mask=None))
     for pieces in PIECES:
-        _fewer(search, "batch", pieces)
+        search.fewer("batch", pieces)
         if search.best.restricts_positions:
             _ranges(search)
         else:
-            _fewer(search, "key", pieces)
-            _fewer(search, "row", pieces)
+            search.fewer("key", pieces)
+            search.fewer("row", pieces)
     if search.best.restricts_positions:
         _by_explicit_mask(search)
     _without_what_hides_nothing(search)
@@ -79,9 +75,8 @@ def reduce(
 class _Search:
     """The best case so far, and the budget."""
 
-    def __init__(self, case: AttentionCase, shows: Shows, budget_s: float, max_steps: int) -> None:
-        self._shows, self._steps = shows, max_steps
-        self._deadline = time.monotonic() + budget_s
+    def __init__(self, case: AttentionCase, shows: Shows, budget_s: float) -> None:
+        self._shows, self._deadline = shows, time.monotonic() + budget_s
         self.history = [case]
         hits = sum(shows(case) for _ in range(TRIES))
         if not hits:
@@ -97,18 +92,18 @@ class _Search:
 
     def accept(self, candidate: AttentionCase) -> bool:
         """Make the candidate the best case if it shows; False once the budget is spent."""
-        if self._steps <= 0 or time.monotonic() >= self._deadline:
+        if time.monotonic() >= self._deadline:
             return False
-        self._steps -= 1
-        hits = 0
-        for left in range(self._tries, 0, -1):
-            if hits + left < self._needed:
-                return False
-            hits += self._shows(candidate)
-            if hits >= self._needed:
-                self.history.append(candidate)
-                return True
-        return False
+        if sum(self._shows(candidate) for _ in range(self._tries)) < self._needed:
+            return False
+        self.history.append(candidate)
+        return True
+
+    def fewer(self, axis: str, pieces: int = ALL) -> None:
+        """Leave out indices of an axis of the best case."""
+        case = self.best
+        size = {"batch": len(case.q), "row": case.q_len, "key": case.kv_len, "head": case.heads}
+        _fewest(size[axis], lambda few: self.accept(part(case, **{axis: few})), pieces)
 
     def settled(self) -> AttentionCase:
         """The last accepted case that shows when it is asked again; else the input."""
@@ -119,38 +114,9 @@ class _Search:
         return self.history[0]
 
 
-def _heads(search: _Search, head: int | None) -> None:
-    """The worst head with its kv head; else its group; else as few kv heads as will do; then as
-    few query heads of a single kv head."""
-    case, group = search.best, search.best.group
-    if case.heads == 1:
-        return
-
-    def groups(kv_heads: Sequence[int]) -> bool:
-        heads = [h * group + g for h in kv_heads for g in range(group)]
-        return search.accept(part(case, head=heads, kv_head=kv_heads))
-
-    if head is not None:
-        if search.accept(part(case, head=[head], kv_head=[head // group])):
-            return
-        if case.kv_heads > 1:
-            groups([head // group])
-    if search.best.kv_heads > 1:
-        _fewest(case.kv_heads, groups)
-    one = search.best
-    if one.kv_heads == 1 and one.heads > 1:
-        _fewest(one.heads, lambda few: search.accept(part(one, head=few)))
-
-
-def _fewer(search: _Search, axis: str, pieces: int) -> None:
-    case = search.best
-    size = {"batch": case.q.shape[0], "row": case.q_len, "key": case.kv_len}[axis]
-    _fewest(size, lambda few: search.accept(part(case, **{axis: few})), pieces)
-
-
-def _fewest(size: int, shows: Callable[[list[int]], bool], pieces: int = 1 << 30) -> None:
-    """Leave out pieces of an axis, halves first, for as long as `shows` says yes; at most `pieces`
-    pieces. Never leaves nothing."""
+def _fewest(size: int, shows: Callable[[list[int]], bool], pieces: int = ALL) -> None:
+    """Leave out pieces of `size` items, halves first, for as long as `shows` says yes; at most
+    `pieces` pieces. Never leaves nothing."""
     items = list(range(size))
     smallest = max(1, -(-size // pieces))
     size = (size + 1) // 2
@@ -165,6 +131,26 @@ def _fewest(size: int, shows: Callable[[list[int]], bool], pieces: int = 1 << 30
         if size <= smallest:
             return
         size = max(smallest, min(size, len(items)) // 2)
+
+
+def _heads(search: _Search, head: int | None) -> None:
+    """The worst head with its kv head; else its group; else as few kv heads as will do; then as
+    few query heads of a single kv head."""
+    case, group = search.best, search.best.group
+
+    def groups(kv_heads: Sequence[int]) -> bool:
+        heads = [h * group + g for h in kv_heads for g in range(group)]
+        return search.accept(part(case, head=heads, kv_head=kv_heads))
+
+    if head is not None and case.heads > 1:
+        if search.accept(part(case, head=[head], kv_head=[head // group])):
+            return
+        if case.kv_heads > 1:
+            groups([head // group])
+    if search.best.kv_heads > 1:
+        _fewest(case.kv_heads, groups)
+    if search.best.kv_heads == 1:
+        search.fewer("head")
 
 
 def _ranges(search: _Search) -> None:
@@ -191,8 +177,8 @@ def _by_explicit_mask(search: _Search) -> None:
     if flagged.q_len * flagged.kv_len <= 1 or not search.accept(with_explicit_mask(flagged)):
         return
     for pieces in PIECES:
-        _fewer(search, "key", pieces)
-        _fewer(search, "row", pieces)
+        search.fewer("key", pieces)
+        search.fewer("row", pieces)
     best = search.best
     if 2 * (best.q_len + best.kv_len) > flagged.q_len + flagged.kv_len:
         del search.history[length:]
@@ -228,11 +214,11 @@ def with_explicit_mask(case: AttentionCase) -> AttentionCase:
 
 
 def part(case: AttentionCase, **indices: Sequence[int]) -> AttentionCase:
-    """The call with the given indices of some axes alone, its tensors copied, dense, in their own
-    order of axes in memory: kernels choose by it.
+    """The call with the given indices of some axes alone (`batch`, `head`, `kv_head`, `row`,
+    `key`), its tensors copied, dense, in their own order of axes in memory: kernels choose by it.
 
-    Axes are `batch`, `head`, `kv_head`, `row` and `key`. Heads and kv heads must go together so
-    that query head h still reads kv head h // group; positions are the caller's business.
+    Heads and kv heads must go together so that query head h still reads kv head h // group;
+    positions are the caller's business.
     """
     parts: dict[str, Any] = {}
     for name, axes in AXES.items():

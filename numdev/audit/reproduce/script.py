@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,6 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
-from numdev.audit.reproduce.functionsource import defined_again
 from numdev.audit.reproduce.reduction import with_explicit_mask
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError, closest
@@ -62,7 +62,6 @@ STANDS_FOR = {
     "noise_ratio": "noise",
     "lse_error": "rms",
 }
-ABOUT_BIAS = ("bias_size", "bias_p", "bias_t")
 # The kernels that are a call of scaled_dot_product_attention, and the backend each forces.
 BACKENDS: Mapping[str, str | None] = {
     "sdpa-math": "MATH",
@@ -72,6 +71,7 @@ BACKENDS: Mapping[str, str | None] = {
     "sdpa-default": None,
 }
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
+PLAIN = (bool, int, float, str, type(None))  # what a script can spell of a closed-over value
 Call = tuple[AttentionCase, dict[str, Any]]  # the case as the kernel was given it; the spelling
 
 
@@ -79,12 +79,11 @@ def figure_for(metric: str, bias_of: str | None = None) -> str:
     """The figure in which a finding about `metric` is shown: where the metric needs more than the
     kernel's and the exact tensor, the absolute one it is a ratio of. `bias_of` is the report's word
     for whose bias it is. Raises UsageError for a metric that is neither."""
-    if metric in ABOUT_BIAS:
+    if metric in ("bias_size", "bias_p", "bias_t"):
         return {"mean": "bias", "sign": "bias_sign"}.get(bias_of or "mean", "bias_feature")
     figure = STANDS_FOR.get(metric, metric)
     if figure not in (*FIGURES, "noise"):
-        known = [*FIGURES, *STANDS_FOR, *ABOUT_BIAS, "noise"]
-        raise UsageError(f"no finding is about {metric!r}", hint=closest(metric, known))
+        raise UsageError(f"no finding is about {metric!r}", hint=closest(metric, FIGURES))
     return figure
 
 
@@ -107,32 +106,27 @@ def write(
 
     `tensor` is out, lse, dq, dk or dv; `head` a query head, or a kv head for dk and dv. A case with
     grad_out is a training step: inputs require gradients also where `tensor` is out or lse.
-    `metric` is one of FIGURES, `noise`, or `raises` for a kernel that refuses or fails; `observed`
-    is its value for this case, in the unit of the report. The script says that the deviation shows
-    from `limit` on: by default half of what was observed, and a single element for `nonfinite`.
+    `metric` is one of FIGURES, `noise`, or `raises` for a kernel that fails; `observed` is its
+    value for this case, in the unit of the report. The script says that the deviation shows from
+    `limit` on: by default half of what was observed, and a single element for `nonfinite`.
     `options` are those that are not the kernel's defaults. `folder` is where the module of the
     kernel is looked for last.
 
-    Raises UsageError for a metric that no script can show and an option that has no spelling,
-    MeasurementError for a format that torch has no dtype for, gradients of inputs that are not
-    finite, and where the directory cannot be written.
+    Raises UsageError for an option that has no spelling, MeasurementError for a format that torch
+    has no dtype for, gradients of inputs that are not finite, and where the directory cannot be
+    written.
     """
-    if metric not in (*FIGURES, "noise", "raises"):
-        raise UsageError(
-            f"no script shows {metric!r}", hint=f"known: {', '.join(FIGURES)}, noise, raises"
-        )
+    training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
         raise MeasurementError(f"no reproducer: torch has no dtype for {case.working.name}")
-    training, backward = case.grad_out is not None, tensor in GRADIENTS
-    if not backward:
-        case = dataclasses.replace(case, grad_out=None)
-    elif case.grad_out is None:
-        raise UsageError(f"case {case.ref.case!r} has no grad_out, so there is no {tensor}")
     # Where P is 0 the reference lets nothing through; dense autograd would: 0 * NaN.
-    elif not all(bool(x.isfinite().all()) for x in (case.q, case.k, case.grad_out)):
+    inputs = (case.q, case.k, case.grad_out)
+    if backward and not all(x is not None and bool(x.isfinite().all()) for x in inputs):
         raise MeasurementError(
             "no reproducer: a short script cannot differentiate inputs that are not finite"
         )
+    if not backward:
+        case = dataclasses.replace(case, grad_out=None)
     case, call = _call(kernel, options, case, tensor)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
@@ -150,7 +144,7 @@ def write(
         "observed": literal(observed),
         "limit": literal(limit),
         "folder": None if folder is None else literal(str(folder)),
-        "runs": RUNS_OF_NOISE if metric == "noise" else 1,
+        "runs": RUNS_OF_NOISE,
         "about": f"Measured: {kernel.name}{given}, torch {system.packages.get('torch', '?')}, "
         f"{where}.",
         "environment": _environment(system),
@@ -348,14 +342,65 @@ def _shown(case: AttentionCase) -> str:
 
 def _environment(system: System) -> list[tuple[str, str]]:
     """The environment as pairs for a table."""
-    packages = {n: v for n, v in system.as_dict()["packages"].items() if n != "transformers"}
-    settings = {n: v for n, v in system.settings.items() if v is not None}
+    packages, settings = system.as_dict()["packages"], system.settings
     facts = {
-        "GPU": system.gpu,
-        "driver, CUDA, cuDNN": system.gpu and f"{system.driver}, {system.cuda}, {system.cudnn}",
+        "GPU": system.gpu and f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}",
         "CPU": f"{system.cpu} ({system.cpu_capability}), {system.threads} threads",
         "system": f"{system.platform}, Python {system.python}",
         "packages": ", ".join(f"{n} {v}" for n, v in packages.items()),
-        "settings": ", ".join(f"{n} {v}" for n, v in settings.items()),
+        "settings": ", ".join(f"{n} {v}" for n, v in settings.items() if v is not None),
     }
     return [(name, value) for name, value in facts.items() if value]
+
+
+# --- where a function comes from -----------------------------------------------------------------
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:name` where the module has the function under that name; else its own name alone."""
+    module = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if getattr(sys.modules.get(module), name, None) is function and module != "__main__":
+        return f"{module}:{name}"
+    return str(name).rpartition("<locals>.")[2]
+
+
+def folder_of(function: Callable[..., Any]) -> Path | None:
+    """The folder from which its module is imported; None where it comes from no file."""
+    module = getattr(function, "__module__", None) or ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    return path.parents[module.count(".") + (path.name == "__init__.py")]
+
+
+def defined_again(function: Callable[..., Any]) -> tuple[str, str, tuple[str, ...]]:
+    """The module, the name, and the lines that define in another process a function that cannot be
+    imported, as tests define them in functions: from its source, in a copy of its module's names
+    and with the plain values that it closes over. Raises UsageError where lines cannot do it."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+    values: Mapping[str, Any] = {}
+    source = ""
+    if inspect.isfunction(function) and module != "__main__" and folder_of(function):
+        values = inspect.getclosurevars(function).nonlocals
+        source = textwrap.dedent(inspect.getsource(function))
+    other = next((n for n, x in values.items() if not isinstance(x, PLAIN)), None)
+    if other or not source.startswith("def "):
+        why = "it is no function made with `def` in a module, undecorated"
+        raise UsageError(
+            f"a script of its own cannot get hold of {name or type(function).__name__}: "
+            + (f"it closes over {other}, which is no plain value" if other else why),
+            hint="define it with `def` at the top of a module",
+        )
+    closed = "".join(f", {n}={literal(x)}" for n, x in values.items())
+    lines = (
+        "import importlib",
+        f'namespace = dict(vars(importlib.import_module("{module}")){closed})',
+        "source = [",
+        *(f"    {line!r}," for line in source.splitlines()),
+        "]",
+        'exec("\\n".join(source), namespace)',
+        f'{name} = namespace["{name}"]',
+    )
+    return module, name, lines

@@ -1,1 +1,0 @@
-"""One function on small cases with known answers."""
