@@ -99,11 +99,6 @@ def sees(case: AttentionCase, *, what: str = "") -> Output:
     return Output(out=torch.zeros_like(case.q), ran=said[what])
 
 
-def writes(case: AttentionCase) -> Output:
-    case.q.zero_()
-    return Output(out=case.q)
-
-
 def poisons_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """An index out of range on the device: every later CUDA call of this process fails."""
     return q[:, :, torch.full((q.shape[2],), 10**6, device=q.device)]
