@@ -79,9 +79,8 @@ def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert cluster_of(None, None) is None
     with pytest.raises(UsageError, match="expected one of them"):
         cluster_of(1, "tcp://a:1")
-    plan = plan_of("sdpa-math")
+    plan, nowhere = plan_of("sdpa-math"), Cluster(scheduler="nowhere at all")
     with pytest.raises(UsageError, match="no Dask scheduler answers there"):
-        nowhere = Cluster(scheduler="nowhere at all")
         at_work(nowhere, plan, plan.header({}, {}), 1.0, Stopwatch(), print).__enter__()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'pip install "numdev\[dask\]"'):

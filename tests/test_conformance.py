@@ -110,16 +110,16 @@ def test_writing_into_the_inputs_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "verdict"),
-    [(Refused("no"), "refuses"), (NotImplementedError("no"), "refuses"), (ValueError("no"), "raises")],
-)  # fmt: skip
-def test_refusing_is_not_raising(error: Exception, verdict: str) -> None:
+    ("kind", "verdict"),
+    [(Refused, "refuses"), (NotImplementedError, "refuses"), (ValueError, "raises")],
+)
+def test_refusing_is_not_raising(kind: type[Exception], verdict: str) -> None:
     """A refusal conforms; any other exception does not, and its words stand in the report. A format
     in which nothing runs is said once, and not for every feature."""
 
     def picky(case: AttentionCase) -> Output:
         if case.q.shape[0] > 1 or case.q.dtype == torch.float32:
-            raise error
+            raise kind("no")
         return exact(case)
 
     found = run(picky, "batches", "scale", formats=("bfloat16", "float32"))

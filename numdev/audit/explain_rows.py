@@ -11,7 +11,6 @@ from numdev.audit.attempt import Failure, Runner, attempt
 from numdev.audit.bench import KV_TENSORS, Bench
 from numdev.audit.plan import Task
 from numdev.audit.rows import COUNTED, given, identity, returned
-from numdev.cases import AttentionCase
 from numdev.explain.attribution import FORWARD_VARIED, Attribution, Claim, attribute
 from numdev.explain.words import sentence
 from numdev.kernels import Kernel, Output
@@ -45,19 +44,17 @@ def explain(
     """
     if kernel.missing(system):
         return []
-    case, select, options = bench.case, bench.selection, given(task.options, kernel)
+    case, heads, options = bench.case, bench.selection.heads, given(task.options, kernel)
     try:
-        output: Output | Failure | None = None
-        if task.gradients:
-            output = run(kernel, case, options, gradients=True)
-        if not isinstance(output, Output):
+        output = run(kernel, case, options, gradients=task.gradients)
+        if task.gradients and isinstance(output, Failure):
             output = run(kernel, case, options)
         if isinstance(output, Failure):
             return []
         claim = kernel.claims(case, output, system)
-        compared = _Compared(case, output, select.heads, select.queries)
+        compared = _Compared(bench, output)
     except COUNTED as error:
-        return [_row(task, "out", chosen(select.heads), None, f"it could not be tried ({error})")]
+        return [_row(task, "out", chosen(heads), None, f"it could not be tried ({error})")]
     rows = []
     for tensor in compared.formats:
         found, unknown = None, compared.unpredictable(tensor, claim)
@@ -66,36 +63,33 @@ def explain(
                 found = compared.attribution(tensor, claim)
             except COUNTED as error:
                 unknown = f"it could not be tried ({error})"
-        rows.append(_row(task, tensor, compared.heads(tensor), found, unknown))
+        rows.append(_row(task, tensor, compared.heads[tensor], found, unknown))
         if tensor == "out":
             claim = _informed(claim, found)
     return rows
 
 
 class _Compared:
-    """Some heads of a kernel's output, in some query rows if not in all, the truth, and emulations
-    of them."""
+    """Some heads of a kernel's output, in the measured rows, the truth, and emulations of them."""
 
-    def __init__(
-        self, case: AttentionCase, output: Output, heads: tuple[int, ...], rows: Tensor | None
-    ) -> None:
-        tensors = [t for t in CASTS if getattr(output, t) is not None]
-        self.formats = {t: returned(getattr(output, t), case) for t in tensors}
-        self.backward = "dq" in self.formats
-        self.query_heads, self.kv_heads = whole_groups(heads, case.group)
-        if self.backward:
-            self.case = case.select_groups(list(self.kv_heads))
+    def __init__(self, bench: Bench, output: Output) -> None:
+        case, select, self.output = bench.case, bench.selection, output
+        tensors = {t: x for t in CASTS if (x := getattr(output, t)) is not None}
+        self.formats = {t: returned(x, case) for t, x in tensors.items()}
+        backward = "dq" in tensors
+        query_heads, kv_heads = whole_groups(select.heads, case.group)
+        if not backward:
+            query_heads = chosen(select.heads)
+        self.heads = {t: kv_heads if t in KV_TENSORS else query_heads for t in CASTS}
+        self.rows = select.queries
+        if backward:
+            self.case = case.select_groups(list(kv_heads))
         else:
-            self.query_heads = chosen(heads)
-            self.case = case.select_heads(list(self.query_heads))
-        self.rows, self.output = rows, output
-        if rows is not None:
-            self.case = self.case.select_rows(rows)
-        self.exact: Reference | Gradients = (gradients if self.backward else attend)(self.case)
+            self.case = case.select_heads(list(query_heads))
+        if self.rows is not None:
+            self.case = self.case.select_rows(self.rows)
+        self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
         self.kept: dict[str, dict[str, Tensor]] = {}
-
-    def heads(self, tensor: str) -> tuple[int, ...]:
-        return self.kv_heads if tensor in KV_TENSORS else self.query_heads
 
     def unpredictable(self, tensor: str, claim: Claim | None) -> str | None:
         if self.rows is not None and tensor in KV_TENSORS:
@@ -103,7 +97,7 @@ class _Compared:
         return unpredictable(claim or {"preset": "fa2"}, self.case.format, self.formats[tensor])
 
     def attribution(self, tensor: str, claim: Claim | None) -> Attribution | None:
-        output = getattr(self.output, tensor)[:, list(self.heads(tensor))]
+        output = getattr(self.output, tensor)[:, list(self.heads[tensor])]
         return attribute(
             output if self.rows is None else output[:, :, self.rows],
             getattr(self.exact, tensor),
@@ -143,15 +137,13 @@ def _informed(claim: Claim | None, found: Attribution | None) -> Claim | None:
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
     """At most so many of them, evenly spread."""
-    step = max(1, len(heads) // most)
-    return heads[::step][:most]
+    return heads[:: max(1, len(heads) // most)][:most]
 
 
 def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """About MOST_HEADS query heads, all that read some of the kv heads these read, and those kv
     heads: dK and dV are sums over a group."""
-    read = tuple(dict.fromkeys(head // group for head in heads))
-    kv = chosen(read, max(1, MOST_HEADS // group))
+    kv = chosen(tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group))
     return tuple(h * group + i for h in kv for i in range(group)), kv
 
 
@@ -165,6 +157,7 @@ def _row(
     fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
     fields |= {"explained_by": None, "reason": unknown, "sentence": ""}
     if found is not None:
+        shares = [{**dataclasses.asdict(s), "rounds": SITES[s.site].rounds} for s in found.shares]
         fields |= {
             "explained_by": None if found.why_not else found.best.preset,
             "reason": found.why_not,
@@ -174,10 +167,7 @@ def _row(
             "size": found.best.ratio,
             "next_preset": found.next.preset,
             "next_residual": found.next.residual,
-            "sites": tuple(
-                SiteShare(**dataclasses.asdict(s), rounds=SITES[s.site].rounds)
-                for s in found.shares
-            ),
+            "sites": tuple(SiteShare(**share) for share in shares),
         }
     row = AttributionRow(**fields)
     return row.model_copy(update={"sentence": sentence(row)})

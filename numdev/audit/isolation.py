@@ -103,7 +103,7 @@ class Isolated:
             self._stderr.truncate(0)
             with contextlib.suppress(BrokenPipeError):  # it just died, and so it will be found
                 self._pipe.send_bytes(task)
-            result = self._answer(self.limit_s)
+            result: Output | Failure = self._answer(self.limit_s)
         except BaseException:
             self.close()
             raise

@@ -77,9 +77,15 @@ def audit(
     plan = Plan.of(request, system)
     with watch("capture"):
         source = open_source(request, system)
-    how = {"overwrite": overwrite, "save_cases": save_cases, "progress": progress, "say": say}
     asked = request.model_dump(mode="json")
-    results = measure(source, plan, request, asked, directory, watch, workers=workers, **how)
+    results = measure(
+        *(source, plan, request, asked, directory, watch),
+        workers=workers,
+        overwrite=overwrite,
+        save_cases=save_cases,
+        progress=progress,
+        say=say,
+    )
     with watch("weights"):
         weights = tuple(_weight_rows(source, plan))
     journal = results.journal

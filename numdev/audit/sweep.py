@@ -26,7 +26,7 @@ from numdev.kernels import find
 from numdev.report import CaseRecord, SweepReport, SweepSummary
 from numdev.report.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
 from numdev.report.sweep_words import notes, sentences
-from numdev.sources.opening import ConfigSource, Drawn
+from numdev.sources.opening import ConfigSource
 from numdev.system import System
 
 LENGTHS = (64, 1024)  # far apart, and the second long enough that products outweigh other work
@@ -68,8 +68,10 @@ class SweepPlan:
     def _time(self, config: CaseConfig) -> float:
         """Seconds that a case takes, in all formats and kernels."""
         system, start = self.plan.system, time.perf_counter()
-        drawn = {"seed": 0, "device": system.device, "gradients": self.plan.gradients}
-        case = Drawn(config=config, source="calibration", **drawn).load()
+        (located,) = ConfigSource(
+            "calibration", (config,), (0,), system, gradients=self.plan.gradients
+        ).cases
+        case = located.load()
         watch = stopwatch(system.device)
         for _ in measure_case(case, self.plan.tasks(case.ref), self.plan, attempt, watch):
             pass
@@ -124,12 +126,7 @@ def sweep(
     request, grid = planned.request, planned.grid
     watch = stopwatch(planned.plan.system.device)
     results = measure(
-        planned.source,
-        planned.plan,
-        request,
-        request.measured(),
-        directory,
-        watch,
+        *(planned.source, planned.plan, request, request.measured(), directory, watch),
         workers=workers,
         overwrite=overwrite,
         progress=progress,
