@@ -1,7 +1,4 @@
-"""The public functions that are no test: thin, with signatures that stay. docs/api.md has examples.
-
-`numdev.check_attention` is in `numdev.testing`, the decorator `numdev.kernel` in `numdev.kernels`.
-"""
+"""The public functions that are no test, with signatures that stay. docs/api.md has examples."""
 
 from __future__ import annotations
 
@@ -46,17 +43,16 @@ def audit(
 
     `target`: a checkpoint directory, a state dict, captured tensors, a YAML file, or `demo`.
     `kernels`: names of `numdev kernels`, or `package.module:function`; empty: the target's own, or
-    PyTorch's backends. `formats`: names; empty: the target's own, or bfloat16. `backward`: dq, dk
-    and dv too. `layers`: only these. `rows`: so many query rows of each head are measured; None:
-    all. `output`: a directory for the report, its tables and reproducers, in which the same request
+    PyTorch's backends. `formats`: empty: the target's own, or bfloat16. `backward`: dq, dk and dv
+    too. `layers`: only these. `rows`: so many query rows of each head are measured; None: all.
+    `output`: a directory for the report, its tables and reproducers, in which the same request
     continues where it stopped; None keeps nothing. `say` is told what the report does not hold.
 
     Returns the report: one row for each head, tensor, kernel and format (`report.rows`), the
-    findings as sentences (`report.findings`), the ranking (`report.summary`). Errors are in the
-    units of the tensors, ratios are plain numbers; a number that means nothing is None, and the
-    row's `nulls` says why. Raises UsageError for a request that cannot be run here,
-    MeasurementError where nothing could be measured.
-    """
+    findings (`report.findings`), the ranking (`report.summary`). Errors are in the units of the
+    tensors, ratios are plain numbers; a number that means nothing is None, and the row's `nulls`
+    says why. Raises UsageError for a request that cannot be run here, MeasurementError where
+    nothing could be measured."""
     flags = {
         "kernels": tuple(kernels),
         "formats": tuple(formats),
@@ -85,25 +81,18 @@ def capture(
 ) -> list[AttentionCase]:
     """The attention calls that `model(**inputs)` makes, in their order, as copies of its tensors.
 
-    Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met, that of
-    `nn.MultiheadAttention` too; q is [batch, heads, q_len, head_dim], in the model's own format.
-    With `backward` cases carry grad_out, from the model's own loss where it returns one, else drawn
-    from N(0, 1) with `seed`. All calls are in memory together: for a large model audit the
-    checkpoint instead, which keeps none.
+    Every call that ends in `torch.nn.functional.scaled_dot_product_attention` is met; q is [batch,
+    heads, q_len, head_dim], in the model's own format. With `backward` cases carry grad_out, from
+    the model's own loss where it returns one, else drawn from N(0, 1) with `seed`. All calls are in
+    memory together: for a large model audit the checkpoint instead.
 
     Raises MeasurementError for a call that is no function of its inputs (dropout: use
     `model.eval()`), for inputs that the model fails on, and where attention ran that was not seen,
-    or there was none.
-    """
+    or there was none."""
     found: list[AttentionCase] = []
     upstream = find_upstream(model, inputs, seed) if backward else None
-    capturing.capture(
-        model,
-        inputs,
-        lambda case: found.append(copied(case)),
-        source=type(model).__name__,
-        upstream=upstream,
-    )
+    keep = lambda case: found.append(copied(case))  # noqa: E731
+    capturing.capture(model, inputs, keep, source=type(model).__name__, upstream=upstream)
     return found
 
 
@@ -124,15 +113,14 @@ def measure(
     `scale`: 1 / sqrt(head_dim) if None. `is_causal`: query i sees keys up to i. `mask`: bool (True:
     may attend) or additive, broadcasting to [batch, heads, q_len, kv_len].
 
-    Of each row `max_abs`, `mean_abs` and `rms` are in the units of `out`, `max_ulp` in units of its
-    format's spacing; `floor_ratio` is the rms over that of the exact result rounded once,
-    `baseline_ratio` over plain attention's, `expected_ratio` over what FlashAttention-2's roundings
-    predict. NaN and infinity are counted (`nonfinite`), never averaged; rows that see no key are
-    left out. A number that means nothing is None, with the reason in `nulls`.
+    `max_abs`, `mean_abs` and `rms` are in the units of `out`, `max_ulp` in units of its format's
+    spacing; `floor_ratio` is the rms over that of the exact result rounded once, `baseline_ratio`
+    over plain attention's, `expected_ratio` over what FlashAttention-2's roundings predict. NaN and
+    infinity are counted (`nonfinite`), never averaged; rows that see no key are left out. A number
+    that means nothing is None, with the reason in `nulls`.
 
     Raises UsageError for tensors that do not fit together, MeasurementError for an `out` that is no
-    output of this call.
-    """
+    output of this call."""
     case = AttentionCase(
         ref=CaseRef(case="call"),
         q=q.detach(),

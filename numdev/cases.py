@@ -1,23 +1,16 @@
 """What is computed: one attention call, with everything that defines its result.
 
-An `AttentionCase` holds tensors and says nothing of how they are to be processed; every kernel, the
-reference included, is a function of a case. A `CaseRef` names a case in plain data, so that tasks
-and report rows can speak of it without holding a tensor.
-
-A case may hold some of a call's query rows alone (`select_rows`): then `positions` says where they
-stand, and causality and windows go by that. To such rows it is the same call, since a row of
-attention depends on its own query and on no other. Kernels under audit are given whole calls.
-
-Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is
-[batch, kv_heads, kv_len, head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query
-attention query head h reads kv head h // (heads // kv_heads).
-"""
+Shapes, throughout the project: q is [batch, heads, q_len, head_dim], k is [batch, kv_heads, kv_len,
+head_dim], v is [batch, kv_heads, kv_len, v_dim]. With grouped-query attention query head h reads
+kv head h // (heads // kv_heads). A case may hold some of a call's query rows alone (`select_rows`):
+a row of attention depends on its own query and on no other."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -33,30 +26,23 @@ Window = tuple[int | None, int | None]
 EMPTY_BLOCK = 1024
 Phase = Literal["prefill", "decode"]
 Attends = Literal["self", "cross", "joint"]
-Places = slice | Tensor
-"""Rows or keys of a case: a range, or int64 indices."""
+Places = slice | Tensor  # rows or keys of a case: a range, or int64 indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseRef:
     """The name of a case: enough to find it again, and nothing that needs torch."""
 
-    case: str
-    """Unique within one audit."""
-    source: str = ""
-    """The checkpoint, configuration or file it came from."""
-    module: str = ""
-    """The module that made the call, for example `model.layers.3.self_attn`."""
+    case: str  # unique within one audit
+    source: str = ""  # the checkpoint, configuration or file it came from
+    module: str = ""  # that made the call, for example `model.layers.3.self_attn`
     layer: int | None = None
-    call: int = 0
-    """Counts the calls of one module within one run of the model."""
+    call: int = 0  # counts the calls of one module within one run of the model
     seed: int | None = None
-    phase: Phase | None = None
-    """Of a generation: its first pass, or one of those that follow, a token each."""
-    step: int | None = None
-    """Of a diffusion pipeline: the denoising step, from 0."""
+    phase: Phase | None = None  # of a generation: its first pass, or a later one, a token each
+    step: int | None = None  # of a diffusion pipeline: the denoising step, from 0
+    # Of a diffusion pipeline: to the image itself, to the text alone, or to both as one.
     attends: Attends | None = None
-    """Of a diffusion pipeline: to the image itself, to the text alone, or to both as one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,32 +54,31 @@ class AttentionCase:
     k: Tensor
     v: Tensor
     scale: float
+    # bool (True: may attend) or additive in q's format; broadcasts to [B, H, q_len, kv_len].
     mask: Tensor | None = None
-    """bool (True: may attend) or additive in q's format; broadcasts to [B, H, q_len, kv_len]."""
     is_causal: bool = False
+    # Query i sees keys j <= i + causal_offset. 0 aligns top-left as PyTorch does, kv_len - q_len
+    # bottom-right as flash-attention does.
     causal_offset: int = 0
-    """Query i sees keys j <= i + causal_offset. 0 aligns top-left as PyTorch does,
-    kv_len - q_len aligns bottom-right as flash-attention does."""
+    # (left, right): query i sees keys i + causal_offset - left <= j <= i + causal_offset + right;
+    # None on a side means no limit there.
     window: Window | None = None
-    """(left, right): query i sees keys i + causal_offset - left <= j <= i + causal_offset + right;
-    None on a side means no limit there."""
+    # Scores become softcap * tanh(scores / softcap), after scaling and before masking.
     softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap), after scaling and before masking."""
+    # [heads]: one extra logit per head that takes probability and contributes no value. Its lse
+    # includes the sink.
     sinks: Tensor | None = None
-    """[heads]: one extra logit per head that takes probability and contributes no value. Its lse
-    includes the sink."""
     grad_out: Tensor | None = None
-    grad_out_from: str | None = None
-    """Where grad_out comes from, in words; None where nobody said."""
+    grad_out_from: str | None = None  # in words; None where nobody said
+    # The format of the tensors' values where torch has no dtype for it: they are then stored in a
+    # wider dtype. None: the format is that of the dtype.
     working: Format | None = None
-    """The format of the tensors' values where torch has no dtype for it: they are then stored in a
-    wider dtype. None: the format is that of the dtype."""
+    # int64 [q_len], ascending: where in the call each query stands. None: query i at position i,
+    # as in every whole call.
     positions: Tensor | None = None
-    """int64 [q_len], ascending: where in the call each query stands. None: query i at position i,
-    as in every whole call."""
 
     def __post_init__(self) -> None:
-        problem = _problem(self)
+        problem = next(_problems(self), None)
         if problem:
             raise UsageError(f"attention case {self.ref.case!r}: {problem}")
 
@@ -130,7 +115,7 @@ class AttentionCase:
 
     @cached_property
     def places(self) -> list[int] | None:
-        """`positions` on the host: one transfer, and one wait for the device, for all tiles."""
+        """`positions` on the host: one transfer for all tiles."""
         return None if self.positions is None else self.positions.tolist()
 
     def is_in(self, fmt: Format) -> bool:
@@ -148,8 +133,7 @@ class AttentionCase:
         Rounding is correct (`formats.round_to`). A mask saturates: the lowest finite number is how
         models write "hidden", and it must not become -inf, which would change fully masked rows.
         A format that torch has no dtype for is kept in float32, or float64 where float32 cannot
-        hold it, with `working` saying what it is. Strides stay (`strided_as`).
-        """
+        hold it, with `working` saying what it is. Strides stay (`strided_as`)."""
         dtype, working = _storage(fmt)
 
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
@@ -218,13 +202,10 @@ class AttentionCase:
         if rows.ndim != 1 or not bool((rows.diff() > 0).all()):
             raise UsageError(f"attention case {self.ref.case!r}: rows are not in ascending order")
         rows = rows.to(self.q.device)
-        mask = self.mask
-        if mask is not None and mask.ndim >= 2 and mask.shape[-2] > 1:
-            mask = mask[..., rows, :]
         return dataclasses.replace(
             self,
             q=self.q[:, :, rows],
-            mask=mask,
+            mask=None if self.mask is None else _rows_of(self.mask, rows),
             grad_out=None if self.grad_out is None else self.grad_out[:, :, rows],
             positions=rows if self.positions is None else self.positions[rows],
         )
@@ -246,16 +227,14 @@ def key_range(case: AttentionCase, rows: slice) -> slice:
 
 def keys_from(case: AttentionCase, positions: slice) -> slice:
     """The keys that queries at positions [start, stop) of the call can see at all."""
+    left, right = case.window or (None, None)
     first, last = 0, case.kv_len
     if case.is_causal:
         last = min(last, positions.stop + case.causal_offset)
-    if case.window is not None:
-        left, right = case.window
-        if right is not None:
-            last = min(last, positions.stop + case.causal_offset + right)
-        if left is not None:
-            first = max(first, positions.start + case.causal_offset - left)
-    first = min(first, case.kv_len)
+    if right is not None:
+        last = min(last, positions.stop + case.causal_offset + right)
+    if left is not None:
+        first = min(max(first, positions.start + case.causal_offset - left), case.kv_len)
     return slice(first, max(first, last))
 
 
@@ -271,19 +250,16 @@ def rows_within(case: AttentionCase, positions: slice) -> slice:
     """The rows that stand at positions [start, stop)."""
     if case.places is None:
         return slice(max(positions.start, 0), min(positions.stop, case.q_len))
-    ends = (bisect_left(case.places, at) for at in (positions.start, positions.stop))
-    return slice(*ends)
+    return slice(*(bisect_left(case.places, at) for at in (positions.start, positions.stop)))
 
 
 def visible(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
-    """Which keys each row may attend to, from causality, window and mask together.
+    """Which keys each row may attend to, from causality, window and mask together: a bool tensor
+    that broadcasts to [batch, heads, rows, keys], or None when all may.
 
-    Both are ranges, or int64 indices in any order. Returns a bool tensor that broadcasts to
-    [batch, heads, rows, keys], or None when all may. In an
-    additive mask the lowest number of its dtype means hidden: that is how models write it, and a
-    row of nothing else is a fully masked row, whose value is a convention. (-inf needs no word
-    here: added to a score it hides by itself.)
-    """
+    Rows and keys are ranges, or int64 indices in any order. In an additive mask the lowest number
+    of its dtype means hidden: that is how models write it, and a row of nothing else is a fully
+    masked row, whose value is a convention. (-inf, added to a score, hides by itself.)"""
     shown = _by_position(case, rows, keys)
     if case.mask is None:
         return shown
@@ -317,11 +293,8 @@ def additive(case: AttentionCase, rows: Places, keys: Places) -> Tensor | None:
 
 
 def explicit_mask(case: AttentionCase) -> Tensor | None:
-    """Causality, window and mask as one mask, for kernels that take no more than that.
-
-    bool when nothing is additive, else the additive mask as it came, with -inf where position
-    hides a key.
-    """
+    """Causality, window and mask as one mask, for kernels that take no more than that: bool when
+    nothing is additive, else the additive mask with -inf where position hides a key."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     added = additive(case, rows, keys)
     if added is None:
@@ -337,15 +310,14 @@ def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | No
     i = _indices(rows, device) if case.positions is None else case.positions[rows]
     i = i[:, None] + case.causal_offset
     j = _indices(keys, device)[None, :]
+    left, right = case.window or (None, None)
     shown = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
     if case.is_causal:
         shown &= j <= i
-    if case.window is not None:
-        left, right = case.window
-        if left is not None:
-            shown &= j >= i - left
-        if right is not None:
-            shown &= j <= i + right
+    if left is not None:
+        shown &= j >= i - left
+    if right is not None:
+        shown &= j <= i + right
     return shown
 
 
@@ -357,50 +329,43 @@ def _indices(places: Places, device: torch.device) -> Tensor:
 
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
     """A broadcasting mask's block: an axis of length 1 stays as it is."""
-    if mask.ndim >= 2 and mask.shape[-2] > 1:
-        mask = mask[..., rows, :]
+    mask = _rows_of(mask, rows)
     return mask[..., keys] if mask.shape[-1] > 1 else mask
 
 
-def _problem(case: AttentionCase) -> str | None:
-    """What is wrong with a case's parts, as a sentence; None when they fit."""
-    q, k, v = case.q, case.k, case.v
+def _rows_of(mask: Tensor, rows: Places) -> Tensor:
+    return mask[..., rows, :] if mask.ndim >= 2 and mask.shape[-2] > 1 else mask
+
+
+def _problems(case: AttentionCase) -> Iterator[str]:
+    """What is wrong with a case's parts, the first of which makes the others moot."""
+    q, k, v, mask, at = case.q, case.k, case.v, case.mask, case.positions
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            return f"{name} has shape {list(x.shape)}; expected [batch, heads, length, head_dim]"
-        if 0 in x.shape:
-            return f"{name} has shape {list(x.shape)}: an axis is empty"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v differ in format: {q.dtype}, {k.dtype}, {v.dtype}"
-    if not q.dtype.is_floating_point:
-        return f"q, k and v are {q.dtype}; expected a floating-point format"
+        if x.ndim != 4 or 0 in x.shape:
+            yield f"{name}: expected [batch, heads, length, head_dim], got {list(x.shape)}"
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        yield f"q, k, v: expected one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
-        return f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
+        yield f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together"
     if q.shape[3] != k.shape[3]:
-        return f"q and k differ in head_dim: {q.shape[3]} and {k.shape[3]}"
+        yield f"q and k differ in head_dim: {q.shape[3]} and {k.shape[3]}"
     if q.shape[1] % k.shape[1]:
-        return f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
+        yield f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads"
     if not math.isfinite(case.scale):
-        return f"scale is {case.scale}"
+        yield f"scale: expected a finite number, got {case.scale}"
     if case.softcap is not None and not (math.isfinite(case.softcap) and case.softcap > 0):
-        return f"softcap is {case.softcap}; expected a positive number"
+        yield f"softcap: expected a positive number, got {case.softcap}"
     if case.sinks is not None and case.sinks.shape != (q.shape[1],):
-        return f"sinks have shape {list(case.sinks.shape)}; expected [{q.shape[1]}], one per head"
+        yield f"sinks: expected [{q.shape[1]}], one per head, got {list(case.sinks.shape)}"
     if case.grad_out is not None and case.grad_out.shape != (*q.shape[:3], v.shape[3]):
-        return f"grad_out has shape {list(case.grad_out.shape)}, unlike the output"
-    at = case.positions
+        yield f"grad_out: expected the output's shape, got {list(case.grad_out.shape)}"
     if at is not None and (at.shape != (q.shape[2],) or at.dtype != torch.int64):
-        return f"positions are {at.dtype} {list(at.shape)}; expected int64 [{q.shape[2]}]"
-    return _mask_problem(case)
-
-
-def _mask_problem(case: AttentionCase) -> str | None:
-    if case.mask is None:
-        return None
-    shape, full = tuple(case.mask.shape), (*case.q.shape[:3], case.kv_len)
-    padded = (1,) * (4 - len(shape)) + shape
-    if not 1 <= len(shape) <= 4 or any(m not in (1, f) for m, f in zip(padded, full, strict=True)):
-        return f"mask has shape {list(shape)}, which does not broadcast to {list(full)}"
-    if case.mask.dtype != torch.bool and not case.mask.dtype.is_floating_point:
-        return f"mask is {case.mask.dtype}; expected bool or an additive floating-point mask"
-    return None
+        yield f"positions: expected int64 [{q.shape[2]}], got {at.dtype} {list(at.shape)}"
+    if mask is not None:
+        full = (*q.shape[:3], case.kv_len)
+        padded = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        fits = all(m in (1, f) for m, f in zip(padded, full, strict=False))
+        if not (1 <= mask.ndim <= 4 and fits):
+            yield f"mask has shape {list(mask.shape)}, which does not broadcast to {list(full)}"
+        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+            yield f"mask: expected bool or an additive floating-point mask, got {mask.dtype}"

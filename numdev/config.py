@@ -118,10 +118,49 @@ class CheckConfig(Strict):
     cases: Annotated[Cases, Field(min_length=1)]
 
 
-class Measuring(Strict):
-    """How kernels are run and measured, in an audit and in a sweep."""
+class Placed(Strict):
+    """Where a command runs. What is said to be null has its default."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    device: Annotated[str, Option()] = "auto"
+    """Where to run.  [auto]"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+
+class Reading(Placed):
+    """How a model is built, and what it reads."""
+
+    model: Annotated[str | None, Option(metavar="FACTORY")] = None
+    """For a state dict: package.module:factory, which builds its model. It is called with the
+    configuration stored in the file if it takes an argument."""
+    model_dtype: Annotated[str, Option(metavar="NAME")] = "float32"
+    """Format the model itself runs in.  [float32]"""
+    text: Annotated[tuple[str, ...], Option(metavar="PATH")] = ()
+    """Text file the model reads. Repeatable. Without it token ids are drawn."""
+    tokenizer: Annotated[str | None, Option(metavar="DIR")] = None
+    """Directory of the tokenizer for --text.  [the checkpoint's]"""
+    inputs: Annotated[str | None, Option(metavar="FILE")] = None
+    """Safetensors file of further inputs, named as the model's forward names them, for example
+    pixel_values. What a model needs and nobody gives is drawn."""
+    length: Annotated[Positive, Option()] = 256
+    """Tokens in a sequence.  [256]"""
+    sequences: Annotated[Positive, Option()] = 8
+    """Independent sequences; a bias needs at least 8.  [8]"""
+    layers: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
+    """Only these layers, for example 0,3-5."""
+    seed: Annotated[int, Option()] = 0
+    """Seed of all drawn numbers.  [0]"""
+
+
+class Measuring(Placed):
+    """How kernels are run and measured, in an audit and in a sweep."""
 
     gradients: Annotated[bool, Option("--backward")] = False
     """Measure the backward pass too: dq, dk and dv."""
@@ -136,18 +175,9 @@ class Measuring(Strict):
     """Write a script that shows it for the first N findings.  [8]"""
     time_limit: Annotated[Seconds, Option(metavar="SECONDS")] = 60.0
     """What an isolated kernel may take, and any with --workers or --scheduler.  [60]"""
-    device: Annotated[str, Option()] = "auto"
-    """Where to run.  [auto]"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_the_default(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            return {name: value for name, value in values.items() if value is not None}
-        return values
 
 
-class AuditConfig(Measuring):
+class AuditConfig(Measuring, Reading):
     """The keys of a YAML file for `numdev audit`."""
 
     checkpoint: str | None = None
@@ -158,18 +188,6 @@ class AuditConfig(Measuring):
     the default, all SDPA backends."""
     formats: Annotated[tuple[str, ...], Option("--format", "NAME")] = ("bfloat16",)
     """Format to audit, for example bfloat16, float16, float32. Repeatable.  [bfloat16]"""
-    model: Annotated[str | None, Option(metavar="FACTORY")] = None
-    """For a state dict: package.module:factory, which builds its model. It is called with the
-    configuration stored in the file if it takes an argument."""
-    model_dtype: Annotated[str, Option(metavar="NAME")] = "float32"
-    """Format the model itself runs in.  [float32]"""
-    text: Annotated[tuple[str, ...], Option(metavar="PATH")] = ()
-    """Text file the model reads. Repeatable. Without it token ids are drawn."""
-    tokenizer: Annotated[str | None, Option(metavar="DIR")] = None
-    """Directory of the tokenizer for --text.  [the checkpoint's]"""
-    inputs: Annotated[str | None, Option(metavar="FILE")] = None
-    """Safetensors file of further inputs, named as the model's forward names them, for example
-    pixel_values. What a model needs and nobody gives is drawn."""
     generate: Annotated[Positive | None, Option(metavar="N")] = None
     """Let the model write: audit the prefill and N decode steps, with a cache, in place of one
     forward pass."""
@@ -180,12 +198,6 @@ class AuditConfig(Measuring):
     stream: Annotated[bool | None, Option("--stream/--no-stream")] = None
     """Read the model's weights from disk layer by layer while it runs, in memory for two layers.
     [where they are too large to be loaded whole]"""
-    length: Annotated[Positive, Option()] = 256
-    """Tokens in a sequence.  [256]"""
-    sequences: Annotated[Positive, Option()] = 8
-    """Independent sequences; a bias needs at least 8.  [8]"""
-    layers: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
-    """Only these layers, for example 0,3-5."""
     heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
     """Only these query heads."""
     explain: Annotated[bool, Option()] = False
@@ -194,8 +206,6 @@ class AuditConfig(Measuring):
     """Measure planted faults of growing size too, to show which of them a gate would catch."""
     repeats: Annotated[Positive, Option(metavar="N")] = 2
     """Run each kernel N times on the same inputs; from 2 on its noise is measured.  [2]"""
-    seed: Annotated[int, Option()] = 0
-    """Seed of all drawn numbers.  [0]"""
 
     @model_validator(mode="after")
     def _one_source(self) -> AuditConfig:
@@ -263,6 +273,23 @@ class SweepRequest(SweepConfig):
         """What decides the numbers, and so whether a finished task can be kept: not how they are
         shown."""
         return self.model_dump(mode="json", exclude={"title", "x", "y", "rows"})
+
+
+class DiagnoseRequest(Reading):
+    """A resolved diagnosis."""
+
+    target: str  # what it is called
+    targets: tuple[str, ...]
+    attention: dict[str, Scalar]  # the options of `emulated` that are diagnosed
+    format: Annotated[str, Option(metavar="NAME")] = "bfloat16"
+    """Format of q, k, v and of the attention's roundings.  [bfloat16]"""
+    kernels: Annotated[tuple[Named, ...] | None, Option("--kernel", "NAME")] = None
+    """Real kernel to set beside it on the same inputs. Repeatable.  [sdpa-flash and baseline, where
+    they run]"""
+    cures: Annotated[bool, Option("--cures/--no-cures")] = True
+    """Whether to measure what each cure changes.  [cures]"""
+    every_checkpoint: Annotated[bool, Option()] = False
+    """Cures and real kernels for every checkpoint of a series, not for the last alone."""
 
 
 def audit_request(target: str | None, flags: Mapping[str, Any]) -> AuditRequest:

@@ -1,12 +1,8 @@
-"""What can go wrong, said once.
+"""What can go wrong, said once: `what: expected X, got Y`, and a hint that says what to do.
 
-Every error a user can cause or must know of is a `NumdevError`: one sentence that names the file,
-the key or the tensor and what is wrong, and a hint that says what to do. `cli.main` is the only
-place that catches one; it prints a single line and exits with the class's code.
-
-Exit codes: 0 done or passed, 1 a gate's threshold was exceeded, 2 usage or configuration,
-3 could not measure, 130 interrupted.
-"""
+Every error a user can cause or must know of is a `NumdevError`. `cli.main` is the only place that
+catches one; it prints a single line and exits with the class's code: 0 done or passed, 1 a gate's
+threshold was exceeded, 2 usage or configuration, 3 could not measure, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ class UsageError(NumdevError):
 class MeasurementError(NumdevError):
     """The request is sound, and yet it could not be measured."""
 
-    exit_code = 3
-
 
 class Refused(NumdevError):
     """A kernel declines a case, with its reason; its rows become `skipped`, not `failed`."""
@@ -48,7 +42,5 @@ def closest(name: str, known: Iterable[str]) -> str:
     import difflib  # a millisecond that `--help` need not wait for
 
     words = sorted(known)
-    if not words:
-        return "there is none to choose from"
     near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words) or 'none'}"

@@ -14,8 +14,7 @@ scaling is done in two steps, |x| / 2^e (between 0 and 2) and then times 2^(p - 
 that, what exceeds the largest value overflows, and the sign of x goes back on.
 
 Values are rounded, never encoded: the result is a float32 or float64 tensor whose values the format
-contains. Where an algorithm rounds is `kernels.emulation`'s business.
-"""
+contains."""
 
 from __future__ import annotations
 
@@ -37,11 +36,9 @@ class Format:
     """A binary floating-point format with subnormals, signed zeros and NaN.
 
     `precision` counts the significant bits including the implicit one; `emin` and `emax` are the
-    exponents of the smallest and the largest normal binade, as in IEEE 754 (a normal number is
-    m * 2^e with 1 <= m < 2). A format without infinity gives up its topmost value for NaN, as OCP
-    E4M3 does. Raises `UsageError` for a format whose values float64 cannot all hold, since every
-    computation here takes place in float64 or less.
-    """
+    exponents of the smallest and the largest normal binade (a normal number is m * 2^e with
+    1 <= m < 2). A format without infinity gives up its topmost value for NaN, as OCP E4M3 does.
+    Raises `UsageError` for a format whose values float64 cannot all hold: all is computed there."""
 
     name: str
     precision: int
@@ -64,8 +61,8 @@ class Format:
     @property
     def largest(self) -> float:
         """The largest finite value: all significand bits set, less one step without infinity."""
-        top_steps = 1 if self.has_infinity else 2
-        return math.ldexp(2.0 - math.ldexp(top_steps, 1 - self.precision), self.emax)
+        steps = 1 if self.has_infinity else 2
+        return math.ldexp(2.0 - math.ldexp(steps, 1 - self.precision), self.emax)
 
     @property
     def smallest_normal(self) -> float:
@@ -102,23 +99,16 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in _CATALOGUE}
 
 # Bare "fp8", "fp8_e4m3" and "float8_e4m3" are left out on purpose: they mean different formats to
 # different people (in ml_dtypes the last one is the IEEE-style format with largest value 240).
-_ALIASES: Mapping[str, str] = {
-    "fp64": "float64",
-    "f64": "float64",
-    "double": "float64",
-    "fp32": "float32",
-    "f32": "float32",
-    "single": "float32",
-    "float": "float32",
-    "tensorfloat32": "tf32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "e4m3fn": "float8_e4m3fn",
-    "fp8_e4m3fn": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
+_WRITTEN = {
+    "float64": "fp64 f64 double",
+    "float32": "fp32 f32 single float",
+    "tf32": "tensorfloat32",
+    "bfloat16": "bf16",
+    "float16": "fp16 f16 half",
+    "float8_e4m3fn": "e4m3fn fp8_e4m3fn",
+    "float8_e5m2": "fp8_e5m2",
 }
+_ALIASES = {alias: name for name, written in _WRITTEN.items() for alias in written.split()}
 
 _LOWER: Mapping[str, str] = {
     "float64": "float32",
@@ -129,49 +119,37 @@ _LOWER: Mapping[str, str] = {
     "float8_e4m3fn": "float8_e5m2",
 }
 
-_DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
+# tf32 is how a GPU multiplies float32 values, not how it stores them.
+_DTYPES: Mapping[str, torch.dtype] = {n: getattr(torch, n) for n in FORMATS if n != "tf32"}
 _BY_DTYPE: Mapping[torch.dtype, Format] = {dtype: FORMATS[name] for name, dtype in _DTYPES.items()}
 
 
 def format_named(name: str) -> Format:
-    """The format a person means by `name`.
+    """The format a person means by `name`, in any case: one of the catalogue, a usual alias
+    (`bf16`, `fp32`, `half`, `torch.float16`), or `eXmY`.
 
-    That is a name of the catalogue, a usual alias (`bf16`, `fp32`, `half`, `torch.float16`), or
-    `eXmY`: X exponent and Y fraction bits in the style of IEEE 754, so bias 2^(X-1) - 1, with
-    infinities and subnormals. `e8m7` has the values of bfloat16 and `e5m10` those of float16, but
-    `e4m3` is the IEEE-style format with largest value 240, not OCP's `float8_e4m3fn`. Case does
-    not matter. Raises `UsageError` for an unknown name, naming the closest known one, and for an
-    `eXmY` that float64 cannot hold (X from 2 to 11, Y from 1 to 52).
-    """
+    That is X exponent and Y fraction bits in the style of IEEE 754 (section 3.4, bias = emax =
+    2^(X-1) - 1), with infinities and subnormals: `e8m7` has the values of bfloat16, but `e4m3` is
+    the format with largest value 240, not OCP's `float8_e4m3fn`. Raises `UsageError` for an unknown
+    name, and for an `eXmY` that float64 cannot hold (X from 2 to 11, Y from 1 to 52)."""
     key = name.strip().lower().removeprefix("torch.")
     key = _ALIASES.get(key, key)
     if key in FORMATS:
         return FORMATS[key]
     if match := re.fullmatch(r"e(\d{1,4})m(\d{1,4})", key):
-        return _ieee_style(int(match[1]), int(match[2]))
+        exponent, fraction = int(match[1]), int(match[2])
+        if not (2 <= exponent <= 11 and 1 <= fraction <= 52):
+            raise UsageError(
+                f"format {key!r} does not fit in float64",
+                hint="eXmY takes X from 2 to 11 exponent bits and Y from 1 to 52 fraction bits",
+            )
+        bias = 2 ** (exponent - 1) - 1
+        name = f"e{exponent}m{fraction}"
+        return Format(name=name, precision=fraction + 1, emin=1 - bias, emax=bias)
     raise UsageError(
         f"unknown format {name!r}",
         hint=f"{closest(key, [*FORMATS, *_ALIASES])} ({', '.join(FORMATS)}, and eXmY for others)",
     )
-
-
-def _ieee_style(exponent_bits: int, fraction_bits: int) -> Format:
-    """The format eXmY: IEEE 754's rules at another width (section 3.4, bias = emax)."""
-    name = f"e{exponent_bits}m{fraction_bits}"
-    if not (2 <= exponent_bits <= 11 and 1 <= fraction_bits <= 52):
-        raise UsageError(
-            f"format {name!r} does not fit in float64",
-            hint="eXmY takes X from 2 to 11 exponent bits and Y from 1 to 52 fraction bits",
-        )
-    bias = 2 ** (exponent_bits - 1) - 1
-    return Format(name=name, precision=fraction_bits + 1, emin=1 - bias, emax=bias)
 
 
 def next_lower(format: Format) -> Format | None:
@@ -184,28 +162,18 @@ def next_lower(format: Format) -> Format | None:
 
 def format_of(dtype: torch.dtype) -> Format:
     """The format of a torch dtype's values; `UsageError` where the catalogue has none."""
-    known = _BY_DTYPE.get(dtype)
-    if known is not None:
-        return known
-    raise UsageError(
-        f"{dtype} is not a floating-point format numdev knows",
-        hint=f"known dtypes: {', '.join(str(known) for known in _DTYPES.values())}",
-    )
+    if dtype not in _BY_DTYPE:
+        raise UsageError(f"{dtype}: expected one of {', '.join(map(str, _BY_DTYPE))}")
+    return _BY_DTYPE[dtype]
 
 
 def dtype_of(format: Format) -> torch.dtype:
-    """The torch dtype that stores exactly the values of `format`, whatever the format's name.
-
-    So `e8m7` gives `torch.bfloat16`. Raises `UsageError` where torch has no such dtype (tf32 is
-    how a GPU multiplies float32 values, not how it stores them).
-    """
+    """The torch dtype that stores exactly the values of `format`, whatever its name: `e8m7` gives
+    `torch.bfloat16`. Raises `UsageError` where torch has no such dtype."""
     for name, dtype in _DTYPES.items():
         if FORMATS[name].contains(format) and format.contains(FORMATS[name]):
             return dtype
-    raise UsageError(
-        f"torch has no dtype that stores {format.name}",
-        hint="round_to keeps its values in float32 or float64",
-    )
+    raise UsageError(f"torch has no dtype that stores {format.name}")
 
 
 def round_to(
@@ -216,11 +184,8 @@ def round_to(
     saturate: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """The values of `x`, of any shape, correctly rounded to `format`, once.
-
-    float64 stays float64; float32 stays float32, and narrower dtypes are widened to it (exactly).
-    The result is a new tensor on the same device, without gradient. Rounding to a format that
-    contains the dtype of `x` changes nothing, and neither does rounding a result again.
+    """The values of `x`, of any shape, correctly rounded to `format`, once, as a new tensor on the
+    same device, without gradient; float64 stays float64, all else is widened exactly to float32.
 
     Modes, following IEEE 754, section 4.3:
 
@@ -228,13 +193,12 @@ def round_to(
     - `toward_zero`: to the nearest value no larger in magnitude.
     - `stochastic`: to one of the two neighbours, the further up the likelier, so that the mean is
       `x` (to within 2^-53 of the spacing); values of the format stay. `generator` supplies one
-      uniform number per element, the same for float32 as for float64. Other modes ignore it.
+      uniform number per element, the same for float32 as for float64.
 
-    Overflow. A magnitude that rounds beyond the largest value, on the grid continued upwards,
-    becomes infinity, or NaN in a format without infinity (OCP's non-saturating mode). In
-    `nearest` that is from largest + half a spacing onwards; in float8_e4m3fn that very tie (464)
-    still goes to 448, which is even. `toward_zero` gives the largest value instead, and so does
-    `saturate`, in every mode.
+    A magnitude that rounds beyond the largest value, on the grid continued upwards, becomes
+    infinity, or NaN in a format without infinity (OCP's non-saturating mode): in `nearest` from
+    largest + half a spacing onwards; in float8_e4m3fn that very tie (464) still goes to 448, which
+    is even. `toward_zero` gives the largest value instead, and so does `saturate`, in every mode.
 
     Zeros and values that round to zero keep the sign of `x`. NaN stays NaN. Infinity stays, also
     under `saturate`; in a format without infinity it becomes NaN. Empty gives empty. On a CPU set
@@ -242,18 +206,14 @@ def round_to(
 
     Raises `UsageError` for a tensor that is not real floating-point, an unknown mode, stochastic
     rounding without a generator on the device of `x`, and a float32 `x` with a result that only
-    float64 can hold (3.4e38 to e9m7 is 2^128).
-    """
+    float64 can hold (3.4e38 to e9m7 is 2^128)."""
     wide = _widened(x)
     modes = get_args(RoundingMode)
     if mode not in modes:
         raise UsageError(f"unknown rounding mode {mode!r}", hint=closest(str(mode), modes))
     device = wide.device.type
     if mode == "stochastic" and (generator is None or generator.device.type != device):
-        raise UsageError(
-            f"stochastic rounding needs a random generator on {device}, as the tensor is",
-            hint=f"pass generator=torch.Generator({device!r}).manual_seed(seed)",
-        )
+        raise UsageError(f"stochastic rounding: expected a generator on {device}")
     here = format_of(wide.dtype)
     if format.contains(here):
         return wide.clone()
@@ -280,8 +240,7 @@ def ulp(x: torch.Tensor, format: Format) -> torch.Tensor:
     That is 2^(e - precision + 1) for 2^e <= |x| < 2^(e+1) (Goldberg's ulp, taken upwards at a
     power of two), whether or not `x` is a value of the format. At zero and among subnormals it is
     the smallest subnormal, above the largest value the spacing at emax; NaN and infinity give
-    NaN. Raises `UsageError` for a tensor that is not real floating-point.
-    """
+    NaN. Raises `UsageError` for a tensor that is not real floating-point."""
     # Always float64: a spacing can be far below the range of the dtype of x.
     magnitude = _widened(x).double().abs()
     spacing = _binade(magnitude, format).mul_(math.ldexp(1.0, 1 - format.precision))
@@ -304,7 +263,21 @@ def _rounded(
 ) -> torch.Tensor:
     """x rounded, in its own dtype, which must hold the format: grid, then overflow, then sign."""
     magnitude = x.abs()
-    on_grid = _on_grid(magnitude, format, mode, uniform)
+    # To the format's spacing, as if the top binade went on for ever; exact but for the rounding.
+    binade = _binade(magnitude, format)
+    unit = math.ldexp(1.0, format.precision - 1)
+    significand = magnitude.div(binade).mul_(unit)
+    if mode == "nearest":
+        on_grid = significand.round_()  # torch rounds halves to even
+    else:
+        on_grid = significand.floor()
+        if uniform is not None:
+            # Up with probability `fraction`. Not floor(significand + uniform): that sum is rounded,
+            # and would now and then move a value that needs no rounding. 1 - fraction is exact but
+            # for bits of the fraction below 2^-53, which is the resolution of `uniform`.
+            fraction = significand.sub_(on_grid).double()
+            on_grid.add_(uniform >= 1.0 - fraction)
+    on_grid.mul_(1.0 / unit).mul_(binade)
     beyond = math.inf if format.has_infinity else math.nan
     overflow = format.largest if saturate or mode == "toward_zero" else beyond
     on_grid.masked_fill_(on_grid > format.largest, overflow)
@@ -313,35 +286,11 @@ def _rounded(
     return on_grid.copysign_(x)
 
 
-def _on_grid(
-    magnitude: torch.Tensor, format: Format, mode: RoundingMode, uniform: torch.Tensor | None
-) -> torch.Tensor:
-    """|x| rounded to the format's spacing, as if the top binade went on for ever.
-
-    NaN and infinity pass through. Every step but the rounding is exact, as the module says.
-    """
-    binade = _binade(magnitude, format)
-    unit = math.ldexp(1.0, format.precision - 1)
-    significand = magnitude.div(binade).mul_(unit)
-    if mode == "nearest":
-        rounded = significand.round_()  # torch rounds halves to even
-    else:
-        rounded = significand.floor()
-        if uniform is not None:
-            # Up with probability `fraction`. Not floor(significand + uniform): that sum is rounded,
-            # and would now and then move a value that needs no rounding. 1 - fraction is exact but
-            # for bits of the fraction below 2^-53, which is the resolution of `uniform`.
-            fraction = significand.sub_(rounded).double()
-            rounded.add_(uniform >= 1.0 - fraction)
-    return rounded.mul_(1.0 / unit).mul_(binade)
-
-
 def _binade(magnitude: torch.Tensor, format: Format) -> torch.Tensor:
     """2^e with 2^e <= magnitude < 2^(e+1), kept within the format's emin and emax.
 
     Reads the exponent field, so it is exact; log2 is not. Zero, and subnormals of the dtype, have
-    an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and NaN are lowered.
-    """
+    an empty field, which reads as 0.0 and is lifted to 2^emin; infinity and NaN are lowered."""
     if magnitude.dtype == torch.float64:
         field = (magnitude.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)
     else:

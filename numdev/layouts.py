@@ -1,8 +1,5 @@
 """How tensors lie in memory: views as models make them, and copies that lie as the original does.
-
-Which backends can run a call, and by which path, depends on strides. So drawn cases can be given
-other ones, and a case keeps its own when it is rounded and copied.
-"""
+Which backends can run a call, and by which path, depends on strides."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ def laid_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     """The same [batch, heads, length, dim] tensors as views.
 
     `contiguous`: as they are. `transposed`: [batch, length, heads, dim] in memory. `packed`: slices
-    of one tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them.
-    """
+    of one tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them."""
     if layout == "contiguous":
         return q, k, v
     if layout == "transposed":
@@ -34,16 +30,15 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
     """`x` with the strides of `like`, which has its shape.
 
     PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v in one
-    packed tensor). A storage that several tensors share becomes one each, with the gaps. Where
-    elements of `like` share memory (an expanded mask), `x` is returned as it is.
-    """
-    if x.stride() == like.stride() or overlaps(like):
+    packed tensor). Where elements of `like` share memory (an expanded mask), `x` is returned as it
+    is."""
+    if x.stride() == like.stride() or _overlaps(like):
         return x
     empty = torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device)
     return empty.copy_(x)
 
 
-def overlaps(x: Tensor) -> bool:
+def _overlaps(x: Tensor) -> bool:
     """Whether two elements may be one place in memory."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):

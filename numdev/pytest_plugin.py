@@ -23,25 +23,15 @@ if TYPE_CHECKING:
     from numdev.testing import CheckResult
 
 CASE = "numdev_case"
-PROPERTY = "numdev"
-"""Of a test: a failed check in one line. It goes with the test's report, from another process
-too."""
+PROPERTY = "numdev"  # of a test's report: a failed check in one line
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("numdev", "numeric deviation of attention kernels")
-    group.addoption(
-        "--numdev-thresholds",
-        metavar="FILE",
-        type=Path,
-        help="gate file that attention_check judges by, unless a test gives thresholds",
-    )
-    group.addoption(
-        "--numdev-report",
-        metavar="DIR",
-        type=Path,
-        help="write the report of every attention_check into a folder of DIR, named by its test",
-    )
+    rules = "gate file that attention_check judges by, unless a test gives thresholds"
+    group.addoption("--numdev-thresholds", metavar="FILE", type=Path, help=rules)
+    reports = "write the report of every attention_check into a folder of DIR, named by its test"
+    group.addoption("--numdev-report", metavar="DIR", type=Path, help=reports)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -113,10 +103,10 @@ def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
     from numdev import report
     from numdev.report.renderers import html
 
+    parent.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.-]+", "-", request.node.nodeid)
-    tried = (parent / (f"{stem}-{i}" if i > 1 else stem) for i in range(1, 1000))
-    folder = next(path for path in tried if not path.exists())
-    folder.mkdir(parents=True)
+    folder = parent / f"{stem}-{sum(path.name.startswith(stem) for path in parent.iterdir()) + 1}"
+    folder.mkdir()
     report.write(result.report, folder)
     html.write(result.report, folder)
 

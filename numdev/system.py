@@ -1,12 +1,8 @@
 """The machine, as data.
 
 `System.here` is the only place that probes the machine. Everything that depends on hardware or on
-installed software asks the snapshot, so "which kernels are available" is a pure function that a
-test can evaluate for any GPU on any laptop. A `Requirement` answers "what is missing?" with a
-sentence, or with nothing.
-
-Imports torch only inside `System.here`; optional packages are looked up, never imported.
-"""
+installed software asks the snapshot, so "which kernels are available" is a pure function. Imports
+torch only where it probes; optional packages are looked up, never imported."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,28 +29,23 @@ _MODULE = re.compile(r"Kernel Module(?: for \S+)? +(\d[\d.]*)")
 class System:
     """What this machine is. Plain data: comparable, printable, storable in a report."""
 
-    device: str
-    """`cpu` or `cuda`: where kernels run."""
+    device: str  # `cpu` or `cuda`: where kernels run
     gpu: str | None = None
-    capability: tuple[int, int] | None = None
-    """CUDA compute capability, for example (9, 0)."""
-    processors: int | None = None
-    """The GPU's multiprocessors; how many decides how some kernels divide their work."""
-    devices: int = 0
-    """How many CUDA devices there are."""
+    capability: tuple[int, int] | None = None  # CUDA compute capability, for example (9, 0)
+    processors: int | None = None  # the GPU's; some kernels divide their work by how many there are
+    devices: int = 0  # how many CUDA devices there are
     driver: str | None = None
     cuda: str | None = None
     cudnn: str | None = None
     cpu: str = ""
-    cpu_capability: str = ""
-    """The instruction set PyTorch's CPU kernels use, for example `AVX512`; results depend on it."""
+    cpu_capability: str = ""  # the instruction set of PyTorch's CPU kernels; results depend on it
     threads: int = 1
     python: str = ""
     platform: str = ""
+    # Installed distributions, name (in lower case, with hyphens) to version.
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Installed distributions, name (in lower case, with hyphens) to version."""
+    # Global switches of torch that change numbers (TF32, reduced precision, determinism).
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Global switches of torch that change numbers (TF32, reduced precision, determinism)."""
 
     @classmethod
     def here(cls, device: str = "auto") -> System:
@@ -64,24 +54,25 @@ class System:
 
         has_cuda = torch.cuda.is_available()
         if device not in ("auto", "cpu", "cuda"):
-            raise UsageError(f"unknown device {device!r}", hint="use auto, cpu or cuda")
+            raise UsageError(f"device: expected auto, cpu or cuda, got {device!r}")
         if device == "cuda" and not has_cuda:
             raise UsageError("no CUDA device is available here", hint="use --device cpu")
-        device = ("cuda" if has_cuda else "cpu") if device == "auto" else device
-        on_gpu = device == "cuda"
-        cudnn = torch.backends.cudnn.version() if on_gpu else None
+        gpu: dict[str, Any] = {"device": "cpu"}
+        if has_cuda and device != "cpu":
+            cudnn = torch.backends.cudnn.version()
+            gpu = {
+                "device": "cuda",
+                "gpu": torch.cuda.get_device_name(),
+                "capability": torch.cuda.get_device_capability(),
+                "processors": torch.cuda.get_device_properties("cuda").multi_processor_count,
+                "devices": torch.cuda.device_count(),
+                "driver": _driver_version(),
+                "cuda": torch.version.cuda,
+                "cudnn": str(cudnn) if cudnn else None,
+            }
         return cls(
-            device=device,
-            gpu=torch.cuda.get_device_name() if on_gpu else None,
-            capability=torch.cuda.get_device_capability() if on_gpu else None,
-            processors=torch.cuda.get_device_properties("cuda").multi_processor_count
-            if on_gpu
-            else None,
-            devices=torch.cuda.device_count() if on_gpu else 0,
-            driver=_driver_version() if on_gpu else None,
-            cuda=torch.version.cuda if on_gpu else None,
-            cudnn=str(cudnn) if cudnn else None,
-            cpu=_cpu_name(),
+            **gpu,
+            cpu=_line_of("/proc/cpuinfo", "model name") or platform.machine(),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
             python=platform.python_version(),
@@ -103,19 +94,19 @@ class Requirement:
     device: str | None = None
     capability: tuple[int, int] | None = None
     package: str | None = None
-    devices: int | None = None
-    """How many of them."""
+    devices: int | None = None  # how many CUDA devices
 
     def missing(self, system: System) -> str | None:
         """The first thing `system` lacks, as a sentence; None when nothing is missing."""
+        here = f"this audit runs on {system.device.upper()}"
         if self.devices and system.devices < self.devices:
             return f"needs {self.devices} CUDA devices, found {system.devices}"
         if self.device and system.device != self.device:
-            return f"needs {self.device.upper()}, and this audit runs on {system.device.upper()}"
+            return f"needs {self.device.upper()}, and {here}"
         if self.capability and (system.capability or (0, 0)) < self.capability:
             need = f"needs compute capability {'.'.join(map(str, self.capability))} or newer"
             if system.capability is None:
-                return f"{need}, and this audit runs on {system.device.upper()}"
+                return f"{need}, and {here}"
             return f"{need}; {system.gpu} has {'.'.join(map(str, system.capability))}"
         if self.package and _normalised(self.package) not in system.packages:
             return f"needs the package {self.package}, which is not installed"
@@ -127,11 +118,9 @@ def visible_gpus() -> list[str]:
     `System`: of several equal ones a process computes on one, whichever it is."""
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
-    if named:
-        return [name.strip() for name in named.split(",")][:count]
-    return list(map(str, range(count)))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in named.split(",")][:count] if count else []
 
 
 @functools.cache
@@ -167,33 +156,6 @@ def _torch_settings() -> dict[str, Any]:
     }
 
 
-def free_memory(device: str) -> dict[str, int]:
-    """Bytes that a program can still take, by where: of this machine (or of the container it is,
-    where that is less), and of the GPU for `cuda`. What cannot be told is left out."""
-    import torch
-
-    free = {"host memory": min(found)} if (found := list(_free_on_host())) else {}
-    if device == "cuda":
-        free["GPU memory"] = int(torch.cuda.mem_get_info()[0])
-    return free
-
-
-def _free_on_host() -> Iterator[int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        yield next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        pass
-    try:  # a container's limit; its page cache counts as used, and can be had back
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text())
-        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-        limit = int((group / "memory.max").read_text())
-        yield limit - used + int(stat.get("file", 0))
-    except (OSError, ValueError):
-        pass
-
-
 def flash_attention_impl() -> str | None:
     """What was activated in place of PyTorch's own flash attention kernels
     (`torch.nn.attention.activate_flash_attention_impl`), by its name; None: nothing was."""
@@ -202,26 +164,41 @@ def flash_attention_impl() -> str | None:
     return current_flash_attention_impl()
 
 
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+def free_memory(device: str) -> dict[str, int]:
+    """Bytes that a program can still take, by where: of this machine (or of the container it is,
+    where that is less), and of the GPU for `cuda`. What cannot be told is left out."""
+    import torch
+
+    found = []
+    available = _line_of("/proc/meminfo", "MemAvailable")
+    if available:
+        found.append(int(available.split()[0]) << 10)
+    # A container's limit; its page cache counts as used, and can be had back.
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text())
+        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+        limit = int((group / "memory.max").read_text())
+        found.append(limit - used + int(stat.get("file", 0)))
+    free = {"host memory": min(found)} if found else {}
+    if device == "cuda":
+        free["GPU memory"] = int(torch.cuda.mem_get_info()[0])
+    return free
+
+
+def _line_of(path: str, key: str) -> str:
+    """What a file of `/proc` says after `key:`; empty where it says nothing."""
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return ""
 
 
 def _driver_version() -> str | None:
-    """As the kernel's module says it, or else, in some 20 ms, the vendor's tool."""
+    """As the kernel's module says it."""
     with contextlib.suppress(OSError):
         found = _MODULE.search(_VERSION_FILE.read_text(errors="replace"))
-        if found:
-            return found[1]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = answer.stdout.split()
-    return lines[0] if lines else None
+        return found[1] if found else None
+    return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from numdev.errors import UsageError
 from numdev.gate import check_words as checkwords
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gate.verdict import Judgement
-from numdev.kernels import Kernel, find, of_function
+from numdev.kernels import find, of_function
 from numdev.kernels.plain import takes
 from numdev.report import AuditReport
 from numdev.system import System
@@ -32,16 +33,11 @@ Cases = Named | Sequence[Named] | None
 class CheckResult:
     """What a check found. As a string, its sentences."""
 
-    kernel: str
-    """The name of the function: `module:function`, where it can be imported as that."""
-    report: AuditReport = field(repr=False)
-    """As `numdev audit` makes it; `numdev.report.write` stores it."""
-    judgement: Judgement = field(repr=False)
-    """As `numdev gate` makes it."""
-    skipped: tuple[str, ...] = ()
-    """What was not tested, a sentence for each reason."""
-    reproducer: Path | None = None
-    """Of a failed check: a script that shows the gravest finding by itself."""
+    kernel: str  # `module:function`, where it can be imported as that; else the function's name
+    report: AuditReport = field(repr=False)  # as `numdev audit` makes it
+    judgement: Judgement = field(repr=False)  # as `numdev gate` makes it
+    skipped: tuple[str, ...] = ()  # what was not tested, a sentence for each reason
+    reproducer: Path | None = None  # of a failed check: shows the gravest finding by itself
     words: str = field(repr=False)
 
     def __str__(self) -> str:
@@ -79,8 +75,7 @@ def check_attention(
     kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a tuple of that and the
     log-sum-exp [batch, heads, q_len]. What else it takes is read off its parameters' names
     (docs/kernels.md); what it has no parameter for, and what it raises NotImplementedError or
-    `numdev.kernels.Refused` for, is skipped, and said. A function registered with `numdev.kernel`
-    is taken with what it requires, supports and claims. There is no tolerance to choose: errors are
+    `numdev.kernels.Refused` for, is skipped, and said. There is no tolerance to choose: errors are
     held against the fp64 result of the same rounded inputs, its one rounding (the floor), and what
     the kernel's own roundings predict, by the rules of `numdev gate`. On the CPU PyTorch uses one
     thread meanwhile.
@@ -89,24 +84,26 @@ def check_attention(
     (docs/hazards.md); a path of captured tensors or of a YAML file; a mapping with keys of a YAML
     case (docs/inputs.md), the rest filled in; an AttentionCase. None: the whole default set.
     `formats`: names, as `bfloat16`. `backward`: True: dq, dk and dv must be measured; False: they
-    are not; "auto": they are where autograd can follow. `device`: auto, cpu or cuda. `seeds`: of
-    drawn inputs; each is another set of cases. `thresholds`: a gate file, its content as a mapping,
-    or None for the default rules. `claims`: options of `emulated` that say how the function rounds,
-    as `{"preset": "eager"}`; None: as it was registered, else as FlashAttention-2 does.
-    `reproducers`: a directory for the script of a failed check; None
-    makes a temporary one.
+    are not; "auto": they are where autograd can follow. `seeds`: of drawn inputs; each is another
+    set of cases. `thresholds`: a gate file, its content as a mapping, or None for the default
+    rules. `claims`: options of `emulated` that say how the function rounds, as
+    `{"preset": "eager"}`; None: as it was registered, else as FlashAttention-2 does.
+    `reproducers`: a directory for the script of a failed check; None makes a temporary one.
 
     Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
-    measured; UsageError for wrong arguments, MeasurementError for rules made for another system.
-    """
+    measured; UsageError for wrong arguments, MeasurementError for rules made for another system."""
     __tracebackhide__ = True
     name = name_of(function)
-    kernel = _claiming(of_function(name, function), claims)
-    rules = _rules(thresholds)
+    kernel, rules = of_function(name, function), _rules(thresholds)
+    if claims is not None:
+        find("emulated").with_options(claims)  # refuses what is no option
+        kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
     numbers = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     wanted = (formats,) if isinstance(formats, str) else tuple(formats)
     if not wanted:
-        raise UsageError("no format is given", hint="give one, for example bfloat16")
+        raise UsageError("formats: expected at least one, got none")
+    one = isinstance(cases, str | Path | Mapping | AttentionCase)
+    listed: Any = [cases] if one else cases
     asked = {
         "target": name,
         "formats": list(wanted),
@@ -117,53 +114,26 @@ def check_attention(
     }
     with one_thread():
         system = System.here(device)
+        source = CheckSource(listed, numbers, system.device, gradients=backward is not False)
         found = check(
-            kernel,
-            CheckSource(_listed(cases), numbers, system.device, gradients=backward is not False),
-            formats=wanted,
-            rules=rules,
-            backward=backward,
-            system=system,
-            folder=folder_of(function),
+            kernel, source, formats=wanted, rules=rules, backward=backward, system=system,
+            folder=folder_of(function), asked=asked,
             reproducers=lambda: _directory(reproducers, name),
-            asked=asked,
-        )
+        )  # fmt: skip
     parts = (name, found.report, found.judgement)
-    left_out = (*checkwords.not_tested(found.report), *_ungrouped(kernel, found.report))
+    left_out = tuple(checkwords.not_tested(found.report))
+    if kernel.adapted is not None and not takes("gqa", kernel.adapted):
+        left_out += tuple(checkwords.repeated(found.report))  # it cannot be told of grouped heads
     words = checkwords.success(*parts, left_out)
     if not found.passed:
         words = checkwords.failure(*parts, found.scripts, found.said, left_out)
     result = CheckResult(
-        kernel=name,
-        report=found.report,
-        judgement=found.judgement,
-        skipped=left_out,
-        reproducer=next(iter(found.scripts), None),
-        words=words,
-    )
+        kernel=name, report=found.report, judgement=found.judgement, skipped=left_out,
+        reproducer=next(iter(found.scripts), None), words=words,
+    )  # fmt: skip
     if not found.passed:
         raise CheckFailed(result)
     return result
-
-
-def _ungrouped(kernel: Kernel, report: AuditReport) -> Iterable[str]:
-    """That grouped heads were not tested, of a function that cannot be told of them."""
-    function = kernel.adapted
-    return () if function is None or takes("gqa", function) else checkwords.repeated(report)
-
-
-def _listed(cases: Cases) -> Sequence[Named] | None:
-    if isinstance(cases, str | Path | Mapping | AttentionCase):
-        return [cases]
-    return cases
-
-
-def _claiming(kernel: Kernel, claims: Mapping[str, Any] | None) -> Kernel:
-    """Raises UsageError for what is no option of `emulated`."""
-    if claims is None:
-        return kernel
-    find("emulated").with_options(claims)
-    return dataclasses.replace(kernel, claims=lambda case, output, system: claims)
 
 
 def _rules(thresholds: Thresholds) -> Rules:
@@ -181,7 +151,6 @@ def _directory(given: str | Path | None, name: str) -> Path:
     """A folder of its own for this check."""
     if given is None:
         return Path(tempfile.mkdtemp(prefix="numdev-check-"))
-    parent = Path(given)
-    stem = re.sub(r"[^\w.-]+", "-", name)
-    tried = [parent / stem, *(parent / f"{stem}-{i}" for i in range(2, 1000))]
+    stem = Path(given) / re.sub(r"[^\w.-]+", "-", name)
+    tried = (stem.with_name(f"{stem.name}-{i}" if i > 1 else stem.name) for i in itertools.count(1))
     return next(path for path in tried if not path.exists())

@@ -20,7 +20,7 @@ from numdev.errors import UsageError, closest
 Scalar = bool | int | float | str | None
 MOST_CELLS = 100_000  # of a grid in one file: more are a slip of the pen, and would fill the memory
 MOST_VALUES = 200_000  # of one file, aliases written out
-Place = tuple[int | str, ...]  # keys and indices, from the top of a file down
+FILES = "see the files under configs/"
 
 
 class Strict(BaseModel):
@@ -52,12 +52,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        count = Counter(str(key.value) for key, _ in node.value)
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if count[str(key.value)] > 1:
                 problem = f"the key {key.value!r} stands twice"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-            seen.add(str(key.value))
         return node
 
 
@@ -72,45 +71,49 @@ def read_yaml(path: Path, model: type[M]) -> M:
     except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
         raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
     except RecursionError as error:
-        raise UsageError(
-            f"{path}: is nested too deeply", hint="see the files under configs/"
-        ) from error
+        raise UsageError(f"{path}: is nested too deeply", hint=FILES) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "malformed"
-        raise UsageError(
-            f"{path}{line}: not valid YAML: {problem}", hint="fix that line"
-        ) from error
+        raise UsageError(f"{path}{line}: not valid YAML: {problem}") from error
     if not isinstance(raw, dict):
-        raise UsageError(f"{path}: holds no mapping of keys", hint="see the files under configs/")
-    if _endless(raw):
-        raise UsageError(
-            f"{path}: comes to more than {MOST_VALUES:,} values", hint="see to its aliases (*name)"
-        )
+        raise UsageError(f"{path}: holds no mapping of keys", hint=FILES)
+    if _count(raw) > MOST_VALUES:
+        what = f"{path}: comes to more than {MOST_VALUES:,} values"
+        raise UsageError(what, hint="see to its aliases (*name)")
     return validated(raw, model, str(path), node)
+
+
+def _count(raw: Any) -> int:
+    """The values in a file, up to MOST_VALUES and one list more. Aliases that repeat aliases are
+    small in memory, until something writes them out."""
+    waiting, count = [raw], 0
+    while waiting and count <= MOST_VALUES:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return count
 
 
 def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = None) -> M:
     """A mapping as a validated model, its grids expanded; raises UsageError that names `where` it
     stands, the key, and the line in `node`, the file's tree."""
-    origins: dict[str, list[int]] = {}
-    for part, cells in (("cases", expand), ("kernels", expand_options)):
+    origins: dict[Any, list[int]] = {}
+    for part, cells_of in (("cases", expand), ("kernels", expand_options)):
         if isinstance(raw.get(part), list):
             found = (
                 (i, cell)
                 for i, entry in enumerate(raw[part])
-                for cell in cells(entry, f"{where}{_line(node, (part, i))}")
+                for cell in cells_of(entry, f"{where}{_line(node, (part, i))}")
             )
-            few = list(itertools.islice(found, MOST_CELLS + 1))
-            if len(few) > MOST_CELLS:
-                raise UsageError(
-                    f"{where}{_line(node, (part,))}: {part}: a grid of more than {MOST_CELLS:,} "
-                    "cells",
-                    hint="give fewer values, or several files",
-                )
-            origins[part] = [i for i, _ in few]
-            raw = {**raw, part: [cell for _, cell in few]}
+            cells = list(itertools.islice(found, MOST_CELLS + 1))
+            if len(cells) > MOST_CELLS:
+                line = _line(node, (part,))
+                raise UsageError(f"{where}{line}: {part}: a grid of more than {MOST_CELLS:,} cells")
+            origins[part] = [i for i, _ in cells]
+            raw = {**raw, part: [cell for _, cell in cells]}
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -126,24 +129,23 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
             message = first["msg"].removeprefix("Value error, ")
             what = f"{named}: {message}" if named else message
         if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
-            place = (place[0], origins[str(place[0])][place[1]], *place[2:])
+            place = (place[0], origins[place[0]][place[1]], *place[2:])
         raise UsageError(f"{where}{_line(node, place)}: {what}") from error
 
 
-def _line(node: Any, place: Place) -> str:
-    """`, line N` of what stands at a place of a file's tree, or of the nearest above it."""
+def _line(node: Any, place: Sequence[int | str]) -> str:
+    """`, line N` of what stands at a place (keys and indices) of a file's tree, or of the nearest
+    above it."""
     if node is None:
         return ""
     mark = node.start_mark
     for part in place:
         if isinstance(node, yaml.MappingNode):
-            entry = next(((k, v) for k, v in node.value if k.value == str(part)), None)
-            if entry is None:
-                continue  # a level that only the model has
-            mark, node = entry[0].start_mark, entry[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            if part >= len(node.value):
-                break
+            # A level that only the model has is in no file.
+            for key, value in node.value:
+                if key.value == str(part):
+                    mark, node = key.start_mark, value
+        elif isinstance(part, int) and part < len(node.value):
             node = node.value[part]
             mark = node.start_mark
     return f", line {mark.line + 1}"
@@ -161,40 +163,25 @@ def lines_of(path: Path) -> dict[str, tuple[int, ...]]:
     return lines
 
 
-def _endless(raw: Any) -> bool:
-    """Whether aliases that repeat aliases come to more values than any file would hold. Such values
-    are small in memory, until something writes them out."""
-    waiting, seen = [raw], 0
-    while waiting and seen <= MOST_VALUES:
-        value = waiting.pop()
-        seen += 1
-        if isinstance(value, dict | list):
-            waiting += value.values() if isinstance(value, dict) else value
-    return seen > MOST_VALUES
-
-
 def expand(entry: Any, where: str) -> Iterator[Any]:
     """The cells of one grid entry: every list (also inside `inputs`) is an axis.
 
     A cell's name says its place on every axis. A value of the axis `inputs` may hold axes itself.
-    Raises UsageError for an empty axis.
-    """
+    Raises UsageError for an empty axis."""
     if not isinstance(entry, dict):
         yield entry
         return
     inputs = entry.get("inputs")
-    axes: list[tuple[tuple[str, ...], list[Any]]] = [
-        ((key,), value) for key, value in entry.items() if isinstance(value, list)
-    ]
-    if isinstance(inputs, dict):
-        axes += [(("inputs", k), v) for k, v in inputs.items() if isinstance(v, list)]
-    for cell in _product([(".".join(path), values) for path, values in axes], where):
-        case = {**entry, "inputs": dict(inputs)} if isinstance(inputs, dict) else dict(entry)
+    axes = {key: value for key, value in entry.items() if isinstance(value, list)}
+    inner = inputs if isinstance(inputs, dict) else {}
+    axes |= {f"inputs.{key}": value for key, value in inner.items() if isinstance(value, list)}
+    for cell in _product(axes, where):
+        case = {**entry, "inputs": {**inner}} if inner else dict(entry)
         place = {}
-        for (path, _), value in zip(axes, cell, strict=True):
-            target = case if len(path) == 1 else case["inputs"]
-            target[path[-1]] = value
-            place[path[-1]] = _shown(value)
+        for path, value in cell.items():
+            _, nested, name = path.rpartition("inputs.")
+            (case["inputs"] if nested else case)[name] = value
+            place[name] = _shown(value)
         if place:
             case["axes"] = {**case.get("axes", {}), **place}
             shown = ",".join(f"{axis}={value}" for axis, value in place.items())
@@ -211,21 +198,21 @@ def expand_options(entry: Any, where: str) -> Iterator[Any]:
     if not isinstance(entry, dict):
         yield entry
         return
-    entries = [entry]
-    if isinstance(entry.get("options"), dict):
-        options = expand_options(entry["options"], where)
-        entries = [{**entry, "options": given} for given in options]
-    for each in entries:
-        axes = {key: value for key, value in each.items() if isinstance(value, list)}
-        for cell in _product([(f"kernels: {k}", v) for k, v in axes.items()], where):
-            yield {**each, **dict(zip(axes, cell, strict=True))}
+    options = entry.get("options")
+    given = expand_options(options, where) if isinstance(options, dict) else (options,)
+    for each in given:
+        kernel = entry if options is None else {**entry, "options": each}
+        axes = {key: value for key, value in kernel.items() if isinstance(value, list)}
+        for cell in _product(axes, f"{where}: kernels"):
+            yield {**kernel, **cell}
 
 
-def _product(axes: Sequence[tuple[str, list[Any]]], where: str) -> Iterator[tuple[Any, ...]]:
-    for name, values in axes:
+def _product(axes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:
+    for name, values in axes.items():
         if not values:
             raise UsageError(f"{where}: {name} is an empty list", hint="give it values")
-    return itertools.product(*(values for _, values in axes))
+    for cell in itertools.product(*axes.values()):
+        yield dict(zip(axes, cell, strict=True))
 
 
 def _shown(value: Any) -> str:
@@ -253,18 +240,17 @@ def _shipped(path: Path) -> str:
         return "give a YAML file"
 
 
-def _model_at(place: Place, model: type[BaseModel]) -> type[BaseModel]:
+def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:
     """The model whose key stands at the end of `place`, for example cases.0.inputs.KEY."""
     for part in place[:-1]:
         if part in model.model_fields:
-            inner = models_in(model.model_fields[str(part)].annotation)
-            model = next(inner, model)
+            model = next(_models_in(model.model_fields[str(part)].annotation), model)
     return model
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models an annotation speaks of: of `tuple[CaseConfig, ...]`, CaseConfig."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from models_in(argument)
+        yield from _models_in(argument)

@@ -46,7 +46,7 @@ def test_each_cure_has_a_row_for_each_head(found: Diagnosis, rows: tuple[CureRow
     expected = [(name, head) for name in (NONE, *CURES) for head in range(4)]
     assert [(row.cure, row.head) for row in rows] == expected
     assert all(
-        (row.checkpoint, row.step, row.case) == ("c", 7, found.case.ref.case) for row in rows
+        (row.checkpoint, row.step, row.case) == ("c", 7, found.truth.case.ref.case) for row in rows
     )
     for row in rows:
         assert_explained(row)
@@ -69,7 +69,7 @@ def test_a_cure_is_another_recipe(found: Diagnosis, rows: tuple[CureRow, ...]) -
     """Its numbers are those of a diagnosis of the cured recipe, and of no other."""
     name = "dP in fp32"
     cure = CURES[name]
-    again = diagnosed(found.case, cure.of(found.made), found.truth.projection)
+    again = diagnosed(found.truth.case, cure.of(found.found.made), found.truth.projection)
     row, head = of(rows, name, 2), again.heads[2]
     expected = [head.delta[0].rms, head.ds_row_sum, head.dw_q_error]
     assert_same(numbers(row, "delta_rms", "ds_row_sum", "dw_q_error"), expected)
@@ -80,7 +80,7 @@ def test_a_cure_is_another_recipe(found: Diagnosis, rows: tuple[CureRow, ...]) -
 
 def test_gradients_err_as_those_of_the_kernel(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
     """|error| / |exact| of dq, dk and dv of `emulated`; of a kv head for each that reads it."""
-    case = found.case
+    case = found.truth.case
     given, exact = (find(n).gradients(case, **o) for n, o in
                     (("emulated", {"preset": "qiu2025"}), ("reference", {})))  # fmt: skip
     for head in range(4):
@@ -168,7 +168,7 @@ def test_the_emulation_seen_from_outside_is_that_from_within(
         assert_same(numbers(row, "dq_rel", "dw_q_error"), numbers(inside, "dq_rel", "dw_q_error"))
         assert row.delta is not None
         assert row.delta.formula == "dO*O"
-    case = found.case
+    case = found.truth.case
     assert case.grad_out is not None
     given, exact = find("emulated").attend(case, preset="qiu2025"), find("reference").attend(case)
     dO = case.grad_out[:, 3, 1:].double()

@@ -273,7 +273,6 @@ kernels:
   - baseline
   - name: k
     block: []
-seed: x
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,46 +9,42 @@ import torch
 
 from numdev import system
 
-MODULES = {
+SAYS = {
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
     "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n": "535.104.05",
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root)\n"
     "GCC version:  gcc version 13.3.0\n": "580.159.04",
+    "something else entirely\n": None,
 }
 
 
-@pytest.mark.parametrize("text", MODULES)
 def test_the_driver_is_what_its_module_says(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody else is asked."""
-    (tmp_path / "version").write_text(text)
+    """And none where there is no module."""
     monkeypatch.setattr(system, "_VERSION_FILE", tmp_path / "version")
-    monkeypatch.setattr(subprocess, "run", None)
-    assert system._driver_version() == MODULES[text]
-
-
-@pytest.mark.parametrize("text", [None, "", "something else entirely\n"])
-@pytest.mark.parametrize(("answer", "version"), [("580.1\n580.1\n", "580.1"), ("\n", None)])
-def test_where_it_says_nothing_the_tool_is_asked(
-    text: str | None,
-    answer: str,
-    version: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if text is not None:
+    assert system._driver_version() is None
+    for text, version in SAYS.items():
         (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(system, "_VERSION_FILE", tmp_path / "version")
-    done = subprocess.CompletedProcess([], 0, stdout=answer)
-    monkeypatch.setattr(subprocess, "run", lambda *given, **options: done)
-    assert system._driver_version() == version
+        assert system._driver_version() == version
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_both_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = system._driver_version()
-    monkeypatch.setattr(system, "_VERSION_FILE", tmp_path / "none")
-    assert said is not None
-    assert system._driver_version() == said
+@pytest.mark.parametrize(("capability", "runs"), [((8, 0), True), ((9, 0), True), ((7, 5), False)])
+def test_a_capability_is_enough_from_its_own_on(capability: tuple[int, int], runs: bool) -> None:
+    """On the device it is about, and on no CPU."""
+    need = system.Requirement(device="cuda", capability=(8, 0))
+    gpu = system.System(device="cuda", gpu="a card", capability=capability)
+    assert (need.missing(gpu) is None) is runs
+    assert need.missing(system.System(device="cpu")) == "needs CUDA, and this audit runs on CPU"
+
+
+def test_settings_are_those_of_torch_now() -> None:
+    """Of the precision of products in fp32: results depend on it."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            settings = system.System.here("cpu").settings
+            assert settings["float32_matmul_precision"] == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

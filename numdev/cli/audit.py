@@ -8,24 +8,21 @@ from typing import Any
 import click
 
 from numdev.cli.options import cluster_options, options_of
-from numdev.cli.session import Results, result_options
+from numdev.cli.session import FILE, Results, command
 from numdev.config import AuditConfig, audit_request
 
 
-@click.command(
-    short_help="Audit the attention of a model, a pipeline, or stored tensors.",
-    epilog="Example:  numdev audit demo --format bfloat16 --format float32",
+@command(
+    "Audit the attention of a model, a pipeline, or stored tensors.",
+    "audit demo --format bfloat16 --format float32",
 )
 @click.argument("target", required=False)
 @options_of(AuditConfig)
 @cluster_options
 @click.option(
-    "--save-cases",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
+    "--save-cases", type=FILE, metavar="DIR",
     help="Write every attention call, unrounded, to this new directory, which is a TARGET itself.",
-)
-@result_options
+)  # fmt: skip
 def audit(
     target: str | None,
     results: Results,

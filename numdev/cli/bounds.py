@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
-from numdev.cli.session import Results, command_line, result_options
+from numdev.cli.session import FILE, Results, command, command_line
 from numdev.errors import UsageError
 
 ROLES = {
@@ -21,26 +19,11 @@ ROLES = {
 }
 
 
-def checkpoint_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint for each role that `bounds` knows."""
-    for name, role in reversed(ROLES.items()):
-        function = click.option(
-            f"--{name}",
-            multiple=True,
-            type=click.Path(path_type=Path),
-            metavar="CHECKPOINT",
-            help=f"{role} Repeatable.",
-        )(function)
-    return function
-
-
-@click.command(
-    short_help="Set flash beside low precision, another seed, and chance.",
-    epilog="Example:  numdev bounds numdev-reports/proxy-1234abcd",
+@command(
+    "Set flash beside low precision, another seed, and chance.",
+    "bounds numdev-reports/proxy-1234abcd",
 )
-@click.argument("run", required=False, type=click.Path(path_type=Path))
-@checkpoint_options
-@result_options
+@click.argument("run", required=False, type=FILE)
 def bounds(
     run: Path | None, golden: tuple[Path, ...], results: Results, **others: tuple[Path, ...]
 ) -> None:
@@ -50,21 +33,24 @@ def bounds(
     its place checkpoints can be given by role, each several times for several seeds: the k-th of a
     role belongs to the k-th --golden. Distances between weights are proxies.
     """
-    from numdev.report.io import claim
     from numdev.training.bounds.study import of_checkpoints, of_run
 
     roles = {role: paths for role, paths in others.items() if paths}
-    if (run is None) == (not golden) or (run is not None and roles):
-        raise UsageError(
-            "bounds takes the report of a training run, or checkpoints by role",
-            hint="give RUN, or --golden with --flash, --low-precision, --other-seed, --null",
-        )
-    if run is not None:
+    if run is not None and not golden and not roles:
         found = of_run(run, command=command_line())
-    elif roles:
+    elif run is None and golden and roles:
         found = of_checkpoints(golden, roles, command=command_line())
     else:
-        raise UsageError("--golden alone is nothing to compare", hint="give --flash too")
-    directory = results.directory(f"bounds-{found.request['target']}", found.request)
-    claim(directory, "bounds", found.request, overwrite=results.overwrite)
+        raise UsageError(
+            "bounds: expected the report of a training run, or checkpoints by role",
+            hint="give RUN, or --golden with --flash, --low-precision, --other-seed, --null",
+        )
+    directory = results.claim(f"bounds-{found.request['target']}", found.request)
     results.hand_over(found, directory)
+
+
+bounds.params[1:1] = [
+    click.Option([f"--{name}"], multiple=True, type=FILE, metavar="CHECKPOINT",
+                 help=f"{role} Repeatable.")
+    for name, role in ROLES.items()
+]  # fmt: skip

@@ -6,23 +6,20 @@ from pathlib import Path
 
 import click
 
-from numdev.cli.session import Results, command_line, result_options
+from numdev.cli.session import FILE, Results, command, command_line
 from numdev.errors import MeasurementError
 
 
-@click.command(
-    short_help="Say what moved from audit A to audit B beyond noise.",
-    epilog="Example:  numdev compare reports/torch-2.11 reports/torch-2.13",
+@command(
+    "Say what moved from audit A to audit B beyond noise.",
+    "compare reports/torch-2.11 reports/torch-2.13",
 )
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
 @click.option(
-    "--allow",
-    multiple=True,
-    metavar="KEY",
+    "--allow", multiple=True, metavar="KEY",
     help="Compare although the requests differ in this key, for example seed. Repeatable.",
-)
-@result_options
+)  # fmt: skip
 @click.pass_context
 def compare(
     context: click.Context, a: Path, b: Path, allow: tuple[str, ...], results: Results
@@ -36,17 +33,12 @@ def compare(
     failed, or no row is in both.
     """
     from numdev.gate.compare import compare as run
-    from numdev.report.io import claim
 
     found = run(a, b, allow=allow, command=command_line())
-    directory = results.directory("compare", found.request)
-    claim(directory, "compare", found.request, overwrite=results.overwrite)
+    directory = results.claim("compare", found.request)
     context.find_root().obj = found.exit_code
     results.hand_over(found, directory)
     if found.exit_code == 3:
         first = found.failed[0]
-        raise MeasurementError(
-            f"{first.kernel} failed in {first.side}: {first.reason}",
-            hint="what was measured in both was compared",
-        )
+        raise MeasurementError(f"{first.kernel} failed in {first.side}: {first.reason}")
     context.exit(found.exit_code)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
-from numdev.cli.options import device_option, options_of, seed_option
-from numdev.cli.session import Results, result_options
-from numdev.config import AuditConfig
+from numdev.cli.options import options_of
+from numdev.cli.session import Results, command
+from numdev.config import DiagnoseRequest
+from numdev.errors import UsageError
+from numdev.yamlfile import Scalar, validated
 
-READING = ("model", "model_dtype", "text", "tokenizer", "inputs", "length", "sequences", "layers")
 
-
-@click.command(
-    short_help="Find heads whose rounding errors do not cancel, and a cure.",
-    epilog="Example:  numdev diagnose demo --preset qiu2025",
+@command(
+    "Find heads whose rounding errors do not cancel, and a cure.",
+    "diagnose demo --preset qiu2025",
 )
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET [TARGET]...")
 @click.option(
@@ -30,36 +32,12 @@ READING = ("model", "model_dtype", "text", "tokenizer", "inputs", "length", "seq
     metavar="NAME=VALUE",
     help="Another option of `emulated`, for example pv=bfloat16 or delta_from=dP*P. Repeatable.",
 )
-@click.option(
-    "--format",
-    metavar="NAME",
-    help="Format of q, k, v and of the attention's roundings.  [bfloat16]",
-)
-@click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="NAME",
-    help="Real kernel to set beside it on the same inputs. Repeatable.  [sdpa-flash and baseline, "
-    "where they run]",
-)
-@click.option("--no-cures", is_flag=True, help="Leave out what each cure changes.")
-@click.option(
-    "--every-checkpoint",
-    is_flag=True,
-    help="Cures and real kernels for every checkpoint of a series, not for the last alone.",
-)
-@options_of(AuditConfig, *READING)
-@seed_option
-@device_option
-@result_options
+@options_of(DiagnoseRequest)
 def diagnose(
     targets: tuple[str, ...],
     results: Results,
     preset: str | None,
     attention: tuple[str, ...],
-    kernels: tuple[str, ...],
-    no_cures: bool,
     **flags: Any,
 ) -> None:
     """Find the heads whose rounding errors do not cancel, show why, and what each cure changes.
@@ -68,20 +46,34 @@ def diagnose(
     Several checkpoints, or a directory of them such as that of a `numdev train`, are a series over
     training. The same request into the same directory continues where it stopped.
     """
-    from numdev.config import Choice
-    from numdev.diagnose.request import DiagnoseRequest, attention_options
     from numdev.diagnose.study import diagnose as run
 
     first = targets[0]
-    if kernels:
-        flags["kernels"] = tuple(Choice(name=name) for name in kernels)
-    request = DiagnoseRequest(
-        target=first if first == "demo" else Path(first).resolve().name,
-        targets=targets,
-        attention=attention_options(preset, attention),
-        cures=not no_cures,
-        **{name: value for name, value in flags.items() if value is not None},
-    )
+    asked = {
+        **flags,
+        "target": first if first == "demo" else Path(first).resolve().name,
+        "targets": targets,
+        "attention": attention_options(preset, attention),
+        "kernels": flags["kernels"] or None,
+    }
+    request = validated(asked, DiagnoseRequest, "numdev diagnose")
     name = f"diagnose-{Path(request.target).stem or 'series'}"
     directory = results.directory(name, request.model_dump(mode="json"))
     results.hand_over(results.study(run, request, directory, say=results.say), directory)
+
+
+def attention_options(preset: str | None, given: Sequence[str]) -> dict[str, Scalar]:
+    """`--preset` and `--attention NAME=VALUE` as options of `emulated`. Raises UsageError for what
+    is no such pair, and for two different values of one name."""
+    options: dict[str, Scalar] = {} if preset is None else {"preset": preset}
+    for item in given:
+        name, equals, value = map(str.strip, item.partition("="))
+        try:
+            chosen = yaml.safe_load(value)  # a number, true, or a word
+        except yaml.YAMLError:
+            chosen = [value]
+        if not equals or isinstance(chosen, list | dict):
+            raise UsageError(f"--attention: expected NAME=VALUE, got {item!r}")
+        if options.setdefault(name, chosen) != chosen:
+            raise UsageError(f"--attention {item!r}: {name} is {options[name]} already")
+    return {"preset": "fa2", **options}

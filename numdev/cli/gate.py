@@ -1,42 +1,36 @@
-"""`numdev gate`."""
+"""`numdev gate`: a verdict in the terminal, in files, and on GitHub."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from numdev.cli.places import Places, write_file
+from numdev.cli.session import FILE, command
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
     from numdev.gate.comparable import Measured
 
-FILE = click.Path(path_type=Path)
 INIT = Path("thresholds.yaml")
-
-
-@click.command(
-    short_help="Judge a finished report by thresholds, for CI.",
-    epilog="Example:  numdev gate numdev-reports/demo-1234abcd",
+RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
+OLD = "An older report of the same request, for limits on what changed."
+GITHUB = (
+    "On GitHub Actions: errors as annotations at the lines of the rule file, and the Markdown in "
+    "the step's summary ($GITHUB_STEP_SUMMARY)."
 )
+
+
+@command("Judge a finished report by thresholds, for CI.", "gate numdev-reports/demo-1234abcd")
 @click.argument("path", type=FILE)
-@click.option(
-    "--thresholds",
-    "--rules",
-    "rules",
-    type=FILE,
-    metavar="FILE",
-    help="YAML file of thresholds.  [default: configs/gate/default.yaml]",
-)
-@click.option(
-    "--against",
-    type=FILE,
-    metavar="OLD",
-    help="An older report of the same request, for limits on what changed.",
-)
+@click.option("--thresholds", "--rules", "rules", type=FILE, metavar="FILE", help=RULES)
+@click.option("--against", type=FILE, metavar="OLD", help=OLD)
 @click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
 @click.option(
     "-o", "--output", type=FILE, metavar="FILE", help=f"Where --init writes.  [default: {INIT}]"
@@ -45,12 +39,7 @@ INIT = Path("thresholds.yaml")
 @click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
 @click.option("--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML too.")
 @click.option("--summary", type=FILE, metavar="FILE", help="Write them as Markdown too.")
-@click.option(
-    "--github",
-    is_flag=True,
-    help="On GitHub Actions: errors as annotations at the lines of the rule file, and the "
-    "Markdown in the step's summary ($GITHUB_STEP_SUMMARY).",
-)
+@click.option("--github", is_flag=True, help=GITHUB)
 @click.pass_context
 def gate(
     context: click.Context,
@@ -62,7 +51,9 @@ def gate(
     output: Path | None,
     overwrite: bool,
     as_json: bool,
-    **places: Any,
+    junit: Path | None,
+    summary: Path | None,
+    github: bool,
 ) -> None:
     """Judge a finished report by thresholds, for CI. PATH is a report.json or a directory with one.
 
@@ -70,17 +61,19 @@ def gate(
     threshold file. 3: something could not be measured or judged, which is never a pass.
     """
     if init:
-        if rules or against or as_json or any(places.values()):
+        if rules or against or as_json or junit or summary or github:
             raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
         _init(path, output or INIT, overwrite=overwrite)
         return
     if output or overwrite:
-        raise UsageError("-o and --overwrite are for --init", hint="add --init, or leave them out")
+        raise UsageError("-o and --overwrite are for --init")
     from numdev.gate import findings as sentences
     from numdev.gate.judging import decide_report
     from numdev.gate.rules import default_rules, default_rules_against, read_rules
+    from numdev.report.renderers import github as on_github
+    from numdev.report.renderers import junit as as_junit
     from numdev.report.renderers.terminal import print_document
-    from numdev.report.views.gate import document
+    from numdev.report.views.gate import document, spots_of
     from numdev.yamlfile import bundled
 
     chosen = default_rules_against() if against else default_rules()
@@ -93,21 +86,43 @@ def gate(
             )
     found = _read(path)
     decided = decide_report(found, chosen, _read(against) if against else None)
-    judged, elsewhere = decided.judgement, Places(**places)
+    judged = decided.judgement
     findings, tested = sentences.findings_in(decided, found.rows)
     context.find_root().obj = judged.exit_code
     if as_json:
-        parts: dict[str, Any] = judged.model_dump(mode="json") | {"exit_code": judged.exit_code}
-        parts["findings"] = [finding.model_dump(mode="json") for finding in findings]
-        click.echo(json.dumps(parts))
+        told = [finding.model_dump(mode="json") for finding in findings]
+        verdicts = judged.model_dump(mode="json")
+        click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
     else:
-        with elsewhere.printing():
+        with _unread() if github else contextlib.nullcontext():
             print_document(document(decided, findings, tested, sentences.Places(found.rows)))
     # Afterwards, so that a file that cannot be written hides no verdict.
-    file = rules or bundled("gate/default.yaml")
-    for line in elsewhere.write(judged, findings, tested, rules=chosen, file=file):
-        click.echo(line, err=as_json)  # GitHub reads both streams
+    spots = spots_of(chosen, rules or bundled("gate/default.yaml"))
+    if junit:
+        _write(junit, as_junit.junit(judged, findings, spots))
+    words = on_github.summary(judged, findings, tested) if summary or github else ""
+    if summary:
+        _write(summary, words)
+    if github:
+        if step := os.environ.get("GITHUB_STEP_SUMMARY"):  # other steps wrote there before
+            with Path(step).open("a", encoding="utf-8") as stream:
+                stream.write(words)
+        root = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
+        for line in on_github.commands(judged, findings, spots, root):
+            click.echo(line, err=as_json)  # GitHub reads both streams
     context.exit(judged.exit_code)
+
+
+@contextlib.contextmanager
+def _unread() -> Iterator[None]:
+    """GitHub takes nothing for a command that is printed in here, until it reads a word that nobody
+    can guess: sentences hold names that come from elsewhere."""
+    word = secrets.token_hex(16)
+    click.echo(f"::stop-commands::{word}")
+    try:
+        yield
+    finally:
+        click.echo(f"::{word}::")
 
 
 def _read(path: Path) -> Measured:
@@ -115,11 +130,21 @@ def _read(path: Path) -> Measured:
 
     found = read(path)
     if not isinstance(found, AuditReport | SweepReport):
-        raise UsageError(
-            f"{path}: is a report of numdev {found.kind}, which has no rows to judge",
-            hint="gate the report of an audit or a sweep",
-        )
+        what = f"{path}: expected the report of an audit or a sweep, got one of {found.kind}"
+        raise UsageError(what)
     return found
+
+
+def _write(path: Path, text: str) -> None:
+    """A file that is whole or not there, in a directory that need not be there."""
+    from numdev.report import replacing
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _init(path: Path, file: Path, *, overwrite: bool) -> None:
@@ -127,6 +152,5 @@ def _init(path: Path, file: Path, *, overwrite: bool) -> None:
 
     if file.exists() and not overwrite:
         raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another file")
-    text = fitted(_read(path), str(path))
-    write_file(file, text)
+    _write(file, fitted(_read(path), str(path)))
     click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")

@@ -9,26 +9,23 @@ import sys
 import click
 
 from numdev.cli.options import DEVICES
+from numdev.cli.session import command
+
+CHECK = (
+    "Put one kernel, a name or package.module:function, through small cases with known answers. "
+    "Exit code 1 if it is wrong somewhere, 3 if it cannot run here."
+)
 
 
-@click.command(
-    short_help="List the kernels: which run here, and why the others cannot.",
-    epilog="Example:  numdev kernels --check sdpa-flash",
+@command(
+    "List the kernels: which run here, and why the others cannot.",
+    "kernels --check sdpa-flash",
 )
 @click.option(
-    "--device",
-    type=click.Choice(DEVICES),
-    default="auto",
-    show_default=True,
+    "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
     help="Judge availability on this device.",
-)
-@click.option(
-    "--check",
-    "checked",
-    metavar="NAME",
-    help="Put one kernel, a name or package.module:function, through small cases with known "
-    "answers. Exit code 1 if it is wrong somewhere, 3 if it cannot run here.",
-)
+)  # fmt: skip
+@click.option("--check", "checked", metavar="NAME", help=CHECK)
 @click.option("--json", "as_json", is_flag=True, help="The table, or the check, as JSON.")
 def kernels(device: str, checked: str | None, as_json: bool) -> None:
     """List the kernels: which can run here, and why the others cannot."""
@@ -47,9 +44,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
             click.echo(json_text(found.model_dump_json()))
         else:
             terminal.print_document(views.conformance(found))
-        if not found.conforms:
-            click.get_current_context().exit(1)
-        return
+        click.get_current_context().exit(0 if found.conforms else 1)
     table = [
         {"name": k.name, "missing": k.missing(system), "summary": k.summary, "options": k.options}
         for k in all_kernels().values()

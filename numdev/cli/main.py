@@ -1,9 +1,7 @@
 """The command line: the group of commands, and what becomes of their errors.
 
-The commands are in `numdev.cli`, a file each; a new one is imported and added here. stdout
-carries the result, stderr the rest. This is the only place that catches a NumdevError and the only
-one that prints an error.
-"""
+The commands are in `numdev.cli`, a file each. stdout carries the result, stderr the rest. This is
+the only place that catches a NumdevError and the only one that prints an error."""
 
 from __future__ import annotations
 
@@ -39,20 +37,15 @@ class _ReaderLeft(Exception):
     """The reader of a pipe we write to is gone, as in `numdev report ... | head`. With the exit
     code that was due: what a gate decided holds whoever reads it."""
 
-    def __init__(self, code: int | None) -> None:
-        self.code = code or 0
-
 
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """click and rich make a closed pipe exit code 1, which here would read as "exceeded"."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError as error:
-            raise _ReaderLeft(ctx.obj) from error
-        except SystemExit as stop:
-            if isinstance(stop.__context__, BrokenPipeError):
-                raise _ReaderLeft(ctx.obj) from stop
+        except (BrokenPipeError, SystemExit) as error:
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+                raise _ReaderLeft(ctx.obj or 0) from error
             raise
 
 
@@ -85,11 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if "" in typed:  # an empty path would be the directory one stands in
-            at = typed.index("")
-            after = f" after {typed[at - 1]}" if at else ""
-            raise UsageError(
-                f"the argument{after} is empty", hint="is a variable of the shell not set?"
-            )
+            raise UsageError("an argument is empty", hint="is a variable of the shell not set?")
         code = cli.main(args=arguments, prog_name="numdev", standalone_mode=False)
     except NumdevError as error:
         _fail(str(error), error.exit_code)
@@ -102,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _ReaderLeft as left:
         # Say nothing more, and keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(left.code)
+        sys.exit(left.args[0])
     except SystemExit as stop:
         if os.environ.get(COMPLETION):
             raise  # click has answered the shell, and ends the program so

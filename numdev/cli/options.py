@@ -11,7 +11,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from numdev.config import Measuring, Option
+from numdev.config import Option, Reading
 from numdev.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,15 +24,12 @@ class NumberList(click.ParamType):  # type: ignore[type-arg]
     name = "list"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        option = param.opts[0]
-        if isinstance(value, tuple):
-            return value
         chosen: list[int] = []
         for part in value.split(","):
             match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
             numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
             if not numbers:
-                raise UsageError(f"{option} {value!r}: cannot read {part!r}", hint="write 0,3-5")
+                raise UsageError(f"{param.opts[0]}: expected a list as 0,3-5, got {value!r}")
             chosen += numbers
         return tuple(dict.fromkeys(chosen))
 
@@ -47,31 +44,29 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
             field = model.model_fields[name]
             option = next((m for m in field.metadata if isinstance(m, Option)), None)
             if option is not None:
-                function = _option(name, field, option)(function)
+                flag = option.flag or f"--{name.replace('_', '-')}"
+                more = {"metavar": option.metavar} | _kind(name, flag, field)
+                function = click.option(flag, name, help=field.description, **more)(function)
         return function
 
     return decorate
 
 
-def _option(name: str, field: FieldInfo, option: Option) -> Callable[[F], F]:
+def _kind(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
+    """What click is told of a field's type."""
     kind, bounds = _plain(field.annotation)
-    bounds = [*bounds, *field.metadata]
-    flag = option.flag or f"--{name.replace('_', '-')}"
-    more: dict[str, Any] = {"metavar": option.metavar}
+    if name == "device":
+        return {"type": click.Choice(DEVICES), "metavar": None}
     if kind is bool:
-        more = {"default": None} | ({} if "/" in flag else {"is_flag": True})
-    elif kind is int:
-        positive = any(isinstance(bound, annotated_types.Gt) for bound in bounds)
-        more["type"] = click.IntRange(min=1 if positive else 0)
-    elif kind is float:
-        more["type"] = click.FloatRange(min=0, min_open=True)
-    elif kind == tuple[int, ...]:
-        more["type"] = NumberList()
-    elif get_origin(kind) is tuple:
-        more["multiple"] = True
-    elif name == "device":
-        more = {"type": click.Choice(DEVICES)}
-    return click.option(flag, name, help=field.description, **more)
+        return {"default": None} | ({} if "/" in flag else {"is_flag": True})
+    if kind is int:
+        positive = any(isinstance(x, annotated_types.Gt) for x in (*bounds, *field.metadata))
+        return {"type": click.IntRange(min=1 if positive else 0)}
+    if kind is float:
+        return {"type": click.FloatRange(min=0, min_open=True)}
+    if kind == tuple[int, ...]:
+        return {"type": NumberList()}
+    return {"multiple": get_origin(kind) is tuple}
 
 
 def _plain(annotation: Any) -> tuple[Any, list[Any]]:
@@ -90,29 +85,19 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     return annotation, []
 
 
-device_option = options_of(Measuring, "device")
-
-
-def seed_option(function: F) -> F:
-    """Where drawn numbers start."""
-    return click.option(
-        "--seed", type=click.IntRange(min=0), help="Seed of all drawn numbers.  [0]"
-    )(function)
+seed_option = options_of(Reading, "seed")
+device_option = options_of(Reading, "device")
 
 
 def cluster_options(function: F) -> F:
     """Who measures, where it is not this process."""
     scheduler = click.option(
-        "--scheduler",
-        metavar="ADDRESS",
-        help="Measure on the workers of the Dask scheduler at ADDRESS, for example "
-        "tcp://10.0.0.1:8786.",
-    )
+        "--scheduler", metavar="ADDRESS",
+        help="Measure on the workers of the Dask scheduler at ADDRESS, as tcp://10.0.0.1:8786.",
+    )  # fmt: skip
     workers = click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Measure in N processes of this machine: one GPU each, or an equal share of the "
-        "CPU's threads.",
-    )
+        "--workers", type=click.IntRange(min=1), metavar="N",
+        help="Measure in N processes of this machine: one GPU each, or a share of the CPU's "
+        "threads.",
+    )  # fmt: skip
     return workers(scheduler(function))

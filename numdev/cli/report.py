@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from numdev.cli.session import FILE, command
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,23 +16,19 @@ if TYPE_CHECKING:
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
 WIDTH = 100  # of a terminal's tables in a file
+HELP = (
+    "How to show it. html: one page that needs nothing else. markdown: the answer, the tables, the "
+    "findings. csv: the rows.  [terminal]"
+)
 
 
-@click.command(
-    short_help="Show a finished report again, or in another form.",
-    epilog="Example:  numdev report numdev-reports/demo-1234abcd --format markdown",
+@command(
+    "Show a finished report again, or in another form.",
+    "report numdev-reports/demo-1234abcd --format markdown",
 )
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    help="How to show it. html: one page that needs nothing else. markdown: the answer, the "
-    "tables, the findings. csv: the rows.  [terminal]",
-)
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), help="A file for it.  [default: stdout]"
-)
+@click.argument("path", type=FILE)
+@click.option("--format", "form", type=click.Choice(FORMATS), help=HELP)
+@click.option("--output", "-o", type=FILE, help="A file for it.  [default: stdout]")
 @click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
 def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> None:
     """Show a finished report again. PATH is a report.json or a directory with one."""
@@ -43,21 +41,19 @@ def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> 
         raise UsageError(f"{output}: cannot be written", hint="give a file in a directory there is")
     found = reports.read(path)
     chosen = "json" if as_json else form or "terminal"
-    if chosen == "terminal" and output is None:
+    if output is not None:
+        text = _text(found, chosen, path if path.is_dir() else path.parent)
+        with reports.replacing(output) as file:
+            file.write(text)
+    elif chosen == "terminal":
         terminal.show(found)
-        return
-    text = _text(found, chosen, path if path.is_dir() else path.parent)
-    if output is None:
+    else:
+        text = _text(found, chosen, path if path.is_dir() else path.parent)
         click.echo(text, nl=not text.endswith("\n"))
-        return
-    with reports.replacing(output) as file:
-        file.write(text)
 
 
 def _text(found: Report, form: str, directory: Path) -> str:
     """The report in one of `FORMATS`; `directory` is where its reproducers are looked for."""
-    import io
-
     from rich.console import Console
 
     from numdev.report import write_csv

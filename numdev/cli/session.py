@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ from numdev.errors import MeasurementError
 
 if TYPE_CHECKING:
     from numdev.report import Report
+
+FILE = click.Path(path_type=Path)
+OUTPUT = "Directory for the results.  [default: numdev-reports/NAME-HASH]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +44,9 @@ class Results:
         if not self.quiet:
             click.echo(text, err=True)
 
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[Callable[[str, int, int], None]]:
-        """The progress callback of a study, while a foreign kernel's prints are kept off stdout and
-        no Ctrl-C is lost."""
+    def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
+        """What a study comes to, shown as it goes on; a foreign kernel's prints are kept off stdout
+        and no Ctrl-C is lost."""
         from numdev.audit.interrupt import watching
         from numdev.report.renderers import terminal
 
@@ -57,13 +60,16 @@ class Results:
                 check()
                 tell(what, done, total)
 
-            yield progress
-
-    def study(self, run: Callable[..., Any], *asked: Any, **more: Any) -> Any:
-        """What a study comes to, which is told what all of them want to know."""
-        with self.measuring() as progress:
             same = {"overwrite": self.overwrite, "command": command_line(), "progress": progress}
             return run(*asked, **same, **more)
+
+    def claim(self, name: str, request: Any) -> Path:
+        """The directory of a report that is made at once."""
+        from numdev.report.io import claim
+
+        directory = self.directory(name, request)
+        claim(directory, name.partition("-")[0], request, overwrite=self.overwrite)
+        return directory
 
     def hand_over(self, found: Report, directory: Path) -> None:
         """Write a finished report, and show it as asked. Raises MeasurementError, after that, for
@@ -78,35 +84,42 @@ class Results:
             click.echo(json_text(found.model_dump_json()))
         elif not self.quiet:
             terminal.show(found)
-        if not self.as_json:
             self.say(f"Report: {directory / 'report.html'}")
         if not found.measured:
             raise MeasurementError(found.unmeasured, hint=f"{directory}/report.json says why")
 
 
-def result_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of every command that writes a report, as its parameter `results`."""
+def command(summary: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command of `numdev`. One that takes `results` has the options of those that write a
+    report."""
 
-    @functools.wraps(function)
-    def command(
-        *args: Any, output: Path | None, overwrite: bool, as_json: bool, quiet: bool, **options: Any
-    ) -> Any:
-        results = Results(output=output, overwrite=overwrite, as_json=as_json, quiet=quiet)
-        return function(*args, results=results, **options)
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        named = click.command(short_help=summary, epilog=f"Example:  numdev {example}")
+        if "results" not in inspect.signature(function).parameters:
+            return named(function)
 
-    for option in (
-        click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors."),
-        click.option("--json", "as_json", is_flag=True, help="The report on stdout, nothing else."),
-        click.option("--overwrite", is_flag=True, help="Start anew in a directory that is in use."),
-        click.option(
-            "--output",
-            "-o",
-            type=click.Path(path_type=Path),
-            help="Directory for the results.  [default: numdev-reports/NAME-HASH]",
-        ),
-    ):
-        command = option(command)
-    return command
+        @functools.wraps(function)
+        def with_results(
+            *args: Any,
+            output: Path | None,
+            overwrite: bool,
+            as_json: bool,
+            quiet: bool,
+            **more: Any,
+        ) -> Any:
+            results = Results(output=output, overwrite=overwrite, as_json=as_json, quiet=quiet)
+            return function(*args, results=results, **more)
+
+        made = named(with_results)
+        made.params += [
+            click.Option(["--output", "-o"], type=FILE, help=OUTPUT),
+            click.Option(["--overwrite"], is_flag=True, help="Start anew in a directory in use."),
+            click.Option(["--json", "as_json"], is_flag=True, help="The report on stdout, alone."),
+            click.Option(["--quiet", "-q"], is_flag=True, help="Print nothing but errors."),
+        ]
+        return made
+
+    return decorate
 
 
 def command_line() -> str:

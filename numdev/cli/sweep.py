@@ -8,20 +8,19 @@ from typing import Any
 import click
 
 from numdev.cli.options import cluster_options, options_of, seed_option
-from numdev.cli.session import Results, result_options
+from numdev.cli.session import FILE, Results, command
 from numdev.config import SweepConfig, sweep_request
 
 
-@click.command(
-    short_help="Measure how deviation depends on length, format, tile or kernel.",
-    epilog="Example:  numdev sweep configs/sweep/ci.yaml --dry-run",
+@command(
+    "Measure how deviation depends on length, format, tile or kernel.",
+    "sweep configs/sweep/ci.yaml --dry-run",
 )
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=FILE)
 @options_of(SweepConfig)
 @cluster_options
 @click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
 @seed_option
-@result_options
 def sweep(
     config: Path,
     results: Results,

@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from numdev.cli.options import device_option, seed_option
-from numdev.cli.session import Results, result_options
+from numdev.cli.session import FILE, Results, command
+
+STEPS = "Steps to take, in place of the file's."
+STOP = "Stop then, with everything saved; the same command continues."
 
 
-@click.command(
-    short_help="Train small networks side by side; measure how far they drift.",
-    epilog="Example:  numdev train configs/train/tiny-ci.yaml",
+@command(
+    "Train small networks side by side; measure how far they drift.",
+    "train configs/train/tiny-ci.yaml",
 )
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=FILE)
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help=STEPS)
 @click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Steps to take, in place of the file's.",
-)
-@click.option(
-    "--stop-after",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="Stop then, with everything saved; the same command continues.",
+    "--stop-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help=STOP
 )
 @seed_option
 @device_option
-@result_options
-def train(
-    config: Path,
-    results: Results,
-    steps: int | None,
-    stop_after: float | None,
-    seed: int | None,
-    device: str | None,
-) -> None:
+def train(config: Path, results: Results, stop_after: float | None, **flags: Any) -> None:
     """Train small networks side by side, and measure how far their weights drift apart.
 
     CONFIG is a YAML file. Its variants (another attention kernel, format, seed, optimiser, or a
@@ -49,9 +37,7 @@ def train(
     from numdev.training.study import train as run
     from numdev.yamlfile import read_yaml
 
-    request = resolve(
-        read_yaml(config, TrainConfig), config.name, steps=steps, seed=seed, device=device
-    )
+    request = resolve(read_yaml(config, TrainConfig), config.name, **flags)
     directory = results.directory(config.stem, request.measured())
     found = results.study(run, request, directory, stop_after=stop_after)
     if found is not None:

@@ -2,16 +2,14 @@
 errors of P V and O, the error of delta = rowsum(dO o O) = rowsum(dP o P), and what reaches the
 gradient of W_Q, for every query head.
 
-What does not exist is null, with its reason. A head of which a row that counts is not finite has
-null wherever that row has a part. Tensors may be on any device.
-"""
+What does not exist is null, with its reason; so is what has a part in a row that is not finite.
+Tensors may be on any device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,42 +27,36 @@ from numdev.sources.projection import Projection
 
 FORMULAS: tuple[Formula, Formula] = ("dO*O", "dP*P")
 MOST_TOKENS = 200  # of a running sum, as it is reported
-Errors = tuple[tuple[Formula, Tensor], ...]
-"""The error of delta by the recipe's formula and by the other, as `Truth.delta_error` has it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Diagnosis:
-    """A call, the truth of it, and what was found."""
+    """A call, what the recipe makes of it, and its numbers."""
 
     truth: Truth
-    made: Recipe
     found: Computed
-    errors: Errors
+    errors: Mapping[Formula, Tensor]  # of delta, by the recipe's formula and then by the other
     heads: tuple[HeadRow, ...]
-
-    @property
-    def case(self) -> AttentionCase:
-        return self.truth.case
 
     def running(self, head: int) -> tuple[RunningError, ...]:
         """The running sum of delta's error by both formulas, in the sequence where it runs furthest
-        by the recipe's own: every row that counts, or MOST_TOKENS of them evenly spread and the
-        last among them. A formula whose error is not finite is left out, as is all where no row
-        counts."""
+        by the recipe's own: at most MOST_TOKENS of the rows that count, evenly spread, the last
+        among them. A formula whose error is not finite is left out."""
         rows = self.truth.rows
-        runs = runs_of(self.errors[0][1], rows)[:, head].nan_to_num(-math.inf)
+        runs = runs_of(next(iter(self.errors.values())), rows)[:, head].nan_to_num(-math.inf)
         worst = int(runs.argmax())
         tokens = rows[worst, head].nonzero()[:, 0]
         n = len(tokens)
         shown = torch.arange(1, min(n, MOST_TOKENS) + 1) * n // max(1, min(n, MOST_TOKENS)) - 1
         at = tuple(tokens.cpu()[shown].tolist())
         lines = []
-        for formula, error in self.errors:
+        for formula, error in self.errors.items():
             sums = (error[worst, head, tokens].cumsum(dim=0) / math.sqrt(max(n, 1))).cpu()[shown]
             if n and bool(sums.isfinite().all()):
-                line = {"formula": formula, "tokens": at, "sums": tuple(sums.tolist())}
-                lines.append(RunningError.model_validate({**self.heads[head].place, **line}))
+                line = RunningError(
+                    **self.heads[head].place, formula=formula, tokens=at, sums=tuple(sums.tolist())
+                )
+                lines.append(line)
         return tuple(lines)
 
 
@@ -79,49 +71,39 @@ def diagnosed(
     """The chain of every head of a call, as a recipe would compute it.
 
     The case holds values of its working format, and grad_out. Raises UsageError for one without
-    grad_out, Refused where the recipe's `compute` dtype does not hold the case.
-    """
+    grad_out, Refused where the recipe's `compute` dtype does not hold the case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        truth = truth_of(case, projection)
-        found = computed(case, made)
+        truth, found = truth_of(case, projection), computed(case, made)
         other = FORMULAS[made.delta_from == FORMULAS[0]]
         deltas = {made.delta_from: found.delta, other: delta_by(case, found.given, other)}
-        errors = tuple((formula, truth.delta_error(delta)) for formula, delta in deltas.items())
-        ref = case.ref
-        place = {"checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
-                 "layer": ref.layer, "call": ref.call}  # fmt: skip
-        heads = _rows(truth, found, errors, place)
-    return Diagnosis(truth=truth, made=made, found=found, errors=errors, heads=heads)
-
-
-def _rows(
-    truth: Truth, found: Computed, errors: Errors, place: Mapping[str, Any]
-) -> tuple[HeadRow, ...]:
-    case = truth.case
-    unbalanced = (found.delta.double() - found.even) / truth.size[:, None]
-    uneven = delta_numbers(truth, unbalanced.masked_fill(truth.exact.empty, 0.0))
-    dp_error, dp = (mean(x, truth.rows) for x in (found.dp_error, found.dp))
-    numbers = by_head({
-        "rows": truth.rows.sum(dim=(0, 2)),
-        **ties(rounder(case, found.made), found.kept, truth),
-        **_sink(truth),
-        "dp_rel": (dp_error / dp).sqrt(),
-        **ds_row_sums(truth, found),
-        **_of_weights(truth, found, errors[0][1]),
-        "dw_q_unbalanced": uneven.pop("dw_q"),
-    })  # fmt: skip
-    pv, out = biases(truth, found)
-    deltas = zip(*(delta_errors(truth, *pair) for pair in errors), strict=True)
-    apart = [Imbalance.model_validate(x) for x in by_head(uneven)]
-    rows = []
-    for head, (fields, p, o, both, u) in enumerate(
-        zip(numbers, pv, out, deltas, apart, strict=True)
+        errors = {formula: truth.delta_error(delta) for formula, delta in deltas.items()}
+        own = errors[made.delta_from]
+        unbalanced = (found.delta.double() - found.even) / truth.size[:, None]
+        uneven = delta_numbers(truth, unbalanced.masked_fill(truth.exact.empty, 0.0))
+        dp_error, dp = (mean(x, truth.rows) for x in (found.dp_error, found.dp))
+        numbers = by_head({
+            "rows": truth.rows.sum(dim=(0, 2)),
+            **ties(rounder(case, made), found.kept, truth),
+            **_sink(truth),
+            "dp_rel": (dp_error / dp).sqrt(),
+            **ds_row_sums(truth, found),
+            **_of_weights(truth, found, own),
+            "dw_q_unbalanced": uneven.pop("dw_q"),
+        })  # fmt: skip
+        pv, out = biases(truth, found)
+        pairs = zip(*(delta_errors(truth, *pair) for pair in errors.items()), strict=True)
+        apart = [Imbalance.model_validate(x) for x in by_head(uneven)]
+    ref = case.ref
+    place = {"checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
+             "layer": ref.layer, "call": ref.call}  # fmt: skip
+    heads = []
+    for head, (fields, p, o, delta, u) in enumerate(
+        zip(numbers, pv, out, pairs, apart, strict=True)
     ):
-        reasons = nulls(truth, found, fields, pv=[p], out=[o], delta=both, delta_unbalanced=[u])
-        row = {**place, "head": head, **fields, "pv": p, "out": o, "delta": both,
-               "delta_unbalanced": u, "nulls": reasons}  # fmt: skip
-        rows.append(HeadRow.model_validate(row))
-    return tuple(rows)
+        reasons = nulls(truth, found, fields, pv=[p], out=[o], delta=delta, delta_unbalanced=[u])
+        parts = {"pv": p, "out": o, "delta": delta, "delta_unbalanced": u, "nulls": reasons}
+        heads.append(HeadRow.model_validate({**place, "head": head, **fields, **parts}))
+    return Diagnosis(truth=truth, found=found, errors=errors, heads=tuple(heads))
 
 
 def biases(truth: Truth, found: Computed) -> tuple[list[Bias], list[Bias]]:
@@ -137,8 +119,7 @@ def biases(truth: Truth, found: Computed) -> tuple[list[Bias], list[Bias]]:
 
 
 def delta_numbers(truth: Truth, error: Tensor) -> dict[str, Tensor]:
-    """The fields of a `DeltaError`, [H] each, NaN where they are null. `dw_q` is by formula 2
-    (`numdev.diagnose.projection`)."""
+    """The numbers of a `DeltaError`, [H] each, NaN where they are null."""
     rows = truth.rows
     return {
         "mean": mean(error, rows),
@@ -155,7 +136,7 @@ def delta_errors(truth: Truth, formula: Formula, error: Tensor) -> list[DeltaErr
 
 
 def _predicted(truth: Truth, error: Tensor) -> Tensor | None:
-    """The error of dW_Q that an error of delta, of `Truth.delta_error`, alone makes."""
+    """The error of dW_Q that an error of delta alone makes, by formula 2."""
     absolute = error * truth.size[:, None]
     return truth.weights(-truth.case.scale * absolute[..., None] * truth.PK)
 
@@ -168,10 +149,14 @@ def runs_of(error: Tensor, rows: Tensor) -> Tensor:
     return counted.cumsum(dim=-1).abs().amax(dim=-1) / (size * count.sqrt())
 
 
+def zero_sums(truth: Truth) -> bool:
+    """Whether rows of an exact dS sum to zero."""
+    return truth.case.softcap is None and truth.case.sinks is None
+
+
 def ds_row_sums(truth: Truth, found: Computed) -> Columns:
     """The sums of the rows of dS, [H] each; NaN where they are not zero to begin with."""
-    exist = truth.case.softcap is None and truth.case.sinks is None
-    sums = found.ds if exist else torch.full_like(found.ds, math.nan)
+    sums = found.ds if zero_sums(truth) else torch.full_like(found.ds, math.nan)
     return {
         "ds_row_sum": rms(sums, truth.rows) / rms(found.ds_size, truth.rows),
         "ds_row_sum_t": t_of(sums, truth.rows),
@@ -180,7 +165,7 @@ def ds_row_sums(truth: Truth, found: Computed) -> Columns:
 
 def _of_weights(truth: Truth, found: Computed, error: Tensor) -> Columns:
     """What hangs on W_Q, [H] each; NaN without a projection."""
-    whole, part = truth.weights(truth.dq_error(found.dq)), _predicted(truth, error)
+    whole, part = truth.dw_q_error(found.dq), _predicted(truth, error)
     if truth.projection is None or whole is None or part is None or truth.dw_q is None:
         # `dw_q` and `dw_q_unbalanced` are named by their own records.
         return dict.fromkeys(OF_WEIGHTS[:-2], torch.full_like(truth.size, math.nan))
@@ -225,35 +210,26 @@ def nulls(
     fields: Mapping[str, float | None],
     **parts: Sequence[Record],
 ) -> dict[str, str]:
-    """The reason of every number of one head that is null, by its name. Of the parts of a record
-    that is `pv` where there is nothing of it, and `pv.t` or `delta.t` where only that is missing.
-    """
+    """The reason of every number of one head that is null, by its name: `pv` where there is nothing
+    of that record, `pv.t` where only its t is missing."""
     missing = {name for name, x in fields.items() if x is None}
     for name, records in parts.items():
         for numbers in map(vars, records):
             lacking = {f"{name}.{part}" for part, x in numbers.items() if x is None}
             missing |= {name} if numbers["mean"] is None else lacking
-    return {name: _reason(truth, found, name, fields) for name in sorted(missing)}
 
+    def reason(name: str) -> str:
+        last = name.rpartition(".")[-1]
+        if last in OF_WEIGHTS and truth.projection is None:
+            return "W_Q is not known: no single linear layer makes the queries"
+        if fields["rows"] == 0:
+            return "no query sees more than one key"
+        if name.startswith("ds_row_sum") and not zero_sums(truth):
+            return "under a soft cap, or with a sink, rows of dS do not sum to zero"
+        if name == "pv" and found.product is None:
+            return "the keys are split, and each part has a P V of its own"
+        if last == "t" or name.endswith("_t"):
+            return f"a t needs {FEWEST_BLOCKS} blocks of rows that do not all agree"
+        return "what it is made of is not there or not finite, or what it is relative to is zero"
 
-def _reason(truth: Truth, found: Computed, name: str, fields: Mapping[str, float | None]) -> str:
-    last, of_ds = name.rpartition(".")[-1], name.startswith("ds_row_sum")
-    reasons = (
-        ("the linear layer that makes the call's queries is not known",
-         last in OF_WEIGHTS and truth.projection is None),
-        ("no query sees more than one key", fields["rows"] == 0),
-        ("under a soft cap the rows of dS do not sum to zero: its slope weighs them",
-         of_ds and truth.case.softcap is not None),
-        ("with a sink the rows of dS do not sum to zero: the sink has a part of them",
-         of_ds and truth.case.sinks is not None),
-        ("the keys are split, and each part has a P V of its own",
-         name == "pv" and found.product is None),
-        ("no row has tied maxima", name == "tied_keys" and fields.get("tied") == 0),
-        ("no row has nearly tied maxima", name == "one_signed" and fields.get("nearly_tied") == 0),
-        ("there are no two tokens to compare",
-         name == "similarity_cos" and (fields.get("similarity_tokens") or 0) < 2),
-        (f"a t needs {FEWEST_BLOCKS} blocks of rows that do not all agree",
-         last == "t" or name.endswith("_t")),
-    )  # fmt: skip
-    otherwise = "what it is made of is not finite, or what it is relative to is zero"
-    return next((words for words, applies in reasons if applies), otherwise)
+    return {name: reason(name) for name in sorted(missing)}

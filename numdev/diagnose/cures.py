@@ -1,18 +1,16 @@
 """Cures of biased rounding, what each changes on the call of a diagnosis, and what shows there of a
 real kernel.
 
-A cure is a change of one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what
-follows from their chain, and what others have proposed. It is options of the kernel `emulated`, so
-`numdev audit`, `sweep` and `train` take it as any kernel's options. What it does to bias and
-gradients is measured: the inputs and the truth stay. A real kernel's sites cannot be reached, so of
-it there is what its output and its gradients tell: delta is that of its own output, summed in fp64.
-"""
+A cure changes one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what follows from
+their chain, and what others have proposed. It is options of the kernel `emulated`. A real kernel's
+sites cannot be reached, so of it there is what its output and its gradients tell: delta is that of
+its own output, summed in fp64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +33,12 @@ NUMBERS = ("delta_mean", "delta_rms", "delta_t", "ds_row_sum", "dq_rel", "dk_rel
            "dw_q_error")  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cure:
-    """One change of an attention."""
+    """One change of an attention: fields and sites of a recipe."""
 
     breaks: str  # where it fails, or what it costs
-    options: Mapping[str, Any] = field(default_factory=dict)  # fields and sites of a recipe
+    options: Mapping[str, Any]
 
     def of(self, made: Recipe) -> Recipe:
         """The recipe with this cure; raises UsageError where the two contradict one another."""
@@ -49,57 +47,54 @@ class Cure:
         return changed(made, sites=sites, **fields)
 
 
-def _cure(breaks: str, **options: Any) -> Cure:
-    return Cure(breaks=breaks, options=options)
-
-
 _PV = dict.fromkeys(("pv", "accumulator", "state", "merge", "normalised"), "float32")
 
 CURES: Mapping[str, Cure] = {
-    # The stabilised softmax of the paper's first runs.
-    "stabilised, exact ties": _cure(
+    # The stabilised softmax of the paper's first runs, and of its later ones.
+    "stabilised, exact ties": Cure(
         "not invariant under a shift of the scores; rows are lost where (beta - 1) r_m passes "
         "what P's format holds; nothing changes at r_m = 0",
-        softmax="stabilised", beta=7.0, tie_tolerance=0.0,
+        {"softmax": "stabilised", "beta": 7.0, "tie_tolerance": 0.0},
     ),
-    # And of its later runs.
-    "stabilised": _cure(
+    "stabilised": Cure(
         "as with exact ties, but from a larger r_m on",
-        softmax="stabilised", beta=2.0, tie_tolerance=1e-3,
+        {"softmax": "stabilised", "beta": 2.0, "tie_tolerance": 1e-3},
     ),
     # P times a number of the row's own, one of 64 between 1/2 and 1 with odd significands, which
     # O / l takes back: no P is 1, whatever is tied.
-    "guarded": _cure(
-        "changes how P V is rounded, not the last cast of O; rows at one position have the "
-        "same number in all heads and batches; backward has P normalised, as ever",
-        softmax="guarded",
+    "guarded": Cure(
+        "changes how P V is rounded, not the last cast of O; rows at one position have the same "
+        "number in all heads and batches; backward has P normalised, as ever",
+        {"softmax": "guarded"},
     ),
     # The row sum adds P as it is multiplied with V, so that the weights sum to 1.
-    "l from rounded P": _cure(
-        "costs nothing; leaves the error of the product P V as it is", l_from="rounded"
+    "l from rounded P": Cure(
+        "costs nothing; leaves the error of the product P V as it is", {"l_from": "rounded"}
     ),
     # P V, its sum over tiles and its normalisation; O is still cast.
-    "P V in fp32": _cure("an accumulator twice as large", **_PV),
+    "P V in fp32": Cure("an accumulator twice as large", _PV),
     # The same, and delta reads O from before its cast.
-    "O in fp32": _cure("O is stored twice, or in fp32", **_PV, out="float32", delta_o="float32"),
+    "O in fp32": Cure(
+        "O is stored twice, or in fp32", {**_PV, "out": "float32", "delta_o": "float32"}
+    ),
     # dP = dO V^T is not rounded before delta is taken from it.
-    "dP in fp32": _cure(
-        "what fused kernels do; where dP is stored it takes twice the room", dp="float32"
+    "dP in fp32": Cure(
+        "what fused kernels do; where dP is stored it takes twice the room", {"dp": "float32"}
     ),
     # delta = rowsum(dP o P): from the dP and P that it is subtracted from, in fp32, as are S - m
     # and l, so that P sums to 1 and each row of dS to zero.
-    "delta from dP": _cure(
+    "delta from dP": Cure(
         "needs all of a row before any dS: one more pass over the keys",
-        delta_from="dP*P", delta_product="wide", exponent="wide", row_sum="wide",
+        {"delta_from": "dP*P", "delta_product": "wide", "exponent": "wide", "row_sum": "wide"},
     ),
     # Up or down at random, with the exact value as the mean.
-    "stochastic rounding": _cure(
-        "no bias, but larger errors: up to twice where values lie anywhere, many times where "
-        "they lie next to a number of the format, as at ties; l and the S of forward and "
-        "backward no longer fit; not the same bits twice",
-        rounding="stochastic",
+    "stochastic rounding": Cure(
+        "no bias, but larger errors: up to twice where values lie anywhere, many times where they "
+        "lie next to a number of the format, as at ties; l and the S of forward and backward no "
+        "longer fit; not the same bits twice",
+        {"rounding": "stochastic"},
     ),
-}  # fmt: skip
+}
 
 
 def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
@@ -108,7 +103,7 @@ def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[Cure
     rows = _rows(diagnosis, NONE, {}, diagnosis.found)
     for name, cure in cures.items():
         try:
-            found = computed(diagnosis.case, cure.of(diagnosis.made))
+            found = computed(diagnosis.truth.case, cure.of(diagnosis.found.made))
         except NumdevError as error:
             row = {"cure": name, "options": dict(cure.options), "pv": Bias(), "out": Bias(),
                    "nulls": dict.fromkeys(("pv", "out", *NUMBERS), str(error))}  # fmt: skip
@@ -132,7 +127,7 @@ def _rows(
             "delta_t": t_of(error, truth.rows),
             "ds_row_sum": ds_row_sums(truth, found)["ds_row_sum"],
             **{f"{name}_rel": _relative(truth, name, getattr(found, name)) for name in GRADIENTS},
-            "dw_q_error": truth.moved(truth.weights(truth.dq_error(found.dq))),
+            "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
             "nonfinite": torch.stack(broken).sum(dim=0),
         })  # fmt: skip
         pv, out = biases(truth, found)
@@ -160,38 +155,29 @@ def _of_query_heads(truth: Truth, x: Tensor) -> Tensor:
 
 
 def _broken(truth: Truth, found: Computed, head: int) -> str:
-    """How many rows of a head lose every weight under the stabilised softmax, and from which
-    maximum on; empty where none does. It shifts a row by beta r where its maximum r > 0 is tied in
-    a tile, and by 0 where r < 0 is: every P of the row is then at most exp(-(beta - 1) r), or
-    exp(r), and may be below what P's format holds."""
+    """In how many rows of a head the stabilised softmax loses every weight. It shifts a row by
+    beta r where its maximum r > 0 is tied in a tile, and by 0 where r < 0 is: every P of the row is
+    then at most exp(-(beta - 1) r), or exp(r), and may be below what P's format holds."""
     made, kept = found.made, found.kept
-    if made.beta is None:
+    if made.beta is None or made.beta <= 1:
         return ""
     seen = ~truth.exact.empty[:, head] & truth.exact.lse[:, head].isfinite()
     above = seen & kept.m[:, head].isnan()
     below = seen & ~above & kept.l[:, head].isnan()
-    deepest = -math.log(smallest_weight(kept.r))
-    parts = []
-    if above.any() and made.beta > 1:
-        parts.append(
-            f"in {int(above.sum())} rows of {int(seen.sum())} tied maxima r exceed "
-            f"{deepest / (made.beta - 1):.3g}, and exp(-(beta - 1) r) is no normal number of P's "
-            f"format (beta {made.beta:g})"
-        )
-    if below.any():
-        parts.append(
-            f"in {int(below.sum())} rows of {int(seen.sum())} a maximum r < 0 is tied, the shift "
-            "is 0, and every exp(S) is lost"
-        )
-    return "; ".join(parts)
+    limit = -math.log(smallest_weight(kept.r)) / (made.beta - 1)
+    reasons = (
+        (above, f"tied maxima r exceed {limit:.3g}, and exp(-(beta - 1) r) underflows"),
+        (below, "a maximum r < 0 is tied, the shift is 0, and exp(S) underflows"),
+    )
+    count = int(seen.sum())
+    return "; ".join(f"in {int(x.sum())} rows of {count} {why}" for x, why in reasons if x.any())
 
 
 def seen_from_outside(
     diagnosis: Diagnosis, kernel: Kernel, options: Mapping[str, Any]
 ) -> tuple[KernelRow, ...]:
     """A kernel's forward and backward pass on the call, one row for every head; where it refuses
-    the call or fails, the rows say why. Whether this machine has what the kernel needs
-    (`Kernel.missing`) is for the caller to ask."""
+    the call or fails, the rows say why. The caller asks whether the kernel can run here."""
     truth = diagnosis.truth
     output = attempt(kernel, truth.case, options, gradients=True)
     same: dict[str, Any] = {"kernel": kernel.name, "options": dict(options)}
@@ -204,7 +190,7 @@ def seen_from_outside(
         delta = (upstream(truth.case).double() * out).sum(dim=-1)
         numbers = by_head({
             "dq_rel": _relative(truth, "dq", output.dq),
-            "dw_q_error": truth.moved(truth.weights(truth.dq_error(output.dq))),
+            "dw_q_error": truth.moved(truth.dw_q_error(output.dq)),
         })  # fmt: skip
         outs = bias(out - exact.out, exact.out, exact.term_scale, truth.rows, truth.case.format)
         deltas = delta_errors(truth, "dO*O", truth.delta_error(delta))

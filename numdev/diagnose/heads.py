@@ -3,16 +3,14 @@ arXiv 2510.04212; docs/method.md), in which order they are named, and what is sa
 
 What is null meets no condition and lacks none. Heads are ordered by dW_Q's error, not by how many
 conditions they meet: a condition is a lead, and that error is what does harm. No sentence says what
-will become of a training run: neither the paper nor these numbers show that.
-"""
+will become of a training run: neither the paper nor these numbers show that."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow, Place, Ranked
+from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, Place, Ranked
 from numdev.report.numbers import NONE
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost
@@ -30,33 +28,18 @@ MOVED = 2.0**-8  # |dW_Q error| / |dW_Q|: rounding dW_Q itself to bfloat16 may c
 LOUDER = 1.5  # spectral norm over the layer's median: untrained heads differ by a few per cent
 HALF = 0.5  # what a cure has to leave at most
 DROWNED = 0.5  # |dW_Q error| of a head over |dW_Q| of its layer: half a gradient, from rounding
-NAMED = 3  # further heads that are named
+NAMED = 3  # further cures that are named
 MEAN = "delta's mean error"
-CONDITIONS = (
+CONDITIONS = (  # in the order of the chain
     *("tied maxima", "weights at powers of two", "V of one sign", "biased output"),
     *("delta error of one sign", "similar terms of dW_Q", "dW_Q moved", "large spectral norm"),
 )
-"""In the order of the chain."""
 TIES, EXACT, SIGN, OUTPUT, DELTA, ALIKE, WRONG, NORM = CONDITIONS
-
-
-def used_delta(head: HeadRow) -> DeltaError | None:
-    """The error of delta by the formula that the attention uses."""
-    return head.delta[0] if head.delta else None
 
 
 def mean_of(head: HeadRow) -> float:
     """|Mean error of delta|; 0 where it is not known."""
-    used = used_delta(head)
-    return 0.0 if used is None else abs(used.mean or 0.0)
-
-
-def moved(head: HeadRow) -> float | None:
-    """|dW_Q error| / |dW_Q| of the head, of which the error of delta is the cause: the part of it
-    that its own dP and P do not share, where that was measured. None where W_Q is not known."""
-    used = used_delta(head)
-    whole = None if used is None else used.dw_q
-    return whole if head.dw_q_unbalanced is None else head.dw_q_unbalanced
+    return abs(float(head.at("used.mean") or 0.0))
 
 
 # --- the conditions ------------------------------------------------------------------------------
@@ -73,31 +56,33 @@ def _beyond(limit: float, *values: float | None) -> bool | None:
     return _known(any, *(None if x is None else abs(x) >= limit for x in values))
 
 
+def _biased(bias: Bias) -> bool | None:
+    return _known(all, _beyond(BIASED, bias.outward), _beyond(T, bias.t))
+
+
 def _one_way(head: HeadRow) -> bool | None:
     """None too without a t, in rows so few that no running sum gets far either."""
-    used = used_delta(head)
+    used = head.used
     if used is None or used.mean is None:
         return None
+    far = _beyond(RUN, used.run)
     if used.rms == 0:
         return False
-    far = _beyond(RUN, used.run)
     return None if used.t is None and not far else _known(all, _beyond(T, used.t), far)
 
 
 def _verdicts(head: HeadRow) -> dict[str, bool | None]:
     """Whether a head meets each condition; None where that could not be measured."""
-    tests = (
-        _beyond(TIED, head.tied, head.ones),
-        _beyond(POWERS, head.powers),
-        _beyond(ONE_SIGNED, head.one_signed),
-        _known(any, *(_known(all, _beyond(BIASED, b.outward), _beyond(T, b.t))
-                      for b in (head.pv, head.out))),
-        _one_way(head),
-        _beyond(SIMILAR, head.similarity),
-        _beyond(MOVED, moved(head)),
-        _beyond(LOUDER, head.spectral_ratio),
-    )  # fmt: skip
-    return dict(zip(CONDITIONS, tests, strict=True))
+    return {
+        TIES: _beyond(TIED, head.tied, head.ones),
+        EXACT: _beyond(POWERS, head.powers),
+        SIGN: _beyond(ONE_SIGNED, head.one_signed),
+        OUTPUT: _known(any, _biased(head.pv), _biased(head.out)),
+        DELTA: _one_way(head),
+        ALIKE: _beyond(SIMILAR, head.similarity),
+        WRONG: _beyond(MOVED, head.moved),
+        NORM: _beyond(LOUDER, head.spectral_ratio),
+    }
 
 
 # --- the order -----------------------------------------------------------------------------------
@@ -109,9 +94,7 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
     The score is |dW_Q error| of a head over |dW_Q| of its layer, the root of the sum of its heads'
     squares; else |delta's mean error|; else 0. Heads whose W_Q is not known come after those whose
     is. Equals are in the order of checkpoint, layer, call and head. `heads` are all heads of their
-    calls. `cures` are rows of the same heads, and may be of some of them or none; where one gives
-    NaN or infinity it is no cure.
-    """
+    calls; `cures` may be of some of them or none."""
     layers: dict[tuple[str, str], list[float]] = {}
     for head in heads:
         layers.setdefault((head.checkpoint, head.case), []).append(head.dw_q_norm or 0.0)
@@ -131,13 +114,16 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
     ordered = []
     for rank, head in enumerate(sorted(heads, key=order), start=1):
         verdicts = _verdicts(head)
-        row: dict[str, Any] = {
-            "conditions": tuple(name for name, verdict in verdicts.items() if verdict),
-            "missing": tuple(name for name, verdict in verdicts.items() if verdict is False),
-            "cured_by": _cured_by([c for c in cures if c.is_of(head)]),
-            "evidence": evidence(head),
-        }
-        ordered.append(Ranked(**head.place, rank=rank, score=score(head)[1], **row))
+        ranked_head = Ranked(
+            **head.place,
+            rank=rank,
+            score=score(head)[1],
+            conditions=tuple(name for name, verdict in verdicts.items() if verdict),
+            missing=tuple(name for name, verdict in verdicts.items() if verdict is False),
+            cured_by=_cured_by([c for c in cures if c.is_of(head)]),
+            evidence=evidence(head),
+        )
+        ordered.append(ranked_head)
     return tuple(ordered)
 
 
@@ -158,15 +144,14 @@ def leading(ranking: Sequence[Ranked]) -> Ranked:
 
 
 def suspects(heads: Sequence[HeadRow]) -> tuple[HeadRow, ...]:
-    """Heads in the order in which they are looked at: those at fault, then the others, each by
-    their score."""
+    """Heads at fault, then the others, each by their score."""
     ordered = sorted(ranked(heads, ()), key=lambda r: not at_fault(r))
     return tuple(next(h for h in heads if h.is_of(r)) for r in ordered)
 
 
 def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
     """What a cure leaves of a head's trouble, by what it is a share of: the error of dW_Q, and
-    delta's mean error if that had one sign. Nothing where the cure breaks."""
+    delta's mean error if that had one sign. Nothing where the cure gives NaN or infinity."""
     pairs = {"dW_Q's error": (cure.dw_q_error, without.dw_q_error)}
     if without.delta_t is not None and abs(without.delta_t) >= T:
         pairs[MEAN] = (cure.delta_mean, without.delta_mean)
@@ -208,227 +193,155 @@ def t_in_words(t: float | None) -> str:
 
 
 def evidence(head: HeadRow) -> str:
-    """What was measured, link by link, as one sentence."""
-    used, by_delta, outward = used_delta(head), moved(head), head.out.outward
-    keys = f" ({head.tied_keys:.2g} keys each)" if head.tied and head.tied_keys else ""
-    way = "away from zero" if (outward or 0.0) > 0 else "towards zero"
-    run = whole = moves = ""
-    if used and used.run is not None:
-        run = f", running sum {used.run:.2g} (random signs: near 1)"
-    if head.dw_q_error is not None:
-        whole = f" (all roundings: {percent(head.dw_q_error)})"
-    if by_delta is not None:
-        moves = f", which moves dW_Q by {percent(by_delta)}{whole}"
-    mean = used.mean if used else None
+    """What was measured, link by link."""
     links = (
-        (head.tied, f"maxima are tied in {percent(head.tied)} of rows{keys}"),
-        (head.one_signed, f"V has one sign there in {percent(head.one_signed)} of features"),
-        (outward, f"O errs by {abs(outward or 0.0):.2g} ulp {way}{_t(head.out)}"),
-        (mean, f"delta is off by {percent(mean, sign=True)}{_t(used)}{run}{moves}"),
-        (head.similarity, f"{percent(head.similarity)} of the terms of dW_Q point one way"),
+        ("tied maxima in {} of rows", percent, "tied"),
+        ("V of one sign there in {}", percent, "one_signed"),
+        ("O off by {} ulp along its sign" + _t(head.out), "{:+.2g}".format, "out.outward"),
+        ("delta off by {}" + _t(head.used), _signed, "used.mean"),
+        ("its running sum {} (random signs: near 1)", "{:.2g}".format, "used.run"),
+        ("that moves dW_Q by {}", percent, "moved"),
+        ("all roundings by {}", percent, "dw_q_error"),
+        ("terms of dW_Q in one direction {}", percent, "similarity"),
     )
-    words = "; ".join(words for number, words in links if number is not None)
-    return f"{words}." if words else "Nothing could be measured."
+    values = ((words, write, head.at(path)) for words, write, path in links)
+    words = "; ".join(words.format(write(x)) for words, write, x in values if x is not None)
+    return f"{words or 'nothing could be measured'}.".replace("-", "−")
 
 
 def answer(
     ranking: Sequence[Ranked],
     heads: Sequence[HeadRow],
     cures: Sequence[CureRow],
-    kernels: Sequence[KernelRow],
     costs: Mapping[str, str],
     onsets: Mapping[str, int | None] | None = None,
 ) -> tuple[str, ...]:
     """The first sentences of a report: what stands before `: ` in each is its heading.
 
-    `heads` are those that were ranked. `costs` says of each cure where it fails or what it takes.
-    `onsets` are those of `numdev.diagnose.curves`.
-    """
+    `heads` are those that were ranked. `costs` says of each cure where it fails or what it takes,
+    `onsets` at which step each number passed its limit."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
-    faulty, first = [r for r in ranking if at_fault(r)], leading(ranking)
-    rows = {r.rank: next(head for head in heads if head.is_of(r)) for r in ranking}
-    known = [r for r in ranking if judged(r)]
-    evident = [f"Evidence: {first.evidence[:1].upper()}{first.evidence[1:]}"]
-    cure = _cure(first, [c for c in cures if c.is_of(first)], costs)
-    if faulty:
-        said = [_finding(first, rows[first.rank], len(faulty)), *evident]
-        said += [_origin(first, rows[first.rank]), *_others(faulty), *cure]
+    first, count = leading(ranking), len(ranking)
+    row = next(head for head in heads if head.is_of(first))
+    known = [head for r in ranking if judged(r) for head in heads if head.is_of(r)]
+    more = [f"Evidence: {first.evidence}", *_cure(first, cures, costs)]
+    if at_fault(first):
+        said = [_finding(first, row, sum(map(at_fault, ranking))), _origin(first, row), *more]
     elif first.score >= DROWNED and judged(first, WRONG):
-        said = [*_drowned(first, rows[first.rank], ranking), *evident, *cure]
+        said = [_drowned(first, row, ranking), *more]
     else:
-        said = [_nothing(known, rows)] if known else []
-    said += _unjudged(ranking, rows)
-    said += _kernels([k for k in kernels if k.is_of(first)])
+        said = [_nothing(known)] if known else []
+    if len(known) < count:
+        unknown = next(head for r in ranking if not judged(r) for head in heads if head.is_of(r))
+        why = unknown.nulls.get("delta") or unknown.nulls.get("delta.t") or "not measured"
+        said.append(f"Sign of delta's error not known in {count - len(known)} of {count}: {why}.")
     return (*said, *_first_moves(onsets or {}))
 
 
 def named(place: Place) -> str:
-    """`layer 3, head 5`; the module's name where it has no number."""
-    where = place.module or place.case if place.layer is None else f"layer {place.layer}"
+    """`Layer 3, head 5`; the name of the module or call where it has no number."""
+    where = place.module or place.case if place.layer is None else f"Layer {place.layer}"
     call = f" (call {place.call})" if place.call else ""
     return f"{where}{call}, head {place.head}"
 
 
 def _finding(first: Ranked, row: HeadRow, count: int) -> str:
-    used, by_delta = used_delta(row), moved(row)
-    effect = f" and that alone moves its dW_Q by {percent(by_delta)}"
-    if by_delta is None:
-        effect = "; its W_Q is not known, so what that does to dW_Q is not"
-    most, after = "loses most" if count > 1 else "is alone in this", ""
-    if first.rank > 1:
-        most = "has errors that do not cancel"
-        after = (
-            f" It is number {first.rank} by how far it moves its layer's dW_Q; in the heads before "
-            "it delta's errors have random signs, or are not what moves it."
-        )
+    effect = "its W_Q is not known"
+    if row.moved is not None:
+        effect = f"that alone moves its dW_Q by {percent(row.moved)}"
+    rank = f" By dW_Q's whole error it ranks {first.rank}." if first.rank > 1 else ""
+    others = f" Heads of which this holds: {count}." if count > 1 else ""
     return (
-        f"{_subject(first)} {most}: rounding shifts its delta to one side, by "
-        f"{percent(used.mean if used else None, sign=True)} of what it is summed from{_t(used)}"
-        f"{effect}.{after}"
+        f"{named(first)}: rounding shifts its delta to one side, by "
+        f"{_signed(row.at('used.mean'))} of what it is summed from{_t(row.used)}; "
+        f"{effect}.{rank}{others}"
     )
-
-
-def _nothing(known: Sequence[Ranked], rows: Mapping[int, HeadRow]) -> str:
-    """No head meets what it takes: whose errors come closest, and how far."""
-    shifted = [rows[r.rank] for r in known if DELTA in r.conditions]
-    others = [rows[r.rank] for r in known if DELTA not in r.conditions]
-    random = f"with random signs {_largest(others)}" if others else ""
-    if not shifted:
-        return f"No head of {len(known)} has an error of delta of one sign: {random}."
-    return (
-        "Errors of one sign move no dW_Q by more than rounding it would: delta's error has one "
-        f"sign in {len(shifted)} head{'s' * (len(shifted) > 1)} of {len(known)}, where "
-        f"{_largest(shifted)}{'; ' * bool(others)}{random}."
-    )
-
-
-def _largest(heads: Sequence[HeadRow]) -> str:
-    """How far the errors of the head go whose go furthest: whose dW_Q the error of delta moves
-    most; where W_Q is known for none, whose delta has the largest mean error."""
-    known = [head for head in heads if moved(head) is not None]
-    row = max(known, key=lambda h: moved(h) or 0.0) if known else max(heads, key=mean_of)
-    effect = "it moves a dW_Q by" if known else "its mean is"
-    size = moved(row) if known else mean_of(row)
-    return f"{effect} at most {percent(size)} ({named(row)}{_t(used_delta(row), ', t = {}')})"
-
-
-def _drowned(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> list[str]:
-    """Rounding as large as the gradient, though of random signs; and whether delta is why."""
-    loud = sum(r.score >= DROWNED and judged(r, WRONG) for r in ranking)
-    others = f", and {loud} of {len(ranking)} heads move theirs by half or more" * (loud > 1)
-    said = [
-        f"{_subject(first)} drowns in rounding: it moves dW_Q of its layer by "
-        f"{percent(first.score)}{others}, with errors of no common sign{_t(used_delta(row))}."
-    ]
-    part, whole = row.dw_q_unbalanced, row.dw_q_error
-    if part is not None and whole and part >= whole / 2 and row.ds_row_sum is not None:
-        said.append(
-            "Delta does not fit the dP and P that it is subtracted from: rows of dS sum to "
-            f"{percent(row.ds_row_sum)} of their size, not to 0, and that makes "
-            f"{percent(min(part / whole, 1.0))} of the head's error."
-        )
-    return said
-
-
-def _unjudged(ranking: Sequence[Ranked], rows: Mapping[int, HeadRow]) -> list[str]:
-    """Of which heads the sign of the errors is not known, and why of the first."""
-    unknown = [r for r in ranking if not judged(r)]
-    if not unknown:
-        return []
-    row = rows[unknown[0].rank]
-    why = row.nulls.get("delta") or row.nulls.get("delta.t") or "it was not measured"
-    among = "" if len(ranking) == 1 else f", {named(row)} among them"
-    count = f"{len(unknown)} of {len(ranking)} head{'s' * (len(ranking) > 1)}"
-    return [f"Whether delta's error has one sign is not known in {count}{among} ({why})."]
 
 
 def _origin(first: Ranked, row: HeadRow) -> str:
     """Whether the links before delta are there too: what the error of delta comes from."""
     forward = [name for name in (TIES, EXACT, SIGN) if name in first.conditions]
-    lacking = [name for name in first.missing if name != WRONG]
+    lacking = _listed([name for name in first.missing if name != WRONG]) or "none"
     # A head that attends to one key has P at 1 without any tie: then only a biased output shows
     # that rounding P V to one side is where it begins.
     peaked = EXACT in forward and OUTPUT in first.conditions
     if (TIES in forward or peaked) and SIGN not in first.missing:
-        rest = f"of the other conditions it lacks {_listed(lacking)}"
-        if not lacking:
-            rest = f"it meets all {len(first.conditions)} conditions that could be judged"
-        return f"It begins in forward: {_listed(forward)}; {rest}."
-    sums = t = ""
-    if row.ds_row_sum_t is not None:
-        t = f" (t = {t_in_words(row.ds_row_sum_t)})"
+        return f"It begins in forward: {_listed(forward)}; missing conditions: {lacking}."
+    sums = ""
     if row.ds_row_sum is not None:
-        sums = f"; the rows of its dS sum to {percent(row.ds_row_sum)} of their size{t}, not to 0"
-    return f"Not the published cause: it lacks {_listed(lacking)}{sums}."
+        t = "" if row.ds_row_sum_t is None else f" (t = {t_in_words(row.ds_row_sum_t)})"
+        sums = f"; rows of dS sum to {percent(row.ds_row_sum)} of their size{t}, not to 0"
+    return f"Not the published cause: missing conditions: {lacking}{sums}."
 
 
-def _others(faulty: Sequence[Ranked]) -> list[str]:
-    more = faulty[1:]
-    if not more:
-        return []
-    of = " of its layer's dW_Q"
-    scores = (f"{named(r)}, {percent(r.score)}{of * (WRONG in r.conditions)}" for r in more[:NAMED])
-    rest = f"; and {len(more) - NAMED} more" if len(more) > NAMED else ""
-    do, heads = ("does", "head") if len(more) == 1 else ("do", "heads")
-    return [f"So {do} {len(more)} other {heads}: {'; '.join(scores)}{rest}."]
+def _drowned(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
+    """Rounding as large as the gradient, though of random signs."""
+    loud = sum(r.score >= DROWNED and judged(r, WRONG) for r in ranking)
+    sums = ""
+    if row.ds_row_sum is not None:
+        sums = f"; rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0"
+    return (
+        f"{named(first)}: rounding changes its layer's dW_Q by {percent(first.score)} ({loud} of "
+        f"{len(ranking)} heads ≥ {percent(DROWNED)}); the errors have no consistent "
+        f"sign{_t(row.used)}{sums}."
+    )
 
 
-def _cure(first: Ranked, rows: Sequence[CureRow], costs: Mapping[str, str]) -> list[str]:
-    without = next((row for row in rows if row.cure == "none"), None)
+def _nothing(known: Sequence[HeadRow]) -> str:
+    """No head meets what it takes: how far the errors of one sign go, else those of random sign."""
+    shifted = [head for head in known if _one_way(head)]
+    row = max(shifted or known, key=lambda head: (head.moved or 0.0, mean_of(head)))
+    effect = f"its mean is at most {percent(mean_of(row))}"
+    if row.moved is not None:
+        effect = f"it moves a dW_Q by at most {percent(row.moved)}"
+    return (
+        f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
+        f"{effect} ({named(row)}{_t(row.used, ', t = {}')})."
+    )
+
+
+def _cure(first: Ranked, cures: Sequence[CureRow], costs: Mapping[str, str]) -> list[str]:
+    rows = {cure.cure: cure for cure in cures if cure.is_of(first)}
+    without = rows.get("none")
     if without is None:
         return []
-    broken = sorted(f"{r.cure} ({r.broken})" if r.broken else r.cure for r in rows if r.nonfinite)
-    lost = f" On these inputs {_listed(broken)} gives NaN or infinity." if broken else ""
+    broken = sorted(f"{r.cure} ({r.broken})" if r.broken else r.cure for r in rows.values()
+                    if r.nonfinite)  # fmt: skip
+    lost = f" NaN or infinity: {_listed(broken)}." if broken else ""
     if not first.cured_by:
-        return [f"No cure that was tried takes half of it away:{lost or ' see the table.'}"]
-    best = first.cured_by[0]
-    row = next(row for row in rows if row.cure == best)
+        return [f"No cure that was tried takes half of it away: see the table.{lost}"]
+    best, *also = first.cured_by[: 1 + NAMED]
+    row = rows[best]
     share, what = min((share, what) for what, share in shares(row, without).items())
-    also = first.cured_by[1 : 1 + NAMED]
-    others = f" Less than half is also left by {_listed(also)}." if also else ""
+    others = f" Below half too: {_listed(also)}." if also else ""
     cost = f" ({costs[best]})" if best in costs else ""
-    pairs = {"dW_Q": (row.dw_q_error, without.dw_q_error), "dQ": (row.dq_rel, without.dq_rel)}
-    known = [(name, pair) for name, pair in pairs.items() if None not in pair and what == MEAN]
-    gradient = ""
-    for name, (now, before) in known[:1]:  # less of one sign may be more in all
-        gradient = f"; {name} is then off by {percent(now)}, without by {percent(before)}"
+    gradient = ""  # less of one sign may be more in all
+    if what == MEAN and row.dw_q_error is not None:
+        now, before = percent(row.dw_q_error), percent(without.dw_q_error)
+        gradient = f"; dW_Q is then off by {now}, without it by {before}"
     return [
-        f"What helps most on the same inputs: {best} leaves {percent(share)} of {what}{cost}"
-        f"{gradient}.{others}{lost}"
+        f"Best cure on the same inputs: {best} leaves {percent(share)} of {what}{cost}{gradient}."
+        f"{others}{lost}"
     ]
-
-
-def _kernels(rows: Sequence[KernelRow]) -> list[str]:
-    """What real kernels do on the head that was named."""
-    said = [
-        f"{row.kernel} shifts its delta by {percent(row.delta.mean, sign=True)}{_t(row.delta)}"
-        for row in rows
-        if row.delta is not None and row.delta.mean is not None
-    ]
-    said += [f"{row.kernel} did not run ({row.reason})" for row in rows if row.status != "ok"]
-    return [f"Real kernels on the same inputs: {'; '.join(said)}."] if said else []
 
 
 def _first_moves(onsets: Mapping[str, int | None]) -> list[str]:
     """In which order its numbers passed their limits, over training."""
-    steps = sorted({step for step in onsets.values() if step is not None})
-    passed = {step: [name for name, at in onsets.items() if at == step] for step in steps}
-    never = _listed([name for name, at in onsets.items() if at is None])
-    if not passed:
-        return [f"Over training: {never} never passed their limits."] if onsets else []
-    order = ", then ".join(f"{_listed(names)} at step {step}" for step, names in passed.items())
-    rest = f"; {never} never did" if never else ""
-    return [f"Over training, limits were passed in this order: {order}{rest}."]
+    if not onsets:
+        return []
+    passed = sorted((step, name) for name, step in onsets.items() if step is not None)
+    never = [f"{name} never" for name, step in onsets.items() if step is None]
+    order = ", ".join([*(f"{name} at step {step}" for step, name in passed), *never])
+    return [f"Limits passed over training: {order}."]
+
+
+def _signed(share: float | None) -> str:
+    return percent(share, sign=True)
 
 
 def _t(error: Bias | DeltaError | None, words: str = " (t = {})") -> str:
     return "" if error is None or error.t is None else words.format(t_in_words(error.t))
-
-
-def _subject(place: Place) -> str:
-    """At the start of a sentence; the name of a module or case stays as it is."""
-    return named(place) if place.layer is None else f"L{named(place)[1:]}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,11 +1,10 @@
 """One call computed twice: in fp64, which is the truth that errors are held against, and as a
-recipe of `emulated` has it, with what a diagnosis asks of that beside O and the gradients.
+recipe of `numdev.kernels.emulation` has it, with what a diagnosis asks of that beside O and the
+gradients.
 
-The recipe's steps are those of `numdev.kernels.emulation`. What a site alone does is the recipe's
-value less that of the same recipe with the site exact. Under stochastic rounding every site draws
-from a generator of its own here, so that the rest of the two is rounded alike; the numbers are then
-not bit for bit those of the kernel `emulated`.
-"""
+What a site alone does is the recipe's value less that of the same recipe with the site exact. Under
+stochastic rounding every site draws from a generator of its own here, so that the rest of the two
+is rounded alike; the numbers are then not bit for bit those of the kernel `emulated`."""
 
 from __future__ import annotations
 
@@ -58,9 +57,9 @@ class Truth:
             return torch.full_like(self.size, math.nan)
         return norm(dw_q) / norm(self.dw_q)
 
-    def dq_error(self, dq: Tensor) -> Tensor:
-        """[B, H, q_len, head_dim] in fp64: what was computed less the exact."""
-        return dq.detach().double() - self.exact.dq
+    def dw_q_error(self, dq: Tensor) -> Tensor | None:
+        """What a computed dq makes of dW_Q, less the exact one."""
+        return self.weights(dq.detach().double() - self.exact.dq)
 
     def delta_error(self, delta: Tensor) -> Tensor:
         """[B, H, q_len] in fp64: computed less exact, over `size`; 0 in rows that see no key."""
@@ -147,7 +146,7 @@ def rounder(case: AttentionCase, made: Recipe) -> Rounder:
 
 
 def computed(case: AttentionCase, made: Recipe) -> Computed:
-    """Both passes of the recipe. Runs without autograd. Raises Refused for a case that the recipe's
+    """Both passes of the recipe, without autograd. Raises Refused for a case that the recipe's
     `compute` dtype does not hold, and for one without grad_out."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         kept = bwd.kept(rounder(case, made))
@@ -193,6 +192,5 @@ def _row_sums(given: Given, delta: Tensor) -> dict[str, Tensor]:
         terms = (error.square_(), exact.square_(), dS, dS.abs(), weighed, weights)
         for total, term in zip(sums, terms, strict=True):
             total[:, :, rows] += torch.where(seen, term, 0.0).sum(dim=-1)
-    dp_error, dp, ds, ds_size, weighed, weights = sums
-    even = weighed / weights
-    return {"dp_error": dp_error, "dp": dp, "ds": ds, "ds_size": ds_size, "even": even}
+    names = ("dp_error", "dp", "ds", "ds_size")
+    return {**dict(zip(names, sums, strict=False)), "even": sums[4] / sums[5]}

@@ -1,20 +1,13 @@
 """What reaches the weights that make the queries: dW_Q of each head, whether the terms of its error
 look alike, and what W_Q itself is like.
 
-An error of dQ is an error of dW_Q through the call's `Projection`, which is linear. By formula 2 of
-Qiu & Yao (arXiv 2510.04212) that part of it which an error e[T] of delta makes is
-
-    -alpha sum_T e[T] R_T,   R_T = (P K)[T]^T X[T],
-
-with (P K)[T] pulled back to W_Q's output. Under a soft cap P here is P times the cap's slope.
-
-The R_T are matrices of rank 1, head_dim * width numbers each, and are never made: the inner product
-of two is that of their (P K)[T] times that of their X[T], so that the Gram matrix of all is the
-Hadamard product of two small ones. Its trace is the sum of all |R_T|^2, its largest eigenvalue that
-sum along the leading direction, found by Lanczos' method (Golub & Van Loan, Matrix Computations,
-section 10.1, with full reorthogonalisation): from below, and to about one part in a hundred where
-no direction stands out.
-"""
+By formula 2 of Qiu & Yao (arXiv 2510.04212) the error of dW_Q that an error e[T] of delta makes is
+-alpha sum_T e[T] R_T, R_T = (P K)[T]^T X[T], with (P K)[T] pulled back to W_Q's output. The R_T are
+matrices of rank 1 and are never made: their Gram matrix is the Hadamard product of that of (P K)
+and that of X. Its trace is the sum of all |R_T|^2, its largest eigenvalue that sum along the
+leading direction, found by Lanczos' method (Golub & Van Loan, Matrix Computations, section 10.1,
+with full reorthogonalisation): from below, and to about one part in a hundred where no direction
+stands out."""
 
 from __future__ import annotations
 

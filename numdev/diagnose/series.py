@@ -1,16 +1,13 @@
 """What a diagnosis is asked to look at: one target, or the checkpoints of a series by step.
 
-A series is several targets, or a directory that holds checkpoints: that of a `numdev train` with
-its `checkpoints/`, or any other. Its steps are those that `training.json` tells, which `numdev
-train` writes beside its weights, else those in the names of the directories (`...-step500`,
-`checkpoint-500`). Checkpoints of a series have the same tensors. One that holds NaN or infinity,
-as training that broke leaves it, is left out and named.
-"""
+A series is several targets, or a directory that holds checkpoints, or that of a `numdev train` with
+its `checkpoints/`. Steps are those of `training.json`, which `numdev train` writes beside its
+weights, else those in the names of the directories (`...-step500`, `checkpoint-500`). One that
+holds NaN or infinity is left out and named."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
 from collections import Counter
@@ -29,6 +26,7 @@ from numdev.training.weights.files import Weights, open_weights
 STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,9})$", re.IGNORECASE)
 YAML = (".yaml", ".yml")
 GIVE = "give a checkpoint, a directory of checkpoints, a file of captured tensors, or `demo`"
+ALONE = "diagnose them one at a time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,39 +40,27 @@ class Stage:
     sha256: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """Stages in the order of their steps, or as they were given."""
+def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
+    """The stages that targets name, in the order of their steps, or as they were given; and which
+    checkpoints were left out, and why.
 
-    stages: tuple[Stage, ...]
-    left_out: tuple[str, ...] = ()  # which checkpoints are not among them, and why
-
-
-def series(targets: Sequence[str]) -> Series:
-    """The stages that targets name, looked into as far as their weights' shapes and finiteness.
-
-    Raises UsageError for a target that is none, for one that is a report, and for checkpoints that
-    are no series: of different shapes, of one step twice. Raises MeasurementError where weights are
-    damaged, and where no checkpoint has finite weights.
-    """
-    found = _in_order([stage for target in targets for stage in _stages(target)])
-    opened = {stage.name: open_weights(stage.target) for stage in found if stage.weights}
-    _check_alike(opened)
+    Raises UsageError for a target that is none, and for two checkpoints of one step,
+    MeasurementError where weights are damaged, and where no checkpoint has finite weights."""
+    stages = _in_order([stage for target in targets for stage in _stages(target)])
+    opened = {stage.name: open_weights(stage.target) for stage in stages if stage.weights}
+    for weights in opened.values():
+        if weights.damage:
+            raise MeasurementError(f"{weights.name}: {weights.damage[0].words}")
     broken = {name: words for name, weights in opened.items() if (words := _not_finite(weights))}
-    if len(broken) == len(found):
+    if len(broken) == len(stages):
         name, words = next(iter(broken.items()))
-        raise MeasurementError(
-            f"{name}: {words}: nothing can be diagnosed",
-            hint="diagnose a checkpoint from before that",
-        )
-    return Series(
-        stages=tuple(
-            dataclasses.replace(s, sha256=opened[s.name].identity() if s.weights else None)
-            for s in found
-            if s.name not in broken
-        ),
-        left_out=tuple(f"{name}: {words}; it was left out." for name, words in broken.items()),
+        raise MeasurementError(f"{name}: {words}", hint="diagnose a checkpoint from before that")
+    sound = (
+        dataclasses.replace(s, sha256=opened[s.name].identity() if s.weights else None)
+        for s in stages
+        if s.name not in broken
     )
+    return tuple(sound), tuple(f"{name}: {words}; left out." for name, words in broken.items())
 
 
 def step_of(path: Path) -> int | None:
@@ -100,16 +86,17 @@ def _stages(target: str) -> list[Stage]:
     if not path.exists():
         raise UsageError(f"{target}: no such file or directory", hint=GIVE)
     if is_pipeline(path):  # else its text encoder would be taken for a checkpoint of a series
-        raise UsageError(
-            f"{target}: is a diffusers pipeline, which a diagnosis does not take",
-            hint="numdev audit takes it",
-        )
+        raise UsageError(f"{target}: diagnose takes no pipeline", hint="numdev audit takes it")
     if path.suffix in YAML or holds_cases(path):
         return [Stage(target=target, name=path.resolve().name, weights=False)]
     alone = path.is_file() or _is_checkpoint(path)
     found = [_stage(path)] if alone else _within(path / "checkpoints") or _within(path)
-    if alone or not found:
-        _refuse_report(path)
+    # A report is what a directory of numdev's holds beside, or in place of, what it is about.
+    report = path / "report.json" if path.is_dir() else path
+    kind = _json(report).get("kind") if report.suffix == ".json" else None
+    if kind and (alone or not found):
+        kept = "; a training keeps checkpoints with `checkpoints:`" if kind == "train" else ""
+        raise UsageError(f"{path}: is a report of numdev {kind}, no checkpoint{kept}", hint=GIVE)
     if not found:
         raise UsageError(f"{target}: holds no checkpoint", hint=GIVE)
     return found
@@ -137,54 +124,22 @@ def _within(path: Path) -> list[Stage]:
     return found
 
 
-def _refuse_report(path: Path) -> None:
-    """A report is what a directory of numdev's holds beside, or in place of, what it is about."""
-    file = path / "report.json" if path.is_dir() else path
-    if file.suffix != ".json" or file.name.endswith(".index.json") or not file.is_file():
-        return
-    kind, hint = _json(file).get("kind"), "give the checkpoint itself"
-    if kind == "train":
-        hint = "it kept no checkpoints; train with `checkpoints:` in its configuration"
-    what = f"is the report of numdev {kind}" if kind else "is no checkpoint"
-    raise UsageError(f"{path}: {what}", hint=hint)
-
-
 def _in_order(stages: Sequence[Stage]) -> list[Stage]:
     """By step where all have one; with the whole path as the name where two are called alike."""
-    twice = [t for t, n in Counter(s.target for s in stages).items() if n > 1]
-    if twice:
-        raise UsageError(f"{twice[0]}: is given twice", hint="name every checkpoint once")
     count = Counter(stage.name for stage in stages)
     stages = [
         dataclasses.replace(stage, name=stage.target) if count[stage.name] > 1 else stage
         for stage in stages
     ]
-    if len(stages) < 2 or any(stage.step is None for stage in stages):
+    if len({stage.target for stage in stages}) < len(stages):
+        raise UsageError(f"{stages[0].target}: a checkpoint is given twice")
+    steps = [stage.step for stage in stages if stage.step is not None]
+    if len(steps) < len(stages):
         return stages
-    ordered = sorted(stages, key=lambda stage: stage.step or 0)
-    for a, b in itertools.pairwise(ordered):
-        if a.step == b.step:
-            raise UsageError(
-                f"{a.target} and {b.target} are both of step {a.step}",
-                hint="diagnose one series at a time",
-            )
-    return ordered
-
-
-def _check_alike(opened: dict[str, Weights]) -> None:
-    """Raises UsageError unless all have the same tensors, MeasurementError for a damaged one."""
-    for name, weights in opened.items():
-        if weights.damage:
-            raise MeasurementError(f"{weights.name}: {weights.damage[0].words}")
-        first, of_first = next(iter(opened.items()))
-        for tensor in sorted(weights.tensors.keys() | of_first.tensors.keys()):
-            a, b = (w.find(tensor) for w in (of_first, weights))
-            if a is None or b is None or a.shape != b.shape:
-                shapes = ("missing" if x is None else str(list(x.shape)) for x in (a, b))
-                raise UsageError(
-                    f"{first} and {name} are no series: {tensor} is {' and '.join(shapes)}",
-                    hint="diagnose them one at a time",
-                )
+    step, times = Counter(steps).most_common(1)[0]
+    if times > 1:
+        raise UsageError(f"{stages[0].target}: {times} checkpoints are of step {step}", hint=ALONE)
+    return sorted(stages, key=lambda stage: stage.step or 0)
 
 
 def _not_finite(weights: Weights) -> str | None:

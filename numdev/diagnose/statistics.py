@@ -1,10 +1,9 @@
 """Means, and how sure they are: what the numbers of a diagnosis share.
 
-All is per query head and over its rows that see more than one key. Rows of a sequence share keys
-and values, so errors of neighbours are not independent: a t is of means over blocks of rows,
-sixteen to a sequence, or the sequences themselves where there are sixteen or more. A number is NaN
-where it means nothing; what is made of something that is not finite is not finite.
-"""
+All is per query head, over its rows that see more than one key. Rows of a sequence share keys and
+values, so a t is of means over blocks of rows, sixteen to a sequence, or the sequences themselves
+where there are sixteen or more. A number is NaN where it means nothing, and not finite where what
+it is made of is not."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from numdev.formats import Format, ulp
 BLOCKS = 16  # of rows, in a sequence; of as many sequences each is one block
 FEWEST_BLOCKS = 4
 CANCELLED = 16.0  # an exact value below its term scale over this is no measure of its own errors
-Columns = Mapping[str, Tensor]
-"""Numbers by name, [H] each."""
+Columns = Mapping[str, Tensor]  # numbers by name, [H] each
 
 
 def mean(x: Tensor, rows: Tensor) -> Tensor:
@@ -45,9 +43,8 @@ def t_of(x: Tensor, rows: Tensor, *, step: float = 0.0) -> Tensor:
     """[H]: the mean of [B, H, n] over its standard error, from means over blocks of rows.
 
     `step` is that of the grid on which a row's x lies, if it lies on one: a spread of the blocks
-    below half a step of their means is not measured but missed, and does not count as smaller (as
-    in `numdev.metrics.bias`). NaN for fewer than FEWEST_BLOCKS blocks and where they have no
-    spread."""
+    below half a step of their means is missed, not small (as in `numdev.metrics.bias`). NaN for
+    fewer than FEWEST_BLOCKS blocks and where they have no spread."""
     sums, counts = _in_blocks(torch.where(rows, x, 0.0)), _in_blocks(rows.to(x.dtype))
     seen = counts > 0
     n = seen.sum(dim=-1).to(x.dtype)

@@ -1,24 +1,23 @@
 """`numdev diagnose`: which heads' rounding errors do not cancel, why, and what each cure changes.
 
 The line of an audit: sources hand over cases with their upstream gradients, one checkpoint after
-the other; here each goes through the chain (`numdev.diagnose.chain`) in place of kernels and
-metrics. Cures and real kernels run on the last checkpoint of a series alone, unless asked
-otherwise: they cost most, and where a series goes is seen without them. What is finished is
-journalled call by call."""
+the other; each goes through the chain (`numdev.diagnose.chain`) in place of kernels and metrics.
+Cures and real kernels, which cost most, run on the last checkpoint alone unless asked otherwise.
+What is finished is journalled call by call."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header
 from numdev.audit.records import recorded
 from numdev.audit.run import Progress, provenance
-from numdev.audit.timing import OF_DIAGNOSIS, Stopwatch, stopwatch
-from numdev.config import Choice
+from numdev.audit.timing import OF_DIAGNOSIS, stopwatch
+from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading
 from numdev.diagnose.chain import diagnosed
 from numdev.diagnose.cures import CURES, cured, seen_from_outside
 from numdev.diagnose.curves import axis_of, figures, onsets
@@ -32,19 +31,19 @@ from numdev.diagnose.report import (
     KernelRow,
     RunningError,
 )
-from numdev.diagnose.request import DiagnoseRequest
-from numdev.diagnose.series import Series, Stage, series
+from numdev.diagnose.series import ALONE, YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.kernels import find
+from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
 from numdev.report import Record
 from numdev.sources.files import some
 from numdev.sources.opening import Captured, Located, Source, TensorFileSource, open_source
 from numdev.sources.projection import Projection
 from numdev.system import System
+from numdev.yamlfile import read_yaml
 
-# Beside the emulation where none is named.
-KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))
+KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is named
 DRAWN_RUNS = 3  # heads whose running sums are kept: those at fault first, then by their score
 
 
@@ -60,27 +59,137 @@ def diagnose(
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
 
     `say` is told what a user should know at once. Raises UsageError for a request that cannot be
-    run here, before anything is measured, and MeasurementError where no call could be diagnosed.
-    """
+    run here, before anything is measured, and MeasurementError where no call could be diagnosed."""
     system = System.here(request.device)
-    request.recipe(), format_named(request.format)  # refuse what they do not know
-    kernels, notes = _kernels(request, system)
-    found = series(request.targets)
-    hashes = {stage.name: stage.sha256 for stage in found.stages}
+    made, fmt = recipe_of(request.attention), format_named(request.format)
+    kernels, without = _kernels(request, system)
+    stages, left_out = series(request.targets)
+    hashes = {stage.name: stage.sha256 for stage in stages}
     head = header(request.model_dump(mode="json"), system, kernels, {"stages": hashes})
+    watch = stopwatch(system.device, OF_DIAGNOSIS)
+
+    def rows_of(
+        stage: Stage, located: Located, projection: Projection | None
+    ) -> dict[str, Sequence[Record]]:
+        """The rows of one call, by kind. Raises Refused where the recipe does not hold the case."""
+        last, case = stage is stages[-1], located.load().rounded_to(fmt)
+        rows: dict[str, Sequence[Record]] = {}
+        with watch("chain"):
+            found = diagnosed(case, made, projection, checkpoint=stage.name, step=stage.step)
+            rows["head"] = found.heads
+            if last:
+                drawn = suspects(found.heads)[:DRAWN_RUNS]
+                rows["running"] = [row for head in drawn for row in found.running(head.head)]
+        if last or request.every_checkpoint:
+            with watch("cures"):
+                rows["cure"] = cured(found, CURES) if request.cures else ()
+            with watch("kernels"):
+                outside = (seen_from_outside(found, k.kernel, k.options) for k in kernels)
+                rows["kernel"] = [row for of_kernel in outside for row in of_kernel]
+        return rows
+
+    def measure(stage: Stage) -> dict[str, Any]:
+        """Diagnose the calls of a stage that are not finished; what is said of it."""
+        unknown: Counter[str] = Counter()  # why W_Q of a call is not known
+        refused, cases = list[str](), list[str]()
+        source = open_source(_reading(request, stage), system, projections=True)
+        _check_gradients(source, stage)
+        for note in source.notes:
+            say(note)
+        before, total = len(stages[: stages.index(stage)]), source.count()
+        for located in source:
+            case = located.ref.case
+            progress(f"{stage.name} {case}", before * total + len(cases), len(stages) * total)
+            cases.append(case)
+            key = digest([stage.name, case])
+            if not journal.visit(key):
+                projection, why = _projection(located)  # while the model's modules are there
+                unknown.update([why] if why else [])
+                try:
+                    journal.append(key, rows_of(stage, located, projection))
+                except Refused as refusal:
+                    refused.append(f"{case}: {refusal.message}")
+        notes = [
+            *source.notes,
+            *(f"W_Q not known, {why}: {n} calls." for why, n in unknown.items()),
+        ]
+        notes += [f"Not diagnosed: {some(refused)}."] if refused else []
+        return {
+            "name": stage.name, "described": source.describe(), "cases": cases, "notes": notes
+        }  # fmt: skip
+
     with Journal.open(directory, head, overwrite=overwrite) as journal:
-        watch = stopwatch(system.device, OF_DIAGNOSIS)
-        run = _Run(request, system, kernels, journal, watch, progress, say, found)
-        for stage in found.stages:
-            run.over(stage)
-        said = list(dict.fromkeys(n for row in journal.rows("stage") for n in row["notes"]))
+        for stage in stages:
+            key = digest([stage.name, "stage"])
+            if not journal.visit(key):
+                with watch("capture"):
+                    row = measure(stage)
+                journal.append(key, {"stage": [row]})
+            for row in journal.rows("stage"):
+                for case in row["cases"]:
+                    journal.visit(digest([row["name"], case]))
+        said = dict.fromkeys(note for row in journal.rows("stage") for note in row["notes"])
+        notes = (*without, *left_out, *said)
         if not journal.rows("head"):
-            why = next((note for note in said if note.startswith("Not diagnosed")), "")
-            raise MeasurementError(
-                f"{request.target}: {why.removesuffix('.') or 'no attention call was selected'}",
-                hint="check --layers",
-            )
-        return _report(run, (*notes, *found.left_out, *said), command)
+            why = some([note for note in said if note.startswith("Not diagnosed")])
+            what = f"{request.target}: {why or 'no attention call was selected'}"
+            raise MeasurementError(what, hint="check --layers")
+        heads = journal.records("head", HeadRow)
+        cures = journal.records("cure", CureRow)
+        real = journal.records("kernel", KernelRow)
+        running = journal.records("running", RunningError)
+        described = journal.rows("stage")[-1]["described"]
+    _check_alike(heads)
+    last = [head for head in heads if head.checkpoint == stages[-1].name]
+    ranking = ranked(last, cures)
+    costs = {name: cure.breaks for name, cure in CURES.items()} if cures else {}
+    axis = axis_of(heads)
+    moves = onsets(heads, leading(ranking)) if axis else {}
+    return DiagnoseReport(
+        provenance=provenance(system, described, command),
+        request=request.model_dump(mode="json"),
+        timings=watch.seconds(),
+        summary=DiagnoseSummary(
+            answer=answer(ranking, last, cures, costs, moves), ranking=ranking, notes=notes,
+            axis=axis,
+        ),
+        attention=dict(request.attention),
+        checkpoints=tuple(Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages),
+        heads=heads,
+        cures=cures,
+        costs=costs,
+        kernels=real,
+        running=tuple(row for head in suspects(last)[:DRAWN_RUNS]
+                      for row in running if row.is_of(head)),
+        figures=figures(heads, leading(ranking)) if axis else (),
+    )  # fmt: skip
+
+
+def recipe_of(attention: Mapping[str, Any]) -> Recipe:
+    """What options of `emulated` describe; raises UsageError for what is none."""
+    find("emulated").with_options(attention)  # names the closest of an unknown option
+    fields = {name: value for name, value in attention.items() if name not in (*SITES, "preset")}
+    sites = {name: str(attention[name]) for name in SITES if name in attention}
+    return recipe(str(attention.get("preset", "fa2")), sites=sites, **fields)
+
+
+def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:
+    """What `numdev.sources` opens for one stage. Raises UsageError for a YAML file that says more
+    than which cases to draw: it would be ignored."""
+    path = Path(stage.target)
+    # Gradients of its loss need the model whole, however large it is.
+    cases: dict[str, Any] = {"checkpoint": stage.target, "stream": False}
+    if path.suffix in YAML:
+        config = read_yaml(path, AuditConfig)
+        other = sorted(config.model_fields_set - {"cases"})
+        if other:
+            what = f"{path}: diagnose takes nothing but `cases`, got {other[0]!r}"
+            raise UsageError(what, hint="leave it out, or give the checkpoint itself")
+        cases = {"cases": config.cases}
+    same = {name: getattr(request, name) for name in Reading.model_fields}
+    return AuditRequest(
+        target=stage.name, kernels=(), formats=(request.format,), gradients=True, **cases, **same
+    )
 
 
 def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], list[str]]:
@@ -94,84 +203,6 @@ def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], l
         elif request.kernels is not None:
             notes.append(f"{kernel.name} was left out: {missing}.")
     return planned, notes
-
-
-@dataclass
-class _Run:
-    """One pass over the stages: what is the same for all, and what became known on the way."""
-
-    request: DiagnoseRequest
-    system: System
-    kernels: Sequence[Planned]
-    journal: Journal
-    watch: Stopwatch
-    progress: Progress
-    say: Callable[[str], None]
-    series: Series
-    done: int = 0
-
-    def over(self, stage: Stage) -> None:
-        """Diagnose every call of a stage that is not finished."""
-        key = digest([stage.name, "stage"])
-        if self.journal.visit(key):
-            (row,) = (r for r in self.journal.rows("stage") if r["name"] == stage.name)
-            for case in row["cases"]:
-                self.journal.visit(digest([stage.name, case]))
-            self.done += len(row["cases"])
-            return
-        unknown: Counter[str] = Counter()  # why W_Q of a call is not known
-        refused, cases = [], []
-        with self.watch("capture"):
-            source = open_source(self.request.source(stage), self.system, projections=True)
-            _check_gradients(source, stage)
-            for note in source.notes:
-                self.say(note)
-            total = len(self.series.stages) * source.count()
-            for located in source:
-                case = located.ref.case
-                self.progress(f"{stage.name} {case}", self.done, total)
-                cases.append(case)
-                if not self.journal.visit(digest([stage.name, case])):
-                    # Its projection is taken while the model's modules are there.
-                    projection, why = _projection(located)
-                    unknown.update([why] if why else [])
-                    try:
-                        rows = self.rows_of(located, projection, stage)
-                        self.journal.append(digest([stage.name, case]), rows)
-                    except Refused as refusal:
-                        refused.append(f"{case}: {refusal.message}")
-                self.done += 1
-        notes = [
-            *source.notes,
-            *(f"W_Q is not known in {n} {'call' if n == 1 else 'calls'}: {why}."
-              for why, n in unknown.items()),
-            *([f"Not diagnosed: {some(refused)}."] if refused else []),
-        ]  # fmt: skip
-        row = {"name": stage.name, "described": source.describe(), "cases": cases, "notes": notes}
-        self.journal.append(key, {"stage": [row]})
-
-    def rows_of(
-        self, located: Located, projection: Projection | None, stage: Stage
-    ) -> dict[str, Sequence[Record]]:
-        """The rows of one call, by kind. Raises Refused where the recipe does not hold the case."""
-        last, request = stage is self.series.stages[-1], self.request
-        case = located.load().rounded_to(format_named(request.format))
-        rows: dict[str, Sequence[Record]] = {}
-        with self.watch("chain"):
-            found = diagnosed(
-                case, request.recipe(), projection, checkpoint=stage.name, step=stage.step
-            )
-            rows["head"] = found.heads
-            if last:
-                first = suspects(found.heads)[:DRAWN_RUNS]
-                rows["running"] = [row for head in first for row in found.running(head.head)]
-        if last or request.every_checkpoint:
-            with self.watch("cures"):
-                rows["cure"] = cured(found, CURES) if request.cures else ()
-            with self.watch("kernels"):
-                outside = (seen_from_outside(found, k.kernel, k.options) for k in self.kernels)
-                rows["kernel"] = [row for of_kernel in outside for row in of_kernel]
-        return rows
 
 
 def _projection(located: Located) -> tuple[Projection | None, str]:
@@ -196,40 +227,13 @@ def _check_gradients(source: Source, stage: Stage) -> None:
         )
 
 
-def _report(run: _Run, notes: tuple[str, ...], command: str) -> DiagnoseReport:
-    stages = run.series.stages
-    heads = run.journal.records("head", HeadRow)
+def _check_alike(heads: Sequence[HeadRow]) -> None:
+    """Raises MeasurementError where a checkpoint of a series lacks a head that another has."""
     calls: dict[str, set[tuple[str, int]]] = {}
     for head in heads:
         calls.setdefault(head.checkpoint, set()).add((head.case, head.head))
     first, *others = calls
     for name in others:
         for case, number in sorted(calls[name] ^ calls[first])[:1]:
-            raise MeasurementError(
-                f"{first} and {name} are no series: only one of them has {case}, head {number}",
-                hint="diagnose them one at a time",
-            )
-    cures = run.journal.records("cure", CureRow)
-    kernels = run.journal.records("kernel", KernelRow)
-    running = run.journal.records("running", RunningError)
-    last = [head for head in heads if head.checkpoint == stages[-1].name]
-    ranking = ranked(last, cures)
-    costs = {name: cure.breaks for name, cure in CURES.items()} if cures else {}
-    axis = axis_of(heads) if ranking else None
-    moves = onsets(heads, leading(ranking)) if axis else {}
-    said = answer(ranking, last, cures, kernels, costs, moves)
-    drawn = suspects(last)[:DRAWN_RUNS]
-    return DiagnoseReport(
-        provenance=provenance(run.system, run.journal.rows("stage")[-1]["described"], command),
-        request=run.request.model_dump(mode="json"),
-        timings=run.watch.seconds(),
-        summary=DiagnoseSummary(answer=said, ranking=ranking, notes=notes, axis=axis),
-        attention=dict(run.request.attention),
-        checkpoints=tuple(Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages),
-        heads=heads,
-        cures=cures,
-        costs=costs,
-        kernels=kernels,
-        running=tuple(row for head in drawn for row in running if row.is_of(head)),
-        figures=figures(heads, leading(ranking)) if axis else (),
-    )
+            what = f"{first} and {name} are no series: only one of them has {case}, head {number}"
+            raise MeasurementError(what, hint=ALONE)

@@ -2,10 +2,8 @@
 2510.04212).
 
 Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it is multiplied
-with V (site `p`): relative to the maximum its tile came under, or normalised where the recipe does
-that first. A key counts as a one only where that maximum is the row's largest of all: in a recipe
-whose every tile has a maximum of its own, each would have a one.
-"""
+with V (site `p`). A key counts as a one only where the maximum that P was taken under is the row's
+largest of all: in a recipe whose every tile has a maximum of its own, each would have a one."""
 
 from __future__ import annotations
 
@@ -77,6 +75,5 @@ def _of_rows(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
             count = (weights == 1.0).sum(dim=-1).to(best.dtype)
             ones = torch.where(under > best, count, ones + torch.where(under == best, count, 0.0))
             best = torch.maximum(best, under)
-            power_of_two = torch.frexp(weights).mantissa == 0.5
-            powers += (P[..., tile] * power_of_two).sum(dim=-1)
+            powers += (P[..., tile] * (torch.frexp(weights).mantissa == 0.5)).sum(dim=-1)
     return *counts, one_signed, ones.double(), powers
