@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
-    "numdev (top)": (1800, 2200),
-    "numdev/cli": (900, 1290),
+    "numdev (top)": (1800, 2044),
+    "numdev/cli": (900, 1137),
     "numdev/sources": (3400, 5200),
     "numdev/kernels": (5600, 7320),
     "numdev/metrics": (2200, None),
@@ -23,7 +23,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/audit": (3100, 4410),
     "numdev/gate": (1900, 3570),
     "numdev/training": (3000, 3800),
-    "numdev/diagnose": (1500, 2270),
+    "numdev/diagnose": (1500, 1987),
     "numdev/report": (2900, 4910),
     "numdev": (28000, 40450),
     "tests": (20000, 36930),

@@ -25,11 +25,11 @@ def weights(targets: tuple[str, ...], device: str | None, results: Results) -> N
     from numdev.training.weights.study import weights as run
 
     if len(targets) < 2:
-        raise UsageError("weights: expected two sets or more, got 1", hint="numdev weights A B")
+        raise UsageError("one set of weights, and nothing to compare it with")
     directory = results.directory(Path(targets[0]).stem or "weights", [list(targets), device])
     found = results.study(run, targets, directory, device=device or "auto")
     results.hand_over(found, directory)
     if found.damage:
         first = found.damage[0]
         what = f"{first.tensor} {first.words}".strip()
-        raise MeasurementError(what, hint=f"{directory}/report.json names all that is damaged")
+        raise MeasurementError(what, hint=f"the rest was compared; see {directory}/report.json")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from numdev.report import Axis, Figure, Record, Report
 
@@ -210,6 +210,15 @@ class DiagnoseReport(Report):
     kernels: tuple[KernelRow, ...] = ()
     running: tuple[RunningError, ...] = ()  # of a few heads: those at fault, then by rank
     figures: tuple[Figure, ...] = ()  # over training
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> DiagnoseReport:
+        heads = {(h.checkpoint, h.case, h.head) for h in self.heads}
+        if any((r.checkpoint, r.case, r.head) not in heads for r in self.summary.ranking):
+            raise ValueError("a head is ranked, and has no row")
+        if any(len(row.tokens) != len(row.sums) for row in self.running):
+            raise ValueError("a running sum has no sum for every token")
+        return self
 
     @property
     def measured(self) -> bool:
