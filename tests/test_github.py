@@ -6,9 +6,9 @@ import itertools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import pytest
 from gate_rows import report_of, row
@@ -30,55 +30,33 @@ from numdev.yamlfile import bundled
 # --- the runner ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Command:
+class Command(NamedTuple):
     name: str
-    properties: dict[str, str] = field(default_factory=dict)
-    data: str = ""
+    properties: dict[str, str]
+    data: str
 
 
 def runner(lines: Iterable[str]) -> list[Command]:
     """The commands that GitHub's runner obeys in a log: `::name k=v,k=v::data` at the start of a
     line, or `##[name k=v;k=v]data` anywhere in it, unless commands are stopped. After
     actions/runner, Runner.Common/ActionCommand.cs and Runner.Worker/ActionCommandManager.cs."""
-    found: list[Command] = []
+    commands: list[Command] = []
     stopped = None
     for line in lines:
-        command = _second(line.lstrip()) or _first(line)
-        if command is None:
+        second = re.match(r"\s*::([^ :]*) ?(.*?)::(.*)", line)
+        match = second or re.search(r"##\[([^ \]]*) ?(.*?)\](.*)", line)
+        if match is None:
             continue
+        name, pairs, data = match.groups()
         if stopped is not None:
-            stopped = None if command.name == stopped else stopped
-        elif command.name == "stop-commands":
-            stopped = command.data
+            stopped = None if name == stopped else stopped
+        elif name == "stop-commands":
+            stopped = data
         else:
-            found.append(command)
+            known = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
+            commands.append(Command(name, {k: unquote(v) for k, v in known.items()}, unquote(data)))
     assert stopped is None, "commands are still stopped at the end"
-    return found
-
-
-def _second(line: str) -> Command | None:
-    if not line.startswith("::") or "::" not in line[2:]:
-        return None
-    head, data = line[2:].split("::", 1)
-    name, _, rest = head.partition(" ")
-    pairs = (pair.split("=", 1) for pair in rest.strip().split(",") if "=" in pair)
-    properties = {key: _unescaped(value, {"%3A": ":", "%2C": ","}) for key, value in pairs}
-    return Command(name, properties, _unescaped(data, {}))
-
-
-def _first(line: str) -> Command | None:
-    start, end = line.find("##["), line.find("]")
-    if start < 0 or end < start:
-        return None
-    name, _, rest = line[start + 3 : end].partition(" ")
-    return Command(name, {"": rest}, line[end + 1 :])
-
-
-def _unescaped(text: str, more: dict[str, str]) -> str:
-    for code, char in {"%0D": "\r", "%0A": "\n", **more, "%25": "%"}.items():
-        text = text.replace(code, char)
-    return text
+    return commands
 
 
 def test_the_runner_is_one() -> None:
@@ -87,11 +65,8 @@ def test_the_runner_is_one() -> None:
         ["::error file=a%2Cb,line=7::50 %25%0Ax", "text ##[warning]y", "said ::error::no",
          "::stop-commands::word", "::error::no", "##[error]no", "::word::", "  ::notice::z"]
     )  # fmt: skip
-    assert found == [
-        Command("error", {"file": "a,b", "line": "7"}, "50 %\nx"),
-        Command("warning", {"": ""}, "y"),
-        Command("notice", {}, "z"),
-    ]
+    assert found == [("error", {"file": "a,b", "line": "7"}, "50 %\nx"), ("warning", {}, "y"),
+                     ("notice", {}, "z")]  # fmt: skip
     with pytest.raises(AssertionError, match="still stopped"):
         runner(["::stop-commands::word", "::other::"])
 
@@ -194,34 +169,30 @@ def test_spots_of_the_default_rules() -> None:
 
 def tokens(text: str) -> list[Token]:
     """Of Markdown with GitHub's tables and strikethrough; blocks and what is in them."""
-    found: list[Token] = []
-    for token in MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text):
-        found += [token, *(token.children or ())]
-    return found
+    blocks = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+    return [token for block in blocks for token in (block, *(block.children or ()))]
 
 
-BLOCKS = {"heading", "paragraph", "bullet_list", "list_item"}
-TABLE = {"table", "thead", "tbody", "tr", "th", "td"}
+KNOWN = {
+    *("heading", "paragraph", "bullet_list", "list_item"),
+    *("table", "thead", "tbody", "tr", "th", "td", "inline", "text", "text_special"),
+}
 LINKED = re.compile(r"[A-Za-z]://|www\.|@\w|:\w+:|(?<!\\)\$", re.IGNORECASE)
 """What GitHub's Markdown turns into a link, a mention, an emoji or a formula by itself."""
 
 
-def depth(text: str) -> int:
-    """How many lists stand within one another."""
-    opened = [t.nesting for t in tokens(text) if t.type.startswith(("bullet_list", "ordered_list"))]
-    return max(itertools.accumulate(opened), default=0)
-
-
 def what_a_name_began(text: str) -> str | None:
     """The first thing in the Markdown that a summary does not put there; None without one."""
-    for token in tokens(text):
+    parsed = tokens(text)
+    for token in parsed:
         kind = token.type.removesuffix("_open").removesuffix("_close")
-        known = kind in BLOCKS | TABLE | {"inline", "text", "text_special"}
-        if not known and not (kind == "html_inline" and token.content == "<!-- -->"):
+        comment = kind == "html_inline" and token.content == "<!-- -->"
+        if kind not in KNOWN and not comment:
             return kind
-    if sum(token.type == "heading_open" for token in tokens(text)) != 1:
+    if sum(token.type == "heading_open" for token in parsed) != 1:
         return "heading"
-    if depth(text) > 1:
+    lists = itertools.accumulate(t.nesting for t in parsed if t.type.startswith("bullet_list"))
+    if max(lists, default=0) > 1:
         return "list"
     found = LINKED.search(text)
     return found[0] if found else None
@@ -229,19 +200,18 @@ def what_a_name_began(text: str) -> str | None:
 
 def cells(text: str) -> list[list[str]]:
     """The table, as its reader sees it."""
-    found: list[list[str]] = []
+    lines: list[list[str]] = []
     inside = False
     for token in tokens(text):
         if token.type == "tr_open":
-            found.append([])
+            lines.append([])
         if token.type in ("th_open", "td_open"):
-            inside = True
-            found[-1].append("")
-        if token.type in ("th_close", "td_close"):
-            inside = False
+            lines[-1].append("")
+        if token.tag in ("th", "td"):
+            inside = token.nesting == 1
         if inside and token.type == "text":
-            found[-1][-1] += token.content
-    return found
+            lines[-1][-1] += token.content
+    return lines
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,41 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from gate_rows import control, row
 from rich.console import Console
-from test_html import audit, provenance
+from test_html import audit, figure, provenance, sweep
 
 from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow
 from numdev.gate.compare_report import CompareReport, CompareSummary, Group, Move, Side
+from numdev.gate.findings import Places, findings_in
+from numdev.gate.judging import decide
+from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement, Verdict
-from numdev.report import GradientSummary, KernelSummary, PartSummary, Place, WeightSummary
-from numdev.report.document import Cell, Column, Document, Row, Table
+from numdev.report import (
+    Axis,
+    ConformanceReport,
+    Curve,
+    FeatureRecord,
+    GradientSummary,
+    KernelSummary,
+    PartSummary,
+    Place,
+    Point,
+    Tick,
+    WeightSummary,
+)
+from numdev.report.document import Cell, Column, Document, Figures, Row, Table, table_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import along, document_of
 from numdev.report.views import audit as audit_view
 from numdev.report.views import compare as compare_view
 from numdev.report.views import diagnose as diagnose_view
 from numdev.report.views import gate as gate_view
+from numdev.report.views import kernels as kernels_view
 from numdev.report.views import weights as weights_view
 from numdev.training.weights.report import (
     GroupRow,
@@ -273,46 +291,96 @@ def test_each_column_of_a_judgement_has_its_own_number() -> None:
     ]  # fmt: skip
 
 
+def test_each_column_of_a_gate_has_its_own_number() -> None:
+    """How far beyond, what is there and what may be; where; and what each planted fault took."""
+    rows = [row(5, layer=2, module="m.2", expected_ratio=1.31), control("scale", 0.01, 1.0),
+            control("scale", 0.03, 9.0)]  # fmt: skip
+    limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
+    decided = decide(rows, Rules.model_validate({"thresholds": [limit]}))
+    nodes = gate_view.document(decided, *findings_in(decided, rows), Places(rows)).blocks
+    beyond, doses = (dict(cells([table], "")) for table in tables(nodes))
+    assert beyond["number"] == "1.31"
+    assert beyond["limit"] == "expected_ratio ≤ 1.1"
+    assert beyond["over"] == "1.19 x"
+    assert (beyond["kernel"], beyond["in"], beyond["rule"]) == ("mine", "out bfloat16", "error")
+    assert "head 5" in beyond["where"]
+    assert doses == {"planted fault": "scale", "format": "bfloat16", "missed": "0.01",
+                     "caught": "0.03", "caught from": "0.03", "by": "error"}  # fmt: skip
+
+
+def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
+    """The name, whether it runs here, what it is; a check's feature, verdict, counts and cause."""
+    kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
+    there = {**kernel, "missing": None, "options": {}}
+    listed = kernels_view.table((kernel, there), "CPU").blocks
+    assert cells(listed, "CPU") == [("kernel", "k"), ("here", "no: needs CUDA"),
+                                    ("what it is", "Fused. Options: b.")]  # fmt: skip
+    assert cells(listed, "CPU", 1)[1:] == [("here", "available"), ("what it is", "Fused.")]
+    feature = FeatureRecord(feature="gqa", verdict="refuses", words="no groups", right=2, checks=3)
+    checked = ConformanceReport(kernel="k", options={}, system={}, conforms=True, sentence="s",
+                                features=(feature,), checks=())  # fmt: skip
+    assert cells(kernels_view.conformance(checked).blocks, "") == [
+        ("feature", "gqa"), ("", "refuses"), ("checks", "2/3"), ("why", "no groups")
+    ]  # fmt: skip
+
+
+def test_each_point_of_a_sweep_has_its_own_number() -> None:
+    """A curve at each place: its mean; and on the page its interval and seeds."""
+
+    def curve(label: str, at: float, **changes: Any) -> Curve:
+        points = (Point(x=x, label=f"{x:g}", mean=at + i, low=at + i - 0.1, high=at + i + 0.2,
+                        seeds=3 + i) for i, x in enumerate((64.0, 128.0)))  # fmt: skip
+        return Curve(label=label, role="kernel", kernel=label, points=tuple(points), **changes)
+
+    ticks = tuple(Tick(x=x, label=f"{x:g}") for x in (64.0, 128.0))
+    axis = Axis(name="n", title="length", scale="log", ticks=ticks)
+    made = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
+    (chart,) = next(node.charts for node in document_of(made).blocks if isinstance(node, Figures))
+    shown = [table_of(chart)]
+    assert cells(shown, "by sequence") == [("length", "a"), ("64", "1.1"), ("128", "2.1")]
+    assert cells(shown, "by sequence", 1) == [("length", "b"), ("64", "5.5"), ("128", "6.5")]
+    rows = re.findall(r"<tr><th scope=row>b</th>(.*?)</tr>", html.page(made))
+    assert [re.findall("<td.*?>(.*?)</td>", row) for row in rows] == [
+        ["64", "5.5 [5.4 to 5.7]", "3"], ["128", "6.5 [6.4 to 6.7]", "4"]
+    ]  # fmt: skip
+
+
 # --- each medium -------------------------------------------------------------------------------
 
 
 GRID = Table(
-    columns=(Column("name", align="left"), *(Column(f"c{i}") for i in range(6))),
+    columns=(Column("name", align="left"), *(Column(f"c{i}", f"c{i}") for i in range(6))),
     rows=tuple(Row(tuple(Cell(f"r{j}x{i}") for i in range(7))) for j in range(4)),
     title="grid",
 )
 
 
-def grid_in_html() -> list[list[str]]:
-    page = html.text_of(Document("d", (GRID,)))
-    return [
-        re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall("<tr.*?</tr>", page)
-    ]
-
-
-def grid_in_markdown() -> list[list[str]]:
-    lines = [line for line in markdown.text_of(Document("d", (GRID,))).splitlines() if "|" in line]
-    return [line.strip("| ").split(" | ") for line in (lines[0], *lines[2:])]
-
-
-def grid_in_terminal() -> list[list[str]]:
+def grid_in(medium: str, kind: Any) -> list[list[str]]:
+    """The words of the grid's lines as a medium prints them."""
+    document = Document("d", (replace(GRID, kind=kind),))
+    if medium == "html":
+        rows = re.findall("<tr.*?</tr>", html.text_of(document))
+        return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    if medium == "markdown":
+        lines = [line for line in markdown.text_of(document).splitlines() if "|" in line]
+        return [line.strip("| ").split(" | ") for line in (lines[0], *lines[2:])]
     file = io.StringIO()
-    terminal.print_document(Document("d", (GRID,)), Console(file=file, width=80))
-    lines = [line.split() for line in file.getvalue().splitlines()]
-    return [line for line in lines if len(line) == 7]
+    terminal.print_document(document, Console(file=file, width=80))
+    return [line.split() for line in file.getvalue().splitlines() if len(line.split()) == 7]
 
 
-@pytest.mark.parametrize("shown", [grid_in_html, grid_in_markdown, grid_in_terminal])
-def test_a_medium_prints_every_cell_in_its_column(shown: Any) -> None:
+@pytest.mark.parametrize("medium", ["html", "markdown", "terminal"])
+@pytest.mark.parametrize("kind", ["numbers", "words", "map", "series"])
+def test_a_medium_prints_every_cell_in_its_column(medium: str, kind: str) -> None:
     """The header first, then row by row, none exchanged."""
     expected = [["name", *(f"c{i}" for i in range(6))]]
     expected += [[f"r{j}x{i}" for i in range(7)] for j in range(4)]
-    assert shown() == expected
+    assert grid_in(medium, kind) == expected
 
 
-def test_the_page_shows_what_the_document_has() -> None:
-    """Every table's title of a real report is on the page, and none is in a medium it is not
-    for."""
+def test_a_node_is_shown_where_it_belongs() -> None:
+    """Every table's title of a real report is on the page; a table for the page alone is in no
+    other medium."""
     document = document_of(audit())
     page = html.text_of(document)
     assert all(t.title in page for t in tables(document.shown_in("html")))

@@ -92,24 +92,28 @@ class Grid:
     @cached_property
     def axes(self) -> dict[str, list[str]]:
         """Every axis with more than one value, and its values in order."""
-        pairs = [pair for case in self.request.cases for pair in case.axes.items()]
-        pairs += [("case", case.entry) for case in self.request.cases]
-        pairs += [("format", name) for name in self.request.formats]
-        for kernel, options in self.kernels:
-            chosen = {name: options.get(name) for name in self.shown.get(kernel, ())}
-            pairs += [(name, value) for name, value in chosen.items() if value is not None]
-        values: dict[str, dict[str, None]] = {}
-        for name, value in pairs:
-            values.setdefault(name, {})[str(value)] = None
-        return {name: list(own) for name, own in values.items() if len(own) > 1}
+        places = [self._place(case, self.request.formats[0]) for case in self.request.cases]
+        places += [{"format": name} for name in self.request.formats]
+        places += [self._chosen(kernel, options) for kernel, options in self.kernels]
+        names = dict.fromkeys(name for place in places for name in place)
+        values = {n: [str(place[n]) for place in places if n in place] for n in names}
+        return {n: list(dict.fromkeys(own)) for n, own in values.items() if len({*own}) > 1}
 
     @cached_property
-    def shown(self) -> dict[str, list[str]]:
+    def _named(self) -> dict[str, list[str]]:
         """Kernel to the options somebody gave it a value for: what its label must say."""
-        options: dict[str, dict[str, None]] = {}
-        for choice in (*self.request.kernels, self.request.baseline):
-            options.setdefault(choice.name, {}).update(dict.fromkeys(choice.options))
-        return {name: list(own) for name, own in options.items()}
+        choices = (*self.request.kernels, self.request.baseline)
+        return {
+            choice.name: [n for same in choices if same.name == choice.name for n in same.options]
+            for choice in choices
+        }
+
+    def _chosen(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        named = {name: options.get(name) for name in self._named.get(kernel, ())}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def _place(self, case: CaseConfig, fmt: str) -> dict[str, Any]:
+        return {**case.axes, "case": case.entry, "format": fmt}
 
     @cached_property
     def x(self) -> str:
@@ -142,34 +146,32 @@ class Grid:
 
     @cached_property
     def axis(self) -> Axis:
-        """The axis of the curves; its ticks are the values in the order they are drawn. Formats
-        stand at their significant bits; as categories, like what is no number, where two have as
-        many."""
-        return Axis(name=self.x, title=self._drawn[1], scale=self._drawn[0],
-                    ticks=tuple(self._drawn[2].values()))  # fmt: skip
+        """The axis of the curves; its ticks are the values in the order they are drawn."""
+        scale, title, ticks = self._drawn
+        return Axis(name=self.x, title=title, scale=scale, ticks=tuple(ticks.values()))
 
     @cached_property
     def _drawn(self) -> tuple[Literal["linear", "log", "category"], str, dict[str, Tick]]:
-        """The axis' scale and title, and each value's tick."""
-        values, title = self.axes[self.x], words(self.x)
+        """The axis' scale and title, and each value's tick. Formats stand at their significant
+        bits; as categories, like what is no number, where two have as many."""
+        values, numbers = self.axes[self.x], self._numbers(self.x)
+        below: dict[str, str] = {}
         if self.x == "format":
-            formats = {name: format_named(name) for name in values}
-            if len({fmt.precision for fmt in formats.values()}) < len(values):
-                named = {v: SHORT.get(v, v) for v in values}
-                ticks = {v: Tick(x=float(i), label=named[v]) for i, v in enumerate(values)}
+            below = {name: SHORT.get(format_named(name).name, "") for name in values}
+            bits = [format_named(name).precision for name in values]
+            if len({*bits}) < len(bits):
+                named = [below[v] or v for v in values]
+                ticks = {v: Tick(x=float(i), label=named[i]) for i, v in enumerate(values)}
                 return "category", "format", ticks
-            values = sorted(values, key=lambda name: formats[name].precision)
-            bits = {name: formats[name].precision for name in values}
-            return "linear", title, {
-                v: Tick(x=float(n), label=str(n), below=SHORT.get(formats[v].name, ""))
-                for v, n in bits.items()
-            }  # fmt: skip
-        numbers = self._numbers(self.x)
+            numbers = [float(each) for each in bits]
+        title = words(self.x)
         if numbers is None:
             return "category", title, {v: Tick(x=float(i), label=v) for i, v in enumerate(values)}
         placed = sorted(zip(numbers, values, strict=True))
-        log = placed[0][0] > 0 and placed[-1][0] / placed[0][0] >= 8
-        return "log" if log else "linear", title, {v: Tick(x=n, label=v) for n, v in placed}
+        log = not below and placed[0][0] > 0 and placed[-1][0] / placed[0][0] >= 8
+        ticks = {v: Tick(x=x, label=f"{x:g}" if below else v, below=below.get(v, ""))
+                 for x, v in placed}  # fmt: skip
+        return "log" if log else "linear", title, ticks
 
     @cached_property
     def configs(self) -> dict[str, CaseConfig]:
@@ -177,31 +179,21 @@ class Grid:
 
     def at(self, row: DeviationRow) -> tuple[float | None, str]:
         """A row's place on the axis (None where it does not move it), and what that is called."""
-        config = self.configs[row.case]
-        value: Any = None
-        if self.x == "format":
-            value = row.format
-        elif self.x == "case":
-            value = config.entry
-        elif any(self.x in case.axes for case in self.request.cases):
-            value = config.axes.get(self.x, getattr(config, self.x, None))
-        elif self.x in self.shown.get(row.kernel, ()):
-            value = row.options.get(self.x)
-        tick = self._drawn[2].get(str(value))
-        return (None, "") if tick is None else (tick.x, str(value))
+        case = self.configs[row.case]
+        places = {**self._chosen(row.kernel, row.options), **self._place(case, row.format)}
+        value = str(places.get(self.x, getattr(case, self.x, None)))
+        tick = self._drawn[2].get(value)
+        return (None, "") if tick is None else (tick.x, value)
 
     def place(self, row: DeviationRow) -> Place:
         """Where a row stands on the other axes of cases and formats: which figure it is in."""
-        config = self.configs[row.case]
-        values = {**config.axes, "case": config.entry, "format": row.format}
+        values = self._place(self.configs[row.case], row.format)
         return tuple((n, str(values[n])) for n in self.axes if n != self.x and n in values)
 
     def label(self, kernel: str, options: Mapping[str, Any]) -> str:
         """A kernel with the options that tell it from others, but for the axis."""
-        chosen = {name: options.get(name) for name in self.shown.get(kernel, ()) if name != self.x}
-        parts = [
-            str(v) if n == "preset" else f"{n}={v}" for n, v in chosen.items() if v is not None
-        ]
+        chosen = {n: v for n, v in self._chosen(kernel, options).items() if n != self.x}
+        parts = (str(v) if n == "preset" else f"{n}={v}" for n, v in chosen.items())
         return " ".join([kernel, *parts])
 
 
@@ -261,23 +253,24 @@ def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFram
     """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
     names = ["case", "seed", "role", "kernel", "format"]
     table = pd.DataFrame([[getattr(row, name) for name in names] for row in rows], columns=names)
-    table["chosen"] = [_chosen(row.options) for row in rows]
-    table["limited"] = [row.reason == "reference-limited" for row in rows]
-    table = table.assign(row=pd.Series(rows, dtype=object))
-    keys = [*CELL, "seed"]
-    groups = table.groupby(keys, sort=False, dropna=False)
-    means = groups.agg(limited=("limited", "any"), row=("row", "first"))
+    table = table.assign(
+        chosen=[_chosen(row.options) for row in rows],
+        limited=[row.reason == "reference-limited" for row in rows],
+        row=pd.Series(rows, dtype=object),
+    )
     elements = pd.Series([row.elements for row in rows], dtype=float)
     for metric in metrics:
-        table[metric] = pd.Series([getattr(row, metric) for row in rows], dtype=float)
-        how, of = POOLED[metric], table.groupby(keys, sort=False, dropna=False)[metric]
+        values = pd.Series([getattr(row, metric) for row in rows], dtype=float)
+        power = {"mean": 1, "rms": 2}.get(POOLED[metric])
+        table[metric] = values if power is None else values**power * elements
+        table[f"{metric} weight"] = elements.where(values.notna())
+    groups = table.groupby([*CELL, "seed"], sort=False, dropna=False)
+    means = groups.agg(limited=("limited", "any"), row=("row", "first"))
+    for metric in metrics:
+        how, of = POOLED[metric], groups[metric]
         if how in ("mean", "rms"):
-            power = 2 if how == "rms" else 1
-            table["sum"] = table[metric] ** power * elements
-            table["weight"] = elements.where(table[metric].notna())
-            sums = table.groupby(keys, sort=False, dropna=False)[["sum", "weight"]]
-            over = sums.sum(min_count=1)
-            means[metric] = (over["sum"] / over["weight"]) ** (1 / power)
+            over = of.sum(min_count=1) / groups[f"{metric} weight"].sum()
+            means[metric] = over if how == "mean" else over**0.5
         else:
             means[metric] = of.sum(min_count=1) if how == "sum" else of.agg(how)
     return means.reset_index()
