@@ -84,17 +84,6 @@ def saved_gpt() -> nn.Module:
     return gpt()
 
 
-class Pixels(nn.Module):
-    """Reads an image, so that no token ids can be drawn for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = models.Attending.Layer("sdpa", 16, 2)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.attn(pixels)
-
-
 def raises() -> nn.Module:
     raise KeyError("no such\nthing")
 
@@ -113,20 +102,6 @@ def returns_a_class() -> type:
 
 def needs_two(a: int, b: int) -> nn.Module:
     return gpt()
-
-
-class LosingGPT(GPT):
-    """As nanoGPT: (logits, loss) where it is given targets."""
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
-        logits = super().forward(idx)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def losing_gpt() -> nn.Module:
-    return LosingGPT(GPTConfig())
 
 
 class HalfLearning(nn.Module):

@@ -10,7 +10,8 @@ import pytest
 from gate_rows import row
 from rich.cells import cell_len
 from rich.console import Console
-from test_html import audit, finding, provenance
+from test_html import audit, provenance
+from test_shown import kernel
 
 from numdev.gate.findings import Places, findings_in
 from numdev.gate.judging import decide
@@ -38,27 +39,11 @@ IDS = [ascii(name)[:20] for name in HOSTILE]
 DEFAULT = ("sdpa-math", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-default")
 
 
-def kernel(name: str = "sdpa-flash", **changes: Any) -> KernelSummary:
-    fields: dict[str, Any] = {
-        "kernel": name, "options": {}, "role": "kernel", "format": "bfloat16", "ok": 144,
-        "skipped": 0, "failed": 0, "reasons": (), "ran": (), "mean_abs": 4.7e-4, "max_abs": 1.6e-2,
-        "floor_ratio": 1.04, "floor_ratio_worst": 1.18, "floor_ratio_where": "layer 0 head 1",
-        "baseline_ratio": 0.32, "flash_vs_precision": 2.24, "bias_testable": True,
-    }  # fmt: skip
-    return KernelSummary(**{**fields, **changes})
-
-
-def report(*kernels: KernelSummary, **summary: Any) -> AuditReport:
-    standard = (
-        kernel("reference", role="precision"),
-        kernel("floor", role="floor"),
-        kernel("baseline", role="baseline"),
-    )
-    parts: dict[str, Any] = {
-        "answer": ("bfloat16: sdpa-flash differs by 2.2 times what the format costs.",),
-        "kernels": (*standard, *(kernels or (kernel(),))), "map": None,
-    }  # fmt: skip
-    return audit(summary=AuditSummary(**{**parts, **summary}), findings=(), tested=())
+def report(*kernels: KernelSummary, heads: HeadMap | None = None) -> AuditReport:
+    standard = [kernel(kernel=name, role=name) for name in ("floor", "baseline")]
+    answer = ("bfloat16: sdpa-flash differs by 2.2 times what the format costs.",)
+    summary = AuditSummary(answer=answer, kernels=(*standard, *(kernels or (kernel(),))), map=heads)
+    return audit(summary=summary, findings=(), tested=())
 
 
 def shown(report: AuditReport, width: int = 80, *, colour: bool = False) -> str:
@@ -109,10 +94,10 @@ def test_the_default_audit_fits(width: int, nonfinite: int) -> None:
     """All default kernels, their table whole in 80 columns, all columns in it; every name
     stands on one line."""
     kernels = (
-        kernel(name, nonfinite=nonfinite, mean_abs=i * 1e-3, biased_heads=144)
+        kernel(kernel=name, nonfinite=nonfinite, mean_abs=i * 1e-3, ok=144, biased_heads=144)
         for i, name in enumerate(DEFAULT)
     )
-    text = shown(report(*kernels, map=head_map(4, 4)), width)
+    text = shown(report(*kernels, heads=head_map(4, 4)), width)
     assert_fits(text, width)
     for name in (*DEFAULT, "floor", "baseline"):
         assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
@@ -125,7 +110,7 @@ def test_the_default_audit_fits(width: int, nonfinite: int) -> None:
 @pytest.mark.parametrize("heads", [1, 12, 128])
 def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> None:
     """Every head of every layer is shown, none cut off, at any width."""
-    text = shown(report(map=head_map(3, heads)), width)
+    text = shown(report(heads=head_map(3, heads)), width)
     after = text[text.index("sdpa-flash in bfloat16: times the floor") :]
     assert_fits(after, width)
     values = [f"{1 + i + j / 100:.2f}" for i in range(3) for j in range(heads)]
@@ -165,7 +150,7 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
     """Digits as far as they read well, then powers without zeros in the exponent; in a map four
     characters, rounded and not cut."""
     assert (numbers.si(value), numbers.ratio(value)) == (error, multiple)
-    text = shown(report(map=head_map(1, 1, values=((value,),))))
+    text = shown(report(heads=head_map(1, 1, values=((value,),))))
     assert text[text.index("layer by head") :].splitlines()[2].split() == ["0", four]
 
 
@@ -174,24 +159,13 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
 
 def everything(name: str) -> AuditReport:
     """A report with `name` wherever a name or message can stand."""
-    kernels = (
-        kernel(name, options={name: name}, ran=(name,)),
-        kernel("sdpa-default", ran=(name,)),
-        kernel("gone", ok=0, failed=1, reasons=(name,), floor_ratio=None),
-        kernel("none", ok=0, skipped=1, reasons=(name, name + "2"), floor_ratio=None),
-    )
     weights = WeightSummary(format=name, tensors=1, elements=1, nonfinite=1, max_abs=1.0,
                             max_tensor=name, mean_abs=1.0, w1=1.0)  # fmt: skip
-    made = report(
-        *kernels,
-        answer=(f"{name}: {name}", name),
-        map=head_map(2, 2, kernel=name, format=name, layers=(name, "1")),
-        weights=(weights,),
-    )
+    made, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,), out_formats=(name,))
+    kernels = (*made.summary.kernels, ran)
     system = {"gpu": name, "cpu": name, "packages": {"torch": name}}
     changes = {
-        "findings": (finding(name), finding(name, metric="suspicion")),
-        "tested": (name,),
+        "summary": made.summary.model_copy(update={"kernels": kernels, "weights": (weights,)}),
         "provenance": provenance(system=system, source={"checkpoint": name, "prompt": name}),
     }
     return made.model_copy(update=changes)
@@ -212,14 +186,15 @@ def test_markup_is_shown_as_it_is(name: str) -> None:
     """What stands in square brackets is neither swallowed nor obeyed."""
     text = "".join(line.strip() for line in shown(everything(name), 2000).splitlines())
     visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
-    # answers (3), kernel and its option (3), what ran, reasons, map (3), weights (2), source
-    assert text.count(visible) >= 13
+    # answer (2), finding, tested, kernel and option (2), what ran (2), who is skipped and why (2),
+    # map (2), weights (2), source
+    assert text.count(visible) >= 15
 
 
 def test_colours_come_from_the_shade_alone() -> None:
     """On a colour terminal the only escape sequences are rich's own: the same text in plain has
     none, and a name with [red] is not red."""
-    made = report(kernel("[red]mine[/red]"), map=head_map(2, 2))
+    made = report(kernel(kernel="[red]mine[/red]"), heads=head_map(2, 2))
     coloured = shown(made, colour=True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(made)
     assert f"{ESCAPE}[1;36mbfloat16:{ESCAPE}[0m sdpa-flash differs" in coloured
@@ -227,8 +202,8 @@ def test_colours_come_from_the_shade_alone() -> None:
 
 def test_a_report_without_numbers_can_be_shown() -> None:
     """Nothing measured, no map, no weights, a system that says nothing of itself."""
-    names = ("mean_abs", "max_abs", "floor_ratio", "floor_ratio_worst")
-    none = kernel(ok=0, failed=1, reasons=("x",), **dict.fromkeys(names))
+    none = KernelSummary(kernel="k", options={}, role="kernel", format="bfloat16", ok=0, skipped=0,
+                         failed=1, reasons=("x",), ran=())  # fmt: skip
     made = report(none).model_copy(update={"provenance": provenance(system={})})
     assert "a.yaml" in shown(made)
 
