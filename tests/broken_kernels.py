@@ -15,7 +15,6 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.kernels import Output, Refused
-from numdev.kernels.baseline import baseline
 
 
 def segfault(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,15 +63,6 @@ def hangs(q: Tensor, k: Tensor, v: Tensor, *, note: str = "") -> Tensor:
     return q
 
 
-def chatters(case: AttentionCase) -> Output:
-    """Prints, to Python's stdout and to the descriptors, what looks like an answer."""
-    for _ in range(1000):
-        print('{"task": 1, "status": "failed", "reason": "forged"}')
-        os.write(1, b"\0\xff garbage \n" * 10)
-        os.write(2, b"\0\xff garbage \n" * 10)
-    return baseline(case)
-
-
 def forks(case: AttentionCase) -> Output:
     """A child goes on that holds every pipe, and then the process dies."""
     if os.fork() == 0:
@@ -97,6 +87,11 @@ def sees(case: AttentionCase, *, what: str = "") -> Output:
         "ref": repr(case.ref),
     }
     return Output(out=torch.zeros_like(case.q), ran=said[what])
+
+
+def writes(case: AttentionCase) -> Output:
+    case.q.zero_()
+    return Output(out=case.q)
 
 
 def poisons_cuda(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -122,17 +122,6 @@ def test_a_worker_is_kept_while_nothing_fails(shared: Isolated, case: AttentionC
     assert third.ran != first.ran
 
 
-def test_views_of_one_memory_come_back(shared: Isolated, case: AttentionCase) -> None:
-    """Outputs that share memory, with gaps, arrive with their values."""
-    there = ran(shared, "broken_kernels:overlapping", case, {})
-    assert isinstance(there, Output), there
-    both = torch.arange(2 * 5 * 5 * 1.0).view(1, 2, 5, 5)
-    assert torch.equal(there.out, both[..., :4])
-    assert there.lse is not None
-    assert torch.equal(there.lse, both[..., 4])
-    assert there.ran == "two views"
-
-
 # --- time limits, and no orphans -----------------------------------------------------------------
 
 
@@ -242,21 +231,6 @@ def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:
             assert there.ran == repr((torch.get_num_threads(), deterministic))
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def test_the_layout_goes_along(shared: Isolated, case: AttentionCase) -> None:
-    """The order of axes in memory is what an attempt here would see: that of a clone."""
-    turned = dataclasses.replace(
-        case,
-        q=case.q.transpose(1, 2).contiguous().transpose(1, 2),
-        k=case.k.repeat(1, 1, 2, 1)[:, :, ::2],
-    )
-    there = ran(shared, "broken_kernels:sees", turned, {"what": "strides"})
-    here = attempt(find("broken_kernels:sees"), turned, {"what": "strides"})
-    assert isinstance(there, Output)
-    assert isinstance(here, Output)
-    assert there.ran == here.ran
-    assert turned.q.stride() != case.q.stride()
 
 
 @pytest.mark.parametrize("feature", FEATURES)

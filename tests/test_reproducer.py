@@ -1,8 +1,7 @@
 """Reproducers: a script of its own shows the same figure with torch alone, from a call made small.
 
 Scripts run in a process in which numdev, numpy and safetensors cannot be imported. Their figures
-are held to those of `numdev.metrics.deviation`, computed here from the reference; gradients to fp64
-autograd of the plain definition. Faults are planted where they can be found again: in one head, at
+are held to those of an audit. Faults are planted where they can be found again: in one head, at
 one row, at one key.
 """
 
@@ -21,19 +20,17 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import measured_rows
 from oracles import make_case
-from torch import Tensor
 
+from numdev.audit.plan import Task
 from numdev.audit.reproduce import script as reproducer
 from numdev.audit.reproduce.reduction import at_positions, part, reduce, with_explicit_mask
 from numdev.cases import AttentionCase, visible
 from numdev.errors import MeasurementError, UsageError
-from numdev.formats import format_named, format_of
+from numdev.formats import format_named
 from numdev.kernels import Kernel, find
-from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend
-from numdev.metrics.deviation import measure
-from numdev.metrics.yardstick import Yardstick
 from numdev.sources.tensorfile import open_cases
 from numdev.system import System
 
@@ -108,28 +105,19 @@ def reproduce(
 def worst(
     case: AttentionCase, kernel: Kernel, figure: str, tensor: str, options: dict[str, Any]
 ) -> tuple[int, float]:
-    """The head with the largest figure, and that figure, as numdev measures them: gradients beside
-    fp64 autograd of the definition. A case with grad_out is a training step."""
-    training, exact = case.grad_out is not None, attend(case)
-    case = dataclasses.replace(case, **{n: getattr(case, n).clone() for n in ("q", "k", "v")})
-    leaves = [x.requires_grad_(training) for x in (case.q, case.k, case.v)]
-    with torch.set_grad_enabled(training):
-        output = kernel.attend(case, **options)
-    got = output.lse[..., None] if tensor == "lse" and output.lse is not None else output.out
-    value, terms = (exact.out, exact.term_scale) if tensor == "out" else (exact.lse[..., None],) * 2
-    empty = exact.empty
-    if tensor in GRADIENTS:
-        got = torch.autograd.grad(output.out, leaves, case.grad_out)[GRADIENTS.index(tensor)]
-        values, sizes = exact_gradients(case)
-        value, terms = values[tensor].detach(), sizes[tensor].detach()
-        empty = exact.empty if tensor == "dq" else torch.zeros(value.shape[:3], dtype=torch.bool)
-    fmt = case.format if got.dtype == case.q.dtype else format_of(got.dtype)
-    yardstick = Yardstick(
-        reference=value, term_scale=terms.abs(), empty=empty, format=fmt, lse=exact.lse
+    """The head with the largest figure, and that figure, as an audit measures them. A case with
+    grad_out is a training step."""
+    task = Task(
+        case=case.ref,
+        role="kernel",
+        kernel=kernel.name,
+        options=options,
+        format=case.format.name,
+        gradients=case.grad_out is not None,
     )
-    figures = [head.get(figure) or 0.0 for head in measure(got.detach(), yardstick).heads]
-    at = max(range(len(figures)), key=lambda h: abs(figures[h]))
-    return at, figures[at]
+    rows = [row for row in measured_rows(task, kernel, case) if row.tensor == tensor]
+    row = max(rows, key=lambda row: abs(getattr(row, figure) or 0.0))
+    return row.head or 0, getattr(row, figure) or 0.0
 
 
 # --- the scripts ---------------------------------------------------------------------------------
@@ -192,36 +180,6 @@ def reproduce_call(directory: Path, name: str) -> tuple[Path, float]:
     return reproduce(directory / name, case, find(kernel), figure, tensor=tensor)
 
 
-def exact_gradients(case: AttentionCase) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """dq, dk, dv in fp64 and the sizes of their terms, from the definition with whole matrices."""
-    leaves = [x.double().requires_grad_() for x in (case.q, case.k, case.v)]
-    q, k, v = leaves
-    k, v = (x.repeat_interleave(case.group, dim=1) for x in (k, v))
-    S = q @ k.mT * case.scale
-    slope = 1.0
-    if case.softcap is not None:
-        slope = 1 - torch.tanh(S / case.softcap).detach() ** 2
-        S = case.softcap * torch.tanh(S / case.softcap)
-    if case.mask is not None and case.mask.dtype != torch.bool:
-        S = S + case.mask.double()
-    shown = visible(case, slice(0, case.q_len), slice(0, case.kv_len))
-    S = S if shown is None else S.masked_fill(~shown, -math.inf)
-    hidden = S.eq(-math.inf)
-    P = torch.softmax(S.masked_fill(hidden, -1e300), dim=-1).masked_fill(hidden, 0.0)
-    O = P @ v
-    dO = case.grad_out.double()
-    exact = torch.autograd.grad(O, leaves, dO)
-    dP, delta = dO @ v.mT, (dO * O).sum(dim=-1, keepdim=True)
-    W = P * slope * (dP.abs() + delta.abs()) * abs(case.scale)
-
-    def grouped(x: Tensor) -> Tensor:
-        return x.unflatten(1, (case.kv_heads, case.group)).sum(dim=2)
-
-    terms = (W @ k.abs(), grouped(W.mT @ q.abs()), grouped(P.mT @ dO.abs()))
-    names = ("dq", "dk", "dv")
-    return dict(zip(names, exact, strict=True)), dict(zip(names, terms, strict=True))
-
-
 def with_grad_out(case: AttentionCase) -> AttentionCase:
     shape = (*case.q.shape[:3], case.v.shape[-1])
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(7))
@@ -244,7 +202,7 @@ STEPS = (
 
 
 def test_gradients(tmp_path: Path) -> None:
-    """A gradient's figure is that of fp64 autograd of the definition and its absolute terms. The
+    """A gradient's figure is that of the audit. The
     output of a training step is run as one: its inputs require gradients, and none is stored."""
     scripts, figures = [], []
     for kernel, tensor, figure, fields in STEPS:

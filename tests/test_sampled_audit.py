@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from on_bench import prepare
-from torch import Tensor
 
 from numdev.audit.bench import Bench
 from numdev.audit.examine import examine
@@ -24,7 +21,7 @@ from numdev.gate.judging import judge
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend, gradients
 from numdev.metrics.sampling import Sample
-from numdev.report import AuditReport, DeviationRow, SweepReport, read
+from numdev.report import AuditReport, DeviationRow, read
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -33,12 +30,6 @@ SAMPLE = Sample(count=40, seed=1)
 CONFIG = """
 cases:
   - {name: one, batch: 2, heads: 4, kv_heads: 2, seq_len: 200, head_dim: 16, causal: true}
-"""
-GRID = """
-cases:
-  - {name: one, heads: 2, seq_len: [100, 200], head_dim: 16, causal: true}
-seeds: 2
-y: [max_abs, rms]
 """
 
 
@@ -145,46 +136,6 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     assert not torch.equal(bench.selection.keys, bench.selection.queries)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("role", ["precision", "floor", "baseline", "control"])
-def test_every_role_is_measured_in_the_same_rows(role: str) -> None:
-    """Also the baseline and planted faults, which are computed for these query rows alone, and so
-    have no dk and dv."""
-    from numdev.kernels.emulation.faults import CONTROLS
-
-    kernel = {
-        "precision": lambda: find("reference"),
-        "control": lambda: CONTROLS["scale"].kernel(),
-    }.get(role, lambda: find(role))()
-    rows = rows_of(kernel, bench_of(drawn(), gradients=True), role)
-    tensors = {r.tensor for r in rows}
-    assert {r.status for r in rows} == {"ok"}
-    assert all(r.sampled for r in rows)
-    assert tensors == (
-        {"out", "dq", "dk", "dv"} if role in ("precision", "floor") else {"out", "dq"}
-    )
-    if role == "floor":
-        # Over itself, or over the floor's least where the sampled rows err less than that.
-        assert all(0.9 < (r.floor_ratio or 0) <= 1.0 for r in rows)
-
-
-def test_few_keys_are_all_measured() -> None:
-    """Where only the queries are more than asked for, dk and dv are of all keys, and exact."""
-    shapes = Shapes(batch=1, heads=2, kv_heads=2, q_len=90, kv_len=30, head_dim=16, v_dim=16)
-    x = draw("normal", shapes, seed=0, options={}, gradients=True)
-    case = AttentionCase(
-        ref=CaseRef(case="x"), q=x.q, k=x.k, v=x.v, grad_out=x.grad_out, scale=0.25
-    )
-    bench = bench_of(case, gradients=True)
-    rows = {(r.tensor, r.head): r for r in rows_of(find("sdpa-flash"), bench)}
-    assert rows["dq", 0].sampled
-    assert not rows["dk", 0].sampled
-    whole = {
-        (r.tensor, r.head): r
-        for r in rows_of(find("sdpa-flash"), bench_of(case, None, gradients=True))
-    }
-    assert math.isclose(rows["dk", 1].rms or 0, whole["dk", 1].rms or 1, rel_tol=1e-9)
-
-
 # --- what is not finite --------------------------------------------------------------------------
 
 
@@ -225,16 +176,6 @@ def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
             assert (first.row, first.head, first.batch) == (row_index, head, 1)
             assert first.sees == row_index + 1
             assert f"row {row_index} (of 200" in first.sentence
-
-
-def test_a_different_function_is_recognised_from_sampled_rows() -> None:
-    """A kernel that ignores the causal mask is accused of that in every head."""
-    blind = Kernel(
-        name="blind",
-        function=lambda c: find("sdpa-math").function(dataclasses.replace(c, is_causal=False)),
-    )
-    rows = rows_of(blind, bench_of(drawn()))
-    assert {r.suspicion for r in rows} == {"the causal mask is ignored"}
 
 
 # --- the gate ------------------------------------------------------------------------------------
@@ -287,19 +228,6 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
     assert "sampled_rows was 50, now 51" in str(other.exception)
 
 
-def test_a_sweep_of_sampled_rows(tmp_path: Path) -> None:
-    """Each seed draws its own rows; the report's notes say what was measured."""
-    (tmp_path / "grid.yaml").write_text(GRID)
-    result = invoked(
-        "sweep", str(tmp_path / "grid.yaml"), "--kernel", "sdpa-math", "--rows", "25", "--device",
-        "cpu", "--json", "-o", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert result.exit_code == 0
-    found = SweepReport.model_validate(json.loads(result.stdout))
-    assert "25 query rows" in found.summary.notes[0]
-    assert all(row.rows_measured == 25 for row in found.rows if row.status == "ok")
-
-
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:
     """A kernel that is wrong in its last rows gets a finding, and a script that shows it."""
     (tmp_path / "a.yaml").write_text(CONFIG)
@@ -318,43 +246,6 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
     )  # fmt: skip
     assert "Reproducer:" in result.stderr
     assert any((tmp_path / "out" / "reproducers").iterdir())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math"])
-def test_on_a_gpu_sampled_rows_are_the_calls(name: str) -> None:
-    """Reference, prediction and gradients of sampled rows on the device are those of the whole
-    call: every metric of every row within 1e-6 (fp32 predictions 1e-3) of the whole's rows. Term
-    scales of gradients are sums in fp32 there."""
-    case = drawn(1000)
-    tensors = {n: getattr(case, n).to("cuda") for n in ("q", "k", "v", "grad_out")}
-    case = dataclasses.replace(case, **tensors)
-    sample = Sample(count=100, seed=3)
-    part, whole = (bench_of(case, s, gradients=True) for s in (sample, None))
-    bench = part
-    for tensor in ("out", "dq", "dk", "dv"):
-        at = bench.selection.rows_of(tensor)
-        assert at is not None
-
-        def close(a: Tensor, b: Tensor, tolerance: float, at: Tensor = at) -> None:
-            b = b[:, :, at].double()
-            assert (a.double() - b).norm() <= tolerance * b.norm()
-
-        y, z = part.yardsticks[tensor], whole.yardsticks[tensor]
-        close(y.reference, z.reference, 1e-11)
-        close(y.term_scale, z.term_scale, 2.0**-7)
-        if tensor in part.by_row:
-            claim = {"preset": "fa2"}
-            close(part.predicted(claim)[tensor], whole.predicted(claim)[tensor], 1e-3)
-    kernel = find(name)
-    system = System.here("cuda")
-    task = Task(
-        case=case.ref, role="kernel", kernel=name, format="bfloat16", gradients=True, sample=sample
-    )
-    rows = measure_task(task, kernel, bench, system).rows
-    assert {r.status for r in rows} == {"ok"}
-    assert judge(rows).outcome == "passed"
 
 
 @pytest.mark.gpu

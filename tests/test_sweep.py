@@ -27,7 +27,7 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.curves import estimates
-from numdev.report.statistics import factor, interval
+from numdev.report.statistics import interval
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -197,13 +197,6 @@ def test_the_interval_is_students() -> None:
     assert interval([4.0]) == (4.0, None, None), "one seed has no spread"
 
 
-def test_a_ratio_and_its_inverse_say_the_same() -> None:
-    """The geometric mean, and an interval of logarithms."""
-    up, down = factor([1.0, 2.0, 4.0]), factor([1.0, 0.5, 0.25])
-    assert up[0] == pytest.approx(2.0)
-    assert up == pytest.approx((1 / down[0], 1 / down[2], 1 / down[1]))
-
-
 def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     """Five times the fault: the ratio stands in the sentence."""
     found = run(cases=[{**SIZES, "seq_len": 8}], kernels=[{"name": "off", "by": [0.5, 2.5]}],
@@ -309,16 +302,6 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, ["report", str(out)])
     assert shown.stdout == result.stdout, "and `numdev report` shows the same"
     assert invoke(tmp_path, "-o", str(out), "--overwrite", "-q", y=["rms"]).exit_code == 0
-
-
-def test_flags_beat_the_file(tmp_path: Path) -> None:
-    """--kernel and --format replace the file's, --seed says where its seeds begin."""
-    flags = ("--kernel", "sdpa-math", "--format", "fp16", "--seed", "5")
-    result = invoke(tmp_path, *flags, "--json", "-q", "-o", str(tmp_path / "out"))
-    found = SweepReport.model_validate_json(result.stdout)
-    assert {r.kernel for r in found.rows if r.role == "kernel"} == {"sdpa-math"}
-    assert found.request["formats"] == ["float16"]
-    assert found.summary.seeds == (5, 6)
 
 
 # --- being killed --------------------------------------------------------------------------------

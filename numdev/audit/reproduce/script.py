@@ -49,8 +49,6 @@ FIGURES = {
     "bias_sign": "mean along the sign of kernel - exact rounded once, in ulps",
     "bias_feature": "largest mean over a feature of kernel - exact rounded once, in ulps",
 }
-BIASES = ("bias", "bias_sign", "bias_feature")
-ULPS = ("max_ulp", *BIASES)
 # The figure in which a finding about another metric is shown.
 STANDS_FOR = {
     "expected_ratio": "row_rel",
@@ -70,7 +68,6 @@ BACKENDS: Mapping[str, str | None] = {
     "sdpa-cudnn": "CUDNN_ATTENTION",
     "sdpa-default": None,
 }
-SDPA = "torch.nn.functional.scaled_dot_product_attention"
 PLAIN = (bool, int, float, str, type(None))  # what a script can spell of a closed-over value
 Call = tuple[AttentionCase, dict[str, Any]]  # the case as the kernel was given it; the spelling
 
@@ -127,23 +124,31 @@ def write(
         )
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
-    case, call = _call(kernel, options, case, tensor)
+    case, call = _call(kernel, options, case)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
     given = f" with {', '.join(f'{n} = {v!r}' for n, v in options.items())}" if options else ""
     where = system.gpu or f"{system.cpu} ({system.cpu_capability})"
     override = system.settings.get("cpu_capability_override")
+    present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
     facts: dict[str, Any] = {
-        **{"imports": (), "needs": "", "backend": None, "gives_gradient": False},
+        **{"imports": (), "needs": "", "backend": None},
         **call,
-        **_facts(case, tensor, metric),
+        "case": case,
+        "tensor": tensor,
         "head": head,
+        "figure": metric,
+        "figures": FIGURES,
         "training": training,
+        "additive": case.mask is not None and case.mask.dtype != torch.bool,
+        "shown": _shown(case),
+        "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
+        "dtypes": {n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}},
         "words": words,
         "kernel": kernel.name,
-        "observed": literal(observed),
-        "limit": literal(limit),
-        "folder": None if folder is None else literal(str(folder)),
+        "observed": observed,
+        "limit": limit,
+        "folder": None if folder is None else str(folder),
         "runs": RUNS_OF_NOISE,
         "about": f"Measured: {kernel.name}{given}, torch {system.packages.get('torch', '?')}, "
         f"{where}.",
@@ -157,6 +162,7 @@ def write(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    templates.filters["literal"] = literal
     comment = {**facts, "words": textwrap.wrap(words, 97) or [""]}
     script = directory / "reproduce.py"
     try:
@@ -185,12 +191,12 @@ def literal(value: Any) -> str:
 # --- how the kernel is called --------------------------------------------------------------------
 
 
-def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str) -> Call:
+def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase) -> Call:
     """How the template spells the call, and the case in the form in which the kernel was given it
     (its mask explicit)."""
     name = kernel.name
     if name in BACKENDS:
-        return _sdpa(name, case, tensor)
+        return _sdpa(name, case)
     if name == "baseline":
         words = "plain attention as eager model code has it, every product in the working format"
         return case, {"call": "baseline", "kernel_words": words}
@@ -200,51 +206,23 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
         function = imported(name, "kernel")
         if next(iter(inspect.signature(function).parameters), "") != "case":
             return _function(name, function, options, case)
-    present = [n for n in ("mask", "sinks") if getattr(case, n) is not None]
-    flags = [n for n in ("is_causal", "causal_offset", "window") if getattr(case, n)]
-    fields = {n: n for n in ("q", "k", "v")} | {"scale": "SCALE"} | {n: n for n in present}
-    fields |= {n: literal(getattr(case, n)) for n in flags}
-    fields |= {"softcap": "SOFTCAP"} if case.softcap is not None else {}
-    fields |= {"grad_out": "grad_out"} if tensor in GRADIENTS else {}
+    imports = ("from numdev.cases import AttentionCase, CaseRef", "from numdev.kernels import find")
     return case, {
         "call": "numdev",
         "kernel_words": f"{name}, a kernel written for numdev",
-        "fields": fields,
         "arguments": "".join(f", {n}={literal(x)}" for n, x in options.items()),
-        "imports": (
-            "from numdev.cases import AttentionCase, CaseRef",
-            "from numdev.kernels import find",
-        ),
+        "imports": imports,
         "needs": "numdev",
-        "gives_gradient": tensor in GRADIENTS,
     }
 
 
-def _sdpa(name: str, case: AttentionCase, tensor: str) -> Call:
+def _sdpa(name: str, case: AttentionCase) -> Call:
     backend = BACKENDS[name]
     by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
     if case.restricts_positions and not by_flag:
         case = with_explicit_mask(case)
-    arguments = {
-        "attn_mask": "mask" if case.mask is not None else None,
-        "is_causal": "True" if case.is_causal else None,
-        "scale": "SCALE",
-        "enable_gqa": "True" if case.group > 1 else None,
-    }
-    given = ", ".join(f"{n}={x}" for n, x in arguments.items() if x)
-    contexts = [f"sdpa_kernel([SDPBackend.{backend}])"] if backend else []
-    contexts += ["Operator() as operator"] if tensor == "lse" else []
-    start = (8 if contexts else 4) * " " + ("" if tensor == "lse" else "return ")
     forced = f"backend {backend}, forced alone" if backend else "whatever PyTorch picks"
-    return case, {
-        "call": "sdpa",
-        "kernel_words": f"PyTorch's SDPA, {forced}",
-        "contexts": ", ".join(contexts),
-        "start": f"{start}{SDPA}",
-        "arguments": given,
-        "fits": len(f"{start}{SDPA}(q, k, v, {given})") <= 100,
-        "backend": backend,
-    }
+    return case, {"call": "sdpa", "kernel_words": f"PyTorch's SDPA, {forced}", "backend": backend}
 
 
 def _function(
@@ -284,41 +262,6 @@ def _function(
 
 
 # --- what the script is told ---------------------------------------------------------------------
-
-
-def _facts(case: AttentionCase, tensor: str, metric: str) -> dict[str, Any]:
-    """Everything that a case, and what is looked at in it, decide."""
-    mask, backward = case.mask, tensor in GRADIENTS
-    more = "".join(f", {name}" for name in ("mask", "sinks") if getattr(case, name) is not None)
-    present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
-    terms = metric in ("row_rel", *ULPS)
-    return {
-        "tensor": tensor,
-        "figure": metric,
-        "figures": FIGURES,
-        "device": case.q.device.type,
-        "format": case.format.name,
-        "scale": literal(case.scale),
-        "softcap": literal(case.softcap) if case.softcap is not None else None,
-        "sinks": case.sinks is not None,
-        "mask": None if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        "group": case.group,
-        "positions": case.restricts_positions,
-        "offset": f" + {case.causal_offset}" if case.causal_offset else "",
-        "shown": _shown(case),
-        "hidden_values": not bool(case.v.isfinite().all()),
-        "backward": backward,
-        "gradient": GRADIENTS.index(tensor) if backward else None,
-        "args": f"q, k, v{more}",
-        "more_args": more,
-        "run_args": f"q, k, v{more}{', grad_out' if backward else ''}",
-        "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
-        "dtypes": {n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}},
-        "terms": terms,
-        "slope": terms and tensor in ("dq", "dk") and case.softcap is not None,
-        "floor": metric in ("nonfinite", "floor_ratio", *BIASES),
-        "ulps": metric in ULPS,
-    }
 
 
 def _view(x: Tensor) -> str:
