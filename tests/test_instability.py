@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -175,60 +174,7 @@ def test_the_names_of_the_configurations_say_what_is_rounded(parts: Any, name: s
     assert seen >= 5
 
 
-def record(
-    kernel: str, differs: dict[str, Any] | None = None, attention: str = "bfloat16", **options: Any
-) -> VariantRecord:
-    return VariantRecord(
-        name="x", role="variant", kernel=kernel, options=options, format="bfloat16",
-        attention_format=attention, differs=differs or {},
-    )  # fmt: skip
-
-
-def test_what_a_variant_rounds(parts: Any) -> None:
-    """Another rounding is another rest; P alone is no change of the column O; delta that reads an O
-    in fewer bits than the column has is told apart; a kernel that is not known has no columns."""
-    sites_of = parts["sites"].sites_of
-
-    def emulated(**options: Any) -> Any:
-        return sites_of(record("emulated", **FP32 | options))
-
-    assert (emulated(scores="e8m9").S, emulated(scores="e8m9").rest) == ("e8m9", emulated().rest)
-    assert emulated(rounding="stochastic").rest != emulated().rest
-    fa2 = emulated(preset="fa2", algorithm="fa2")
-    assert (fa2.O, fa2.dP, fa2.delta) == ("fp32", "fp32", "dO*cast O")
-    assert fa2.rest != emulated().rest
-    flash = sites_of(record("triton-flash"))
-    assert (flash.S, flash.O, flash.dP, flash.delta) == ("fp32", "fp32", "fp32", "dO*cast O")
-    rounded = sites_of(record("triton-flash", accumulator="working"))
-    assert (rounded.O, rounded.delta, rounded.rest) == ("bf16", "dO*O", flash.rest)
-    wide = sites_of(record("triton-flash", accumulator="working", delta_o="float32"))
-    assert wide.rest != flash.rest
-    assert sites_of(record("triton-flash", row_sum="working")).rest != flash.rest
-    eager, fp32 = sites_of(record("baseline")), sites_of(record("baseline", attention="float32"))
-    assert (eager.S, eager.dP, eager.delta) == ("bf16", "bf16", "dP*P")
-    assert (fp32.S, fp32.dP, fp32.delta) == ("fp32", "fp32", "dP*P")
-    assert sites_of(record("flex")) is None
-
-
 # --- basins, and trouble without a golden run ----------------------------------------------------
-
-
-def test_basins(runs: ModuleType) -> None:
-    """Whether a run and its golden run both left; the golden one is the role's, or who is named."""
-    learns: Curve = lambda seed, step: 2.5 if step < 100 + 100 * seed else 1.5  # noqa: E731
-    losses: dict[str, Curve] = {
-        "fp32": learns, "stays": lambda seed, step: 2.5, "other": lambda seed, step: 2.4,
-    }  # fmt: skip
-    options = {"stays": {"dp": "working"}, "other": {"pv": "working"}}
-    made = report(losses, options=options, seeds=(0, 9))
-    found = {(r.variant, r.seed): r for r in runs.runs_of([made])}
-    assert {key: r.left for key, r in found.items() if r.left} == {("fp32", 0): 100}
-    assert {key for key, r in found.items() if not r.one_basin} == {("stays", 0), ("other", 0)}
-    assert [key[0] for key, r in found.items() if r.golden] == ["fp32", "fp32"]
-    named = {(r.variant, r.seed): r for r in runs.runs_of([made], "other")}
-    assert named["stays", 0].late == pytest.approx(0.1)
-    assert named["stays", 0].one_basin
-    assert not named["fp32", 0].one_basin
 
 
 # --- warnings ------------------------------------------------------------------------------------
@@ -265,22 +211,6 @@ def test_a_signal_that_rises_before_the_loss(parts: Any) -> None:
 
 
 # --- effects -------------------------------------------------------------------------------------
-
-
-def test_a_factorial_is_a_regression(parts: Any) -> None:
-    """Every effect is twice the coefficient that least squares gives its product of signs."""
-    drawn = np.random.default_rng(1)
-    levels = list(itertools.product((False, True), repeat=3))
-    cells = {c: {seed: float(drawn.normal()) for seed in range(4)} for c in levels}
-    found = parts["effects"].factorial(cells, ("a", "b", "c"))
-    signs = np.array([[1 if x else -1 for x in c] for c in levels])
-    names = [n for size in (1, 2, 3) for n in itertools.combinations(range(3), size)]
-    design = np.column_stack([np.ones(8), *(signs[:, n].prod(axis=1) for n in names)])
-    for seed in range(4):
-        y = np.array([cells[c][seed] for c in levels])
-        coefficients = np.linalg.lstsq(design, y, rcond=None)[0][1:]
-        assert [v[seed] for v in found.values()] == pytest.approx(2 * coefficients)
-    assert list(found) == ["a", "b", "c", "a x b", "a x c", "b x c", "a x b x c"]
 
 
 HIGH: dict[str, dict[str, Any]] = {

@@ -250,18 +250,6 @@ def test_metadata_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         read_metadata(path.parent)
 
 
-def test_a_truncated_shard_leaves_the_others(tmp_path: Path) -> None:
-    """Its tensors are named as lost, with the file and why; the rest is there."""
-    index = sharded(tmp_path / "s")
-    path = index.parent / "m-2.safetensors"
-    os.truncate(path, path.stat().st_size - 3)
-    found = open_weights(str(index.parent))
-    assert list(found.tensors) == ["layers.0.w"]
-    (damage,) = found.damage
-    assert "m-2.safetensors: is not a whole safetensors file" in damage.words
-    assert set(damage.tensors) == {"layers.0.b", "scale"}
-
-
 def test_a_pickle_with_objects_is_damage(tmp_path: Path) -> None:
     """What torch.save wrote is read without building any object but tensors."""
     torch.save({"w": torch.ones(2), "x": _Runs(os.mkdir, str(tmp_path / "ran"))}, tmp_path / "m.pt")

@@ -12,8 +12,6 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
-from numdev.audit.records import weight_row
-from numdev.formats import FORMATS
 from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled
 
@@ -130,18 +128,6 @@ def test_formats_of_8_bits_and_of_64() -> None:
     assert measured(b, b.to(torch.float8_e4m3fn))["nulls"].keys() == {"float8_e4m3fn_times"} | {
         f"{name}_times" for name in CASTS
     }
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASTS)
-def test_casts_of_every_16_bit_value(dtype: torch.dtype, name: str) -> None:
-    """What a cast changes is the same, to the last bit, for a 16-bit tensor and for its values in
-    float64."""
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    x = bits.view(dtype)
-    x = x[x.abs() < 1e30]  # whose sums of squares float64 holds
-    here, there = (weight_row("", y, FORMATS[name]) for y in (x, x.double()))
-    assert here.model_copy(update={"stored": "float64"}) == there
 
 
 KINDS_OF = {

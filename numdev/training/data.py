@@ -10,6 +10,8 @@ import hashlib
 import json
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,27 +144,28 @@ def stdlib() -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _text(name: str) -> str:
+@contextmanager
+def _reading(name: str, what: str) -> Iterator[None]:
     try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name}: expected {what} ({error})") from error
+
+
+def _text(name: str) -> str:
+    with _reading(name, "UTF-8 text"):
         return Path(name).read_text(encoding="utf-8")  # every line ending becomes \n
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name}: expected UTF-8 text ({error})") from error
 
 
 def _token_files(config: DataConfig) -> Tensor:
     """The files' ids one after the other, int32."""
     parts = []
     for name in config.files:
-        try:
+        with _reading(name, f"ids of {config.dtype} below {config.vocabulary}"):
             parts.append(np.frombuffer(Path(name).read_bytes(), dtype=config.dtype))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{name}: expected numbers of {config.dtype} ({error})") from error
-        largest, size = int(parts[-1].max(initial=0)), config.vocabulary or 0
-        if largest >= size:
-            raise UsageError(
-                f"{name}: expected ids below the vocabulary ({size}), got {largest}",
-                hint="is the dtype right?",
-            )
+            largest = int(parts[-1].max(initial=0))
+            if largest >= (config.vocabulary or 0):
+                raise ValueError(f"got {largest}")
     return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
 

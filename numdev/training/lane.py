@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,26 +31,18 @@ Chosen = tuple[Kernel, Mapping[str, Any]]
 """A kernel and its options."""
 
 
+@dataclass(kw_only=True)
 class Attention:
     """attend(q, k, v, causal) of `numdev.training.models`: a registered kernel as a network calls
-    it. q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype,
-    re-rounded at random with `noise`. A kernel that draws random numbers does so from `draws`.
-    Gradients are those of the kernel `behind`, if there is one."""
+    it. q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype."""
 
-    def __init__(
-        self,
-        kernel: Chosen,
-        behind: Chosen | None,
-        *,
-        dtype: torch.dtype | None,
-        noise: torch.Generator | None,
-        draws: torch.Generator | None,
-    ) -> None:
-        self.kernel, self.options = kernel
-        self.behind, self.dtype, self.noise, self.draws = behind, dtype, noise, draws
-        self.ran: str | None = None  # what the kernel says it runs, once it was asked
-        self.largest: list[Tensor] | None = None
-        """While it is a list, every call adds its largest |score|, a scalar in float32."""
+    kernel: Chosen
+    behind: Chosen | None  # whose gradients it has, where they are not its own
+    dtype: torch.dtype | None
+    noise: torch.Generator | None  # with which outputs are re-rounded at random
+    draws: torch.Generator | None  # from which a kernel draws random numbers
+    ran: str | None = None  # what the kernel says it runs, once it was asked
+    largest: list[Tensor] | None = None  # if it is a list, every call adds its `largest_score`
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         own, dtype, scale = q.dtype, self.dtype or q.dtype, 1 / math.sqrt(q.shape[-1])
@@ -57,13 +50,14 @@ class Attention:
         case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=causal)
         if self.largest is not None:
             self.largest.append(largest_score(case))
+        kernel, options = self.kernel
         if self.ran is None:
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-                self.ran = self.kernel.attend(case, **self.options).ran or ""
+                self.ran = kernel.attend(case, **options).ran or ""
         if self.behind is None:
-            out = attended(self.kernel, case, self.options, self.draws).to(own)
+            out = attended(kernel, case, options, self.draws).to(own)
         else:
-            out = crossed(self.kernel, case, self.options, *self.behind).to(own)
+            out = crossed(kernel, case, options, *self.behind).to(own)
         return out if self.noise is None else rerounded(out, self.noise)
 
 
@@ -134,8 +128,8 @@ class Lane:
             made = seed_of("draws", seed + variant.seed, options[0].get("seed"))
             self.noise = torch.Generator(device).manual_seed(made)
         self.attention = Attention(
-            own,
-            behind[0] if behind else None,
+            kernel=own,
+            behind=behind[0] if behind else None,
             dtype=DTYPES.get(variant.attention_format or ""),
             noise=self.noise if rerounds else None,
             draws=self.noise if draws[0] else None,

@@ -56,10 +56,9 @@ class Lockstep:
         rows: list[DistanceRow] = []
         for of in ("weights", "gradient") if self.step == 0 else ("weights",):
             golden = self._tensors(self.golden, of)
-            for lane in self.lanes:
-                if lane is not self.golden:
-                    place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
-                    rows += distances(self._tensors(lane, of), golden, of=of, **place)
+            for lane in (lane for lane in self.lanes if lane is not self.golden):
+                place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
+                rows += distances(self._tensors(lane, of), golden, of=of, **place)
         return [row_of(lane, self.seed, self.step) for lane in self.lanes], rows
 
     def _tensors(self, lane: Lane, of: str) -> dict[str, torch.Tensor]:
@@ -109,17 +108,15 @@ def deterministic(*, wanted: bool) -> Iterator[None]:
     afterwards. cuBLAS reads its setting when CUDA starts, so enter this before. Memory is not
     filled before its use, as PyTorch would: nothing here reads what it did not write. Unless it is
     `wanted` nothing is changed."""
-    if not wanted:
-        yield
-        return
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filled, workspace = memory.fill_uninitialized_memory, os.environ.get(WORKSPACE)
     try:
-        os.environ.setdefault(WORKSPACE, ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        memory.fill_uninitialized_memory = False
+        if wanted:
+            os.environ.setdefault(WORKSPACE, ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            memory.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)

@@ -43,7 +43,8 @@ def line(report: BoundsReport) -> str:
 
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
-    drawn = [_marked(chart, report) for chart in _charts(report)]
+    charts = doc.charts(report.figures, report.summary.axis, "golden")
+    drawn = [_marked(chart, report) for chart in charts]
     whole = tuple(c for c in drawn if c.figure.place.get("group", "all") == "all")
     brief = "Distance of one run over that of another, all weights"
     yield doc.Figures(whole, PAGE)
@@ -68,10 +69,6 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
         title="What was set beside what",
         only=PAGE,
     )
-
-
-def _charts(report: BoundsReport) -> tuple[doc.Chart, ...]:
-    return doc.charts(report.figures, report.summary.axis, "golden")
 
 
 def _marked(chart: doc.Chart, report: BoundsReport) -> doc.Chart:

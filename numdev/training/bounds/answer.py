@@ -1,5 +1,5 @@
-"""The first sentences of `numdev bounds`: flash beside low precision, another seed and chance, the
-first gradient, delays. What voids them all comes first, what cannot be said last. Distances between
+"""The first sentences of `numdev bounds`: flash beside low precision, another seed and chance while
+curves have not merged. What voids that comes first, what cannot be said last. Distances between
 weights are proxies, and called so."""
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ from numdev.training.bounds.saturation import MERGED, NULLS
 from numdev.training.bounds.tables import PAIRED, WHOLE
 from numdev.training.report import VariantRole
 
-LEADS: Mapping[VariantRole, str] = {
-    "flash": "{early}",
-    "low_precision": "Low precision",
-    "attention_precision": "Through attention",
-}
 ORDER: tuple[VariantRole, ...] = (
     *("low_precision", "null_rounding", "attention_precision", "null_ulp", "null_repeat"),
     "other_seed",
@@ -36,7 +31,7 @@ NOT_DETERMINISTIC = (
     "holds that too."
 )
 NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
-RATIO = "{lead}: {label} changes {what} {beside}."
+RATIO = "{lead}: {label} changes weights {beside}."
 PAPER = ", where the first paper reports 0.2 to 0.5"
 MERGED_FROM = (
     "From step {step} on curves have merged: a distance there says how chaotic training is, not "
@@ -44,10 +39,6 @@ MERGED_FROM = (
 )
 NOT_MERGED = "Merging: by step {step} the curves have not merged with the null's."
 NO_MARK = "Merging: where curves merge is not known, since {reason}."
-DELAY = (
-    "Delay: {d.variant} reaches the distances of {d.against} {d.steps:+.2g} steps later, a size "
-    "which merging does not hide."
-)
 REPEATED = "Null: the golden run repeated gives the same bits."
 PROXIES = (
     "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
@@ -75,7 +66,12 @@ def answer(report: BoundsReport, lost: Mapping[str, Mapping[int, int]]) -> Itera
     for label, seeds in lost.items():
         where = [f"seed {seed} from step {step} on" for seed, step in sorted(seeds.items())]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
-    yield from _ratios(report, window, mark)
+    for label in (v.label for v in report.summary.variants if v.role == "flash"):
+        here = _of(report, window, label)
+        if beside := "; ".join(_beside(report, c) for c in here if c.ratio is not None):
+            yield RATIO.format(lead=_early(mark), label=label, beside=beside)
+        elif here and mark is not None:
+            yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
     if mark is not None:
         if mark.reason is not None:
             yield NO_MARK.format(reason=mark.reason)
@@ -83,32 +79,10 @@ def answer(report: BoundsReport, lost: Mapping[str, Mapping[int, int]]) -> Itera
             yield NOT_MERGED.format(step=mark.steps[-1])
         else:
             yield MERGED_FROM.format(step=mark.saturated)
-            yield from _ratios(report, "saturated", mark)
-    yield from _ratios(report, "start", mark)
-    for d in report.delays:
-        here = (d.group, d.metric, d.role, d.against_role)
-        if here == (WHOLE, PAIRED, "flash", "low_precision") and d.steps is not None:
-            yield DELAY.format(d=d)
     if report.summary.deterministic:
         yield REPEATED
     yield from (f"Not known: {words}." for words in report.summary.missing)
     yield PROXIES
-
-
-def _ratios(report: BoundsReport, window: str, mark: Saturation | None) -> Iterator[str]:
-    """What all weights, or the first gradient, of each kind of run change; of all kinds in the
-    first window, in others of flash."""
-    for role, words in LEADS.items():
-        for v in (v for v in report.summary.variants if v.role == role):
-            here = _of(report, window, v.label)
-            leads = {"saturated": "Merged", "start": "First gradient"}
-            lead = leads.get(window) or words.format(early=_early(mark))
-            what = "the gradient" if window == "start" else "weights"
-            if beside := "; ".join(_beside(report, c) for c in here if c.ratio is not None):
-                if role == "flash" or window not in leads:
-                    yield RATIO.format(lead=lead, label=v.label, what=what, beside=beside)
-            elif here and role == "flash" and window == "early":
-                yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
 
 
 def _of(report: BoundsReport, window: str, label: str, metric: str = PAIRED) -> list[Comparison]:
@@ -127,8 +101,7 @@ def _beside(report: BoundsReport, c: Comparison) -> str:
         words += ", no larger" if c.high is None or c.high <= MERGED else ", not told apart"
     same = _of(report, c.window, c.variant, "w1")
     w1 = next((o.ratio for o in same if o.against == c.against), None)
-    early_flash = (c.role, c.against_role) == ("flash", "low_precision") and c.window == "early"
-    return f"{words} (W1 {times(w1)} x){PAPER if early_flash else ''}"
+    return f"{words} (W1 {times(w1)} x){PAPER if c.against_role == 'low_precision' else ''}"
 
 
 def _early(mark: Saturation | None) -> str:

@@ -8,12 +8,11 @@ weights must report it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from numdev.config import demo_checkpoint
@@ -118,43 +117,41 @@ def _files(path: Path) -> dict[Path, tuple[str, ...]]:
 
 def _add(weights: Weights, file: Path, expected: tuple[str, ...]) -> None:
     """List a file's tensors, or what is wrong with it."""
-    tensors: dict[str, Stored] = {}
     places: dict[object, str] = {}
     try:
         if not file.is_file():
             raise MeasurementError(f"{file}: is missing")
         weights.files += (file,)
-        if file.suffix in storage.PICKLES:
-            for name, x in storage.read(file):
-                place = storage.held_at(x)
-                if place is not None and place in places:
-                    weights.tied[name] = places[place]
-                    continue
-                places[place] = name
-                # A nested tensor has no shape, and is refused when it is compared.
-                shape = () if x.is_nested else tuple(x.shape)
-                tensors[name] = Stored(shape=shape, read=x.detach)
-        else:
-            with storage.open_safetensors(file) as handle:
-                for name in handle.offset_keys():
-                    shape = tuple(handle.get_slice(name).get_shape())
-                    tensors[name] = Stored(shape=shape, read=partial(_mapped, file, name))
+        for name, stored, place in _listed(file):
+            if place is not None and places.setdefault(place, name) != name:
+                weights.tied[name] = places[place]
+            elif name in weights.tensors:
+                raise UsageError(f"{file}: {name} is in another file too", hint="give one of them")
+            else:
+                weights.tensors[name] = stored
     except MeasurementError as error:
         weights.damage.append(Damage(words=error.message, tensors=expected))
-    if twice := sorted(weights.tensors.keys() & tensors.keys()):
-        raise UsageError(f"{file}: {twice[0]} is in another file too", hint="give one of them")
-    weights.tensors |= tensors
+
+
+def _listed(file: Path) -> Iterator[tuple[str, Stored, object]]:
+    """Name, shape and reader of each tensor, and in a pickle where its values are."""
+    if file.suffix in storage.PICKLES:
+        for name, x in storage.read(file):
+            # A nested tensor has no shape, and is refused when it is compared.
+            shape = () if x.is_nested else tuple(x.shape)
+            yield name, Stored(shape=shape, read=x.detach), storage.held_at(x)
+        return
+    with storage.open_safetensors(file) as handle:
+        for name in handle.offset_keys():
+            shape = tuple(handle.get_slice(name).get_shape())
+            yield name, Stored(shape=shape, read=partial(_mapped, file, name)), None
 
 
 def _mapped(file: Path, name: str) -> Tensor:
     """Mapped anew for each tensor: what was read counts as memory while the file is mapped."""
-    try:
-        with storage.open_safetensors(file) as handle:
-            tensor: Tensor = handle.get_tensor(name)
+    with storage.naming(file, f"{name} cannot be read"), storage.open_safetensors(file) as handle:
+        tensor: Tensor = handle.get_tensor(name)
         return tensor
-    except (SafetensorError, AttributeError, RuntimeError) as error:
-        words = f"{file}: {name} cannot be read: {storage.one_line(error)}"
-        raise MeasurementError(words, hint=storage.FETCH) from error
 
 
 def _without_prefix(weights: Weights) -> Weights:

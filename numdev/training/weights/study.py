@@ -69,7 +69,17 @@ def weights(
             if against is not costed:  # once for all others
                 costs, costed = pairs.cast_costs(against), against
             sums.append(pairs.compare(of, against, costs))
-            row = _row(name, other.name, opened[0].name, of, against, sums[-1])
+            row = TensorRow(
+                of=other.name,
+                against=opened[0].name,
+                tensor=name,
+                layer=layer_of(name),
+                kind=kind_of(name),
+                shape=tuple(against.shape),
+                stored_of=pairs.name_of(of),
+                stored_against=pairs.name_of(against),
+                **pairs.numbers(sums[-1]),
+            )
             rows.append(row)
             for source, lost in ((other, row.nonfinite_of), (opened[0], row.nonfinite_against)):
                 if lost:
@@ -178,22 +188,6 @@ class Comparison:
 
     def remark(self, source: Weights, name: str | None, what: Matter, words: str) -> None:
         self.remarks[Remark(source=source.name, tensor=name, what=what, words=words)] = None
-
-
-def _row(
-    name: str, other: str, first: str, of: Tensor, against: Tensor, sums: pairs.Sums
-) -> TensorRow:
-    return TensorRow(
-        of=other,
-        against=first,
-        tensor=name,
-        layer=layer_of(name),
-        kind=kind_of(name),
-        shape=tuple(against.shape),
-        stored_of=pairs.name_of(of),
-        stored_against=pairs.name_of(against),
-        **pairs.numbers(sums),
-    )
 
 
 def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[GroupRow]:
