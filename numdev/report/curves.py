@@ -60,7 +60,6 @@ WORDS = {
     "block_kv": "keys in a tile",
     "block_q": "queries in a tile",
     "memory": "on-chip elements",
-    "kv_heads": "kv heads",
 }
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32",
          "float64": "fp64", "float8_e4m3fn": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}  # fmt: skip

@@ -142,13 +142,9 @@ def claim(directory: Path, kind: str, request: Mapping[str, Any], *, overwrite: 
     if not (directory / "report.json").exists():
         return
     older = read(directory)
-    if older.kind != kind:
+    if older.kind != kind or (older.request != request and not overwrite):
+        same = older.kind == kind
         raise UsageError(
-            f"{directory}: holds the report of a numdev {older.kind}, which would be lost",
-            hint="give another --output",
-        )
-    if older.request != request and not overwrite:
-        raise UsageError(
-            f"{directory}: holds the {kind} of something else",
-            hint="give another --output, or --overwrite",
+            f"{directory}: holds the report of another numdev {older.kind}",
+            hint=f"give another --output{', or --overwrite' if same else ''}",
         )

@@ -30,11 +30,11 @@ class Explanation(Record):
     sentence: str
 
 
-class GradientSummary(Record):
-    """One gradient of one kernel in one format over all heads and calls."""
+class _OverHeads(Record):
+    """Metrics over heads: medians, `_worst` the largest, `_where` the layer and head of that."""
 
-    tensor: Tensor
-    ok: int
+    ok: int  # heads that were measured, of all calls
+    row_rel: float | None = None
     floor_ratio: float | None = None
     floor_ratio_worst: float | None = None
     floor_ratio_where: str | None = None
@@ -42,7 +42,12 @@ class GradientSummary(Record):
     expected_ratio: float | None = None
     expected_ratio_worst: float | None = None
     expected_ratio_where: str | None = None
-    row_rel: float | None = None
+
+
+class GradientSummary(_OverHeads):
+    """One gradient of one kernel in one format over all heads and calls."""
+
+    tensor: Tensor
     amplification: float | None = None
     nonfinite: int = 0
 
@@ -56,11 +61,9 @@ class _OfKernel(Record):
     format: str
 
 
-class KernelSummary(_OfKernel):
-    """One kernel in one format over all heads and calls: a metric is its median over heads,
-    `_worst` the largest and `_where` the layer and head of that."""
+class KernelSummary(_OfKernel, _OverHeads):
+    """One kernel in one format over all heads and calls."""
 
-    ok: int
     skipped: int
     failed: int
     reasons: tuple[str, ...]
@@ -70,13 +73,8 @@ class KernelSummary(_OfKernel):
     mean_abs: float | None = None
     max_abs: float | None = None
     rms: float | None = None
-    row_rel: float | None = None
     w1: float | None = None
     nonfinite: int = 0
-    floor_ratio: float | None = None
-    floor_ratio_worst: float | None = None
-    floor_ratio_where: str | None = None
-    baseline_ratio: float | None = None
     baseline_ratio_worst: float | None = None
     flash_vs_precision: float | None = None
     flash_vs_precision_worst: float | None = None
@@ -87,9 +85,6 @@ class KernelSummary(_OfKernel):
     lower_format: str | None = None
     flash_vs_lower: float | None = None  # from the baseline, over its way on to `lower_format`
     flash_vs_lower_w1: float | None = None
-    expected_ratio: float | None = None
-    expected_ratio_worst: float | None = None
-    expected_ratio_where: str | None = None
     expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
     worst_row: float | None = None  # the largest over heads
     worst_row_where: str | None = None
@@ -103,22 +98,14 @@ class KernelSummary(_OfKernel):
     bias_testable: bool = False  # whether there were independent sequences enough to judge bias
 
 
-class PartSummary(_OfKernel):
+class PartSummary(_OfKernel, _OverHeads):
     """One kernel in one format over some of its calls: a phase of a generation, or what attends
-    alike in one denoising step. Medians over heads; `_worst` the largest."""
+    alike in one denoising step."""
 
     phase: Phase | None = None
     step: int | None = None
     attends: Attends | None = None
     calls: int
-    ok: int  # heads that were measured, of all these calls
-    row_rel: float | None = None
-    floor_ratio: float | None = None
-    floor_ratio_worst: float | None = None
-    floor_ratio_where: str | None = None
-    baseline_ratio: float | None = None
-    expected_ratio: float | None = None
-    expected_ratio_worst: float | None = None
 
 
 class ProfileSummary(_OfKernel):

@@ -53,12 +53,14 @@ def svg(chart: Chart) -> Markup:
         _text(root, words, x(at) + (-4 if late else 4), BOTTOM - 6 - LINE * i, "tick",
               "end" if late else "start")  # fmt: skip
     styles = _styles(chart)
+    step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / max(1, len(figure.curves)))
     ends = []
     for i, curve in enumerate(figure.curves):
         style, marker = styles[curve.label]
         group = ET.SubElement(root, "g", {"class": chart.styles[i] if chart.styles else style})
         drawn = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
-        shift = _beside(axis, i, len(figure.curves))
+        # Points of a category stand beside each other.
+        shift = (i - (len(figure.curves) - 1) / 2) * step if axis.scale == "category" else 0.0
         places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
         if curve.constant:
             places = [(edge, y(p.mean)) for edge in (LEFT, RIGHT) for p in drawn]
@@ -140,14 +142,6 @@ def _x_scale(axis: Axis) -> Scale:
         return _scale((low / factor, high * factor), (LEFT, RIGHT), True)
     air = 0.5 if axis.scale == "category" else 0.04 * (high - low)
     return _scale((low - air, high + air), (LEFT, RIGHT), False)
-
-
-def _beside(axis: Axis, index: int, count: int) -> float:
-    """How far a curve's points are moved: those of a category stand beside each other."""
-    if axis.scale != "category":
-        return 0.0
-    step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / count)
-    return (index - (count - 1) / 2) * step
 
 
 def _axes(root: ET.Element, chart: Chart, x: Scale, y: Scale, y_ticks: Sequence[float]) -> float:

@@ -25,7 +25,6 @@ from numdev.report.views import document_of
 STYLES = {"": "", "strong": "bold", "soft": "dim", "good": "green", "warn": "yellow",
           "bad": "bold red"}  # fmt: skip
 SHADES = ("green", "yellow", "dark_orange", "bold red", "bold red")
-LONG = 14  # characters of a kernel's name that a table of 80 columns has room for
 NUMBER = 9  # characters that a column of a series takes
 MAP = 5  # characters that a column of a map takes
 
@@ -127,10 +126,6 @@ def _cell(row: doc.Row, at: int) -> Text:
     if cell.shade is not None:
         style = SHADES[cell.shade]
     content = _text(cell.text, style)
-    head, colon, tail = cell.text.partition(":")
-    if at == 0 and colon and tail and " " not in cell.text and len(cell.text) > LONG:
-        # package.module:function, which a table would break anywhere
-        content = _text(f"{head}:", style).append("\n").append_text(_text(tail, style))
     return content.append_text(_text(f" {cell.after}", "dim")) if cell.after else content
 
 
