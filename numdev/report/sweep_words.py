@@ -62,8 +62,10 @@ def _trend(line: Line, grid: Grid, baseline: str) -> str:
     numbers = [
         f"{mean:.2g}" + (f" at {called}" if called else "") for called, mean in means.items()
     ]
-    text = ", ".join(numbers) if ordered else ", largest ".join(numbers)
-    if ordered and len(numbers) > 1:
+    text = ", largest ".join(numbers)
+    if len(numbers) > 1 and not ordered:
+        text = f"least {text}"
+    elif len(numbers) > 1:
         change = _change(measured[0][1], measured[-1][1])
         text = f"{change} with {grid.axis.title} ({' to '.join(numbers)})"
     ratios = {called: factor(list(e.ratios.values())) for called, e in ends.items() if e.ratios}
@@ -78,6 +80,8 @@ def _change(first: Estimate, last: Estimate) -> str:
     grown = [b / a for a, b in pairs if a > 0 and b > 0]
     if not grown:
         return "goes"
+    if set(grown) == {1.0}:
+        return "is the same in every seed"
     ratio = factor(grown)
     if ratio[1] is not None and ratio[2] is not None and ratio[1] <= 1 <= ratio[2]:
         return f"shows no clear change {_times(ratio)}"
