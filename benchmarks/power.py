@@ -183,7 +183,7 @@ def judged(rows: Sequence[DeviationRow]) -> Unit | None:
         return None
     why = [
         [v.rule, v.tensor, v.metric, v.observed, v.bound]
-        for v in (each.verdict for each in verdicts_of(rows, default_rules()))
+        for v in verdicts_of(rows, default_rules())
         if v.outcome == "exceeded"
     ]
     fa = [r for r in rows if r.fa_rule is not None]
@@ -243,7 +243,7 @@ def units(seeds: Sequence[int], only: str | None = None) -> Iterator[Unit]:
                         found.append(doses(on))
                 yield from ({**where, **unit} for unit in itertools.chain(*found))
     for (kind, name, fmt, place), rows in pooled.items():
-        said = [each.verdict for each in verdicts_of(rows, default_rules())]
+        said = list(verdicts_of(rows, default_rules()))
         said = [v for v in said if v.rule == TYPICAL]
         why = [v.tensor for v in said if v.outcome == "exceeded"]
         medians = {v.tensor: v.observed for v in said if v.judged}

@@ -46,7 +46,7 @@ class CheckResult:
     @property
     def in_short(self) -> str:
         """A failed check in one line."""
-        return checkwords.in_short(self.kernel, self.report, self.judgement)
+        return checkwords.in_short(self.report, self.judgement)
 
 
 class CheckFailed(AssertionError):

@@ -55,8 +55,8 @@ def test_a_head_that_moved_is_named_with_its_numbers() -> None:
     a = tuple(head(h, tensor="dq", layer=2, floor_ratio=1.06) for h in range(16))
     b = (a[0], times(a[1], 1.41 / 1.06), *a[2:])
     assert first(a, b) == (
-        "mine (bfloat16) moved beyond its noise in dq (1 of 16 heads, layer 2 head 1, from 1.06 to "
-        "1.41 x the floor); nothing new, nothing gone."
+        "mine (bfloat16) moved beyond its noise in dq (1 of 16 heads, layer 2 head 1, from 1.02 to "
+        "1.36 x what its roundings predict); nothing new, nothing gone."
     )
     (move,) = found(a, b).moves
     assert (move.place.layer, move.place.head, move.tensor) == (2, 1, "dq")

@@ -155,9 +155,8 @@ def test_one_command_a_problem(found: list[DeviationRow]) -> None:
 
 def test_spots_of_the_default_rules() -> None:
     """Each name stands on the line that is said, and no line is said twice."""
-    file = bundled("gate/default.yaml")
-    lines = file.read_text().splitlines()
-    found = spots_of(default_rules(), file)
+    lines = bundled("gate/default.yaml").read_text().splitlines()
+    found = spots_of(judge([row()]))
     assert found.keys() == {t.name for t in default_rules().thresholds}
     for name, spot in found.items():
         assert spot.line is not None

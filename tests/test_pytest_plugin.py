@@ -78,10 +78,9 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
     found.stdout.fnmatch_lines(
         [
             "E *kernels_of_mine:half fails *`function`*",
-            "E *full, head 0, out, float16",
             "E *python */test_wrong0/numdev/kernels_of_mine-half/reproducers/*/reproduce.py",
             "*= numdev =*",
-            "*::test_wrong: kernels_of_mine:half: function: *: full, head 0, out, float16",
+            "*::test_wrong: kernels_of_mine:half computes a different function: *",
         ]
     )
     assert "test_sound: " not in found.stdout.str()
@@ -145,7 +144,7 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
     )
     found = run(suite, "--numdev-thresholds=tight.yaml", "--numdev-report=kept")
     found.assert_outcomes(failed=1)
-    found.stdout.fnmatch_lines(["E *fails `tight` *", "E *nightly)*"])
+    found.stdout.fnmatch_lines(["E *fails `tight` (rules nightly)*"])
     folders = sorted((suite.path / "kept").iterdir())
     assert len(folders) == 2
     for folder in folders:
@@ -189,7 +188,6 @@ def test_the_page_is_true(suite: pytest.Pytester) -> None:
     found.stdout.fnmatch_lines(
         [
             "E *test_mine:my_attention fails `function`*",
-            "E *causal, head 0, out, bfloat16 and float16",
-            "E *the causal mask is off by one: each query sees one key too*",
+            "E *the causal mask is off by one*",
         ]
     )

@@ -14,7 +14,7 @@ from test_html import audit, provenance
 from test_shown import kernel
 
 from numdev.gate.findings import Places, findings_in
-from numdev.gate.judging import decide
+from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, AuditSummary, HeadMap, KernelSummary, WeightSummary, numbers
 from numdev.report.document import headed
@@ -248,10 +248,10 @@ def test_a_gate_that_judged_nothing_says_so() -> None:
     nothing = {"name": "none", "metric": "rms", "at_most": 1.0, "may_lack": "rows",
                "where": {"kernel": "nobody"}}  # fmt: skip
     rows = [row()]
-    decided = decide(rows, Rules.model_validate({"thresholds": [nothing]}))
+    judgement = judge(rows, Rules.model_validate({"thresholds": [nothing]}))
     stream = io.StringIO()
-    page = document(decided, *findings_in(decided, rows), Places(rows))
+    page = document(judgement, *findings_in(judgement, rows), Places(rows))
     terminal.print_document(page, Console(file=stream, width=100))
-    assert decided.judgement.exit_code == 3
+    assert judgement.exit_code == 3
     assert "NOT MEASURED" in stream.getvalue()
     assert "No rule could be applied to any row" in " ".join(stream.getvalue().split())

@@ -141,7 +141,7 @@ def test_a_regime_is_what_the_request_drew() -> None:
         ("metric: a/b/c, at_most: 1", "no metric 'a'"),
         ("metric: rms / rms / rms, at_most: 1", "no ratio of two"),
         ("metric: suspicion / rms, at_most: 1", "no ratio of two"),
-        ("metric: rms, at_most: 1, over: flor", "'flor' is none of floor, baseline, before"),
+        ("metric: rms, at_most: 1, over: flor", "Input should be 'floor', 'baseline' or"),
         ("metric: suspicion, absent: true, over: floor", "`over` divides a number"),
         ("metric: bias_size, at_most: 1, over: before, certain: {}", "goes without"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),

@@ -16,7 +16,7 @@ from numdev.cli.session import FILE, command
 from numdev.errors import UsageError
 
 if TYPE_CHECKING:
-    from numdev.gate.comparable import Measured
+    from numdev.gate.rows import Measured
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
@@ -68,13 +68,12 @@ def gate(
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")
     from numdev.gate import findings as sentences
-    from numdev.gate.judging import decide_report
+    from numdev.gate.judging import judge_report
     from numdev.gate.rules import default_rules, default_rules_against, read_rules
     from numdev.report.renderers import github as on_github
     from numdev.report.renderers import junit as as_junit
     from numdev.report.renderers.terminal import print_document
     from numdev.report.views.gate import document, spots_of
-    from numdev.yamlfile import bundled
 
     chosen = default_rules_against() if against else default_rules()
     if rules:
@@ -85,9 +84,8 @@ def gate(
                 hint="give one `over: before`, or leave --against out",
             )
     found = _read(path)
-    decided = decide_report(found, chosen, _read(against) if against else None)
-    judged = decided.judgement
-    findings, tested = sentences.findings_in(decided, found.rows)
+    judged = judge_report(found, chosen, _read(against) if against else None)
+    findings, tested = sentences.findings_in(judged, found.rows)
     context.find_root().obj = judged.exit_code
     if as_json:
         told = [finding.model_dump(mode="json") for finding in findings]
@@ -95,9 +93,9 @@ def gate(
         click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
     else:
         with _unread() if github else contextlib.nullcontext():
-            print_document(document(decided, findings, tested, sentences.Places(found.rows)))
+            print_document(document(judged, findings, tested, sentences.Places(found.rows)))
     # Afterwards, so that a file that cannot be written hides no verdict.
-    spots = spots_of(chosen, rules or bundled("gate/default.yaml"))
+    spots = spots_of(judged)
     if junit:
         _write(junit, as_junit.junit(judged, findings, spots))
     words = on_github.summary(judged, findings, tested) if summary or github else ""

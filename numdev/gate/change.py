@@ -1,4 +1,4 @@
-"""A metric held to its own past: the same cells in an older report.
+"""Two reports of one request: what they must have in common, and a metric held to its own past.
 
 A cell's number is the mean over its seeds, and the change is the ratio of the two means. The mean
 moves from one set of seeds to another without anything having changed, and from run to run where a
@@ -19,23 +19,91 @@ A cell that is in one of the reports alone is lacking, whichever it is.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 from scipy.special import stdtrit
 
 from numdev.errors import MeasurementError
-from numdev.gate.comparable import APART, MUST, Measured, differences
-from numdev.gate.rows import NOT_MEASURED, grouped
+from numdev.gate.rows import NOT_MEASURED, Measured, grouped
 from numdev.gate.rules import ERRORS, ESTIMATED, MAXIMA, Threshold, parts_of, value_of
-from numdev.gate.verdict import Held, Lacking
-from numdev.report import DeviationRow
+from numdev.gate.verdict import Held
+from numdev.report import DeviationRow, Record
 
-SEEDS = 3
-GONE = "measured in the old report, and not in this one"
-NEW = "not measured in the old report"
+# --- what two reports must have in common --------------------------------------------------------
+
+MUST = (
+    *("checkpoint", "model", "text", "inputs", "cases", "formats", "model_dtype", "seed", "seeds"),
+    *("generate", "length", "sequences", "layers", "heads", "gradients", "sampled_rows"),
+)
+"""Keys of a request that must be the same, and are what `--allow` takes. An audit has a `seed`, a
+sweep `seeds`."""
+APART = ("formats", "seed", "seeds", "layers", "heads", "gradients")
+"""Of these what rows say themselves: where they differ rows are not found in the other report, or,
+of other seeds, are other draws of the same cells."""
+HASHES = {"checkpoint": "sha256", "text": "prompt_sha256"}
+"""Keys that name files, and where their hashes are in a report's source."""
+PROMPT = ("text", "length", "sequences")
+"""What the hash of the prompt covers: the same text may come from another file."""
+
+
+class Difference(Record):
+    """Something the two do not have in common: a key, and both values, shortened to be read."""
+
+    key: str
+    """With the first place in it where they differ, as in `cases.0.seq_len`."""
+    a: str
+    b: str
+
+    @property
+    def root(self) -> str:
+        """The key of the request itself."""
+        return self.key.partition(".")[0]
+
+
+def differences(a: Measured, b: Measured, keys: Sequence[str] = MUST) -> tuple[Difference, ...]:
+    """What differs of what must be the same; of an audit and a sweep that they are that."""
+    if a.kind != b.kind:
+        return (Difference(key="kind", a=a.kind, b=b.kind),)
+    sources = [report.provenance.source for report in (a, b)]
+    prompt = all(source.get(HASHES["text"]) for source in sources)
+    apart: list[Difference] = []
+    for key in keys:
+        hashes = [source.get(HASHES.get(key, "")) for source in sources]
+        if any(hashes):
+            apart += unequal(key, *(str(x or "not told")[:16] for x in hashes))
+        elif not (prompt and key in PROMPT):
+            apart += unequal(key, a.request.get(key), b.request.get(key))
+    return tuple(apart)
+
+
+def unequal(key: str, a: Any, b: Any) -> list[Difference]:
+    """The first place at which two values differ; none where they do not."""
+    if a == b or (a or None) == (b or None):
+        return []
+    sides = [dict(flat(x, key)) for x in (a, b)]
+    at = next(k for k in (*sides[1], *sides[0]) if sides[0].get(k) != sides[1].get(k))
+    return [Difference(key=at, a=_shown(sides[0].get(at)), b=_shown(sides[1].get(at)))]
+
+
+def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of mappings and of lists of mappings, each with its path."""
+    items: Any = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value):
+        items = enumerate(value)
+    if not items:
+        yield key, value
+    for name, inner in items:
+        yield from flat(inner, f"{key}.{name}")
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refuse_other(new: Measured, old: Measured) -> None:
@@ -49,6 +117,13 @@ def refuse_other(new: Measured, old: Measured) -> None:
         )
 
 
+# --- a cell held to its past ---------------------------------------------------------------------
+
+SEEDS = 3
+GONE = "measured in the old report, and not in this one"
+NEW = "not measured in the old report"
+
+
 def allowance(old: Sequence[float], new: int) -> float:
     """How far the mean of `new` more seeds may lie from that of the old ones, by chance."""
     if len(old) < SEEDS:
@@ -59,11 +134,11 @@ def allowance(old: Sequence[float], new: int) -> float:
 
 def changes(
     threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
-) -> tuple[list[Held], list[Lacking]]:
+) -> tuple[list[Held], list[tuple[DeviationRow, str]]]:
     """Each cell of a kernel held to the same one in the older report; and what is in one alone, or
     lacks the number there. All rows share kernel, options, format and tensor."""
     held: list[Held] = []
-    lacking: list[Lacking] = []
+    lacking: list[tuple[DeviationRow, str]] = []
     place = attrgetter("case", "module", "layer", "call", "phase", "head")
     now, before = grouped(rows, place), grouped(older, place)
     for key, mine in now.items():

@@ -1,13 +1,8 @@
 """`numdev compare`: two audits of the same request, or two sweeps, on two versions, machines or
 commits, row by row: what moved, what ran, what is new, what is gone.
 
-Reads rows and nothing else, and needs neither torch nor a GPU. Which change is beyond noise is
-`movement`'s to say; what the two must have in common `comparable`'s. Planted faults (`role:
-control`) are left out: they are about the gate.
-
-Besides the numbers that are compared with noise, some facts have none: elements that are not finite
-where there were none, a named other function, and whether a kernel returns the same bits when it is
-run again, which is told of all its heads together.
+Reads rows alone; needs neither torch nor a GPU. Which change is beyond noise is `movement`'s to
+say; what the two must have in common `change`'s. Planted faults (`role: control`) are left out.
 """
 
 from __future__ import annotations
@@ -25,14 +20,7 @@ from typing import Any, Literal
 
 import numdev
 from numdev.errors import UsageError, closest
-from numdev.gate.comparable import (
-    MUST,
-    Measured,
-    changes,
-    differences,
-    options_of,
-    spelt,
-)
+from numdev.gate.change import MUST, Difference, differences, flat, unequal
 from numdev.gate.compare_report import (
     CompareReport,
     CompareSummary,
@@ -45,9 +33,9 @@ from numdev.gate.compare_report import (
     Ran,
     Side,
 )
-from numdev.gate.compare_words import answer, change_words, notes, threshold
-from numdev.gate.movement import Change, Noise, Pair
-from numdev.gate.rows import GRADIENTS, Key
+from numdev.gate.compare_words import answer, notes, threshold
+from numdev.gate.movement import FAR, Change, Noise, Pair
+from numdev.gate.rows import GRADIENTS, Key, Measured, grouped, spelt
 from numdev.report import (
     AuditReport,
     CaseRecord,
@@ -65,6 +53,12 @@ NEARLY = 1e-4
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 # Fields that rows may differ in though all their numbers are equal.
 IDENTITY = frozenset({"source", "seed", "options", "ran", "bits"})
+UNITS = {
+    "floor_ratio": " x the floor",
+    "expected_ratio": " x what its roundings predict",
+    "worst_row": " x what is predicted for its worst row",
+    "rms": " (rms)",
+}
 _numbers = attrgetter(*(name for name in DeviationRow.model_fields if name not in IDENTITY))
 _call = attrgetter("case", "module", "layer", "call", "phase")
 
@@ -88,8 +82,8 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
             f"the two do not measure the same: they differ in {words}",
             hint=f"measure the same{f', or {hint}' if hint else ''}",
         )
-    found = compared(old, new)
-    findings = news(old, new, found.moves)
+    result = compared(old, new)
+    findings = news(old, new, result.moves)
     return CompareReport(
         provenance=Provenance(
             numdev=numdev.__version__,
@@ -101,21 +95,21 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
         request={"a": str(a), "b": str(b), "sha256": [_sha256(a), _sha256(b)]}
         | {"allow": sorted(allow)},
         summary=CompareSummary(
-            answer=answer(found, apart, findings, new.rows),
-            notes=tuple(notes(found)),
-            inputs={str(k): v for k, v in found.inputs.items()},
-            threshold=threshold(found),
+            answer=answer(result, apart, findings, new.rows),
+            notes=tuple(notes(result)),
+            inputs={str(k): v for k, v in result.inputs.items()},
+            threshold=threshold(result),
         ),
         a=_side(a, old),
         b=_side(b, new),
         allowed=apart,
-        changes=changes(old, new),
-        ran=found.ran,
-        groups=found.groups,
-        moves=found.moves,
-        presences=found.presences,
+        changes=_changes(old, new),
+        ran=result.ran,
+        groups=result.groups,
+        moves=result.moves,
+        presences=result.presences,
         news=findings,
-        failed=found.failed,
+        failed=result.failed,
     )
 
 
@@ -144,6 +138,36 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
+    """What else differs in where the numbers come from: versions, machine, settings, options."""
+    sides = []
+    for report in (a, b):
+        system = dict(report.provenance.system)
+        packages = dict(system.pop("packages", None) or {})
+        facts = {**packages, "numdev": report.provenance.numdev, **system}
+        facts |= {key: report.request.get(key) for key in ("repeats", "isolate")}
+        sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
+    keys = dict.fromkeys((*sides[1], *sides[0]))
+    found = [d for key in keys for d in unequal(key, *(side.get(key) for side in sides))]
+    here, there = (_options(report.rows) for report in (a, b))
+    for kernel in here.keys() & there.keys():
+        if len(here[kernel]) == len(there[kernel]) == 1:
+            (old,), (new,) = here[kernel].values(), there[kernel].values()
+            for key in dict.fromkeys((*new, *old)):
+                found += unequal(f"{kernel[1]}: {key}", old.get(key), new.get(key))
+    return tuple(found)
+
+
+def _options(
+    rows: Sequence[DeviationRow],
+) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+    """Role and kernel to the sets of options it ran with, by what tells them apart."""
+    sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        sets.setdefault((row.role, row.kernel), {}).setdefault(spelt(row.options), row.options)
+    return sets
+
+
 # --- which rows are a pair -----------------------------------------------------------------------
 
 
@@ -155,7 +179,7 @@ class Names:
     """
 
     def __init__(self, a: Sequence[DeviationRow], b: Sequence[DeviationRow]) -> None:
-        sides = [options_of(rows) for rows in (a, b)]
+        sides = [_options(rows) for rows in (a, b)]
         self._several = {k for kernels in sides for k, v in kernels.items() if len(v) > 1}
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
@@ -237,11 +261,11 @@ def compared(a: Measured, b: Measured) -> Compared:
             wide = width.get((row.case, row.tensor), 1)
             pairs.append(Pair(sides[0][key], row, known[place], wide))
     noise = Noise(pairs)
-    grouped: dict[Key, list[Pair]] = {}
+    by_tensor: dict[Key, list[Pair]] = {}
     for pair in pairs:
-        grouped.setdefault((*names.kernel(pair.b), pair.b.tensor), []).append(pair)
+        by_tensor.setdefault((*names.kernel(pair.b), pair.b.tensor), []).append(pair)
     groups, moves = [], []
-    for members in grouped.values():
+    for members in by_tensor.values():
         judged = [noise.judged(pair) for pair in members]
         here = [m for p, numbers in zip(members, judged, strict=True) for m in _moves(p, numbers)]
         here += _reproducible(members)
@@ -276,8 +300,8 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
     worst = max(judged, key=lambda change: change.excess, default=None)
     if worst is not None and worst.excess > 1:
         numbers = {name: getattr(worst, name) for name in ("a", "b", "change", "excess")}
-        words, noise = change_words(pair, worst), math.exp(worst.noise)
-        yield _move(pair, worst.metric, words, noise=noise, **numbers)
+        words = f"from {worst.a:.3g} to {worst.b:.3g}{UNITS[worst.metric]}"
+        yield _move(pair, worst.metric, words, noise=math.exp(worst.noise), **numbers)
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
@@ -299,7 +323,7 @@ def _who(row: DeviationRow) -> dict[str, Any]:
 
 def _move(pair: Pair, metric: str, words: str, **numbers: Any) -> Move:
     """A fact, or a number of which there are more."""
-    nothing: dict[str, Any] = {"a": None, "b": None, "change": None, "noise": None, "excess": 100.0}
+    nothing: dict[str, Any] = {"a": None, "b": None, "change": None, "noise": None, "excess": FAR}
     return Move(
         **_who(pair.b),
         tensor=pair.b.tensor,
@@ -324,8 +348,8 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         for change in changes
         if change.metric == metric
     ]
-    ratios = [(abs(math.log(x.change)), x.change, pair) for pair, x in told if x.change]
-    farthest = max(ratios, key=lambda r: r[0], default=None)
+    ratios = [(x.change, pair) for pair, x in told if x.change]
+    farthest = max(ratios, key=lambda r: abs(math.log(r[0])), default=None)
     return Group(
         **_who(pairs[0].b),
         tensor=pairs[0].b.tensor,
@@ -336,8 +360,8 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         metric=metric,
         a=statistics.median(x.a for _, x in told) if told else None,
         b=statistics.median(x.b for _, x in told) if told else None,
-        change=farthest[1] if farthest else None,
-        where=Place.of(farthest[2].b) if farthest else None,
+        change=farthest[0] if farthest else None,
+        where=Place.of(farthest[1].b) if farthest else None,
         unjudged=sum(
             bool(pair.metrics) and not any(math.isfinite(x.noise) for x in changes)
             for pair, changes in zip(pairs, judged, strict=True)
@@ -356,12 +380,12 @@ def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Ran]:
             kernel, call, backward = names.step(pair.b, pair.b.tensor)
             passes.setdefault((kernel, backward), {}).setdefault(call, pair)
     for (_, backward), calls in passes.items():
-        changed = Counter((p.a.ran, p.b.ran) for p in calls.values() if p.a.ran != p.b.ran)
-        row = next((p.b for p in calls.values() if p.a.ran != p.b.ran), None)
-        for (a, b), count in changed.items():
-            assert row is not None
-            who = {n: getattr(row, n) for n in ("kernel", "options", "format")}
-            yield Ran(**who, backward=backward, a=a or "", b=b or "", calls=count, of=len(calls))
+        for (a, b), count in Counter((p.a.ran, p.b.ran) for p in calls.values()).items():
+            if a != b:
+                row = next(p.b for p in calls.values() if p.a.ran != p.b.ran)
+                who = {n: getattr(row, n) for n in ("kernel", "options", "format")}
+                yield Ran(**who, backward=backward, a=a or "", b=b or "", calls=count,
+                          of=len(calls))  # fmt: skip
 
 
 def _lacking(
@@ -373,19 +397,17 @@ def _lacking(
 ) -> Iterator[Presence]:
     """What was measured in one and not in the other, of which `others` are all rows; by kernel and
     reason."""
-    rows = [row for key, row in mine.items() if key not in theirs]
-    if not rows:
-        return
     bare = {names.step(r, r.tensor): r for r in others if r.status != "ok"}
     kernels = {names.kernel(r) for r in others}
-    grouped: dict[Key, list[DeviationRow]] = {}
-    for row in rows:
-        other = bare.get(names.step(row, row.tensor)) or bare.get(names.step(row, "out"))
-        why = f"{other.status}: {other.reason}" if other else "there is no such row"
+
+    def why_of(row: DeviationRow) -> str:
         if names.kernel(row) not in kernels:
-            why = "the kernel is not in the other report"
-        grouped.setdefault((names.kernel(row), why), []).append(row)
-    for (_, why), members in grouped.items():
+            return "the kernel is not in the other report"
+        other = bare.get(names.step(row, row.tensor)) or bare.get(names.step(row, "out"))
+        return f"{other.status}: {other.reason}" if other else "there is no such row"
+
+    rows = (row for key, row in mine.items() if key not in theirs)
+    for (_, why), members in grouped(rows, lambda r: (names.kernel(r), why_of(r))).items():
         tensors = tuple(dict.fromkeys(r.tensor for r in members))
         place = Place.of(members[0])
         yield Presence(
@@ -408,17 +430,21 @@ def _failed(old: Sequence[DeviationRow], new: Sequence[DeviationRow]) -> Iterato
 def news(a: Measured, b: Measured, moves: Sequence[Move]) -> tuple[NewsOfFinding, ...]:
     """Findings that only one of the two has. That one is beyond its limit and the other not does
     not say that anything moved."""
+    named = {(m.kernel, m.format, m.tensor) for m in moves}
 
     def key(f: Finding) -> Key:
         return (f.rule, f.kernel, spelt(f.options), f.formats, f.tensor)
 
-    def moved(f: Finding) -> bool:
-        return any((f.kernel, fmt, f.tensor) in named for fmt in f.formats)
+    def only(what: Literal["new", "gone"], x: Measured, y: Measured) -> list[NewsOfFinding]:
+        others = {key(f) for f in y.findings}
+        return [
+            NewsOfFinding(
+                what=what,
+                moved=any((f.kernel, fmt, f.tensor) in named for fmt in f.formats),
+                finding=f,
+            )
+            for f in x.findings
+            if key(f) not in others
+        ]
 
-    named = {(m.kernel, m.format, m.tensor) for m in moves}
-    old, new = ({key(f): f for f in x.findings} for x in (a, b))
-    fresh = [NewsOfFinding(what="new", moved=moved(f), finding=f) for k, f in new.items()
-             if k not in old]  # fmt: skip
-    gone = [NewsOfFinding(what="gone", moved=moved(f), finding=f) for k, f in old.items()
-            if k not in new]  # fmt: skip
-    return (*fresh, *gone)
+    return (*only("new", b, a), *only("gone", a, b))

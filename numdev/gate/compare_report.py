@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from numdev.gate.comparable import Difference
+from numdev.gate.change import Difference
 from numdev.report import Finding, Place, Record, Report, Role
 
 Inputs = Literal["same", "nearly the same", "other", "unknown"]

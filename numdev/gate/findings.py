@@ -1,25 +1,53 @@
 """From verdicts to findings: what is wrong with which kernel, where it is worst, what it means.
 
 What one fault brings about is one finding: heads that an earlier rule has named already are not
-accused by a later one again, which is added to the sentence instead; and the default dispatch joins
-the kernel that it ran.
+accused by a later one again, which is added to the sentence instead; and kernels that differ in the
+name alone share a finding.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import Any, Protocol
 
-from numdev.gate.judging import NOTHING, decide
-from numdev.gate.rules import Rules, default_rules
-from numdev.gate.verdict import Calls, Decided, Judged, Power, Verdict
-from numdev.gate.words import found_to_round, label, listed, wrong
+from numdev.gate.judging import NOTHING, judge
+from numdev.gate.rules import Rules
+from numdev.gate.verdict import Calls, Held, Judgement, Power, Verdict
 from numdev.report import DeviationRow, Finding, Place
 
-Named = Callable[[Place], str]
+# How a row's claim begins where the kernel declared none and was found to round so.
+FOUND = "as "
+# Formats in which an exact result may rightly be infinite once it is rounded.
+OVERFLOWS = ("float16", "float8_e4m3fn", "float8_e5m2")
+BEYOND = "errs beyond what {format} explains"
+# What is wrong, by metric, as the rest of a sentence that begins with the kernel.
+WRONG = {
+    "nonfinite": "has {nonfinite} elements of {tensor} that are not finite where the exact result, "
+    "rounded once, is{reverse}",
+    "empty_nonfinite": "returns NaN or infinity in rows that see no key: {empty_nonfinite} "
+    "elements in {empty_rows} such rows of {tensor}, where 0 is expected; 0 times that is NaN, "
+    "which spreads to dk and dv",
+    "suspicion": "computes a different function: {suspicion} (residual {cut} x smaller against "
+    "that)",
+    "expected_ratio": BEYOND + ": {tensor}{median} is off by {number} x what {claim} roundings "
+    "predict, and {bound} x is the limit",
+    "baseline_ratio": BEYOND + ": {tensor} is off by {number} x as much as plain attention, and "
+    "{bound} x is the limit",
+    "worst_row": BEYOND + " in single{sampled} rows: one of {tensor} is off by {number} x what is "
+    "predicted for it, and {bound} x is the limit",
+    "bias_size": "is biased: {tensor} lies to one side of the exact result, rounded once, by up "
+    "to {bias:+.3f} ulp ({bias_of}) over {sequences} sequences; such an error does not average out",
+    "noise_ratio": "is not reproducible: {tensor} changes between runs on the same inputs by "
+    "{number} x what rounding it once changes, and {allowed}",
+    "lse_error": "returns a log-sum-exp that is off by {number} (over 1 + its size), and {bound} "
+    "is the limit; what is built on it, the backward pass too, inherits that",
+    "": "breaks the rule {rule} in {tensor}: {number}, {limit}",
+}
+TENSORS = {"out": "the output", "lse": "the log-sum-exp", None: ""}
 
 
 def findings_of(
@@ -30,61 +58,86 @@ def findings_of(
     Calls that a kernel declined are notes at the end, unless it declined them all: then it is not
     under test here.
     """
-    decided = decide(rows, rules or default_rules())
-    findings, tested = findings_in(decided, rows)
-    caught = [_caught(each) for each in decided.judgement.power]
-    if not caught:
-        return findings, tested
-    return findings, (*tested, f"Of faults planted here, these rules catch: {'; '.join(caught)}.")
+    judgement = judge(rows, rules)
+    findings, tested = findings_in(judgement, rows)
+    if judgement.power:
+        caught = "; ".join(map(_caught, judgement.power))
+        tested = (*tested, f"Of faults planted here, these rules catch: {caught}.")
+    return findings, tested
 
 
 def findings_in(
-    decided: Decided, rows: Sequence[DeviationRow]
+    judgement: Judgement, rows: Sequence[DeviationRow]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """The same of what is decided of these rows already, without what planted faults showed."""
-    judged, calls = decided.judged, decided.judgement.calls
-    findings = [*_exceeded(judged, Places(rows)), *_not_run(calls)]
-    return tuple(_merged(findings)), (*_tested(judged, findings), *found_to_round(rows))
+    """The same of what is judged of these rows already, without what planted faults showed."""
+    findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
+    tested = _tested(judgement.verdicts, findings)
+    return tuple(_merged(findings)), (*tested, *found_to_round(rows))
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+class Optioned(Protocol):
+    """A verdict, calls, a group of a comparison: whatever is about a kernel with its options."""
+
+    @property
+    def kernel(self) -> str | None: ...
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+def label(of: Optioned) -> str:
+    """`mine[block=64]`."""
+    shown = ",".join(f"{k}={v}" for k, v in of.options.items() if v is not None)
+    return f"{of.kernel}[{shown}]" if shown else str(of.kernel)
+
+
+def listed(words: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *most, last = list(words) or [""]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def short(value: float) -> str:
+    """Three digits; 9570 and not 9.57e+03."""
+    text = f"{value:.3g}"
+    return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else text
 
 
 class Places:
-    """What to call a place in a report of these rows."""
+    """What to call a place in a report of these rows: `layer 3 head 2`; the module where layers
+    share a number, the case where it was drawn; seed and call where there are several."""
 
     def __init__(self, rows: Sequence[DeviationRow]) -> None:
-        self._rows = rows
-
-    @cached_property
-    def _ambiguous(self) -> tuple[set[int | None], bool, bool]:
-        """Layers whose number several modules share; whether there are several seeds, and calls."""
-        modules = set(map(attrgetter("layer", "module"), self._rows))
+        modules = set(map(attrgetter("layer", "module"), rows))
         layers = Counter(layer for layer, _ in modules)
-        several = [len(set(map(attrgetter(x), self._rows))) > 1 for x in ("seed", "call")]
-        return {layer for layer, count in layers.items() if count > 1}, several[0], several[1]
+        self._shared = {layer for layer, count in layers.items() if count > 1}
+        self._seeds, self._calls = (
+            len(set(map(attrgetter(name), rows))) > 1 for name in ("seed", "call")
+        )
 
     def __call__(self, place: Place) -> str:
-        """`layer 3 head 2`; the module where layers share a number, the case where it was drawn."""
-        shared, seeds, calls = self._ambiguous
-        if place.layer is None:
-            words = place.case
-        else:
-            words = place.module if place.layer in shared else f"layer {place.layer}"
+        words = place.module if place.layer in self._shared else f"layer {place.layer}"
+        words = place.case if place.layer is None else words
         words += f" {place.phase}" if place.phase else ""
         words += f" step {place.step}" if place.step is not None else ""
-        words += f" call {place.call}" if calls and place.call != place.step else ""
+        words += f" call {place.call}" if self._calls and place.call != place.step else ""
         words += f" head {place.head}" if place.head is not None else ""
-        return words + (f", seed {place.seed}" if seeds else "")
+        return words + (f", seed {place.seed}" if self._seeds else "")
 
 
 # --- what exceeds a limit ------------------------------------------------------------------------
 
 
-def _exceeded(judged: Sequence[Judged], named: Named) -> Iterator[Finding]:
+def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
     """A finding for each thing wrong, in the order of the rules."""
     findings: list[Finding] = []
     named_by: dict[int, int] = {}  # a row to the finding that names it first
     also: dict[int, dict[str, None]] = {}
-    for group in _by_fault(judged):
-        offending = [row for each in group for row in each.offending]
+    for group in _by_fault(verdicts):
+        offending = [held.row for _, beyond in group for held in beyond]
         mine = None
         if any(id(row) not in named_by for row in offending):
             mine = len(findings)
@@ -92,35 +145,37 @@ def _exceeded(judged: Sequence[Judged], named: Named) -> Iterator[Finding]:
         for row in offending:
             first = named_by.setdefault(id(row), len(findings) - 1)
             if first != mine:
-                also.setdefault(first, {})[group[0].verdict.rule] = None
+                also.setdefault(first, {})[group[0][0].rule] = None
     for at, finding in enumerate(findings):
         added = f" These heads fail {listed(also[at])} too." if at in also else ""
         yield finding.model_copy(update={"sentence": finding.sentence + added})
 
 
-def _by_fault(judged: Sequence[Judged]) -> Iterator[list[Judged]]:
-    """Verdicts that exceed, each by itself; but a different function is one fault in all formats
-    (and each cause is a fault of its own), the most frequent first."""
-    exceeded = [each for each in judged if each.verdict.outcome == "exceeded"]
-    for rule in dict.fromkeys(each.verdict.rule for each in exceeded):
-        same = [each for each in exceeded if each.verdict.rule == rule]
-        if same[0].verdict.metric != "suspicion":
-            yield from ([each] for each in same)
+Fault = list[tuple[Verdict, tuple[Held, ...]]]
+
+
+def _by_fault(verdicts: Sequence[Verdict]) -> Iterator[Fault]:
+    """Verdicts that exceed, with what offends, each by itself; but a different function is one
+    fault in all formats (and each cause is a fault of its own), the most frequent first."""
+    exceeded = [v for v in verdicts if v.outcome == "exceeded"]
+    for rule in dict.fromkeys(v.rule for v in exceeded):
+        same = [v for v in exceeded if v.rule == rule]
+        if same[0].metric != "suspicion":
+            yield from ([(v, v.beyond)] for v in same)
             continue
-        causes: dict[str, list[Judged]] = {}
-        for each in same:
-            for cause in dict.fromkeys(h.row.suspicion or "" for h in each.beyond):
-                beyond = tuple(h for h in each.beyond if h.row.suspicion == cause)
-                key = f"{label(each.verdict)} {cause}"
-                causes.setdefault(key, []).append(Judged(verdict=each.verdict, beyond=beyond))
-        yield from sorted(causes.values(), key=lambda c: -sum(len(j.beyond) for j in c))
+        causes: dict[str, Fault] = {}
+        for v in same:
+            for cause in dict.fromkeys(h.row.suspicion or "" for h in v.beyond):
+                beyond = tuple(h for h in v.beyond if h.row.suspicion == cause)
+                causes.setdefault(f"{label(v)} {cause}", []).append((v, beyond))
+        yield from sorted(causes.values(), key=lambda c: -sum(len(beyond) for _, beyond in c))
 
 
-def _finding(group: Sequence[Judged], named: Named) -> Finding:
-    verdict = group[0].verdict
-    rows = [row for each in group for row in each.offending]
-    formats = tuple(each.verdict.format or "" for each in group)
-    judged = sum(each.verdict.judged for each in group)
+def _finding(fault: Fault, named: Places) -> Finding:
+    verdict = fault[0][0]
+    rows = [held.row for _, beyond in fault for held in beyond]
+    formats = tuple(v.format or "" for v, _ in fault)
+    judged = sum(v.judged for v, _ in fault)
     place = Place.of(rows[0])
     heads, kinds = f"{len(rows)} of {judged} heads", ", ".join(formats)
     where = f"{kinds}; {heads}, worst at {named(place)}"
@@ -129,7 +184,7 @@ def _finding(group: Sequence[Judged], named: Named) -> Finding:
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
-        sentence=f"{label(verdict)} {wrong(verdict, rows, where)}.",
+        sentence=f"{label(verdict)} {_wrong(verdict, rows, where)}.",
         kernel=verdict.kernel or "",
         options=verdict.options,
         formats=formats,
@@ -143,19 +198,57 @@ def _finding(group: Sequence[Judged], named: Named) -> Finding:
     )
 
 
+def _wrong(verdict: Verdict, rows: Sequence[DeviationRow], where: str) -> str:
+    """What is wrong in `rows`, the worst first, and `where`: the rest of a sentence that begins
+    with the kernel."""
+    worst, observed = rows[0], verdict.observed
+    bound = "" if verdict.bound is None else f"{verdict.bound:g}"
+    sums = {
+        name: sum(getattr(row, name) or 0 for row in rows)
+        for name in ("nonfinite", "empty_nonfinite", "empty_rows")
+    }
+    sentence = WRONG.get(verdict.metric or "", WRONG[""]).format(
+        **sums,
+        rule=verdict.rule,
+        format=verdict.format,
+        limit=verdict.limit,
+        bound=bound,
+        number=short(observed) if isinstance(observed, float) else f"{observed}",
+        tensor=TENSORS.get(verdict.tensor, verdict.tensor),
+        reverse=", or the reverse" if verdict.format in OVERFLOWS else "",
+        median=" of the median head" if verdict.median else "",
+        sampled=" sampled" if worst.sampled else "",
+        claim=_whose(rows),
+        suspicion=worst.suspicion,
+        cut=short(statistics.median(row.suspicion_cut or 0.0 for row in rows)),
+        bias=worst.bias_size or 0.0,
+        bias_of=worst.bias_of,
+        sequences=worst.sequences,
+        allowed=f"{bound} x is the limit" if verdict.bound else "it should be the same bits",
+    )
+    return f"{sentence[:-1]}; {where})" if sentence.endswith(")") else f"{sentence} ({where})"
+
+
+def _whose(rows: Sequence[DeviationRow]) -> str:
+    """Whose roundings were expected: the emulation the kernel claims, or is taken, to be; or, as a
+    clause, the way in which one that claims nothing was found to round."""
+    claim = next((row.claim for row in rows if row.claim), None)
+    if claim and claim.startswith(FOUND):
+        return f"its own ({claim})"
+    return f"the `{claim}`" if claim else "the kernel's own"
+
+
 def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Findings of several kernels that differ in the name alone become one, of the first."""
-    merged: dict[str, Finding] = {}
-    for finding in findings:
-        rest = finding.sentence.removeprefix(finding.kernel)
-        bare = {"kernel": "", "also": (), "sentence": rest}
-        first = merged.setdefault(finding.model_copy(update=bare).model_dump_json(), finding)
-        if first is not finding:
-            also = (*first.also, finding.kernel)
-            sentence = f"{first.kernel} (and {listed(also)}, with the same numbers){rest}"
-            key = first.model_copy(update=bare).model_dump_json()
-            merged[key] = first.model_copy(update={"also": also, "sentence": sentence})
-    yield from merged.values()
+    merged: dict[str, list[Finding]] = {}
+    for f in findings:
+        bare = {"kernel": "", "sentence": f.sentence.removeprefix(f.kernel)}
+        merged.setdefault(f.model_copy(update=bare).model_dump_json(), []).append(f)
+    for first, *others in merged.values():
+        also = tuple(f.kernel for f in others)
+        rest = first.sentence.removeprefix(first.kernel)
+        sentence = f"{first.kernel} (and {listed(also)}, with the same numbers){rest}"
+        yield first.model_copy(update={"also": also, "sentence": sentence}) if also else first
 
 
 # --- calls that did not run ----------------------------------------------------------------------
@@ -198,9 +291,8 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
 # --- what was tested -----------------------------------------------------------------------------
 
 
-def _tested(judged: Sequence[Judged], findings: Sequence[Finding]) -> Iterator[str]:
+def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterator[str]:
     """Whom the rules cleared of what, and which rules could not be applied."""
-    verdicts = [each.verdict for each in judged]
     by_rule: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_rule.setdefault(verdict.rule, []).append(verdict)
@@ -238,3 +330,25 @@ def _caught(power: Power) -> str:
     if power.caught_from is None:
         return f"{what} at no dose up to {max(measured):g}"
     return f"{what} from {power.caught_from:g}"
+
+
+def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:
+    """Of every kernel that declared no claim and was found to round in another way than `fa2`: in
+    which, and in how many calls."""
+    calls: dict[str, dict[str, set[tuple[object, ...]]]] = {}
+    for row in rows:
+        if row.claim and row.role == "kernel":
+            call = (row.case, row.module, row.call, row.seed, row.step, row.format)
+            calls.setdefault(row.kernel, {}).setdefault(row.claim, set()).add(call)
+    for kernel, by_claim in calls.items():
+        every = len(set().union(*by_claim.values()))
+        ways = [
+            f"{claim} ({len(these)} of {every} calls)"
+            for claim, these in by_claim.items()
+            if claim.startswith(FOUND)
+        ]
+        if ways:
+            yield (
+                f"{kernel} declares no claim and errs beyond `fa2`; its errors are explained, "
+                f"element by element, and judged {listed(ways)}."
+            )

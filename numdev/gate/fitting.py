@@ -1,9 +1,7 @@
 """A file of thresholds fitted to a report: what its kernels keep, and a margin.
 
 Each rule takes the worst number of a kernel in a format and tensor, multiplies it by its family's
-margin and rounds up to two digits. What would have been caught by it is found by putting the
-report's planted faults through it. The file is judged before it is given out: the report passes it.
-
+margin and rounds up to two digits. The file is judged before it is given out: the report passes it.
 A report in which a kernel is wrong outright (not finite where it should be, another function) gets
 none, since its limits would make that the standard.
 """
@@ -12,29 +10,25 @@ from __future__ import annotations
 
 import glob
 import math
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import yaml
 
 from numdev.errors import MeasurementError
-from numdev.gate.comparable import Measured
 from numdev.gate.judging import judge_report, power_of, verdicts_of
-from numdev.gate.rows import Around, Groups, by_tensor, measured
+from numdev.gate.rows import Around, Groups, Measured, by_tensor, measured
 from numdev.gate.rules import ESTIMATED, MAXIMA, Rules, default_rules, interval_of, value_of
 from numdev.gate.verdict import Power
 from numdev.report import DeviationRow
 
 OUTRIGHT = ("finiteness", "function")  # default rules that have no margin
-ERRORS_OF = ("out", "dq", "dk", "dv")
-Group = tuple[str, str, str]
-"""Kernel, format and tensor."""
+LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
+Group = tuple[str, str, str]  # kernel, format and tensor
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """A rule to be fitted."""
 
     name: str
@@ -43,7 +37,7 @@ class Family:
     means: str
     least: float = 0.0
     """A limit is fitted to no less than this."""
-    tensors: tuple[str, ...] = ERRORS_OF
+    tensors: tuple[str, ...] = ("out", "dq", "dk", "dv")
     heads: int | None = None
 
 
@@ -74,21 +68,15 @@ FAMILIES = (
         "rms of the log-sum-exp over 1 + its own size.", tensors=("lse",),
     ),
 )  # fmt: skip
-LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
-HEADER = """\
-# Thresholds for numdev gate, fitted to {report}.
-#
-# A limit is the worst number measured there, times the margin that its rule states, rounded up to
-# two digits; at_most is the tightest of them, and `instead` has the others. Which planted faults a
-# rule would have caught was found on the same data. What the keys mean: docs/gate.md.
-"""
-HOLDS_FOR = """\
-# Rounding differs between machines: a report from another kind is not judged.
-holds_for: {{{key}: {pattern}}}"""
-REQUIRED = """\
-# Kernels that ran in every call, and must again.
-required: {names}
-"""
+HEADER = (
+    "Thresholds for numdev gate, fitted to {report}. A limit is the worst number measured there, "
+    "times the margin that its rule states, rounded up to two digits; at_most is the tightest of "
+    "them, and `instead` has the others. `holds_for`: rounding differs between machines, and a "
+    "report from another kind is not judged. `required`: kernels that ran in every call, and must "
+    "again. `catches`: planted faults that the rules catch together from this dose on, in all "
+    "formats; for a report without that (audit with --control) the exit code is 3. "
+    "What the keys mean: docs/gate.md."
+)
 FIXED = """\
 thresholds:
   # NaN or infinity where the exact result, rounded once, has none, or the reverse. No margin.
@@ -110,13 +98,6 @@ thresholds:
     certain: {p: bias_p, alpha: 0.01, sequences: 8}
     may_lack: numbers
 """
-CATCHES = """\
-
-# Planted faults that the rules catch together from this dose on, in all formats. For
-# a report without that (audit with --control) the exit code is 3. The key is optional.
-catches:
-{doses}
-"""
 
 
 def fitted(report: Measured, name: str) -> str:
@@ -131,52 +112,42 @@ def fitted(report: Measured, name: str) -> str:
             hint="audit a kernel that runs here",
         )
     hard = tuple(t for t in default_rules().thresholds if t.name in OUTRIGHT)
-    for judged in verdicts_of(report.rows, Rules(thresholds=hard)):
-        if (verdict := judged.verdict).outcome == "exceeded":
+    for verdict in verdicts_of(report.rows, Rules(thresholds=hard)):
+        if verdict.outcome == "exceeded":
             raise MeasurementError(
                 f"{name}: {verdict.kernel} breaks the rule {verdict.rule} in {verdict.tensor} "
                 f"({verdict.format}), and a limit fitted to that would allow it",
                 hint="mend it, or audit without that kernel",
             )
     around = Around.of(report)
-    text = [HEADER.format(report=_plain(name)), *_scope(report), FIXED]
-    text += [rule for family in FAMILIES if (rule := _rule(family, groups, report.rows, around))]
-    whole = "\n".join(text)
-    power = list(power_of(report.rows, _parsed(whole), around))
-    whole += _catches(power, {rows[0].format for rows in groups.values()})
-    outcome = judge_report(report, _parsed(whole)).outcome
+    text = "\n".join((_comment(HEADER.format(report=name)), _dumped(_scope(report)), FIXED))
+    for family in FAMILIES:
+        text += _rule(family, groups, report.rows, around)
+    power = list(power_of(report.rows, _parsed(text), around))
+    doses = dict(_doses(power, {rows[0].format for rows in groups.values()}))
+    text += "\n" + _dumped({"catches": doses} if doses else {})
+    outcome = judge_report(report, _parsed(text)).outcome
     if outcome != "passed":
         raise MeasurementError(
             f"{name}: the report does not pass limits fitted to it ({outcome})",
             hint="see numdev gate on it: what failed or was not measured there is no standard",
         )
-    return whole
+    return text
 
 
-def _parsed(text: str) -> Rules:
-    return Rules.model_validate(yaml.safe_load(text))
-
-
-def _scope(report: Measured) -> Iterator[str]:
+def _scope(report: Measured) -> dict[str, Any]:
     """What the file holds for, and who must be in a report."""
     system = report.provenance.system
     key = next((k for k in ("gpu", "cpu_capability") if isinstance(system.get(k), str)), None)
-    if key is not None:
-        yield HOLDS_FOR.format(key=key, pattern=_pattern(system[key]))
-    kernels = dict.fromkeys(row.kernel for row in report.rows if row.role == "kernel")
-    ended = {(row.kernel, row.status) for row in report.rows if row.role == "kernel"}
-    always = [k for k in kernels if not {(k, "skipped"), (k, "failed")} & ended]
-    if always:
-        yield REQUIRED.format(names=_patterns(always))
+    scope: dict[str, Any] = {} if key is None else {"holds_for": {key: glob.escape(system[key])}}
+    rows = [row for row in report.rows if row.role == "kernel"]
+    partly = {row.kernel for row in rows if row.status != "ok"}
+    always = [glob.escape(k) for k in dict.fromkeys(r.kernel for r in rows) if k not in partly]
+    return scope | ({"required": always} if always else {})
 
 
-# --- a rule --------------------------------------------------------------------------------------
-
-
-def _rule(
-    family: Family, groups: Groups, rows: Sequence[DeviationRow], around: Around
-) -> str | None:
-    """One entry of `thresholds`, with its comment; None where no group has all its numbers."""
+def _rule(family: Family, groups: Groups, rows: Sequence[DeviationRow], around: Around) -> str:
+    """One entry of `thresholds`, with its comment; empty where no group has all its numbers."""
     limits: dict[Group, float] = {}
     lacking: dict[Group, None] = {}
     worst = (0.0, "")
@@ -193,19 +164,17 @@ def _rule(
         worst = max(worst, (size, " ".join((group[0], group[2], group[1]))))
     limits = {group: limit for group, limit in limits.items() if group not in lacking}
     if not limits:
-        return None
-    entry = "\n".join(_entry(family, limits, lacking))
-    alone = power_of(rows, _parsed(f"thresholds:\n{entry}\n"), around)
+        return ""
+    entry = _entry(family, limits, lacking)
+    alone = power_of(rows, Rules.model_validate({"thresholds": [entry]}), around)
     caught = [
         f"{p.fault} from {p.caught_from:g} ({p.format})" for p in alone if p.caught_from is not None
     ]
     comment = (
-        family.means,
-        f"Measured: at most {worst[0]:.4g} ({worst[1]}). Margin: {family.margin:g} x.",
-        f"Would have caught: {', '.join(caught) or 'none of the planted faults in the report'}.",
+        f"{family.means} Measured: at most {worst[0]:.4g} ({worst[1]}). Margin: "
+        f"{family.margin:g} x. Would have caught: {', '.join(caught) or 'no planted fault'}."
     )
-    lines = [part for line in comment for part in textwrap.wrap(_plain(line), 92)]
-    return "\n".join([*(f"  # {line}" for line in lines), entry, ""])
+    return "\n" + textwrap.indent(f"{_comment(comment)}\n{_dumped([entry])}", "  ")
 
 
 def _worst(rows: Sequence[DeviationRow], family: Family) -> float | None:
@@ -234,73 +203,50 @@ def rounded_up(x: float) -> float:
     return float(f"{nearest + 10.0**step:.1e}")
 
 
-def _entry(family: Family, limits: dict[Group, float], lacking: dict[Group, None]) -> Iterator[str]:
-    kernels, formats, tensors = (tuple(dict.fromkeys(g[i] for g in limits)) for i in range(3))
+def _entry(family: Family, limits: dict[Group, float], lacking: dict[Group, None]) -> Any:
+    kernels, formats, tensors = (list(dict.fromkeys(g[i] for g in limits)) for i in range(3))
     # Not these kernels, but all except those without the number: another may come, or be planted.
     never = dict.fromkeys(f"!{glob.escape(k)}" for k, _, _ in lacking if k not in kernels)
-    where = {"kernel": list(never), "format": map(glob.escape, formats), "tensor": tensors}
-    lists = ((key, _list(list(names))) for key, names in where.items())
+    where = {"kernel": list(never), "format": list(map(glob.escape, formats)), "tensor": tensors}
     tightest = min(limits.values())
-    yield f"  - name: {family.name}"
-    yield f"    where: {{{', '.join(f'{key}: {names}' for key, names in lists if names != '[]')}}}"
-    yield f"    metric: {family.metric}"
-    if family.heads is not None:
-        yield f"    heads: {family.heads}"
-    yield f"    at_most: {_number(tightest)}"
-    others = {group: limit for group, limit in limits.items() if limit > tightest}
+    entry: dict[str, Any] = {
+        "name": family.name,
+        "where": {key: names for key, names in where.items() if names},
+        "metric": family.metric,
+        **({} if family.heads is None else {"heads": family.heads}),
+        "at_most": tightest,
+    }
+    others = [
+        {"kernel": glob.escape(kernel), "format": glob.escape(fmt), "tensor": t, "at_most": limit}
+        for (kernel, fmt, t), limit in limits.items()
+        if limit > tightest
+    ]
     if others:
-        yield "    instead:"
-    for (kernel, fmt, tensor), limit in others.items():
-        place = f"kernel: {_pattern(kernel)}, format: {_pattern(fmt)}, tensor: {tensor}"
-        yield f"      - {{{place}, at_most: {_number(limit)}}}"
+        entry["instead"] = others
     if any(k in kernels and f in formats and t in tensors for k, f, t in lacking):
-        yield "    may_lack: numbers"
+        entry["may_lack"] = "numbers"
+    return entry
 
 
-def _catches(power: Sequence[Power], formats: set[str]) -> str:
+def _doses(power: Sequence[Power], formats: set[str]) -> Iterator[tuple[str, float]]:
     """What these rules must go on catching: faults that they catch in every format."""
-    doses: list[str] = []
     for fault in dict.fromkeys(p.fault for p in power):
-        these = {p.format: p.caught_from for p in power if p.fault == fault}
-        missed = any(p.caught_from is None for p in power if p.fault == fault)
-        if not missed and these.keys() >= formats:
-            dose = max(p.caught_from or 0.0 for p in power if p.fault == fault)
-            doses.append(f"  {_quoted(fault)}: {_number(dose)}")
-    return CATCHES.format(doses="\n".join(doses)) if doses else ""
+        doses = {p.format: p.caught_from for p in power if p.fault == fault}
+        caught = [p.caught_from for p in power if p.fault == fault]
+        if None not in caught and doses.keys() >= formats:
+            yield fault, max(dose or 0.0 for dose in caught)
 
 
-# --- YAML ----------------------------------------------------------------------------------------
-
-WORDS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
-"""What YAML takes for something else."""
+def _parsed(text: str) -> Rules:
+    return Rules.model_validate(yaml.safe_load(text))
 
 
-def _quoted(text: str) -> str:
-    """As a YAML string on one line, bare where it is a plain word."""
-    if re.fullmatch(r"[A-Za-z][\w-]*", text) and text.lower() not in WORDS:
-        return text
-    return str(yaml.safe_dump(text, default_style='"', width=math.inf)).strip()
+def _dumped(data: Any) -> str:
+    text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=math.inf)
+    return str(text) if data else ""
 
 
-def _list(texts: Sequence[str]) -> str:
-    return f"[{', '.join(map(_quoted, texts))}]"
-
-
-def _pattern(name: str) -> str:
-    """A name as a pattern that fits it alone."""
-    return _quoted(glob.escape(name))
-
-
-def _patterns(names: Sequence[str]) -> str:
-    return _list([glob.escape(name) for name in names])
-
-
-def _number(x: float) -> str:
-    """As YAML reads a float: 1e-05 is text to it, 1.0e-05 is not."""
-    text = repr(x)
-    return text if "e" not in text or "." in text else text.replace("e", ".0e")
-
-
-def _plain(text: str) -> str:
-    """On one line."""
-    return "".join(c if c.isprintable() else " " for c in text)
+def _comment(text: str) -> str:
+    """In lines; names from elsewhere may hold anything."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    return textwrap.fill(plain, 92, initial_indent="# ", subsequent_indent="# ")

@@ -1,15 +1,9 @@
 """What is decided: a report's rows held to the rules, and the exit code.
 
-Reads rows and nothing else, so it runs where there is no torch and no GPU. It fails closed: what
-could not be judged is `unmeasured`, never passed, unless a rule says that it may lack.
-
-Only kernels under audit are judged (a rule may ask for the baseline, the floor or the cost of the
-format too). Planted faults (`role: control`) are put through the same rules, each by itself, and
-what comes of that is the gate's power: from which dose on it catches each fault on this data.
-
-Where rows were sampled, an estimate passes if the upper end of its 95 % interval is within the
-limit and fails if the lower end is beyond; between them it is undecided, and so not judged. A
-maximum over a sample is a lower bound: beyond its limit it fails, and else it says nothing.
+Reads rows alone: no torch, no GPU. It fails closed: what could not be judged is `unmeasured`, never
+passed, unless a rule says that it may lack. Planted faults (`role: control`) are put through the
+rules by themselves; from which dose on each is caught is the gate's power. Of sampled rows an
+estimate passes or fails by its 95 % interval, and a maximum is a lower bound: it can only fail.
 """
 
 from __future__ import annotations
@@ -24,20 +18,24 @@ from typing import Any, Literal
 
 from numdev.errors import MeasurementError
 from numdev.gate.change import GONE, NEW, changes, refuse_other
-from numdev.gate.comparable import Measured, spelt
 from numdev.gate.rows import (
     GRADIENTS,
     NOT_MEASURED,
     Around,
     Groups,
+    Measured,
     by_tensor,
+    check_whole,
     grouped,
     measured,
     something,
+    spelt,
 )
 from numdev.gate.rules import (
     ESTIMATED,
+    FIELDS,
     MAXIMA,
+    Limit,
     Rules,
     Selector,
     Threshold,
@@ -47,45 +45,29 @@ from numdev.gate.rules import (
     parts_of,
     value_of,
 )
-from numdev.gate.verdict import (
-    Calls,
-    Decided,
-    Dose,
-    Held,
-    Judged,
-    Judgement,
-    Lacking,
-    Outcome,
-    Power,
-    Verdict,
-)
-from numdev.gate.wholeness import check_whole
+from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Verdict
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
 from numdev.report.io import uncollected
 from numdev.report.statistics import holm
 
+Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 PLACES = 3  # of offending rows that are named
 NOTHING = "no row matches"
 NOT_GIVEN = "it is about a change, and no older report was given (--against)"
 NOT_PLANTED = "no such planted fault in this report: audit with --control"
 EMPTY = "no element of it could be judged"
 
-# --- a report ------------------------------------------------------------------------------------
-
 
 def judge_report(
     report: Measured, rules: Rules | None = None, against: Measured | None = None
 ) -> Judgement:
-    """A report's rows held to the rules, and where rules ask for it to those of an older one.
+    """A report's rows held to the rules (the default ones), and where rules ask for it to those of
+    an older report.
 
     Raises MeasurementError for a report from a system that the rules do not hold for, for one that
     is not whole, and for an older one that is not about the same inputs.
     """
-    return decide_report(report, rules or default_rules(), against).judgement
-
-
-def decide_report(report: Measured, rules: Rules, against: Measured | None = None) -> Decided:
-    """As `judge_report`, with the rows."""
+    rules = rules or default_rules()
     _refuse_elsewhere(report.provenance.system, rules)
     around = Around.of(report, against)
     check_whole(report, around.groups)
@@ -93,45 +75,22 @@ def decide_report(report: Measured, rules: Rules, against: Measured | None = Non
         refuse_other(report, against)
         check_whole(against, around.old_groups, "the older report")
     with uncollected():
-        return decide(report.rows, rules, around)
-
-
-def _refuse_elsewhere(system: Mapping[str, Any], rules: Rules) -> None:
-    """A key that the report does not have is of no kind at all, whatever the pattern."""
-    for key, pattern in rules.holds_for.items():
-        value, what = system.get(key), f"the rules {rules.name} hold for {key} {pattern!r}"
-        if value is None:
-            known = ", ".join(k for k, v in system.items() if isinstance(v, str))
-            raise MeasurementError(
-                f"{what}, and this report's system has no {key}",
-                hint=f"what it has is under provenance.system in the report: {known or 'nothing'}",
-            )
-        if not fnmatchcase(str(value), pattern):
-            raise MeasurementError(
-                f"{what}, and this report has {str(value)!r}",
-                hint="calibrate rules for that system, or gate a report from this one",
-            )
+        return judge(report.rows, rules, around)
 
 
 def judge(
     rows: Sequence[DeviationRow], rules: Rules | None = None, around: Around | None = None
 ) -> Judgement:
     """Rows held to the rules (the default ones); `around` is what else is known of them."""
-    return decide(rows, rules or default_rules(), around).judgement
-
-
-def decide(rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None) -> Decided:
-    """As `judge`, with the rows."""
-    around = around or Around(rows=rows)
+    rules, around = rules or default_rules(), around or Around(rows=rows)
     power = tuple(power_of(rows, rules, around))
     calls = tuple(calls_of(rows, rules))
     formats = dict.fromkeys(call.format for call in calls)
-    judged = (*verdicts_of(rows, rules, around), *_powerless(power, rules, formats))
-    verdicts = tuple(each.verdict for each in judged)
-    known = {call.kernel for call in calls}
-    missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in known))
+    verdicts = (*verdicts_of(rows, rules, around), *_powerless(power, rules, formats))
+    kernels = {call.kernel for call in calls}
+    missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in kernels))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
-    judgement = Judgement(
+    return Judgement(
         rules=rules.name,
         file=rules.file,
         outcome=_outcome(verdicts, calls, missing),
@@ -142,7 +101,17 @@ def decide(rows: Sequence[DeviationRow], rules: Rules, around: Around | None = N
         power=power,
         fa_rule=(sum(fa_rule), len(fa_rule)) if fa_rule else None,
     )
-    return Decided(judgement=judgement, judged=judged)
+
+
+def _refuse_elsewhere(system: Mapping[str, Any], rules: Rules) -> None:
+    """A key that the report does not have is of no kind at all, whatever the pattern."""
+    for key, pattern in rules.holds_for.items():
+        value = system.get(key)
+        if value is None or not fnmatchcase(str(value), pattern):
+            raise MeasurementError(
+                f"the rules {rules.name} hold for {key} {pattern!r}, and this report has {value!r}",
+                hint="calibrate rules for that system, or gate a report from this one",
+            )
 
 
 def _outcome(
@@ -163,7 +132,7 @@ def _outcome(
 
 def verdicts_of(
     rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None
-) -> Iterator[Judged]:
+) -> Iterator[Verdict]:
     """Every rule on everything it selects, in the rules' order."""
     around = around or Around(rows=rows)
     every = around.groups if rows is around.rows else by_tensor(rows)
@@ -172,21 +141,21 @@ def verdicts_of(
         yield from _apply(threshold, groups, around)
 
 
-def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Judged]:
+def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Verdict]:
     """One rule on everything it selects; one on a change also on what it would have selected."""
     where = threshold.where
     chosen = {key: rows for key, g in groups.items() if (rows := where.of(g, around.regimes))}
     older: Groups = {}
     if threshold.over == "before":
         if around.old is None:
-            yield _without_rows(threshold, NOT_GIVEN, "unmeasured")
+            yield _verdict(threshold, "unmeasured", reasons=(NOT_GIVEN,))
             return
         older = around.older(where)
     keys = dict.fromkeys((*chosen, *older))
     if not keys:
-        lenient = threshold.may_lack != "nothing"
         why = NOTHING + _unmatched(where, groups)
-        yield _without_rows(threshold, why, "untested" if lenient else "unmeasured")
+        outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
+        yield _verdict(threshold, outcome, reasons=(why,))
     for key in keys:
         yield _judge(threshold, chosen.get(key, []), around, older.get(key, []))
 
@@ -194,19 +163,33 @@ def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Jud
 def _unmatched(where: Selector, groups: Groups) -> str:
     """Which of a selector's patterns fit no row at all, beside what there is."""
     for name in ("kernel", "format", "tensor"):
-        known = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
+        there = dict.fromkeys(getattr(rows[0], name) for rows in groups.values())
         patterns = getattr(where, name)
-        if known and not any(matches(patterns, each) for each in known):
-            return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(known, 8))}"
+        if there and not any(matches(patterns, each) for each in there):
+            return f"; {name} {', '.join(patterns)} is none of {', '.join(islice(there, 8))}"
     return ""
 
 
-def _source(threshold: Threshold) -> dict[str, Any]:
-    return {"rule": threshold.name, "file": threshold.file, "line": threshold.line}
-
-
-def _without_rows(threshold: Threshold, why: str, outcome: Outcome) -> Judged:
-    return Judged(verdict=Verdict(**_source(threshold), outcome=outcome, reasons=(why,)))
+def _verdict(
+    threshold: Threshold,
+    outcome: Outcome,
+    row: DeviationRow | None = None,
+    shown: Held | None = None,
+    **fields: Any,
+) -> Verdict:
+    """`row` is one of those it is about, `shown` stands beside the limit."""
+    if row is not None:
+        about = ("role", "kernel", "options", "format", "tensor")
+        limit = shown.limit if shown else threshold
+        observed = shown.value if shown else None
+        if isinstance(observed, float) and not math.isfinite(observed):
+            observed = str(observed)  # JSON has no infinity
+        fields |= {name: getattr(row, name) for name in about}
+        fields |= {"observed": observed, "metric": limit.named, "limit": str(limit)}
+        fields |= {"bound": limit.bound, "median": threshold.heads is not None}
+    return Verdict(
+        rule=threshold.name, file=threshold.file, line=threshold.line, outcome=outcome, **fields
+    )
 
 
 def _judge(
@@ -214,11 +197,14 @@ def _judge(
     rows: Sequence[DeviationRow],
     around: Around,
     older: Sequence[DeviationRow] = (),
-) -> Judged:
+) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format; `older` are those of an
     older report, for one on a change."""
     first = (rows or older)[0]
     threshold = threshold.at(first)
+    worst = _all_within(threshold, rows)
+    if worst is not None:
+        return _verdict(threshold, "passed", first, worst, judged=len(rows))
     held, lacking = _held(threshold, rows, around, older)
     held, unsure = _decided(threshold, held)
     offending = _offending(threshold, held)
@@ -233,31 +219,20 @@ def _judge(
         outcome = "exceeded"
     lacking = [*unsure, *lacking]
     named = {"exceeded": [h.row for h in offending], "unmeasured": [row for row, _ in lacking]}
-    limit = shown.limit if shown else threshold
-    observed = shown.value if shown else None
-    if isinstance(observed, float) and not math.isfinite(observed):
-        observed = str(observed)  # JSON has no infinity
-    verdict = Verdict(
-        **_source(threshold),
-        outcome=outcome,
-        role=first.role,
-        kernel=first.kernel,
-        options=first.options,
-        format=first.format,
-        tensor=first.tensor,
+    verdict = _verdict(
+        threshold,
+        outcome,
+        first,
+        shown,
         judged=len(held),
         offending=len(offending),
-        observed=observed,
-        metric=limit.named,
-        limit=str(limit),
-        bound=limit.bound,
-        median=threshold.heads is not None,
         places=tuple(map(Place.of, named.get(outcome, ())[:PLACES])),
         unjudged=len(lacking),
         reasons=tuple(dict.fromkeys(why for _, why in lacking)),
         excused=sum(h.excused for h in held),
     )
-    return Judged(verdict=verdict, beyond=tuple(offending))
+    verdict._beyond = tuple(offending)
+    return verdict
 
 
 def _may_lack(threshold: Threshold, why: str) -> bool:
@@ -269,6 +244,24 @@ def _may_lack(threshold: Threshold, why: str) -> bool:
 
 
 # --- a row ---------------------------------------------------------------------------------------
+
+
+def _all_within(threshold: Threshold, rows: Sequence[DeviationRow]) -> Held | None:
+    """The number beside the limit where one look at a column shows that every row is within it;
+    None where rows have to be taken one by one."""
+    few = not rows or (threshold.heads is not None and len(rows) < threshold.heads)
+    if few or threshold.over is not None or threshold.certain or threshold.metric not in FIELDS:
+        return None
+    values = list(map(attrgetter(threshold.metric), rows))
+    if any(map(attrgetter("sampled"), rows)) or (not threshold.absent and None in values):
+        return None
+    excess = list(map(threshold.excess, values))
+    if max(excess) > 1:
+        return None
+    at = excess.index(max(excess))
+    if threshold.heads is not None:
+        at = sorted(range(len(rows)), key=lambda i: -excess[i])[len(rows) // 2]
+    return Held(rows[at], threshold, values[at], excess[at])
 
 
 def _held(
@@ -298,7 +291,7 @@ def _held(
 
 
 def _held_row(
-    threshold: Threshold, limits: Sequence[Any], row: DeviationRow, around: Around
+    threshold: Threshold, limits: Sequence[Limit], row: DeviationRow, around: Around
 ) -> Held | str:
     """A row beside the first limit whose number it has; else why it has none.
 
@@ -341,15 +334,18 @@ def _of_sample(held: Held) -> Held | str:
 
 
 def _decided(threshold: Threshold, held: Sequence[Held]) -> tuple[list[Held], list[Lacking]]:
-    """What is decided, and what is not, with the reason: estimates whose interval contains the
-    limit. For a median all of them, if the median of the lower ends is within and that of the upper
-    ends beyond."""
+    """What is decided; and estimates whose interval contains the limit, which are not. For a median
+    none is, if the median of the lower ends is within and that of the upper ends beyond."""
     if not any(h.interval for h in held):
         return list(held), []
     if threshold.heads is None:
-        unsure = [h.ends[0] <= 1 < h.ends[1] for h in held]
-        pairs = list(zip(held, unsure, strict=True))
-        return [h for h, u in pairs if not u], [(h.row, _contains(h, h)) for h, u in pairs if u]
+        sides: tuple[list[Held], list[Lacking]] = ([], [])
+        for h in held:
+            if h.ends[0] <= 1 < h.ends[1]:
+                sides[1].append((h.row, _contains(h, h)))
+            else:
+                sides[0].append(h)
+        return sides
     lowest, highest = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
     if not lowest.ends[0] <= 1 < highest.ends[1]:
         return list(held), []
@@ -427,14 +423,14 @@ def power_of(
     """Every planted fault in every format, its doses put through the rules as kernels are. Not
     through those on a change: what a fault would have been before, no report has."""
     around = around or Around(rows=rows)
-    controls = [row for row in rows if row.role == "control"]
     absolute = [t for t in rules.thresholds if t.over != "before"]
 
     def fault_of(row: DeviationRow) -> tuple[str, ...]:
         options = {k: v for k, v in row.options.items() if k != "dose"}
         return row.kernel, spelt(options), row.format
 
-    for fault in grouped(controls, fault_of).values():
+    controls = grouped((row for row in rows if row.role == "control"), fault_of)
+    for fault in controls.values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
         tried = [_dose(group, absolute, around) for group in doses]
         known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
@@ -457,30 +453,29 @@ def _size(rows: Sequence[DeviationRow]) -> float:
 def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around: Around) -> Dose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
     groups = measured(by_tensor(rows), {"control"})
-    judged = [
-        (threshold.name, _judge(threshold, chosen, around).verdict.outcome)
+    verdicts = [
+        _judge(threshold, chosen, around)
         for threshold in thresholds
         for group in groups.values()
         if (chosen := threshold.where.of(group, around.regimes, role="kernel"))
     ]
-    by = tuple(dict.fromkeys(name for name, outcome in judged if outcome == "exceeded"))
-    known = any(outcome == "passed" for _, outcome in judged)
+    by = tuple(dict.fromkeys(v.rule for v in verdicts if v.outcome == "exceeded"))
+    known = any(v.outcome == "passed" for v in verdicts)
     outcome: Any = "caught" if by else "missed" if known else "unmeasured"
     return Dose(dose=_size(rows), outcome=outcome, by=by)
 
 
-def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Judged]:
+def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Verdict]:
     """A verdict for each planted fault that the rules must catch, and did not show that they do in
     each format that kernels ran in."""
     for at, (fault, dose) in enumerate(rules.catches.items()):
-        planted = {p.format: p for p in power if p.fault == fault}
-        weak = [
-            p for p in power if p.fault == fault and (p.caught_from is None or p.caught_from > dose)
-        ]
+        planted = [p for p in power if p.fault == fault]
+        weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
         why = [_missed(p) for p in weak] if planted else [NOT_PLANTED]
-        why += [f"not planted in {fmt}" for fmt in formats if planted and fmt not in planted]
+        absent = [fmt for fmt in formats if planted and fmt not in {p.format for p in planted}]
+        why += [f"not planted in {fmt}" for fmt in absent]
         if why:
-            verdict = Verdict(
+            yield Verdict(
                 rule=f"catches {fault}",
                 outcome="unmeasured",
                 reasons=tuple(why),
@@ -488,7 +483,6 @@ def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> 
                 file=rules.file,
                 line=rules.line("catches", at),
             )
-            yield Judged(verdict=verdict)
 
 
 def _missed(power: Power) -> str:

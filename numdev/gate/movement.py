@@ -30,13 +30,13 @@ How often this accuses a kernel that did not change is set down in docs/compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from statistics import NormalDist, fmean
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from scipy.special import stdtrit
+import numpy as np
+from scipy.special import ndtri, stdtrit
 
 from numdev.gate.compare_report import Inputs
 from numdev.gate.rows import Key
@@ -50,6 +50,7 @@ ALPHA = 0.01
 WORST = {"dq": 4.0, "dk": 4.0}
 WORST_ELSE = 2.0
 HEADS = 4  # a call with fewer is judged by the scatter of all calls' heads
+FAR = 100.0  # the excess of what has no ratio
 # What is judged, the sharpest first. Multiples of an error that both reports share where the inputs
 # are the same. Where they are not, expected_ratio alone is fit, and the next only in its place,
 # since it depends on the inputs more than on the kernel.
@@ -58,7 +59,7 @@ LUCKY = 0.5
 PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
     """The same head in both reports, measured in both."""
 
@@ -67,12 +68,12 @@ class Pair:
     inputs: Inputs
     width: int
     """Elements in a row."""
-    numbers: dict[str, tuple[float | None, float | None]] = field(init=False)
-    """Of A and B, by metric; 0 where there is no error to take a multiple of."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def numbers(self) -> dict[str, tuple[float | None, float | None]]:
+        """Of A and B, by metric; 0 where there is no error to take a multiple of."""
         metrics = ("rms",) if self.b.tensor == "lse" else MULTIPLES
-        self.numbers = {m: (_number(self.a, m), _number(self.b, m)) for m in metrics}
+        return {m: (_number(self.a, m), _number(self.b, m)) for m in metrics}
 
     @property
     def same(self) -> bool:
@@ -90,13 +91,13 @@ class Pair:
             return metrics
         return metrics[1:2] if None in self.numbers[metrics[0]] else metrics[:1]
 
-    @cached_property
+    @property
     def tensor(self) -> Key:
         """Which tensor of which kernel in which format."""
         row = self.b
         return (row.role, row.kernel, str(row.options), row.format, row.tensor)
 
-    @cached_property
+    @property
     def call(self) -> Key:
         """That of which call."""
         row = self.b
@@ -127,22 +128,25 @@ class Change(NamedTuple):
             return 0.0
         a, b = max(self.a, self.least), max(self.b, self.least)
         if not a or not b:
-            return 100.0 if self.noise < math.log(2) else 0.0
-        return min(100.0, abs(math.log(b / a)) / self.noise)
+            return FAR if self.noise < math.log(2) else 0.0
+        return min(FAR, abs(math.log(b / a)) / self.noise)
 
 
 class Noise:
-    """What noise explains in these pairs, all judged together. Makes no claim on pairs it was not
-    given."""
+    """What noise explains in these pairs, all judged together."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.tests = max(1, sum(len(pair.metrics) for pair in pairs))
-        self.z = NormalDist().inv_cdf(1 - ALPHA / 2 / self.tests)
-        self._scatter: dict[tuple[Key, str], _Scatter] = {}
+        self._level = 1 - ALPHA / 2 / self.tests
+        self._together: dict[Key, list[Pair]] = {}
         for pair in pairs:
-            for metric in () if pair.same else pair.metrics:
+            if not pair.same:
                 for whole in (pair.call, pair.tensor):
-                    self._scatter.setdefault((whole, metric), _Scatter()).add(pair, metric)
+                    self._together.setdefault(whole, []).append(pair)
+
+    @property
+    def z(self) -> float:
+        return float(ndtri(self._level))
 
     def judged(self, pair: Pair) -> list[Change]:
         """Every metric of the pair that both have, and what noise explains of its change."""
@@ -161,18 +165,33 @@ class Noise:
         return math.log(factor) + repeats(pair) + max(self.z * own, luck)
 
     def _luck(self, pair: Pair, metric: str) -> float:
-        scatter, freedom = self._scatter[pair.call, metric].without(pair, metric)
-        if freedom < HEADS:
-            scatter, freedom = self._scatter[pair.tensor, metric].without(pair, metric)
+        variance, freedom = 0.0, 0
+        for whole in (pair.call, pair.tensor):
+            if freedom < HEADS:
+                others = (other for other in self._together[whole] if other is not pair)
+                variance, freedom = _scatter(others, metric)
         if freedom < 2:
             return math.inf
-        return _student(1 - ALPHA / 2 / self.tests, freedom) * math.sqrt(2 * scatter)
+        return float(stdtrit(freedom, self._level)) * math.sqrt(2 * variance)
 
 
-@lru_cache(maxsize=4096)
-def _student(level: float, freedom: int) -> float:
-    """The quantile of Student's t; beyond 200 degrees of freedom the normal one."""
-    return NormalDist().inv_cdf(level) if freedom > 200 else float(stdtrit(freedom, level))
+def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
+    """The variance of logarithms about the mean of their call, in one report at a time, and its
+    degrees of freedom: few if few calls have nearly all the scatter (Satterthwaite)."""
+    calls: dict[Key, list[float]] = {}
+    for pair in pairs:
+        if metric in pair.metrics:
+            for side, x in zip("ab", pair.numbers[metric], strict=True):
+                if size := max(x or 0.0, least(pair, metric)):
+                    calls.setdefault((side, *pair.call), []).append(math.log(size))
+    several = [values for values in calls.values() if len(values) > 1]
+    if not several:
+        return 0.0, 0
+    each = np.array([len(values) - 1 for values in several])
+    squares = np.array([np.var(values) * len(values) for values in several])
+    freedom, fourth = int(each.sum()), float((squares**2 / each).sum())
+    effective = float(squares.sum()) ** 2 / fourth if fourth else freedom
+    return float(squares.sum()) / freedom, int(min(freedom, max(1.0, effective)))
 
 
 def least(pair: Pair, metric: str) -> float:
@@ -188,10 +207,10 @@ def _number(row: DeviationRow, metric: str) -> float | None:
 
 def repeats(pair: Pair) -> float:
     """What runs on the same inputs may differ by; not finite where one has no error to compare."""
-    noise = max((row.noise or 0.0 for row in (pair.a, pair.b)), default=0.0)
+    noise = max(row.noise or 0.0 for row in (pair.a, pair.b))
+    error = min(row.rms or 0.0 for row in (pair.a, pair.b))
     if not noise:
         return 0.0
-    error = min(row.rms or 0.0 for row in (pair.a, pair.b))
     return math.log1p(noise / error) if error else math.inf
 
 
@@ -202,63 +221,11 @@ def standard_error(row: DeviationRow, metric: str, value: float | None, width: i
     ends = interval_of(row, metric)
     if ends is not None:
         return math.log(ends[1] / ends[0]) / 2 / 1.96 if ends[0] > 0 else math.inf
-    if not row.elements:
-        return math.inf
-    if metric == "worst_row":
+    if metric == "worst_row" and row.elements:
         return 0.0
-    if metric == "expected_ratio":
-        if row.worst_row is None:
-            return math.inf
+    if metric == "expected_ratio" and row.elements and row.worst_row is not None:
         strays = abs((row.worst_row / value) ** 2 - 1)
         return strays / 2 / math.sqrt(max(1.0, row.elements / width))
-    if not row.rms or row.max_abs is None:
+    if metric == "expected_ratio" or not row.elements or not row.rms or row.max_abs is None:
         return math.inf
     return row.max_abs / row.rms / 2 / math.sqrt(row.elements)
-
-
-class _Scatter:
-    """How logarithms scatter about the mean of their call, in one report at a time."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Key, list[float]] = {}
-
-    def add(self, pair: Pair, metric: str) -> None:
-        for call, logarithm in _logarithms(pair, metric):
-            self._calls.setdefault(call, []).append(logarithm)
-
-    @cached_property
-    def _sums(self) -> Sequence[float]:
-        parts = [_squares(values) for values in self._calls.values()]
-        return [math.fsum(column) for column in zip(*parts, strict=True)]
-
-    def without(self, pair: Pair, metric: str) -> tuple[float, int]:
-        """The variance without one pair, and its degrees of freedom: as many as its calls leave
-        (Satterthwaite), so that few if few of them have nearly all the scatter."""
-        sums = self._sums
-        for call, own in _logarithms(pair, metric):
-            values = self._calls.get(call, [])
-            others = list(values)
-            others.remove(own)
-            parts = zip(sums, _squares(values), _squares(others), strict=True)
-            sums = [max(0.0, x - every + rest) for x, every, rest in parts]
-        squares, freedom, fourth = sums
-        if freedom < 0.5:
-            return 0.0, 0
-        effective = squares**2 / fourth if fourth > 0 else freedom
-        return squares / freedom, int(min(freedom, max(1.0, effective)))
-
-
-def _squares(values: Sequence[float]) -> tuple[float, float, float]:
-    """Of a call's logarithms: the sum of squares about the mean, its degrees of freedom, and its
-    share in the denominator of the effective ones."""
-    if len(values) < 2:
-        return 0.0, 0.0, 0.0
-    mean = fmean(values)
-    squares, freedom = sum((x - mean) ** 2 for x in values), len(values) - 1
-    return squares, freedom, squares**2 / freedom
-
-
-def _logarithms(pair: Pair, metric: str) -> list[tuple[Key, float]]:
-    """Of A's and B's value, each with the call it belongs to; none of 0."""
-    sizes = [max(x or 0.0, least(pair, metric)) for x in pair.numbers[metric]]
-    return [((s, *pair.call), math.log(x)) for s, x in zip("ab", sizes, strict=True) if x]

@@ -7,7 +7,7 @@ the gate, the findings of every report, checks and files of one's own are all re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -57,10 +57,10 @@ ESTIMATED = frozenset(
 # Multiples of an error, and so 0 where there is none, whatever the denominator.
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
-_FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
+FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
 # What can be judged. Not W1, which is blind to permutation.
 METRICS = frozenset(
-    {n for n in _FIELDS - {"layer", "seed", "head"} if not n.endswith("w1")}
+    {n for n in FIELDS - {"layer", "seed", "head"} if not n.endswith("w1")}
     | {"suspicion", *DERIVED}
 )
 
@@ -196,16 +196,8 @@ class Kernel(Strict):
     options: dict[str, Scalar] = Field(default_factory=dict)
 
 
-def _known_divisor(value: Any) -> Any:
-    if isinstance(value, str) and value not in ("floor", "baseline", "before"):
-        raise ValueError(
-            f"{value!r} is none of floor, baseline, before; a kernel is {{kernel: NAME}}"
-        )
-    return value
-
-
 # What a number is divided by: the same metric of the same cell. `before`: in an older report.
-Over = Annotated[Literal["floor", "baseline", "before"] | Kernel, BeforeValidator(_known_divisor)]
+Over = Literal["floor", "baseline", "before"] | Kernel
 
 
 def whose(over: Over) -> str:
@@ -218,18 +210,20 @@ def whose(over: Over) -> str:
 # --- limits --------------------------------------------------------------------------------------
 
 
-def _completed(names: Collection[str]) -> dict[str, Any]:
-    """The JSON Schema of a metric: a known name, or a ratio of two."""
-    either = "|".join(sorted(set(names) - {"suspicion"}))
-    ratio = {
-        "type": "string",
-        "pattern": rf"^\s*({either})\s*/\s*({either})\s*$",
-        "examples": ["from_baseline_rms / precision_rms"],
-    }
-    return {"anyOf": [{"enum": sorted(names)}, ratio]}
-
-
-Metric = Annotated[str, WithJsonSchema(_completed(METRICS))]
+_EITHER = "|".join(sorted(METRICS - {"suspicion"}))
+_RATIO = rf"^\s*({_EITHER})\s*/\s*({_EITHER})\s*$"
+# A known name, or a ratio of two; an editor completes it.
+Metric = Annotated[
+    str,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": sorted(METRICS)},
+                {"type": "string", "pattern": _RATIO, "examples": ["rms / precision_rms"]},
+            ]
+        }
+    ),
+]
 
 
 class Limit(Strict):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from numdev.gate.rules import Limit, Value
 from numdev.report import DeviationRow, Place, Record, Role
@@ -13,6 +12,27 @@ from numdev.report import DeviationRow, Place, Record, Role
 Outcome = Literal["passed", "exceeded", "unmeasured", "untested"]
 """`untested`: not judged, and allowed not to be."""
 EXIT_CODES = {"passed": 0, "exceeded": 1, "unmeasured": 3}
+
+
+class Held(NamedTuple):
+    """A number of a row beside its limit."""
+
+    row: DeviationRow
+    limit: Limit
+    value: Value
+    excess: float
+    """Above 1 it is exceeded."""
+    interval: tuple[float, float] | None = None
+    """Of an estimate from sampled rows."""
+    excused: bool = False
+    """Beyond a limit on a change, but within the seeds' own spread or the noise; `excess` is 1."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the most that the excess may be. An interval that does not contain its own
+        estimate, or has its ends the wrong way round, excuses nothing."""
+        both = (self.excess, *map(self.limit.excess, self.interval or ()))
+        return min(both), max(both)
 
 
 class Verdict(Record):
@@ -46,6 +66,12 @@ class Verdict(Record):
     file: str | None = None
     """The gate file of the rule, as it was given, and the line where it begins there."""
     line: int | None = None
+    _beyond: tuple[Held, ...] = PrivateAttr(default=())
+
+    @property
+    def beyond(self) -> tuple[Held, ...]:
+        """What offends, the worst first; not known of a verdict that was read from a file."""
+        return self._beyond
 
 
 class Calls(Record):
@@ -108,53 +134,3 @@ class Judgement(Record):
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
-
-
-# --- the rows behind a verdict -------------------------------------------------------------------
-
-
-class Held(NamedTuple):
-    """A number of a row beside its limit."""
-
-    row: DeviationRow
-    limit: Limit
-    value: Value
-    excess: float
-    """Above 1 it is exceeded."""
-    interval: tuple[float, float] | None = None
-    """Of an estimate from sampled rows."""
-    excused: bool = False
-    """Beyond a limit on a change, and yet within the seeds' own spread or the noise: then `excess`
-    is 1."""
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """The least and the most that the excess may be. An interval that does not contain its own
-        estimate, or has its ends the wrong way round, excuses nothing."""
-        both = (self.excess, *map(self.limit.excess, self.interval or ()))
-        return min(both), max(both)
-
-
-Lacking = tuple[DeviationRow, str]
-"""A row that is not judged, and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A verdict and the rows behind it."""
-
-    verdict: Verdict
-    beyond: tuple[Held, ...] = field(default=(), repr=False)
-    """What offends, the worst first."""
-
-    @property
-    def offending(self) -> tuple[DeviationRow, ...]:
-        return tuple(held.row for held in self.beyond)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """A judgement, and the rows behind each of its verdicts."""
-
-    judgement: Judgement
-    judged: tuple[Judged, ...] = field(repr=False)

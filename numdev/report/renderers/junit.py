@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from numdev.gate.findings import label
 from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
-from numdev.gate.words import label
 from numdev.report import Finding, Place
 from numdev.report.foreign import plain
 from numdev.report.views.gate import Spot, number

@@ -7,14 +7,13 @@ A judgement that did not pass has at least one problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from numdev.gate.rules import Rules
-from numdev.gate.verdict import Decided, Held, Judged, Judgement, Power, Verdict
-from numdev.gate.words import label
+from numdev.gate.findings import Places, label
+from numdev.gate.verdict import Held, Judgement, Power, Verdict
 from numdev.report import Finding, Place
 from numdev.report import document as doc
 from numdev.report.views import findings as listed
@@ -42,20 +41,16 @@ NO_POWER = (
 
 
 def document(
-    decided: Decided,
-    findings: Sequence[Finding],
-    tested: Sequence[str],
-    named: Callable[[Place], str],
+    judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str], named: Places
 ) -> doc.Document:
     """What `numdev gate` prints. `findings` are the exceeded verdicts in sentences, and `named`
     says what a place is called."""
-    judgement = decided.judgement
     word, style = OUTCOMES[judgement.outcome]
     return doc.Document(
         "numdev gate",
         (
             doc.Paragraph(f"{word}, by the rules {judgement.rules}.", style),
-            _offending(decided.judged, named),
+            _offending(judgement.verdicts, named),
             listed(tuple(_sourced(finding, judgement.verdicts) for finding in findings)),
             *(doc.Paragraph(problem.sentence, "warn") for problem in unmeasured(judgement)),
             *_passed(judgement.verdicts),
@@ -188,9 +183,9 @@ def beside(judgement: Judgement) -> Iterator[str]:
 # --- the table of rows, and of doses -------------------------------------------------------------
 
 
-def _offending(judged: Iterable[Judged], named: Callable[[Place], str]) -> doc.Table:
+def _offending(verdicts: Iterable[Verdict], named: Places) -> doc.Table:
     """A line for each row that is beyond a limit, the one farthest beyond first."""
-    beyond = [(held, each.verdict) for each in judged for held in each.beyond]
+    beyond = [(held, verdict) for verdict in verdicts for held in verdict.beyond]
     beyond.sort(key=lambda pair: -pair[0].excess)
     rows = [
         (
@@ -277,7 +272,6 @@ class Spot:
         return f"{self.file}" if self.line is None else f"{self.file}:{self.line}"
 
 
-def spots_of(rules: Rules, file: Path) -> dict[str, Spot]:
-    """Where each threshold of `rules` begins, by its name. `file` is what they were read from, for
-    thresholds that do not say it themselves."""
-    return {t.name: Spot(file=Path(t.file or file), line=t.line) for t in rules.thresholds}
+def spots_of(judgement: Judgement) -> dict[str, Spot]:
+    """Where each rule of a file begins, by its name."""
+    return {v.rule: Spot(file=Path(v.file), line=v.line) for v in judgement.verdicts if v.file}
