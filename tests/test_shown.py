@@ -20,7 +20,7 @@ from test_html import audit, figure, provenance, sweep
 from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow
 from numdev.gate.compare_report import CompareReport, CompareSummary, Group, Move, Side
 from numdev.gate.findings import Places, findings_in
-from numdev.gate.judging import decide
+from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import (
@@ -296,8 +296,8 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
     rows = [row(5, layer=2, module="m.2", expected_ratio=1.31), control("scale", 0.01, 1.0),
             control("scale", 0.03, 9.0)]  # fmt: skip
     limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
-    decided = decide(rows, Rules.model_validate({"thresholds": [limit]}))
-    nodes = gate_view.document(decided, *findings_in(decided, rows), Places(rows)).blocks
+    judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
+    nodes = gate_view.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks
     beyond, doses = (dict(cells([table], "")) for table in tables(nodes))
     assert beyond["number"] == "1.31"
     assert beyond["limit"] == "expected_ratio ≤ 1.1"

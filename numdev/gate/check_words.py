@@ -59,8 +59,9 @@ def success(
     count = len({(r.case, r.seed) for r in ok})
     tensors = ", ".join(dict.fromkeys(r.tensor for r in ok))
     formats = listed(dict.fromkeys(r.format for r in ok))
-    passes = f"{kernel} passes the rules {judgement.rules}: {tensors} in {count} cases, {formats}."
-    return _wrapped([passes, *found_to_round(report.rows), *left_out])
+    cases = "1 case" if count == 1 else f"{count} cases"
+    passed = f"{kernel} passes the rules {judgement.rules}: {tensors} in {cases}, {formats}."
+    return _wrapped([passed, *found_to_round(report.rows), *left_out])
 
 
 def in_short(report: AuditReport, judgement: Judgement) -> str:
