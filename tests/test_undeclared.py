@@ -239,7 +239,7 @@ def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
             returns_nan, cases=["empty-rows", "full"], formats="bfloat16", backward=backward
         )
     said = " ".join(str(caught.value).split())
-    assert "returns NaN or infinity in rows that see no key" in said
+    assert "Returns NaN or infinity in rows that see no key" in said
     assert "empty-rows" in said
     rows = [r for r in caught.value.result.report.rows if r.role == "kernel" and r.tensor == "out"]
     hurt = [r for r in rows if r.empty_nonfinite is not None]
