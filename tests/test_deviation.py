@@ -300,30 +300,12 @@ def test_fully_masked_rows_do_not_count() -> None:
     output = output_for(y)
     before = measure(output, y).heads
     assert [(h["empty_rows"], h["elements"]) for h in before] == [(6, 36), (0, 60)]
-    for garbage in (nan, inf, 1e30, 0.0):
+    for garbage in (nan, inf, 1e30):
         output[:, 0, ::3] = garbage
         assert measure(output, y).heads == before
     head = measure(output, changed(y, empty=torch.ones_like(y.empty))).heads[0]
     assert (head["elements"], head["nonfinite"], head["empty_rows"]) == (0, 0, 15)
     assert (head["rms"], head["floor_ratio"]) == (None, None)
-
-
-@pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_nonfinite_elements_are_counted_and_not_averaged(bad: float) -> None:
-    """An element that is not finite leaves every average as if it were not there."""
-    y = yardstick(empty=False)
-    output = output_for(y)
-    output[0, 0, 2, 1] = bad
-    first, second = measure(output, y).heads
-    assert (first["nonfinite"], first["elements"]) == (1, 59)
-    assert (second["nonfinite"], second["elements"]) == (0, 60)
-    # the same with that element hidden from the reference too: nothing but the count may differ
-    reference = y.reference.clone()
-    reference[0, 0, 2, 1] = nan
-    hidden = measure(output, changed(y, reference=reference)).heads[0]
-    assert hidden["nonfinite"] == 0  # the floor is not finite there either
-    for metric in ("rms", "mean_abs", "row_rel", "w1", "max_ulp", "bias", "bias_t"):
-        assert first[metric] == hidden[metric], metric
 
 
 def test_an_output_that_is_all_nan_has_no_numbers() -> None:
@@ -340,25 +322,15 @@ def test_an_output_that_is_all_nan_has_no_numbers() -> None:
 
 def test_overflow_that_is_right_is_no_fault() -> None:
     """In float16 a reference of 70000 rounds to infinity: an infinite output is right there, and a
-    finite one is the fault."""
+    finite one is the fault. Where the truth is NaN, so is a number."""
     y = changed(yardstick("float16", (1, 1, 2, 2), empty=False), baseline=None)
-    y.reference[0, 0, 0, 0] = y.term_scale[0, 0, 0, 0] = 70000.0
-    right = round_to(y.reference, y.format).half()
-    head = measure(right, y).heads[0]
-    assert (head["nonfinite"], head["elements"], head["floor_ratio"]) == (0, 3, 1.0)
-    right[0, 0, 0, 0] = 65504.0
-    head = measure(right, y).heads[0]
-    assert (head["nonfinite"], head["elements"], head["max_abs"]) == (1, 4, 70000 - 65504)
-
-
-def test_nan_in_the_reference_asks_for_nan() -> None:
-    """Where the inputs make the truth NaN, a NaN is no fault and a number is one."""
-    y = yardstick(empty=False)
-    y.reference[0, 0, 0] = nan
-    output = output_for(changed(y, reference=torch.nan_to_num(y.reference)))
-    assert measure(output, y).heads[0]["nonfinite"] == 4
-    output[0, 0, 0] = nan
-    assert measure(output, y).heads[0]["nonfinite"] == 0
+    for value, wrong in ((70000.0, 65504.0), (nan, 1.0)):
+        y.reference[0, 0, 0, 0] = y.term_scale[0, 0, 0, 0] = value
+        right = round_to(changed(y).reference, y.format).half()
+        head = measure(right, changed(y)).heads[0]
+        assert (head["nonfinite"], head["elements"], head["floor_ratio"]) == (0, 3, 1.0)
+        right[0, 0, 0, 0] = wrong
+        assert measure(right, changed(y)).heads[0]["nonfinite"] == 1
 
 
 def test_ratios_to_nothing_are_null_with_the_reason() -> None:
@@ -430,38 +402,6 @@ def test_an_output_in_another_format_gets_that_formats_floor() -> None:
     assert measure(rounded, in_fp32).heads[0]["floor_ratio"] > 1e4  # 2^16 times the spacing
     assert_as_defined(rounded, in_fp32)
     assert y.for_format(FORMATS["bfloat16"]) is y
-
-
-def test_w1_ignores_what_is_left_out() -> None:
-    """Hidden rows do not dilute it: half the rows hidden, the same distance in the others."""
-    y = changed(yardstick("float32", shape=(1, 1, 8, 4), empty=False), baseline=None)
-    hidden = y.empty.clone()
-    hidden[:, :, ::2] = True
-    for empty in (y.empty, hidden):
-        head = measure((y.reference + 0.25).float(), changed(y, empty=empty)).heads[0]
-        assert head["w1"] == pytest.approx(0.25, rel=1e-6)
-
-
-def test_row_rel_weighs_rows_alike() -> None:
-    """A row with values a thousand times larger does not drown the others, as it does in rms."""
-    y = yardstick("float32", shape=(1, 1, 4, 4), empty=False)
-    factor = torch.tensor([1000.0, 1.0, 1.0, 1.0], dtype=torch.float64)[None, None, :, None]
-    y = changed(y, reference=y.reference * factor, term_scale=y.term_scale * factor)
-    small, large = y.reference.clone(), y.reference.clone()
-    small[:, :, 1:] *= 1.01
-    large[:, :, :1] *= 1.01
-    small, large = (measure(x, y).heads[0] for x in (small, large))
-    assert small["rms"] < large["rms"] / 100
-    assert small["row_rel"] > large["row_rel"]
-
-
-def test_ulps_are_those_of_the_term_scale() -> None:
-    """An element that cancels to nearly 0 does not make a common error look infinite."""
-    y = yardstick(shape=(1, 1, 1, 1), empty=False)
-    reference = torch.full_like(y.reference, 1e-20)
-    y = changed(y, reference=reference, term_scale=torch.full_like(reference, 1.5), baseline=None)
-    head = measure(torch.full((1, 1, 1, 1), 2.0**-8).bfloat16(), y).heads[0]
-    assert head["max_ulp"] == pytest.approx(0.5)
 
 
 def test_flash_attentions_rule_at_its_edge() -> None:

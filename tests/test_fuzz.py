@@ -5,12 +5,11 @@ A whole run is `python scripts/fuzz.py`; its last results are in benchmarks/resu
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import random
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,20 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).parent.parent
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz", ROOT / "scripts" / "fuzz.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz = load()
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+fuzz: Any = importlib.import_module("fuzz")
 
 
 @pytest.mark.parametrize("target", list(fuzz.TARGETS))
@@ -91,15 +78,12 @@ def test_an_injection_is_noticed(check: Any, text: str) -> None:
         check(text)
 
 
-@pytest.mark.parametrize(
-    ("check", "text"),
-    [(fuzz.page_is_safe, "<p class='x'>&lt;script&gt;</p>"),
-     (fuzz.markdown_is_safe, r"\<b\> \[a\](b)"),
-     (fuzz.csv_is_safe, "-1.5,'=1,a-b\n"), (fuzz._only_text, "a × 10⁻³\n")],
-)  # fmt: skip
-def test_what_is_harmless_is_let_through(check: Any, text: str) -> None:
+def test_what_is_harmless_is_let_through() -> None:
     """Escaped, or a negative number."""
-    check(text)
+    fuzz.page_is_safe("<p class='x'>&lt;script&gt;</p>")
+    fuzz.markdown_is_safe(r"\<b\> \[a\](b)")
+    fuzz.csv_is_safe("-1.5,'=1,a-b\n")
+    fuzz._only_text("a × 10⁻³\n")
 
 
 def test_the_sound_report_passes_the_gate(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.config import CaseConfig, Choice, Layout, MaskKind, SweepConfig
+from numdev.config import CaseConfig, Layout, MaskKind, SweepConfig
 from numdev.errors import UsageError
 from numdev.formats import format_named, round_to
 from numdev.kernels.reference import attend
@@ -140,18 +140,6 @@ def test_a_head_keeps_its_numbers() -> None:
     assert torch.equal(more[:1, :2], few)
     assert len({tuple(x.flatten().tolist()) for x in more.transpose(0, 1)}) == 8
     assert not torch.equal(draws.normal("v", (1, 2, 5, 3)), few)
-
-
-def test_global_state_does_not_matter() -> None:
-    """Neither torch's global generator nor its default format is used, or moved on."""
-    state = torch.get_rng_state()
-    first = drawn("sink")
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert all(map(torch.equal, first, drawn("sink")))
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 # --- what each regime stands for -----------------------------------------------------------------
@@ -356,16 +344,6 @@ def test_sizes_and_signs_of_v(value: float) -> None:
     assert bool(((v[:, :, 20:] >= 1.0) & (v[:, :, 20:] < 2.0)).all())
     # 640 values: five standard errors of a share of one half are 0.1.
     assert float((v[:, :, :20] > 0).float().mean()) == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_configuration_draws_it() -> None:
-    """By name with parameters, as in the YAML of an audit, its own dO included."""
-    inputs = Choice(name="biased_rounding", options={"count": 3, "tail": 0.01})
-    config = CaseConfig(name="a", heads=2, seq_len=16, head_dim=64, inputs=inputs)
-    case = source_of([config]).cases[0].load()
-    assert torch.equal(case.k[:, :, 0], case.k[:, :, 2])
-    assert not torch.equal(case.k[:, :, 0], case.k[:, :, 3])
-    assert float(case.grad_out.max()) <= -1.0
 
 
 # --- masks ---------------------------------------------------------------------------------------

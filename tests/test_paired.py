@@ -46,10 +46,8 @@ def by_numpy(a: torch.Tensor, b: torch.Tensor) -> Paired:
 
 
 def assert_same(found: Paired, expected: Paired, relative: float = RELATIVE) -> None:
-    assert (found.elements, found.nonfinite) == (expected.elements, expected.nonfinite)
-    for name in NUMBERS:
-        expectation = pytest.approx(getattr(expected, name), rel=relative, abs=0.0)
-        assert getattr(found, name) == expectation, name
+    for name, x in dataclasses.asdict(expected).items():
+        assert getattr(found, name) == pytest.approx(x, rel=relative, abs=0.0), name
 
 
 def test_known_answers() -> None:
@@ -87,46 +85,31 @@ def test_agrees_with_numpy(dtype: torch.dtype, other: torch.dtype) -> None:
     assert_same(paired(a, b), by_numpy(a, b))
 
 
-def test_the_comparison_notices_a_wrong_number() -> None:
-    """Each field alone, off by 1e-11 or by one, fails it."""
-    found = paired(normal(100), normal(100, seed=1).index_fill(0, torch.tensor([3]), nan))
-    found = dataclasses.replace(found, equal=0.5)
-    for name in ("elements", "nonfinite", *NUMBERS):
-        right = getattr(found, name)
-        wrong = right * (1 + 1e-11) if name in NUMBERS else right + 1
-        with pytest.raises(AssertionError):
-            assert_same(dataclasses.replace(found, **{name: wrong}), found)
-
-
 @pytest.mark.parametrize("block", [1, 7, 100])
-def test_blocks_change_nothing(block: int, monkeypatch) -> None:
-    """In blocks, the distances are those of the whole, NaN included."""
+def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks, the distances are those of the whole, NaN included; and the comparison notices a
+    number that is off by 1e-11."""
     a, b = normal(300), normal(300, seed=1)
     b[::17] = nan
     whole = paired(a, b)
     monkeypatch.setattr(wasserstein, "_CPU_BLOCK", block)
     assert_same(paired(a, b), whole)
+    with pytest.raises(AssertionError, match="w1"):
+        assert_same(dataclasses.replace(whole, w1=whole.w1 * (1 + 1e-11)), whole)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.float8_e5m2])
 def test_what_is_not_finite_is_counted_and_left_out(dtype: torch.dtype) -> None:
-    """NaN or infinity in either, or alike in both: the numbers are those without these elements."""
+    """NaN or infinity in either, or alike in both: the numbers are those without these elements.
+    With nothing left there is none."""
     a, b = normal(12).to(dtype), normal(12, seed=1).to(dtype)
-    without = paired(a, b)
     spoilt_a = torch.tensor([nan, 1.0, inf, 1.0, inf, nan, -inf]).to(dtype)
     spoilt_b = torch.tensor([1.0, nan, 1.0, -inf, inf, nan, inf]).to(dtype)
     found = paired(torch.cat([spoilt_a, a]), torch.cat([spoilt_b, b]))
-    assert_same(found, dataclasses.replace(without, elements=19, nonfinite=7))
-
-
-def test_nothing_left_is_no_number() -> None:
-    """No elements, or none that is finite in both."""
-    nothing = dict.fromkeys(NUMBERS)
-    assert paired(torch.zeros(0, 3), torch.zeros(0, 3)) == Paired(
-        elements=0, nonfinite=0, **nothing
-    )
-    a, b = torch.tensor([nan, 1.0]), torch.tensor([1.0, inf])
-    assert paired(a, b) == Paired(elements=2, nonfinite=2, **nothing)
+    assert_same(found, dataclasses.replace(paired(a, b), elements=19, nonfinite=7))
+    for x, y in ((spoilt_a, spoilt_b), (a[:0], b[:0])):
+        none = Paired(elements=len(x), nonfinite=len(x), **dict.fromkeys(NUMBERS))
+        assert paired(x, y) == none
 
 
 def test_beyond_float64_is_no_number() -> None:
@@ -136,33 +119,23 @@ def test_beyond_float64_is_no_number() -> None:
     assert (found.rel, found.cosine) == (None, None)
     assert found.max_abs == found.mean_abs == 1e200
     far = torch.tensor([1.7e308], dtype=torch.float64)
-    assert paired(far, -far).max_abs is None
-    assert paired(far, -far).w1 is None
+    assert (paired(far, -far).max_abs, paired(far, -far).w1) == (None, None)
     assert paired(torch.tensor([3e38]), torch.tensor([-3e38])).cosine == pytest.approx(-1.0)
 
 
-def test_inputs_stay_as_they_are() -> None:
-    """Neither tensor is changed, and gradients and strides are no obstacle."""
-    a, b = normal(6, 8).requires_grad_(), normal(8, 6, seed=1)
-    before = a.detach().clone(), b.clone()
-    assert_same(paired(a, b.T), paired(a.detach().clone(), b.T.contiguous()))
-    assert torch.equal(a.detach(), before[0])
-    assert torch.equal(b, before[1])
-
-
 @pytest.mark.parametrize(
-    ("a", "b", "says"),
+    ("b", "says"),
     [
-        (torch.zeros(3), torch.zeros(4), r"\[3\] on cpu and \[4\]"),
-        (torch.zeros(3), torch.zeros(3, device="meta"), "on meta"),
-        (torch.zeros(3, dtype=torch.int64), torch.zeros(3), "int64"),
-        (torch.zeros(3), torch.zeros(3, dtype=torch.complex64), "complex64"),
+        (torch.zeros(4), r"\[3\] on cpu and \[4\]"),
+        (torch.zeros(3, device="meta"), "on meta"),
+        (torch.zeros(3, dtype=torch.int64), "int64"),
+        (torch.zeros(3, dtype=torch.complex64), "complex64"),
     ],
 )
-def test_refuses_with_a_reason(a: torch.Tensor, b: torch.Tensor, says: str) -> None:
+def test_refuses_with_a_reason(b: torch.Tensor, says: str) -> None:
     """What is no pair is refused in words."""
     with pytest.raises(UsageError, match=says):
-        paired(a, b)
+        paired(torch.zeros(3), b)
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

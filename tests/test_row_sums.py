@@ -11,7 +11,6 @@ from interpreted import results_of
 from row_sums_cases import yardstick
 
 from numdev.metrics.deviation import measure
-from numdev.metrics.row_sums import GROUPS, row_sums, to_host
 
 REORDERED = 1e-12  # sums of at most a million numbers in fp64, in another order
 
@@ -49,18 +48,6 @@ def test_a_gpu_measures_what_a_cpu_does(dtype: torch.dtype) -> None:
                     assert b[name] == pytest.approx(x, rel=1e-9, abs=1e-300), name
                 else:
                     assert b[name] == x, name
-
-
-def test_rows_are_dealt_to_groups_and_summed_once() -> None:
-    """Row i is in group i mod 16; all groups together are all rows."""
-    y = yardstick((2, 1, 3 * GROUPS + 5, 4))
-    x = row_sums(y.reference * 1.01, y)
-    totals = to_host(x)
-    absolute = x.sums["absolute"].sum(dim=(0, 1))
-    for group in range(GROUPS):
-        expected = float(absolute[group::GROUPS].sum())
-        assert totals.groups["absolute"][0, group] == pytest.approx(expected, rel=REORDERED)
-    assert totals.sums["absolute"][0] == pytest.approx(float(absolute.sum()), rel=REORDERED)
 
 
 def test_a_row_of_zeros_has_no_relative_error_but_is_held_to_something() -> None:

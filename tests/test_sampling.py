@@ -11,7 +11,7 @@ from gradient_oracle import with_upstream
 from oracles import FEATURES, make_case
 from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask, key_range, visible
+from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS
 from numdev.kernels import Kernel, find
@@ -85,47 +85,25 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("last", [False, True])
 def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool) -> None:
     """Row by row: out, log-sum-exp, term scale within fp64 rounding of sums of at most 10 terms
-    (4e-15 of the terms), and which rows are empty, exactly."""
+    (4e-15 of the terms), and which rows are empty, exactly. The explicit mask is that of the
+    rows."""
     case = case_of(feature)
     rows = some(case, last=last)
-    whole, part = attend(case), attend(case.select_rows(rows))
+    cut = case.select_rows(rows)
+    whole, part = attend(case), attend(cut)
     tolerance = 4e-15 * whole.term_scale[:, :, rows] + 1e-300
     assert ((part.out - whole.out[:, :, rows]).abs() <= tolerance).all()
     assert ((part.term_scale - whole.term_scale[:, :, rows]).abs() <= tolerance).all()
     assert torch.allclose(part.lse, whole.lse[:, :, rows], rtol=1e-14, atol=1e-14)
     assert torch.equal(part.empty, whole.empty[:, :, rows])
-    assert torch.equal(empty_rows(case.select_rows(rows)), empty_rows(case)[:, :, rows])
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_masks_are_those_of_the_rows(feature: str) -> None:
-    """`visible`, `explicit_mask` and `key_range` go by positions, for a range of keys and for
-    chosen ones."""
-    case = case_of(feature)
-    rows, keys = some(case), slice(0, case.kv_len)
-    part, every = case.select_rows(rows), slice(0, len(some(case)))
-    chosen = torch.arange(0, case.kv_len, 2)
-    shape = (case.q.shape[0], case.heads, case.q_len, case.kv_len)
-    whole = visible(case, slice(0, case.q_len), keys)
-    seen = visible(part, every, keys)
-    assert (whole is None) == (seen is None)
-    if whole is not None and seen is not None:
-        expected = whole.expand(shape)[:, :, rows]
-        assert torch.equal(seen.expand(expected.shape), expected)
-        some_keys = visible(part, every, chosen)
-        assert some_keys is not None
-        wanted = expected[..., chosen]
-        assert torch.equal(some_keys.expand(wanted.shape), wanted)
-    mask, cut = explicit_mask(case), explicit_mask(part)
-    assert (mask is None) == (cut is None)
-    if mask is not None and cut is not None:
-        expected = mask.expand(shape)[:, :, rows]
-        assert same(cut.expand(expected.shape), expected)
-    reach = [key_range(case, slice(i, i + 1)) for i in rows.tolist()]
-    assert key_range(part, every).start <= min(r.start for r in reach)
-    assert key_range(part, every).stop == max(
-        max(r.stop for r in reach), key_range(part, every).start
-    )
+    assert torch.equal(empty_rows(cut), empty_rows(case)[:, :, rows])
+    masks = explicit_mask(case), explicit_mask(cut)
+    if masks[0] is None or masks[1] is None:
+        assert masks == (None, None)
+    else:
+        shape = (case.q.shape[0], case.heads, case.q_len, case.kv_len)
+        expected = masks[0].expand(shape)[:, :, rows]
+        assert same(masks[1].expand(expected.shape), expected)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -99,36 +99,28 @@ def test_facts_of_queries(feature: str) -> None:
 
 def check_query(case: AttentionCase, w: WorstRow, S: Tensor, P: Tensor) -> None:
     """One row's facts from its scores [kv_len] and probabilities [kv_len + 1], the sink's last."""
-    shown = [j for j in range(case.kv_len) if S[j] != -math.inf]
-    assert w.sees == len(shown)
-    assert w.position == len([j for j in shown if j < w.row + case.causal_offset])
-    assert w.max_probability == pytest.approx(max(float(P[j]) for j in shown), rel=1e-9)
-    assert w.first_key == pytest.approx(float(P[0]), abs=1e-12)
-    assert (w.sink is None) == (case.sinks is None)
-    assert (w.sink or 0.0) == pytest.approx(float(P[-1]), abs=1e-12)
-    logits = [float(S[j]) for j in shown]
-    logits += [] if case.sinks is None else [float(case.sinks[w.head])]
-    assert w.lse == pytest.approx(math.log(sum(math.exp(x) for x in logits)), abs=1e-9)
-    entropy = -sum(float(p) * math.log(float(p)) for p in P if p > 0)
-    assert w.entropy == pytest.approx(entropy, abs=1e-9)
-    top = max(float(S[j]) for j in shown)
-    assert w.tied == sum(float(S[j]) == pytest.approx(top, rel=1e-12, abs=1e-12) for j in shown)
-    assert w.nearly_tied == sum(top - float(S[j]) <= 1e-3 for j in shown)
-    order = sorted(shown, key=lambda j: -float(P[j]))
-    carried, total = 0.0, float(P[:-1].sum())
-    chosen = []
-    for j in order:
-        if carried >= 0.9 * total:
-            break
-        carried += float(P[j])
-        chosen.append(j)
-    assert w.carriers == len(chosen)
-    V = case.v[w.batch, w.head // case.group].double()
-    agree = [
-        abs(sum(float(P[j]) * math.copysign(1, float(V[j, d])) for j in chosen)) / carried
-        for d in range(V.shape[1])
-    ]
-    assert w.one_sign == pytest.approx(sum(agree) / len(agree), abs=1e-9)
+    shown = -math.inf != S
+    logits = S[shown] if case.sinks is None else torch.cat([S[shown], case.sinks[[w.head]]])
+    top, p = float(S.max()), P[P > 0]
+    order = S.argsort(descending=True, stable=True)[: int(shown.sum())]
+    before = P[order].cumsum(dim=0) - P[order]
+    carriers = order[before < 0.9 * P[:-1].sum()]
+    V = case.v[w.batch, w.head // case.group].double()[carriers].sign()
+    agree = (P[carriers, None] * V).sum(dim=0).abs() / P[carriers].sum()
+    expected: dict[str, Any] = {
+        "sees": int(shown.sum()),
+        "position": int(shown[: max(0, w.row + case.causal_offset)].sum()),
+        "max_probability": pytest.approx(float(P[:-1].max()), rel=1e-9),
+        "first_key": pytest.approx(float(P[0]), abs=1e-12),
+        "sink": None if case.sinks is None else pytest.approx(float(P[-1]), abs=1e-12),
+        "lse": pytest.approx(float(logits.double().logsumexp(dim=0)), abs=1e-9),
+        "entropy": pytest.approx(-float((p * p.log()).sum()), abs=1e-9),
+        "tied": int((top - S <= 1e-12 * max(1.0, abs(top))).sum()),
+        "nearly_tied": int((top - S <= 1e-3).sum()),
+        "carriers": len(carriers),
+        "one_sign": pytest.approx(float(agree.mean()), abs=1e-9),
+    }
+    assert {name: getattr(w, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -161,42 +153,35 @@ def test_facts_of_keys(feature: str, tensor: str) -> None:
 # --- which rows ----------------------------------------------------------------------------------
 
 
-def test_a_spoiled_row_is_found_and_described() -> None:
-    """The head, batch entry and row that were spoiled come first, with their error and place."""
-    case = make_case(batch=2, heads=4, kv_heads=2, q_len=40, kv_len=40, seed=1)
-    out, y, _ = spoiled(case, (1, 3, 17), by=0.5)
-    found = worst_rows(case, out, y, range(4))
-    first = found[0]
-    assert (first.batch, first.head, first.row, first.rows) == (1, 3, 17, 40)
-    assert first.ratio == pytest.approx(0.5, rel=1e-6)
-    assert first.error == pytest.approx(0.5 * float(y.term_scale[1, 3, 17].norm()), rel=1e-6)
-    size = y.reference[1, 3, 17].norm() / y.term_scale[1, 3, 17].norm()
-    assert first.cancellation == pytest.approx(float(size))
-    assert first.sentence.startswith(
-        "row 17 (of 40; batch entry 1) errs by 0.5 of the size of its terms: "
-    )
-    assert len({(w.batch, w.row) for w in found}) == 3
-    assert {w.head for w in found} == {3}
-    assert found[1].ratio > found[2].ratio  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv"])
-def test_gradients_and_selected_heads(tensor: str) -> None:
-    """A spoiled row is found; for dk and dv it is a key. Where only some heads were measured they
-    keep their names and their keys."""
+def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
+    """The head, batch entry and row that were spoiled come first, with their error and place; for
+    dk and dv it is a key."""
+    case = make_case(batch=2, heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
+    case = dataclasses.replace(case, grad_out=normal(2, 2, 4, 24, 4))
+    keys = tensor in ("dk", "dv")
+    out, y, lse = spoiled(case, (1, 1, 7), by=0.5, tensor=tensor)
+    found = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)
+    first = found[0]
+    assert (first.batch, first.head, first.row, first.rows) == (1, 1, 7, 30 if keys else 24)
+    assert first.ratio == pytest.approx(0.5, rel=1e-6)
+    assert first.error == pytest.approx(0.5 * float(y.term_scale[1, 1, 7].norm()), rel=1e-6)
+    size = y.reference[1, 1, 7].norm() / y.term_scale[1, 1, 7].norm()
+    assert first.cancellation == pytest.approx(float(size))
+    where = f"{'key' if keys else 'row'} 7 (of {first.rows}; batch entry 1)"
+    assert first.sentence.startswith(f"{where} errs by 0.5 of the size of its terms: ")
+    assert len({(w.batch, w.row) for w in found}) == 3
+    assert {w.head for w in found} == {1}
+    assert found[1].ratio > found[2].ratio
+
+
+def test_selected_heads_keep_their_names() -> None:
+    """Where only some heads were measured they keep their names and their keys."""
     case = make_case(heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
-    case = dataclasses.replace(case, grad_out=normal(2, 1, 4, 24, 4))
-    if tensor == "out":
-        out, y, lse = spoiled(case.select_heads([1, 3]), (0, 1, 7), by=0.3)
-        first = worst_rows(case, out, y, [1, 3])[0]
-        assert first.lse == pytest.approx(float(attend(case).lse[0, 3, 7]))
-        assert (first.head, first.row) == (3, 7)
-        return
-    keys = tensor != "dq"
-    out, y, lse = spoiled(case, (0, 1, 7), by=0.3, tensor=tensor)
-    first = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)[0]
-    assert (first.head, first.row, first.rows) == (1, 7, 30 if keys else 24)
-    assert first.sentence.startswith("key 7" if keys else "row 7")
+    out, y, _ = spoiled(case.select_heads([1, 3]), (0, 1, 7), by=0.3)
+    first = worst_rows(case, out, y, [1, 3])[0]
+    assert (first.head, first.row) == (3, 7)
+    assert first.lse == pytest.approx(float(attend(case).lse[0, 3, 7]))
 
 
 def test_the_ratio_is_that_of_worst_row() -> None:
@@ -211,8 +196,9 @@ def test_the_ratio_is_that_of_worst_row() -> None:
     assert f"errs {first.ratio:.3g} x what is predicted for it" in first.sentence
 
 
-def test_what_is_not_finite_comes_first() -> None:
-    """A NaN is worse than any error, and an infinite reference is none of the kernel's."""
+def test_what_is_not_finite_comes_first_and_what_says_nothing_is_left_out() -> None:
+    """A NaN is worse than any error. Nothing is said of rows that see no key, nor where there is no
+    error; and of sequences with a common beginning one is enough."""
     case = make_case(q_len=12, kv_len=12, seed=2)
     out, y, _ = spoiled(case, (0, 1, 4))
     out[0, 0, 8, :2] = math.nan
@@ -221,20 +207,12 @@ def test_what_is_not_finite_comes_first() -> None:
     assert "has two elements not finite where the exact result is" in first.sentence
     out[0, 0, 8] = math.nan
     assert worst_rows(case, out, y, range(2))[0].error is None
-
-
-def test_empty_rows_and_exact_rows_are_left_out() -> None:
-    """Nothing is said of rows that see no key, nor where there is no error."""
     case = make_case(q_len=6, kv_len=6, is_causal=True, causal_offset=-2)
     y, _ = yardstick(case)
-    assert worst_rows(case, y.reference, y, range(2)) == []
     out = y.reference.clone()
-    out[:, :, :2] = math.nan
-    assert worst_rows(case, out, y, range(2)) == []
-
-
-def test_a_row_that_repeats_one_is_not_named_again() -> None:
-    """Sequences with a common beginning have the same rows there: one of them is enough."""
+    for value in (0.0, math.nan):
+        out[:, :, :2] = value
+        assert worst_rows(case, out, y, range(2)) == []
     case = make_case(q_len=20, kv_len=20, is_causal=True)
     twice = {n: getattr(case, n).repeat(2, 1, 1, 1) for n in ("q", "k", "v")}
     case = dataclasses.replace(case, **twice)
@@ -251,36 +229,34 @@ def planted(n: int = 64, **fields: Any) -> AttentionCase:
     return make_case(**{"heads": 1, "q_len": n, "kv_len": n, "head_dim": 16, "seed": 7, **fields})
 
 
-def described(case: AttentionCase, row: int, **changes: Any) -> str:
+def described(case: AttentionCase, row: int, **changes: Tensor) -> str:
+    case = dataclasses.replace(case, **changes)  # type: ignore[arg-type]
     out, y, _ = spoiled(case, (0, 0, row))
-    first = worst_rows(case, out, y, [0], **changes)[0]
+    first = worst_rows(case, out, y, [0])[0]
     assert first.row == row
     return first.sentence.partition(": ")[2]
 
 
-def test_nothing_stands_out() -> None:
-    """Of ordinary rows few are called special, by chance."""
-    case = planted(48)
-    said = [described(case, row) for row in range(1, 47)]
-    assert sum(NOTHING not in s for s in said) <= 4
-
-
 def test_ties_are_named() -> None:
-    """Two keys of the same score, or nearly, far above all others; and V of one sign at both."""
+    """Two keys of the same score, or nearly, far above all others; and V of one sign at both. Of
+    one query nothing is usual, but a tie is a tie."""
     case = planted()
     q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
     q[0, 0, 17] = 12 * k[0, 0, 40]
     k[0, 0, 9] = k[0, 0, 40] * (1 + 1e-6)
-    said = described(dataclasses.replace(case, q=q, k=k), 17)
-    assert said.startswith("two keys are within 0.001 of its maximum")
+    assert described(case, 17, q=q, k=k).startswith("two keys are within 0.001 of its maximum")
     k[0, 0, 9] = k[0, 0, 40]
-    both = dataclasses.replace(case, q=q, k=k, v=v)
-    said = described(both, 17)
+    said = described(case, 17, q=q, k=k)
     assert said.startswith("two keys share its maximum, P = 0.5 each")
     assert "one sign" not in said
     v[0, 0, [9, 40]] = v[0, 0, [9, 40]].abs()
-    said = described(dataclasses.replace(both, v=v), 17)
+    said = described(case, 17, q=q, k=k, v=v)
     assert "; V has one sign at the two keys that carry 90 % of it" in said
+    case = planted(1, kv_len=64)
+    assert described(case, 0) == f"{NOTHING} (with 0 rows to compare it with)."
+    k = case.k.clone()
+    k[0, 0, 3] = k[0, 0, 60]
+    assert described(case, 0, k=k, q=12 * k[:, :, 3:4]).startswith("two keys share its maximum")
 
 
 def test_v_of_one_sign_and_cancellation_are_named() -> None:
@@ -292,13 +268,12 @@ def test_v_of_one_sign_and_cancellation_are_named() -> None:
     v[0, 0, :8] = v[0, 0, :8].abs()
     q[..., 0] = 0.0
     q[0, 0, 17, 0] = 1.0
-    said = described(dataclasses.replace(case, q=q, k=k, v=v), 17)
-    assert "V has one sign at the" in said
+    assert "V has one sign at the" in described(case, 17, q=q, k=k, v=v)
     k, v, q = case.k.clone(), case.v.clone(), case.q.clone()
     k[0, 0, 20] = k[0, 0, 21]
     v[0, 0, 20] = -v[0, 0, 21]
     q[0, 0, 17] = 20 * k[0, 0, 20]
-    assert "its terms cancel to" in described(dataclasses.replace(case, q=q, k=k, v=v), 17)
+    assert "its terms cancel to" in described(case, 17, q=q, k=k, v=v)
 
 
 def test_sinks_and_places_are_named() -> None:
@@ -307,30 +282,18 @@ def test_sinks_and_places_are_named() -> None:
     case = planted()
     q, k = case.q.clone(), case.k.clone()
     q[0, 0, 17] = 40 * k[0, 0, 0]
-    said = described(dataclasses.replace(case, q=q), 17)
-    assert said.startswith("key 0 has P = 1 (median row 0.0")
+    assert described(case, 17, q=q).startswith("key 0 has P = 1 (median row 0.0")
     k[0, 0, :, 0] = 1.0
     q = case.q.clone()
     q[..., 0] = 0.0
     q[0, 0, 17, 0] = -60.0
-    sinks = torch.tensor([-4.0], dtype=torch.float64)
-    said = described(dataclasses.replace(case, q=q, k=k, sinks=sinks), 17)
+    said = described(case, 17, q=q, k=k, sinks=torch.tensor([-4.0]).double())
     assert "the sink has P = 1 (median row 0.0" in said
     assert "its log-sum-exp is -3.99" in said
     case = planted(is_causal=True)
     assert "it sees two keys (median row 3" in described(case, 1)
     assert "it is the first row" in described(case, 0)
     assert "it is the last row" in described(case, 63)
-
-
-def test_too_few_rows_to_compare_with() -> None:
-    """Decode: one query. Nothing is usual, but a tie is a tie."""
-    case = planted(1, kv_len=64)
-    assert described(case, 0) == f"{NOTHING} (with 0 rows to compare it with)."
-    k = case.k.clone()
-    k[0, 0, 3] = k[0, 0, 60]
-    tied = dataclasses.replace(case, k=k, q=12 * k[:, :, 3:4])
-    assert described(tied, 0).startswith("two keys share its maximum")
 
 
 # --- which of them -------------------------------------------------------------------------------
@@ -347,19 +310,16 @@ def kept(head: int, **changes: Any) -> WorstRow:
     return WorstRow(**{**fields, **changes})
 
 
-def test_a_sound_report_shows_no_row() -> None:
-    """What is less than twice what is predicted, or stands beside no prediction, is noise."""
-    assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
-    assert most([kept(0, ratio=50.0, predicted=False)]) == ()
-
-
 def test_the_worst_rows_are_shown() -> None:
-    """What is not finite first, predicted or not, then by ratio; each row once, three in all."""
+    """What is not finite first, predicted or not, then by ratio; each row once, three in all. What
+    is less than twice what is predicted, or stands beside no prediction, is noise."""
     lost = kept(3, nonfinite=4, error=None, ratio=None, predicted=False)
     large, limit = kept(1, ratio=30.0), kept(0, ratio=NOTABLE)
     assert most([kept(5), limit, large, lost]) == (lost, large, limit)
     assert most([large, large.model_copy(update={"kernel": "same"})]) == (large,)
     assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
+    assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
+    assert most([kept(0, ratio=50.0, predicted=False)]) == ()
 
 
 @pytest.mark.parametrize(
@@ -399,9 +359,7 @@ def test_the_report_shows_them() -> None:
     terminal.show(found, Console(file=file, width=400))
     place = " (bfloat16), layer 8, head 0, out: "
     assert f"[red]<b>k[tile=64]{place}{rows[0].sentence}" in file.getvalue()
-    lines = file.getvalue().splitlines()
-    title = lines.index("The rows that err most")
-    assert lines[title - 1] == ""  # a section of its own
+    assert "\n\nThe rows that err most\n" in file.getvalue()
     page = html.page(found)
     assert "<h2>The rows that err most</h2>" in page
     assert f"<strong>[red]&lt;b&gt;k[tile=64]</strong> <span>{place.lstrip()}row 17" in page
