@@ -22,7 +22,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, 4410),
     "numdev/gate": (1900, 3275),
-    "numdev/training": (3000, 3740),
+    "numdev/training": (3000, 3730),
     "numdev/diagnose": (1500, 1987),
     "numdev/report": (2900, 4910),
     "numdev": (28000, 40450),

@@ -64,21 +64,20 @@ def of_run(
     variants: Sequence[VariantRecord], rows: Sequence[TrainRow], distances: Sequence[DistanceRow]
 ) -> tuple[Figure, ...]:
     """Every figure of a training run that has something to show."""
-    first: dict[str, VariantRecord] = {}
+    who: dict[str, dict[str, str]] = {}
     for v in variants:
-        first.setdefault(label_of(v), v)
+        role = "baseline" if v.role == "golden" else "kernel"
+        who.setdefault(label_of(v), {"role": role, "kernel": v.kernel})
     labels = {v.name: label_of(v) for v in variants}
     whole = [d for d in distances if d.group == "all" and d.of == "weights"]
     made = []
     tables: Any = [*((rows, m) for m in OF_ROWS), *((whole, m) for m in OF_DISTANCES)]
     for table, (metric, title, y_title) in tables:
         found = ((labels[r.variant], r.step, getattr(r, metric)) for r in table)
-        lines = {k: of for k, of in _lines(first, found).items() if any(map(any, of.values()))}
-        curves = []
-        for curve in _curves(lines, _range, "step {}"):
-            v = first[curve.label]
-            role = "baseline" if v.role == "golden" else "kernel"
-            curves.append(curve.model_copy(update={"role": role, "kernel": v.kernel}))
+        lines = {k: of for k, of in _lines(who, found).items() if any(map(any, of.values()))}
+        curves = (
+            curve.model_copy(update=who[curve.label]) for curve in _curves(lines, _range, "step {}")
+        )
         made.append(_figure(title, metric, y_title, curves))
     return tuple(figure for figure in made if figure.curves)
 

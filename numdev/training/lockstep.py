@@ -19,7 +19,6 @@ from numdev.training.config import TrainRequest
 from numdev.training.data import Data
 from numdev.training.lane import Lane
 from numdev.training.measure import distances, row_of
-from numdev.training.report import DistanceRow, TrainRow
 
 STATE = "state.pt"
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -50,16 +49,21 @@ class Lockstep:
             lane.step(batches[lane.variant.data_order], step, self.request.steps)
         self.step, self.whole = step, True
 
-    def measured(self) -> tuple[list[TrainRow], list[DistanceRow]]:
+    def measured(self) -> dict[str, list[Any]]:
         """The rows of this step, every variant's: its own, and its distances from the golden run's
-        weights. At step 0 from its gradient too, for the first batch."""
-        rows: list[DistanceRow] = []
+        weights. At step 0 from its gradient too, for the first batch, and what its kernel ran."""
+        tables: dict[str, list[Any]] = {"row": [], "distance": [], "variant": []}
         for of in ("weights", "gradient") if self.step == 0 else ("weights",):
             golden = self._tensors(self.golden, of)
             for lane in (lane for lane in self.lanes if lane is not self.golden):
                 place = {"seed": self.seed, "variant": lane.variant.name, "step": self.step}
-                rows += distances(self._tensors(lane, of), golden, of=of, **place)
-        return [row_of(lane, self.seed, self.step) for lane in self.lanes], rows
+                tables["distance"] += distances(self._tensors(lane, of), golden, of=of, **place)
+        for lane in self.lanes:
+            tables["row"].append(row_of(lane, self.seed, self.step))
+            if self.step == 0:
+                ran = {"variant": lane.variant.name, "ran": lane.attention.ran or None}
+                tables["variant"].append(ran)
+        return tables
 
     def _tensors(self, lane: Lane, of: str) -> dict[str, torch.Tensor]:
         if of == "weights":

@@ -47,6 +47,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
+def normed(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """LayerNorm, in fp32."""
+    weight, bias = (None if p is None else p.float() for p in (weight, bias))
+    return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, LAYER_EPS).to(x.dtype)
+
+
 class Norm(nn.Module):
     """RMSNorm of llama, LayerNorm of gpt2."""
 
@@ -57,11 +63,9 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.width)) if config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, shape = self.weight.float(), (x.shape[-1],)
-        if self.rms:
-            return F.rms_norm(x.float(), shape, weight, RMS_EPS).to(x.dtype)
-        bias = None if self.bias is None else self.bias.float()
-        return F.layer_norm(x.float(), shape, weight, bias, LAYER_EPS).to(x.dtype)
+        if not self.rms:
+            return normed(x, self.weight, self.bias)
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), RMS_EPS).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -218,10 +222,6 @@ def noisy(images: Tensor, noise: Tensor, times: Tensor) -> Tensor:
     """Images [batch, 1, side, side] with as much noise as their times [batch] say."""
     kept = kept_of_image(times)[:, None, None, None]
     return kept.sqrt() * images + (1 - kept).sqrt() * noise
-
-
-def normed(x: Tensor) -> Tensor:
-    return F.layer_norm(x.float(), (x.shape[-1],), eps=LAYER_EPS).to(x.dtype)
 
 
 class Denoiser(Network):

@@ -112,27 +112,24 @@ class _Run:
     def finished(self) -> bool:
         """Train all seeds; False if time ran out before, with the state saved."""
         request = self.request
-        for variant in request.variants:
-            self.journal.visit(_of_variant(variant))
-        for key in itertools.product(request.seeds, request.recorded, ("row", "distance")):
-            self.journal.visit(_key(*key))
-        done = all(self.recorded_until(s, request.steps) or self.seed(s) for s in request.seeds)
+        for place in itertools.product(request.seeds, request.recorded):
+            self.journal.visit(_key(*place))
+        done = all(self.is_recorded(s, request.steps) or self.seed(s) for s in request.seeds)
         if done:
             for path in (self.state, partly(self.state)):  # the latter where a save was killed
                 path.unlink(missing_ok=True)
         return done
 
-    def recorded_until(self, seed: int, step: int) -> bool:
+    def is_recorded(self, seed: int, step: int) -> bool:
         """Whether all that is measured up to a step is in the journal."""
         steps = [at for at in self.request.recorded if at <= step]
-        keys = itertools.product((seed,), steps, ("row", "distance"))
-        return all(self.journal.visit(_key(*key)) for key in keys)
+        return all(self.journal.is_finished(_key(seed, at)) for at in steps)
 
     def seed(self, seed: int) -> bool:
         """Train one seed to its end; False if time ran out before."""
         lanes = Lockstep(self.request, self.data, seed, self.device)
         state = read_state(self.state, self.name)
-        if state and state["seed"] == seed and self.recorded_until(seed, state["step"]):
+        if state and state["seed"] == seed and self.is_recorded(seed, state["step"]):
             lanes.load(state)
         else:
             self.record(lanes)
@@ -141,7 +138,7 @@ class _Run:
                 finished = self.steps(lanes)
         except KeyboardInterrupt:
             # A second Ctrl-C breaks a step off: then the state before it stands.
-            if lanes.whole and self.recorded_until(seed, lanes.step):
+            if lanes.whole and self.is_recorded(seed, lanes.step):
                 self.save(lanes)
             raise
         if not finished:
@@ -173,20 +170,11 @@ class _Run:
     def record(self, lanes: Lockstep) -> None:
         """Measure and write what this step asks for, unless that is done."""
         self.checkpoint(lanes)
-        seed, step = lanes.seed, lanes.step
-        if step not in self.request.recorded or self.journal.visit(_key(seed, step, "distance")):
-            return
-        with self.watch("metrics"):
-            rows, distances = lanes.measured()
-            for lane in lanes.lanes:  # what its kernel said it ran, once
-                key = _of_variant(lane.variant)
-                if not self.journal.visit(key):
-                    ran = {"variant": lane.variant.name, "ran": lane.attention.ran or None}
-                    self.journal.append(key, {"variant": [ran]})
-            self.loss = next(r.loss for r in rows if r.variant == self.request.golden.name)
-            for kind, table in (("row", rows), ("distance", distances)):
-                plain = [row.model_dump(mode="json") for row in table]
-                self.journal.append(_key(seed, step, kind), {kind: plain})
+        key = _key(lanes.seed, lanes.step)
+        if lanes.step in self.request.recorded and not self.journal.is_finished(key):
+            with self.watch("metrics"):
+                self.journal.append(key, lanes.measured())
+                self.loss = number(lanes.golden.loss)
 
     def checkpoint(self, lanes: Lockstep) -> None:
         asked = self.request.checkpoints
@@ -247,9 +235,5 @@ def _planned(request: TrainRequest, system: System) -> list[Planned]:
     return plan
 
 
-def _key(seed: int, step: int, kind: str) -> str:
-    return digest({"seed": seed, "step": step, "kind": kind})
-
-
-def _of_variant(variant: Variant) -> str:
-    return digest({"variant": variant.name})
+def _key(seed: int, step: int) -> str:
+    return digest({"seed": seed, "step": step})

@@ -120,6 +120,8 @@ class Comparison:
         for source in (self.first, *self.others):
             for damage in source.damage:
                 self.remark(source, None, "damaged", damage.words)
+                for name in damage.tensors:
+                    self.remark(source, name, "damaged", "was in a file that cannot be read")
         plan: dict[str, list[tuple[Weights, Stored, Stored]]] = {n: [] for n in self.first.tensors}
         for other in self.others:
             for name, theirs, ours in self.matched(other):
@@ -138,7 +140,8 @@ class Comparison:
         for name, ours in first.tensors.items():
             theirs = other.find(name) or self.embedding(other, name, ours)
             if theirs is None:
-                self.missing(other, name)
+                if other.tensors and not other.is_lost(name):
+                    self.remark(other, name, "missing", "is not there")
             elif theirs.shape != ours.shape:
                 words = f"is {list(theirs.shape)}, and {list(ours.shape)} in {first.name}"
                 self.remark(other, name, "reshaped", words)
@@ -147,19 +150,11 @@ class Comparison:
         known = {*first.tensors, *first.tied}
         known |= {name for alias, name in other.tied.items() if alias in known}
         for name, theirs in other.tensors.items():
-            if name not in known:
+            if name not in known and not first.is_lost(name):
                 if embedding := self.embedding(first, name, theirs):
                     yield name, theirs, embedding
-                elif first.is_lost(name):
-                    self.missing(first, name)
                 else:
                     self.remark(other, name, "extra", f"is not in {first.name}")
-
-    def missing(self, source: Weights, name: str) -> None:
-        if source.is_lost(name):
-            self.remark(source, name, "damaged", "was in a file that cannot be read")
-        elif source.tensors:  # of one without any it was said that it is damaged
-            self.remark(source, name, "missing", "is not there")
 
     def embedding(self, source: Weights, name: str, like: Stored) -> Stored | None:
         """The embedding in place of an output head that a file leaves out, as Hugging Face's do
