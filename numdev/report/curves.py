@@ -91,7 +91,8 @@ class Grid:
     @cached_property
     def axes(self) -> dict[str, list[str]]:
         """Every axis with more than one value, and its values in order."""
-        places = [self._place(case, self.request.formats[0]) for case in self.request.cases]
+        places: list[dict[str, Any]] = [case.axes for case in self.request.cases]
+        places += [{"case": case.entry} for case in self.request.cases]
         places += [{"format": name} for name in self.request.formats]
         places += [self._chosen(kernel, options) for kernel, options in self.kernels]
         names = dict.fromkeys(name for place in places for name in place)
