@@ -228,6 +228,12 @@ def test_a_case_can_be_in_any_format(name: str, dtype: torch.dtype) -> None:
     assert rounded.rounded_to(FORMATS["bfloat16"]).working is None, "and back to one with a dtype"
 
 
+def test_an_axis_of_numbers_ascends(run: Callable[..., SweepReport]) -> None:
+    """In whatever order its values were asked for."""
+    found = run(cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len")
+    assert [tick.x for tick in found.summary.axis.ticks] == [4.0, 8.0, 16.0]
+
+
 def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
     """The floor falls by 2 for every bit; the kernel that rounds once lies on it, judged against
     the floor of its own format; those without a dtype are named with their reason."""
