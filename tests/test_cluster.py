@@ -16,7 +16,7 @@ from numdev.audit import cluster
 from numdev.audit.cluster import Cluster, at_work, cluster_of, sharing
 from numdev.audit.isolation import torch_settings
 from numdev.audit.journal import Journal
-from numdev.audit.plan import Plan, plan_controls, plan_formats, plan_kernels
+from numdev.audit.plan import Plan, header, plan_controls, plan_formats, plan_kernels
 from numdev.audit.run import measure_source, runner
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
@@ -42,15 +42,19 @@ def plan_of(*kernels: str, **changes: Any) -> Plan:
     return Plan(system=System.here("cpu"), formats=formats, kernels=planned, **changes)
 
 
+def header_of(plan: Plan) -> dict[str, Any]:
+    return header({}, plan.system, plan.kernels, {})
+
+
 def rows_of(
     directory: Path, source: Any, plan: Plan, crew: Cluster | None = None, limit_s: float = 60.0
 ) -> dict[str, list[Any]]:
     """All rows of a run by kind, as plain data."""
-    header, watch = plan.header({"a": 1}, {}), Stopwatch()
+    shared, watch = header_of(plan), Stopwatch()
     with (
-        Journal.open(directory, header, overwrite=False) as journal,
+        Journal.open(directory, shared, overwrite=False) as journal,
         runner(isolated=crew is not None, limit_s=limit_s) as run,
-        at_work(crew, plan, header, limit_s, watch, lambda text: None) as workers,
+        at_work(crew, plan, shared, limit_s, watch, lambda text: None) as workers,
     ):
         measure_source(source, plan, journal, run, watch, workers)
         plain = {
@@ -81,7 +85,7 @@ def test_a_cluster_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         cluster_of(1, "tcp://a:1")
     plan, nowhere = plan_of("sdpa-math"), Cluster(scheduler="nowhere at all")
     with pytest.raises(UsageError, match="no Dask scheduler answers there"):
-        at_work(nowhere, plan, plan.header({}, {}), 1.0, Stopwatch(), print).__enter__()
+        at_work(nowhere, plan, header_of(plan), 1.0, Stopwatch(), print).__enter__()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'pip install "numdev\[dask\]"'):
         cluster_of(1, None)
@@ -180,8 +184,8 @@ def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path
 @pytest.mark.parametrize("part", ["packages", "numdev"])
 def test_a_worker_that_differs_refuses(part: str) -> None:
     """A worker with another version of anything measures nothing, and says what differs."""
-    header = plan_of("sdpa-math").header({}, {})
-    known = {name: header[name] for name in ("environment", "kernels")}
+    shared = header_of(plan_of("sdpa-math"))
+    known = {name: shared[name] for name in ("environment", "kernels")}
     known = json.loads(json.dumps({**known, "torch": torch_settings()}, default=str))
     known["environment"][part] = {"torch": "0.1"} if part == "packages" else "0.0.1"
     answer = cluster.work(json.dumps(known), b"not even read")

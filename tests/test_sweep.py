@@ -267,7 +267,7 @@ def test_formats_of_one_width_are_categories(tmp_path: Path) -> None:
         ({"causal": True}, 36),
         ({"causal": True, "seq_len": 1, "kv_len": 8, "causal_offset": 7}, 8),
         ({"kv_len": 3}, 24),
-        ({"causal": True, "window": 2}, 16),
+        ({"causal": True, "window": 2}, 15),
     ],
 )
 def test_operations(changes: dict[str, Any], pairs: int) -> None:

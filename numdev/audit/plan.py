@@ -124,10 +124,6 @@ class Plan:
             return None
         return Sample(count=self.sampled_rows, seed=self.seed if ref.seed is None else ref.seed)
 
-    def header(self, request: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run must have in common with the journal it continues."""
-        return header(request, self.system, self.kernels, source)
-
 
 def header(
     request: Mapping[str, Any],
@@ -135,7 +131,7 @@ def header(
     kernels: Sequence[Planned],
     source: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """As `Plan.header`; how the source was read is no part of it."""
+    """What a run must have in common with the journal it continues: not how the source was read."""
     return {
         "request": request,
         "environment": environment(system),

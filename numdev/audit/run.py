@@ -20,7 +20,7 @@ from numdev.audit.cluster import Cluster, Workers, at_work
 from numdev.audit.examine import most
 from numdev.audit.isolation import Isolated
 from numdev.audit.journal import Journal
-from numdev.audit.plan import Plan
+from numdev.audit.plan import Plan, header
 from numdev.audit.records import weight_row
 from numdev.audit.reproduce.making import reproduce
 from numdev.audit.task import Finished, InMemory, measured_here
@@ -139,14 +139,14 @@ def measure(
     for note in told:
         say(note)
     described = source.describe()
-    header = plan.header(asked, described)
+    shared = header(asked, plan.system, plan.kernels, described)
     limit_s = request.time_limit
     writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
     with (
-        Journal.open(directory, header, overwrite=overwrite) as journal,
+        Journal.open(directory, shared, overwrite=overwrite) as journal,
         # What has cost a worker its life must not be run in this process afterwards.
         runner(isolated=request.isolate or workers is not None, limit_s=limit_s) as run,
-        at_work(workers, plan, header, limit_s, watch, say) as team,
+        at_work(workers, plan, shared, limit_s, watch, say) as team,
         writer or contextlib.nullcontext(),
     ):
         before = journal.finished

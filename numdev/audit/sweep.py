@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from numdev.audit.attempt import attempt
 from numdev.audit.cluster import Cluster
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
@@ -170,20 +172,13 @@ def duration(seconds: float) -> str:
 
 def operations(config: CaseConfig) -> float:
     """Of Q Kᵀ and P V over the keys that position lets each row see: 2 for each multiply-add."""
-    rows, keys = config.seq_len, config.kv_len or config.seq_len
-
-    def seen(count: int) -> float:
-        """The sum of min(i, keys) over i from 1 to count: what causal rows see."""
-        few = min(max(count, 0), keys)
-        return few * (few + 1) / 2 + keys * max(0, count - keys)
-
-    pairs = float(rows * keys)
+    seen = np.full(config.seq_len, config.kv_len or config.seq_len)
     if config.causal:
-        pairs = seen(rows + config.causal_offset) - seen(config.causal_offset)
+        seen = np.clip(np.arange(1, len(seen) + 1) + config.causal_offset, 0, seen)
     if config.window is not None:
-        pairs = min(pairs, float(rows * config.window * (1 if config.causal else 2)))
+        seen = np.minimum(seen, config.window * (1 if config.causal else 2))
     width = config.head_dim + (config.v_dim or config.head_dim)
-    return 2.0 * config.batch * config.heads * pairs * width
+    return 2.0 * config.batch * config.heads * float(seen.sum()) * width
 
 
 def _shrunk(config: CaseConfig, length: int) -> CaseConfig:
