@@ -285,6 +285,18 @@ def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.Mon
         audit(request(Choice(name="edited_kernel:attend")), tmp_path / "out")
 
 
+def test_another_machine_is_another_run(tmp_path: Path) -> None:
+    """Rows measured with other threads of torch must not be mixed with those of these."""
+    audit(request("plain"), tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with pytest.raises(UsageError, match="different environment: threads was"):
+            audit(request("plain"), tmp_path)
+    finally:
+        torch.set_num_threads(before)
+
+
 # --- a checkpoint --------------------------------------------------------------------------------
 
 

@@ -52,23 +52,21 @@ def transport(a: Tensor, b: Tensor) -> float:
     return float(scipy.stats.wasserstein_distance(*(x.double().flatten().numpy() for x in (a, b))))
 
 
-@pytest.mark.parametrize(
-    ("name", "lower"),
-    [
-        ("float64", "float32"),
-        ("float32", "bfloat16"),
-        ("float16", "float8_e4m3fn"),
-        ("bfloat16", "float8_e4m3fn"),
-        ("float8_e5m2", None),
-        ("e8m10", None),
-    ],
-)
-def test_the_next_lower_format(name: str, lower: str | None) -> None:
+def test_the_next_lower_format() -> None:
     """A literal table; each has fewer significant bits."""
-    fmt = format_named(name)
-    found = next_lower(fmt)
-    assert (found and found.name) == lower
-    assert found is None or found.precision < fmt.precision
+    table = {
+        "float64": "float32",
+        "float32": "bfloat16",
+        "float16": "float8_e4m3fn",
+        "bfloat16": "float8_e4m3fn",
+        "float8_e5m2": None,
+        "e8m10": None,
+    }
+    for name, lower in table.items():
+        fmt = format_named(name)
+        found = next_lower(fmt)
+        assert (found and found.name) == lower
+        assert found is None or found.precision < fmt.precision
 
 
 def test_the_metrics_are_what_they_say() -> None:
@@ -93,7 +91,6 @@ def test_the_metrics_are_what_they_say() -> None:
         assert found["flash_vs_lower"] == pytest.approx(rms(o, b) / rms(l, b), rel=1e-9)
         ratio = transport(o, b) / transport(l, b)
         assert found["flash_vs_lower_w1"] == pytest.approx(ratio, rel=1e-9)
-        assert found["flash_vs_lower_w1"] != pytest.approx(1.001 * ratio, rel=1e-9)
         assert found["lower_format"] == "float8_e4m3fn"
 
 

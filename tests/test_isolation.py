@@ -36,7 +36,7 @@ def shared() -> Iterator[Isolated]:
 
 
 def ran(
-    isolated: Isolated, name: str, case: AttentionCase, options: Any, limit_s: float = 60.0
+    isolated: Isolated, name: str, case: AttentionCase, options: Any, limit_s: float = 600.0
 ) -> Any:
     """What a kernel, by its name, gives in a process of its own."""
     isolated.limit_s = limit_s
@@ -56,11 +56,17 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def wait_for_the_end(note: Path) -> None:
+    """Of the processes in a note; there is none where a busy machine did not come to write it."""
+    for pid in note.read_text().split() if note.exists() else ():
+        wait_for(lambda pid=pid: gone(int(pid)))
 
 
 def same(a: AttentionCase | Output, b: AttentionCase | Output) -> bool:
@@ -129,10 +135,9 @@ def test_a_hang_ends_at_its_limit(shared: Isolated, case: AttentionCase, tmp_pat
     """A kernel that holds the interpreter's lock for ever is ended, and so is what it started."""
     ran(shared, "baseline", case, {})  # so that a worker is there, and the clock is the kernel's
     note = tmp_path / "note"
-    failure = ran(shared, "broken_kernels:hangs", case, {"note": str(note)}, limit_s=0.5)
-    assert failure == Failure("failed", "no answer within 0.5 s")
-    for pid in note.read_text().split():
-        wait_for(lambda pid=pid: gone(int(pid)))
+    failure = ran(shared, "broken_kernels:hangs", case, {"note": str(note)}, limit_s=1.0)
+    assert failure == Failure("failed", "no answer within 1 s")
+    wait_for_the_end(note)
 
 
 def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
@@ -153,8 +158,7 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
             assert isolated.pid is None
     finally:
         signal.signal(signal.SIGINT, before)
-    for pid in note.read_text().split():
-        wait_for(lambda pid=pid: gone(int(pid)))
+    wait_for_the_end(note)
 
 
 def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
@@ -175,8 +179,7 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
     wait_for(note.exists)
     parent.kill()
     parent.wait()
-    for pid in note.read_text().split():
-        wait_for(lambda pid=pid: gone(int(pid)))
+    wait_for_the_end(note)
 
 
 def test_a_worker_that_died_between_tasks_is_replaced(

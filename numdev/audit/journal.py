@@ -76,9 +76,6 @@ class Journal:
         self._order.setdefault(key)
         return key in self._done
 
-    def is_finished(self, key: str) -> bool:
-        return key in self._done
-
     def append(self, key: str, rows: Mapping[str, Iterable[Row]]) -> None:
         """Record a finished task: its rows, by the kind of list of a report they go into."""
         self.visit(key)

@@ -21,25 +21,18 @@ def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> C
     mask: Literal["none", "bool", "additive"] = "none"
     if case.mask is not None:
         mask = "bool" if case.mask.dtype == torch.bool else "additive"
+    same = ("heads", "kv_heads", "q_len", "kv_len", "is_causal", "causal_offset", "window")
     return CaseRecord(
         case=case.ref.case,
         batch=case.q.shape[0],
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        q_len=case.q_len,
-        kv_len=case.kv_len,
         head_dim=case.q.shape[3],
         v_dim=case.v.shape[3],
         source_format=case.format.name,
         mask=mask,
-        is_causal=case.is_causal,
-        causal_offset=case.causal_offset,
-        window=case.window,
-        softcap=case.softcap,
         sinks=case.sinks is not None,
-        scale=case.scale,
         grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
         axes=dict(axes or {}),
+        **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
     )
 
 

@@ -187,7 +187,7 @@ def measure_source(
     def keep(finished: Iterable[Finished]) -> None:
         nonlocal visited
         for key, rows, what in finished:
-            if not journal.is_finished(key):  # every seed of a case brings its record
+            if not journal.visit(key):  # every seed of a case brings its record
                 journal.append(key, rows)
                 visited += "row" in rows
             progress(what, visited, total)

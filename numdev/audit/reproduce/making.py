@@ -73,7 +73,9 @@ def reproduce(
                 try:
                     whole = Selection.of(located.load(), gradients=plan.gradients).case
                     shown = _shown(finding, whole, plan, run, seconds)
-                    at = _free(directory / FOLDER / finding.folder)
+                    at = directory / FOLDER / finding.folder
+                    while at.exists():  # of the same kernel with other options
+                        at = at.with_name(f"{at.name}-2")
                     script = write(
                         at, words=finding.sentence, system=plan.system, folder=folder, **shown
                     )
@@ -89,13 +91,6 @@ def reproduce(
     return scripts
 
 
-def _free(path: Path) -> Path:
-    return next(
-        p for p in (path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 100)))
-        if not p.exists()
-    )  # fmt: skip
-
-
 def _shown(
     finding: Finding, whole: AttentionCase, plan: Plan, run: Runner, seconds: float
 ) -> dict[str, Any]:
@@ -108,32 +103,20 @@ def _shown(
     )
     case = whole.rounded_to(format_named(finding.formats[0]))
     options = given(planned.options, planned.kernel)
-    made = {"kernel": planned.kernel, "options": options, "tensor": finding.tensor or "out"}
-    if finding.rule == "runs":
-        return {**made, **_raised(finding, case, planned, options, run, seconds)}
-    return {**made, **_accused(finding, case, planned, plan, run, seconds)}
-
-
-def _raised(
-    finding: Finding,
-    case: AttentionCase,
-    planned: Planned,
-    options: dict[str, Any],
-    run: Runner,
-    seconds: float,
-) -> dict[str, Any]:
-    """A small call in which a kernel raises."""
+    shown = {"kernel": planned.kernel, "options": options, "tensor": finding.tensor or "out"}
+    if finding.rule != "runs":
+        return {**shown, **_accused(finding, case, planned, plan, run, seconds)}
     backward = finding.tensor == "dq"
-    whole = case if backward else dataclasses.replace(case, grad_out=None)
+    case = case if backward else dataclasses.replace(case, grad_out=None)
 
     def fails(case: AttentionCase) -> bool:
         result = run(planned.kernel, case, options, gradients=backward)
         return isinstance(result, Failure) and result.status == "failed"
 
     began = time.monotonic()
-    slow = fails(whole) and time.monotonic() - began > SLOW
-    small = whole if slow else reduce(whole, fails, seconds)
-    return {"case": small, "head": 0, "metric": "raises", "observed": None}
+    slow = fails(case) and time.monotonic() - began > SLOW
+    small = case if slow else reduce(case, fails, seconds)
+    return {**shown, "case": small, "head": 0, "metric": "raises", "observed": None}
 
 
 def _accused(
@@ -145,22 +128,18 @@ def _accused(
     seconds: float,
 ) -> dict[str, Any]:
     """A small call in which the finding's row is accused again, with the figure of the row."""
-    kernel, sample = planned.kernel, plan.sample(whole.ref)
+    kernel, metric = planned.kernel, finding.metric or ""
     if not kernel.declares:  # what explained nothing in the whole call is not tried in its parts
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: {"preset": "fa2"})
     task = dataclasses.replace(
-        plan.task(planned, finding.formats[0], whole.ref, sample),
+        plan.task(planned, finding.formats[0], whole.ref, plan.sample(whole.ref)),
         heads=None,
-        repeats=3 if finding.metric == "noise_ratio" else 1,
+        repeats=3 if metric == "noise_ratio" else 1,
     )
-
-    def size(row: DeviationRow) -> float:
-        value = value_of(row, finding.metric)[0] if finding.metric else None
-        return abs(value) if isinstance(value, int | float) else 0.0
 
     def accused(case: AttentionCase) -> DeviationRow | None:
         rows = measure_one(task, kernel, case, plan.system, run)
-        worst_first = sorted(rows, key=size, reverse=True)
+        worst_first = sorted(rows, key=lambda row: _size(row, metric), reverse=True)
         return next((row for row in worst_first if _shows(row, finding)), None)
 
     head = finding.place.head if finding.place is not None else None
@@ -170,29 +149,29 @@ def _accused(
     row = accused(small) or accused(small)
     if row is None:
         raise NumdevError("it does not show every time", hint="the kernel differs between runs")
-    figure = figure_for(finding.metric or "", row.bias_of)
+    figure = figure_for(metric, row.bias_of)
     observed, limit = getattr(row, figure), None
-    if finding.metric == "expected_ratio" and row.expected_ratio and observed:
+    if metric == "expected_ratio" and row.expected_ratio and observed:
         limit = observed * (finding.limit or 1.0) / row.expected_ratio
-    return {
-        "case": small,
-        "head": row.head or 0,
-        "metric": figure,
-        "observed": observed,
-        "limit": limit,
-    }
+    shown = {"head": row.head or 0, "metric": figure, "observed": observed, "limit": limit}
+    return {"case": small, **shown}
+
+
+def _size(row: DeviationRow, metric: str) -> float:
+    """Of a number, how large it is; 0 where there is none."""
+    value = value_of(row, metric)[0]
+    return abs(value) if isinstance(value, int | float) else 0.0
 
 
 def _shows(row: DeviationRow, finding: Finding) -> bool:
     """Whether a row is accused as the finding's was."""
-    if row.status != "ok" or row.tensor != (finding.tensor or "out") or finding.metric is None:
+    metric = finding.metric or ""
+    if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
-    if finding.metric == "suspicion":
+    if metric == "suspicion":
         return row.suspicion is not None
-    value = value_of(row, finding.metric)[0]
-    if not isinstance(value, int | float):
-        return False
-    if finding.metric == "bias_size":
+    if metric == "bias_size":
         certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
-        return certain and (row.sequences or 0) >= BIAS_SEQUENCES and abs(value) >= BIAS_ULP
-    return abs(value) > (finding.limit or 0.0)
+        certain = certain and (row.sequences or 0) >= BIAS_SEQUENCES
+        return certain and _size(row, metric) >= BIAS_ULP
+    return _size(row, metric) > (finding.limit or 0.0)
