@@ -20,7 +20,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/kernels": (5600, 7320),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
-    "numdev/audit": (3100, 4410),
+    "numdev/audit": (3100, 4309),
     "numdev/gate": (1900, 3275),
     "numdev/training": (3000, 3730),
     "numdev/diagnose": (1500, 1987),

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import prepare
+from oracles import make_case
 from torch import Tensor
 
 from numdev import report
 from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
+from numdev.kernels.emulation.predict import emulation
 from numdev.report import AuditReport, DeviationRow
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
@@ -159,6 +162,14 @@ def test_options_are_in_every_row_and_reach_the_kernel(run: Run) -> None:
     errors = {row.options["by"]: row.rel for row in rows_of(found, "scaled", head=0)}
     assert errors.keys() == {1.01, 1.5}
     assert errors[1.5] == pytest.approx(0.5, rel=0.02)
+
+
+def test_each_kernel_is_held_to_its_own_tiles() -> None:
+    """Whatever was predicted for other tiles before."""
+    bench = prepare(make_case(dtype=torch.bfloat16, q_len=200, kv_len=200))
+    for size in (16, 128):
+        claim = {"preset": "fa2", "block_kv": size}
+        assert torch.equal(bench.predicted(claim)["out"], emulation(bench.measured, claim))
 
 
 def test_options_that_json_cannot_hold_are_recorded_by_name(run: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,8 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
 
 
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:
-    """A kernel that is wrong in its last rows gets a finding, and a script that shows it."""
+    """A kernel that is wrong in its last rows gets a finding, and scripts whose limits are those of
+    the figures they print."""
     (tmp_path / "a.yaml").write_text(CONFIG)
     (tmp_path / "late_kernel.py").write_text(
         "import torch\n"
@@ -245,7 +247,14 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
         "--device", "cpu", "-o", str(tmp_path / "out"),
     )  # fmt: skip
     assert "Reproducer:" in result.stderr
-    assert any((tmp_path / "out" / "reproducers").iterdir())
+    scripts = [p.read_text() for p in (tmp_path / "out").glob("reproducers/*/reproduce.py")]
+    assert any("def term_scale" in script for script in scripts), "one is about the error"
+    for script in scripts:
+        reported, limit = (
+            float(re.search(rf"^{name} = (\S+)", script, re.MULTILINE)[1])  # type: ignore[index]
+            for name in ("REPORTED", "LIMIT")
+        )
+        assert 0 < limit < abs(reported)
 
 
 @pytest.mark.gpu
