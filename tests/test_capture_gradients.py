@@ -204,7 +204,7 @@ def test_torchs_own_multi_head_attention_gets_gradients(need_weights: bool) -> N
     x = torch.randn(B, N, 16, dtype=torch.float64)
     cases, count, upstream = handed_over(model, {"x": x})
     assert upstream.loss == OWN
-    assert count == CaptureCount(calls=2, modules={"layers.0": 1, "layers.1": 1})
+    assert count.calls == 2
     # By hand: the output of attention is what out_proj's weight is multiplied with.
     outputs = []
     h = x

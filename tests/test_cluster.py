@@ -22,7 +22,8 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import AuditConfig, Choice
 from numdev.errors import UsageError
-from numdev.sources.opening import Captured, ConfigSource, Drawn
+from numdev.sources.capture import Captured
+from numdev.sources.opening import ConfigSource, Drawn
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -114,7 +115,7 @@ class Live:
     """Cases out of a model: none can be made elsewhere."""
 
     def __init__(self) -> None:
-        self.cases = [Captured(case=located.load()) for located in source_of((0,)).cases]
+        self.cases = [Captured(ref=x.ref, load=x.load) for x in source_of((0,)).cases]
 
     def __iter__(self) -> Any:
         return iter(self.cases)

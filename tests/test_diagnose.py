@@ -148,7 +148,9 @@ def test_a_configuration_draws_its_cases(tmp_path: Path) -> None:
 
 def test_a_selection_of_nothing(checkpoints: Path, tmp_path: Path) -> None:
     """Exit code 3, as in an audit."""
-    with pytest.raises(MeasurementError, match=r"no attention call in layer 7; .*; check --layers"):
+    with pytest.raises(
+        MeasurementError, match=r"no attention call in layers 7; .*; check --layers"
+    ):
         study.diagnose(asked(checkpoints, layers=(7,)), tmp_path / "out")
 
 

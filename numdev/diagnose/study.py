@@ -37,8 +37,9 @@ from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
 from numdev.report import Record
+from numdev.sources.capture import Captured
 from numdev.sources.files import some
-from numdev.sources.opening import Captured, Located, Source, TensorFileSource, open_source
+from numdev.sources.opening import Located, Source, TensorFileSource, open_source
 from numdev.sources.projection import Projection
 from numdev.system import System
 from numdev.yamlfile import read_yaml
@@ -207,7 +208,7 @@ def _kernels(request: DiagnoseRequest, system: System) -> tuple[list[Planned], l
 
 def _projection(located: Located) -> tuple[Projection | None, str]:
     """W_Q of a call, and why it is not known where it is not."""
-    if not isinstance(located, Captured):
+    if not isinstance(located, Captured) or located.projection is None:
         return None, "the call does not come out of a model"
     try:
         return located.projection(), ""

@@ -12,12 +12,11 @@ found out by `watch`.
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -30,10 +29,12 @@ from torch.overrides import TorchFunctionMode
 from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
-from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing
-from numdev.sources.watch import Watch
+from numdev.sources.files import one_line, quiet
+from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
+from numdev.sources.watch import Frame, Watch
 
 T = TypeVar("T")
+OnCall = Callable[[AttentionCase], None]
 NAME = "numdev"  # Under which numdev's function is registered with transformers
 
 # What models pass to their attention function and no SDPA call depends on.
@@ -41,12 +42,11 @@ WITHOUT_EFFECT = frozenset(
     {"use_cache", "cache_position", "position_ids", "num_items_in_batch", "deterministic"}
     | {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
-# What transformers' SDPA function itself acts on.
-PASSED_ON = frozenset({"is_causal", "position_bias"})
+PASSED_ON = ("is_causal", "position_bias")  # what transformers' SDPA function itself acts on
 
 
 class Enough(Exception):
-    """Raised by a hook of the model's: no call of interest follows, and the run ends there."""
+    """No call of interest follows, and the run ends here."""
 
 
 class _Abandoned(BaseException):
@@ -61,8 +61,7 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     arrived: SimpleQueue[tuple[T | None, bool]] = SimpleQueue()
     answers: SimpleQueue[bool] = SimpleQueue()
     raised: list[BaseException] = []
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    device = torch.cuda.current_device() if on_cuda else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
     gradients = torch.is_grad_enabled()
 
     def hand_over(item: T) -> None:
@@ -71,9 +70,8 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
             raise _Abandoned
 
     def work() -> None:
-        on_device = nullcontext() if device is None else torch.cuda.device(device)
         try:
-            with torch.set_grad_enabled(gradients), on_device:
+            with torch.set_grad_enabled(gradients), torch.cuda.device(device):
                 run(hand_over)
         except _Abandoned:
             pass
@@ -89,8 +87,8 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
             if ended:
                 break
             yield item  # type: ignore[misc]  # None only at the end
-            answers.put(True)
             del item
+            answers.put(True)
     finally:
         answers.put(False)
         thread.join()
@@ -98,64 +96,55 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
         raise raised[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaptureCount:
-    """What one capture saw."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Captured:
+    """A case out of a running model (here now, and gone when the model goes on) or a file."""
 
-    calls: int
-    modules: Mapping[str, int]  # Calls by module, in the order of their first call
-    drawn: tuple[str, ...] = ()
-    """The cases that get no usable gradient from the model's loss, and a drawn one instead."""
+    ref: CaseRef
+    load: Callable[[], AttentionCase]
+    axes: dict[str, Any] = field(default_factory=dict)
+    projection: Callable[[], Any] | None = None
+    """The linear layer that made its queries; raises MeasurementError where it is not known."""
 
 
 def capture(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
-    on_call: Callable[[AttentionCase], None],
+    on_call: OnCall,
     *,
     source: str,
-    prompt: int = 0,
     generate: int | None = None,
     upstream: Upstream | None = None,
-    on_met: Callable[[CaseRef], None] = lambda ref: None,
-) -> CaptureCount:
+    on_met: Callable[[CaseRef, Sequence[Frame]], None] = lambda ref, running: None,
+) -> tuple[int, tuple[str, ...]]:
     """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case shares its
     tensors with the model. With `generate` the model writes that many tokens after the first. With
     `upstream` cases have grad_out: where it is that of the model's loss, `on_call` runs after the
-    backward pass, in the same order. `on_met` is told of every call as it is made.
+    backward pass, in the same order. `on_met` is told of every call as it is made,
+    and of the modules that run. Returns the number of calls, and the cases whose gradient is drawn
+    since the model's loss has no usable one.
 
     Raises MeasurementError for a call that is no function of its inputs (dropout) or has an
     argument numdev does not know, for inputs the model fails on, and for attention that was not
     seen.
     """
-    if upstream is not None and generate is not None:
-        raise UsageError(
-            "a generation has no backward pass, and so no gradients",
-            hint="ask for --generate or for gradients, not for both",
-        )
-    step = TrainingStep(upstream) if upstream is not None and upstream.loss else None
-    watch = Watch(model, source=source, prompt=prompt, generates=generate is not None)
+    step = TrainingStep(upstream) if upstream and upstream.loss else None
+    watch = Watch(model, source=source, generates=generate is not None)
 
     def next_call() -> CaseRef:
         ref = watch.next_call()
-        on_met(ref)
+        on_met(ref, watch.running)
         return ref
 
-    handed = on_call if upstream is None else lambda case: on_call(upstream.draw(case))
+    def run() -> Any:
+        if generate is not None:
+            return decode(model, at_home(model, inputs), generate)
+        return model(**at_home(model, {**inputs, **(upstream.arguments if upstream else {})}))
+
+    handed = on_call if upstream is None else lambda case: on_call(with_drawn(case, upstream.seed))
     interceptor = _Interceptor(next_call, handed, step)
-    answer = None
-    with (
-        _blaming(model, "failed on its inputs", interceptor),
-        tracing(model, step),
-        watch.watching(),
-        suppress(Enough),
-        _meeting(interceptor),
-    ):
-        if generate is None:
-            asked = {} if upstream is None else upstream.arguments
-            answer = model(**at_home(model, {**inputs, **asked}))
-        else:
-            decode(model, at_home(model, inputs), generate)
+    with tracing(model, step):
+        answer = _watched(run, watch, interceptor, model)
     drawn: tuple[str, ...] = ()
     if step is not None:
         with _blaming(model, "failed in the backward pass of its loss", interceptor):
@@ -163,61 +152,40 @@ def capture(
         del answer  # its logits would be in memory while calls are measured
         with torch.no_grad():
             drawn = step.hand_over(on_call)
-    return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls), drawn=drawn)
+    return watch.calls.total(), drawn
 
 
-def capture_run(
-    run: Callable[[], object],
-    watch: Watch,
-    on_call: Callable[[AttentionCase], None],
-    *,
-    owner: object,
-) -> CaptureCount:
+def capture_run(run: Callable[[], object], watch: Watch, on_call: OnCall, owner: object) -> None:
     """Call `run`, calling `on_call` at every attention call that the watched model makes in it;
     that of other models (text encoders, a VAE) goes its own way. `owner` is named where the run
     fails."""
     interceptor = _Interceptor(watch.next_call, on_call, wanted=lambda: bool(watch.running))
-    with (
-        _blaming(owner, "failed on its inputs", interceptor),
-        torch.no_grad(),
-        watch.watching(),
-        _meeting(interceptor),
-    ):
-        run()
-    return CaptureCount(calls=watch.calls.total(), modules=dict(watch.calls))
-
-
-class _Met(Exception):
-    """A call was met, and the run that made it ends there."""
+    with torch.no_grad():
+        _watched(run, watch, interceptor, owner)
 
 
 def first_call(run: Callable[[], Any]) -> AttentionCase | None:
     """The first attention call that `run` makes, hanging in whatever graph made its tensors; `run`
     gets no further. None where it makes none; what it raises before comes out unchanged."""
-    found: list[AttentionCase] = []
+    calls: list[AttentionCase] = []
 
     def end(case: AttentionCase) -> None:
-        found.append(case)
-        raise _Met
+        calls.append(case)
+        raise Enough
 
-    with suppress(_Met), _meeting(_Interceptor(lambda: CaseRef(case="first"), end)):
+    with suppress(Enough), _Interceptor(lambda: CaseRef(case="first"), end).meeting():
         run()
-    return found[0] if found else None
+    return calls[0] if calls else None
 
 
-@contextmanager
-def _meeting(interceptor: _Interceptor) -> Iterator[None]:
-    """Calls made in here are met. Off is the inference fast path of `nn.MultiheadAttention` and
-    `nn.TransformerEncoderLayer`, one operator with no call inside to be met."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    token = _active.set(interceptor)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with interceptor:
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        _active.reset(token)
+def _watched(run: Callable[[], T], watch: Watch, interceptor: _Interceptor, owner: object) -> Any:
+    with (
+        _blaming(owner, "failed on its inputs", interceptor),
+        watch.watching(),
+        suppress(Enough),
+        interceptor.meeting(),
+    ):
+        return run()
 
 
 @contextmanager
@@ -228,11 +196,8 @@ def _blaming(model: object, what: str, interceptor: _Interceptor) -> Iterator[No
     except Exception as error:
         if error is interceptor.raised or isinstance(error, NumdevError):
             raise
-        message = " ".join(str(error).split())[:200].rstrip(".") or "no message"
-        raise MeasurementError(
-            f"{type(model).__name__} {what}: {type(error).__name__}: {message}",
-            hint="do they fit the model, and each other?" if "inputs" in what else None,
-        ) from error
+        message = f"{type(error).__name__}: {one_line(error)}"
+        raise MeasurementError(f"{type(model).__name__} {what}: {message}") from error
 
 
 # --- meeting the call --------------------------------------------------------------------------
@@ -254,24 +219,36 @@ class _Interceptor(TorchFunctionMode):
     def __init__(
         self,
         next_call: Callable[[], CaseRef],
-        on_call: Callable[[AttentionCase], None],
+        on_call: OnCall,
         step: TrainingStep | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
-        self.next_call, self.on_call, self.step = next_call, on_call, step
-        self.wanted = wanted
+        self.next_call, self.on_call, self.step, self.wanted = next_call, on_call, step, wanted
         self.passed: _Passed | None = None
         self.raised: BaseException | None = None
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Calls made in here are met. Off is the inference fast path of `nn.MultiheadAttention` and
+        `nn.TransformerEncoderLayer`, one operator with no call inside to be met."""
+        fast = torch.backends.mha.get_fastpath_enabled()
+        token = _active.set(self)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with self:
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            _active.reset(token)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        met = self.wanted()
-        if met and func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self.wanted():
             return self._meet(*args, **kwargs)
-        if met and func is F.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward and self.wanted():
             return self._multi_head(args, kwargs)
         return func(*args, **kwargs)
 
@@ -279,7 +256,14 @@ class _Interceptor(TorchFunctionMode):
         """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
         case = _as_case(self.next_call(), self.passed, *args, **kwargs)
         if self.step is None:
-            self._hand_over(case)
+            token = _active.set(None)  # a model that on_call runs is not this one
+            try:
+                self.on_call(case)
+            except BaseException as error:
+                self.raised = error
+                raise
+            finally:
+                _active.reset(token)
         if case.softcap is None and case.sinks is None:
             out = F.scaled_dot_product_attention(*args, **kwargs)
         else:  # SDPA has no words for it
@@ -287,17 +271,6 @@ class _Interceptor(TorchFunctionMode):
             query = args[0] if args else kwargs["query"]
             out = out.reshape(*query.shape[:-1], out.shape[-1])
         return out if self.step is None else self.step.hold(case, out)
-
-    def _hand_over(self, case: AttentionCase) -> None:
-        # A model that on_call may run is not this one, and this mode is off for it.
-        token = _active.set(None)
-        try:
-            self.on_call(case)
-        except BaseException as error:
-            self.raised = error
-            raise
-        finally:
-            _active.reset(token)
 
     def _multi_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `multi_head_attention_forward` returns, its SDPA call met. It calls SDPA by the name
@@ -314,14 +287,6 @@ class _Interceptor(TorchFunctionMode):
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
         own, weights = original(*args, **kwargs)
         return (own if self.step is None else out), weights
-
-    def answer(self, passed: _Passed, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own SDPA function, whose call is met with `passed` at hand."""
-        self.passed = passed
-        try:
-            return _sdpa_of_transformers()(*args, **kwargs)
-        finally:
-            self.passed = None
 
 
 _active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)
@@ -379,16 +344,16 @@ def _window(
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None
+    what = f"{ref.module}: passes a window of {size}"
     hint = "its SDPA and its flash attention would not compute the same"
     if mask is None:
-        raise MeasurementError(f"{ref.module}: passes a window of {size} but no mask", hint=hint)
+        raise MeasurementError(f"{what} but no mask", hint=hint)
     open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     i = torch.arange(q_len, device=mask.device)[:, None] + offset
     back = i - torch.arange(q_len + offset, device=mask.device)
     right = size - 1 if bool((open_ & (back < 0)).any()) else 0
     if bool((open_ & ((back >= size) | (back < -right))).any()):
-        what = f"{ref.module}: passes a window of {size} and a mask that reaches beyond it"
-        raise MeasurementError(what, hint=hint)
+        raise MeasurementError(f"{what} and a mask that reaches beyond it", hint=hint)
     return (size - 1, right)
 
 
@@ -419,7 +384,11 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What numdev registers with transformers. Outside a capture it answers all the same."""
+    """What numdev registers with transformers: its own SDPA function, whose call is met with what
+    the model passed beside it. Outside a capture it answers all the same."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     given = {name: x for name, x in kwargs.items() if x is not None}
     passed = _Passed(
         query=query,
@@ -427,40 +396,35 @@ def _attention(
         sinks=given.pop("s_aux", None),
         sliding_window=given.pop("sliding_window", None),
     )
-    takes = inspect.signature(_sdpa_of_transformers()).parameters
-    on = {name: given.pop(name) for name in PASSED_ON & given.keys() & takes.keys()}
-    unknown = given.keys() - WITHOUT_EFFECT
-    if unknown:
+    takes = inspect.signature(sdpa).parameters
+    on = {name: given.pop(name) for name in PASSED_ON if name in given and name in takes}
+    kind = type(module).__name__
+    if unknown := sorted(given.keys() - WITHOUT_EFFECT):
         raise MeasurementError(
-            f"{type(module).__name__} passes its attention an argument numdev does not know: "
-            f"{', '.join(sorted(unknown))}",
+            f"{kind} passes its attention an argument numdev does not know: {', '.join(unknown)}",
             hint="the captured call would not be the model's; please report the model",
         )
-    call = (module, query, key, value, attention_mask)
     active = _active.get()
-    if active is not None:
-        return active.answer(passed, *call, dropout=dropout, scaling=scaling, **on)
-    with _Interceptor(lambda: CaseRef(case=type(module).__name__), lambda case: None) as silent:
-        return silent.answer(passed, *call, dropout=dropout, scaling=scaling, **on)
-
-
-def _sdpa_of_transformers() -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return function
+    interceptor = active or _Interceptor(lambda: CaseRef(case=kind), lambda case: None)
+    interceptor.passed = passed
+    try:
+        with nullcontext() if active else interceptor:
+            return sdpa(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **on
+            )
+    finally:
+        interceptor.passed = None
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
     """The prefill and `steps` decode passes, with a cache: greedy and without the end token, so
     that the same inputs give the same calls. A model with a `generate` of its own (Whisper's splits
-    audio) is run by transformers' common one. Raises UsageError for a model that does not write."""
-    check_writes(model)
+    audio) is run by transformers' common one."""
     import transformers
 
-    library, text = cast(Any, transformers), cast(Any, model).config.get_text_config(decoder=True)
+    text = cast(Any, model).config.get_text_config(decoder=True)
     end, pad = getattr(text, "eos_token_id", None), getattr(text, "pad_token_id", None)
-    config = library.GenerationConfig(
+    config = cast(Any, transformers).GenerationConfig(
         max_new_tokens=steps + 1,  # the prefill gives the first one
         min_new_tokens=None if end is None else steps + 1,
         do_sample=False,
@@ -473,20 +437,12 @@ def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
     whole = dict(inputs)
     if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
         whole.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # no advice on settings that are chosen here
-    try:
-        library.GenerationMixin.generate(model, **whole, generation_config=config)
-    finally:
-        logger.setLevel(level)
+    with quiet():  # no advice on settings that are chosen here
+        cast(Any, transformers).GenerationMixin.generate(model, **whole, generation_config=config)
 
 
 def check_writes(model: nn.Module) -> None:
     """Raises UsageError for a model that does not write."""
-    able = getattr(model, "can_generate", None)
-    if able is None or not able():
-        raise UsageError(
-            f"{type(model).__name__} does not generate text",
-            hint="leave --generate out: a forward pass is then audited",
-        )
+    if not getattr(model, "can_generate", lambda: False)():
+        what = f"{type(model).__name__} does not generate text"
+        raise UsageError(what, hint="leave --generate out: a forward pass is then audited")

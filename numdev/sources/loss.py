@@ -29,9 +29,7 @@ from numdev.sources.draws import Draws
 LANGUAGE = "the model's language-model loss"
 OWN = "the model's own loss"
 STORED = "stored in the file"
-IGNORED = -100
-"""The label of a position that has none, throughout transformers and by PyTorch's default."""
-TENSORS = ("q", "k", "v", "mask", "sinks")
+IGNORED = -100  # the label of a position that has none, by PyTorch's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +37,13 @@ class Upstream:
     """Where the upstream gradients of one run come from."""
 
     seed: int
-    loss: str | None = None
-    """Which loss of the model's, in words; None where it has none and gradients are drawn."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the model takes beside its inputs to return that loss."""
+    loss: str | None = None  # which loss of the model's, in words; None: gradients are drawn
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # the model takes to return the loss
     why_not: str = ""  # Why the model's loss is not used, where it has one
 
     def describe(self) -> str:
         """For the report."""
         return self.loss or drawn_from(self.seed) + (f" ({self.why_not})" if self.why_not else "")
-
-    def draw(self, case: AttentionCase) -> AttentionCase:
-        return with_drawn(case, self.seed)
 
 
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
@@ -73,13 +66,9 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 def loss_of(answer: Any) -> Tensor | None:
     """The loss in what a model returned: its `loss`, itself a single number, or the one number of a
     tuple; else None."""
-    if hasattr(answer, "loss"):
-        found = [answer.loss]
-    elif isinstance(answer, Mapping):
-        found = [answer.get("loss")]
-    else:
-        found = list(answer) if isinstance(answer, tuple | list) else [answer]
-    numbers = [x for x in found if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 0]
+    loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
+    parts = loss if isinstance(loss, tuple | list) else [loss]
+    numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 0]
     return numbers[0] if len(numbers) == 1 else None
 
 
@@ -101,63 +90,46 @@ def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
 def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs where the model is, floating-point tensors as it computes."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-
-    def moved(x: Any) -> Any:
-        if weight is None or not isinstance(x, Tensor):
-            return x
-        return x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
-
-    return {name: moved(x) for name, x in inputs.items()}
+    if weight is None:
+        return dict(inputs)
+    return {
+        name: x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+        if isinstance(x, Tensor)
+        else x
+        for name, x in inputs.items()
+    }
 
 
 def _objective(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
-    """The loss to ask the model for, in words, and the arguments that ask for it."""
-    asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
+    """The loss to ask the model for, in words, and the arguments that ask for it. Labels are token
+    ids, IGNORED at padding. A causal model shifts them itself; a decoder's text beside an encoder
+    is shifted already: its labels are what follows."""
     if not hasattr(model, "get_output_embeddings"):  # none of transformers
         return OWN, {}
-    if "labels" in asks and model.get_output_embeddings() is not None:  # type: ignore[operator]
-        labels = _labels(model, inputs)
-        if labels is not None:
-            return LANGUAGE, {"labels": labels}
-    return OWN, {"return_loss": True} if "return_loss" in asks else {}
-
-
-def _labels(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """[batch, length] of token ids, IGNORED at padding; None without tokens. A causal model shifts
-    its labels itself; a decoder's text beside an encoder is shifted already: its labels are what
-    follows."""
-    config: Any = model.config
-    decoder = "decoder_" if config.is_encoder_decoder else ""
+    asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
+    decoder = "decoder_" if model.config.is_encoder_decoder else ""  # type: ignore[union-attr]
     labels, mask = inputs.get(f"{decoder}input_ids"), inputs.get(f"{decoder}attention_mask")
-    if labels is None:
-        return None
+    predicts = "labels" in asks and model.get_output_embeddings() is not None  # type: ignore[operator]
+    if not predicts or labels is None:
+        return OWN, {"return_loss": True} if "return_loss" in asks else {}
     if mask is not None and mask.shape == labels.shape:
         labels = labels.masked_fill(mask == 0, IGNORED)
-    if not decoder:
-        return labels
-    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+    if decoder:
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+    return LANGUAGE, {"labels": labels}
 
 
 # --- one training step --------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, eq=False)
-class _Held:
-    """A call that waits for its gradient."""
-
-    case: AttentionCase
-    edge: GradientEdge | None
-    """Where in the graph its output was made; None for a call made without gradients."""
-    versions: tuple[int, ...]
-    grad_out: Tensor | None = None
 
 
 class TrainingStep:
     """The calls of one forward pass until their gradients are there."""
 
     def __init__(self, upstream: Upstream) -> None:
-        self.upstream, self.loss = upstream, upstream.loss
-        self.held: deque[_Held] = deque()
+        self.upstream = upstream
+        # With the place in the graph where the output was made; None without gradients.
+        self.held: list[tuple[AttentionCase, GradientEdge | None, tuple[int, ...]]] = []
+        self.ready: deque[tuple[AttentionCase, Tensor | None]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
         """Keep the call; the same output for the model to go on with, which has a gradient."""
@@ -166,49 +138,44 @@ class TrainingStep:
             if not out.requires_grad:  # cloned, for a leaf must not be overwritten
                 out = out.detach().requires_grad_().clone()
             edge = get_gradient_edge(out)
-        case = replace(
-            case, **{n: x.detach() for n in TENSORS if (x := getattr(case, n)) is not None}
-        )
-        self.held.append(_Held(case=case, edge=edge, versions=_versions(case)))
+        case = case.detached()
+        self.held.append((case, edge, _versions(case)))
         return out
 
     def differentiate(self, loss: Tensor | None) -> None:
         """The gradient of `loss` for every call; the graph is gone afterwards. Raises
         MeasurementError where the model has since overwritten what it attended over."""
-        for call in self.held:
-            if call.versions != _versions(call.case):
+        for case, _, versions in self.held:
+            if versions != _versions(case):
                 raise MeasurementError(
-                    f"{call.case.ref.module}: the model overwrites what it attended over",
+                    f"{case.ref.module}: the model overwrites what it attended over",
                     hint="its gradients cannot be audited; its forward pass can",
                 )
-        edges = {i: call.edge for i, call in enumerate(self.held) if call.edge is not None}
+        edges = {i: edge for i, (_, edge, _) in enumerate(self.held) if edge is not None}
+        grads: dict[int, Tensor] = {}
         if loss is not None and loss.requires_grad and edges:
-            found = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
-            for i, grad in zip(edges, found, strict=True):
-                self.held[i].grad_out = grad
-        for call in self.held:
-            call.edge = None
+            wanted = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
+            grads = dict(zip(edges, wanted, strict=True))
+        self.ready.extend((case, grads.get(i)) for i, (case, _, _) in enumerate(self.held))
+        self.held.clear()
 
     def hand_over(self, on_call: Callable[[AttentionCase], None]) -> tuple[str, ...]:
         """Every call with its gradient, in the order they were made; none is kept. Where the loss
         has none for a call, or only zeros, or one that is not finite, it is drawn; returns the
         names of these."""
         drawn = []
-        while self.held:
-            case = self._with_gradient(self.held.popleft())
-            if case.grad_out_from != self.loss:
+        while self.ready:
+            case, grad = self.ready.popleft()
+            if grad is None or not bool(grad.isfinite().all()) or not bool(grad.any()):
                 drawn.append(case.ref.case)
+                case = with_drawn(case, self.upstream.seed)
+            else:
+                grad = grad.reshape(*case.q.shape[:3], case.v.shape[3])
+                if 0 in grad.stride():  # the gradient of a sum is one number, expanded
+                    grad = grad.contiguous()
+                case = replace(case, grad_out=grad, grad_out_from=self.upstream.loss)
             on_call(case)
         return tuple(drawn)
-
-    def _with_gradient(self, call: _Held) -> AttentionCase:
-        case, grad = call.case, call.grad_out
-        if grad is None or not bool(grad.isfinite().all()) or not bool(grad.any()):
-            return self.upstream.draw(case)
-        grad = grad.reshape(*case.q.shape[:3], case.v.shape[3])
-        if 0 in grad.stride():  # the gradient of a sum is one number, expanded
-            grad = grad.contiguous()
-        return replace(case, grad_out=grad, grad_out_from=self.loss)
 
 
 @contextmanager
@@ -228,5 +195,5 @@ def tracing(model: nn.Module, step: TrainingStep | None) -> Iterator[None]:
 
 def _versions(case: AttentionCase) -> tuple[int, ...]:
     """How often each tensor was written to. PyTorch counts over all views of one memory."""
-    tensors = (x for n in TENSORS if (x := getattr(case, n)) is not None)
-    return tuple(0 if x.is_inference() else x._version for x in tensors)
+    tensors = (case.q, case.k, case.v, case.mask, case.sinks)
+    return tuple(x._version for x in tensors if x is not None and not x.is_inference())

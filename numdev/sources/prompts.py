@@ -12,12 +12,14 @@ import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest
@@ -64,8 +66,7 @@ def model_inputs(
     given = parts[0].inputs if parts else {}
     needs = wanted(model, given=given, generates=request.generate is not None)
     if request.text and "input_ids" not in needs:
-        has = "is given its input_ids" if "input_ids" in given else "reads no text"
-        raise UsageError(f"{type(model).__name__} {has}", hint="leave --text out")
+        raise UsageError(f"{type(model).__name__} reads no text", hint="leave --text out")
     count = next((x.shape[0] for x in given.values()), request.sequences)
     text = None
     for name in needs:
@@ -124,38 +125,31 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     beginnings of UTF-8 files; every file gives at least one. A file shorter than `length` gives one
     shorter chunk, and the batch is padded on the tokenizer's side. Raises UsageError for a file
     that cannot be read or holds no token, and where `length` leaves no room."""
-    if not files:
-        raise UsageError("no text file was given", hint="name at least one")
-    _check_counts(length, sequences)
-    before, after = _special_tokens(tokenizer)
-    special = len(before) + len(after)
-    room = length - special
-    if room < 1:
-        raise UsageError(
-            f"a length of {length} leaves no room beside the tokenizer's {special} special tokens",
-            hint="use a greater length",
-        )
+    special = len(tokenizer("")["input_ids"])
+    if length <= special:
+        raise UsageError(f"--length: expected more than {special} special tokens, got {length}")
     by_file = []
     for file in files:
-        # verbose=False: a text longer than the model reads is cut here, no reason for a warning.
-        ids = list(tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"])
-        if not ids:
+        chunks = tokenizer(
+            read_text(file), truncation=True, max_length=length, return_overflowing_tokens=True
+        )["input_ids"]
+        if not chunks or len(chunks[0]) == special:
             raise UsageError(f"{file}: holds no token", hint="give a file with text in it")
-        by_file.append([ids[i : i + room] for i in range(0, len(ids) - room + 1, room)] or [ids])
+        by_file.append([chunk for chunk in chunks if len(chunk) == length] or chunks)
     in_turn = [chunk for chunk in chain(*zip_longest(*by_file)) if chunk is not None]
-    rows = [[*before, *chunk, *after] for chunk in in_turn[: max(sequences, len(files))]]
-    longest_row = max(map(len, rows))
-    up_to = "up to " if any(len(row) < longest_row for row in rows) else ""
+    rows = [torch.tensor(chunk) for chunk in in_turn[: max(sequences, len(files))]]
+    # Padding is masked, so any token will do where the tokenizer has none for it.
+    padded = partial(pad_sequence, batch_first=True, padding_side=tokenizer.padding_side)
+    inputs = {"input_ids": padded(rows, padding_value=tokenizer.pad_token_id or 0)}
+    most, up_to = inputs["input_ids"].shape[1], ""
+    if any(len(row) < most for row in rows):
+        inputs["attention_mask"], up_to = padded([torch.ones_like(row) for row in rows]), "up to "
     names = f"{len(files)} files" if len(files) > 3 else " and ".join(f.name for f in files)
-    return Prompt(
-        inputs=_batch(rows, longest_row, tokenizer),
-        description=f"{len(rows)} x {up_to}{longest_row} tokens of {names}",
-    )
+    return Prompt(inputs=inputs, description=f"{len(rows)} x {up_to}{most} tokens of {names}")
 
 
 def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     """Token ids drawn uniformly from [0, vocab_size), without padding or special tokens."""
-    _check_counts(length, sequences)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} token ids drawn with seed {seed}"
@@ -165,14 +159,10 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
 def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
     """The prompt with its token ids under the name that `forward` gives its first argument (`idx`,
     `tokens`, `x`). Raises UsageError for arguments that it does not take."""
-    parameters = inspect.signature(forward).parameters
-    named = [
-        p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    named, takes_all = _arguments(forward)
     inputs = dict(prompt.inputs)
-    if "input_ids" in inputs and "input_ids" not in parameters and named:
+    if "input_ids" in inputs and "input_ids" not in named and named:
         inputs = {named[0] if name == "input_ids" else name: x for name, x in inputs.items()}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_all else [name for name in inputs if name not in named]
     if unknown == ["attention_mask"]:
         raise UsageError(
@@ -183,11 +173,6 @@ def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
         what = f"the model's forward takes no {unknown[0]!r}"
         raise UsageError(what, hint=closest(unknown[0], named))
     return dataclasses.replace(prompt, inputs=inputs)
-
-
-def _check_counts(length: int, sequences: int) -> None:
-    if length < 1 or sequences < 1:
-        raise UsageError(f"{sequences} sequences of {length} tokens", hint="both must be positive")
 
 
 def read_text(file: Path) -> str:
@@ -201,32 +186,6 @@ def read_text(file: Path) -> str:
     raise UsageError(what, hint="give a text file in UTF-8")
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text: found by comparing one with and without."""
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
-    raise UsageError(
-        f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones",
-        hint="leave --text out: token ids are then drawn with --seed",
-    )
-
-
-def _batch(rows: list[list[int]], length: int, tokenizer: Any) -> dict[str, Tensor]:
-    if all(len(row) == length for row in rows):
-        return {"input_ids": torch.tensor(rows)}
-    # Padding is masked, so any token will do where the tokenizer has none for it.
-    ids = torch.full((len(rows), length), tokenizer.pad_token_id or 0)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        left = length - len(row) if tokenizer.padding_side == "left" else 0
-        ids[i, left : left + len(row)] = torch.tensor(row)
-        mask[i, left : left + len(row)] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 # --- the other arguments of a model -------------------------------------------------------------
 
 
@@ -237,7 +196,7 @@ def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = F
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", None)
     if config is None or main is None:
-        names = [n for n, p in parameters.items() if p.default is p.empty and not _open_ended(p)]
+        names = [n for n in _arguments(model.forward)[0] if parameters[n].default is inspect._empty]
     else:
         # In a model of text and vision without two towers side by side, images replace tokens.
         towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
@@ -247,8 +206,7 @@ def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = F
             names.append("pixel_values")
         if config.is_encoder_decoder and "decoder_input_ids" in parameters and not generates:
             names.append("decoder_input_ids")
-    present = {name for name in names if INSTEAD.get(name) in given} | set(given)
-    return list(dict.fromkeys(name for name in names if name not in present))
+    return [n for n in dict.fromkeys(names) if n not in given and INSTEAD.get(n) not in given]
 
 
 def read(path: Path, model: nn.Module) -> Prompt:
@@ -260,8 +218,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
     inputs = dict(sorted(read_safetensors(path)))
     if not inputs:
         raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
-    parameters = inspect.signature(model.forward).parameters
-    takes = [name for name, p in parameters.items() if not _open_ended(p)]
+    takes, _ = _arguments(model.forward)
     for name, tensor in inputs.items():
         if name not in takes:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
@@ -284,24 +241,19 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
         )
         length = min(length, next(filter(None, limits), length))
         ids = drawn(text.vocab_size, length=length, sequences=count, seed=seed)
-        return Prompt(
-            inputs={name: ids.inputs["input_ids"]}, description=f"{ids.description} for the decoder"
-        )
-    shape: tuple[int, ...] | None = None
+        words = f"{ids.description} for the decoder"
+        return Prompt(inputs={name: ids.inputs["input_ids"]}, description=words)
+    what, shape = "images", _image(config) if name == "pixel_values" else ()
     if name == "input_features":  # [mel bins, frames], two frames to a position of the encoder
-        what, bins = "spectrograms", getattr(config, "num_mel_bins", None)
-        positions = getattr(config, "max_source_positions", None)
-        if isinstance(bins, int) and isinstance(positions, int):
-            shape = (bins, 2 * positions)
-    elif name == "pixel_values":  # [channels, height, width]
-        what, shape = "images", _image(config)
-    if shape is None:
+        bins, positions = (getattr(config, n, 0) for n in ("num_mel_bins", "max_source_positions"))
+        what, shape = "spectrograms", (bins, 2 * positions) if bins and positions else ()
+    if not shape:
         raise UsageError(
             f"{type(model).__name__} reads {name}, which numdev cannot draw for it",
             hint="give it with --inputs FILE, a safetensors file with a tensor of that name",
         )
     generator = torch.Generator().manual_seed(seed)
-    size = " x ".join(str(n) for n in shape)
+    size = " x ".join(map(str, shape))
     return Prompt(
         inputs={name: torch.randn(count, *shape, generator=generator)},
         description=f"{count} {what} of {size} drawn with seed {seed}",
@@ -325,15 +277,18 @@ def shifted(prompt: Prompt, model: nn.Module) -> Prompt:
     return Prompt(inputs=inputs, description="the same shifted right for the decoder")
 
 
-def _image(config: Any) -> tuple[int, int, int] | None:
+def _image(config: Any) -> tuple[int, ...]:
     """[channels, height, width] of the images the model's config speaks of."""
     for place in (config, getattr(config, "vision_config", None), getattr(config, "encoder", None)):
         size = getattr(place, "image_size", None)
         height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
         if isinstance(height, int) and isinstance(width, int):
             return (getattr(place, "num_channels", 3), height, width)
-    return None
+    return ()
 
 
-def _open_ended(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+def _arguments(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of a function's arguments, and whether it takes any other by name."""
+    parameters = inspect.signature(forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -8,6 +8,7 @@ has the recipes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,46 +50,32 @@ def varlen_cases(
     decode for one query before more than one key, else prefill. Raises UsageError for what does not
     fit together.
     """
-    rows = _begins(cu_seqlens_q, "cu_seqlens_q", q.shape[0])
-    n, paged = len(rows) - 1, block_table is not None
-    keys = _lengths(cu_seqlens_k, seqused_k, n)
-    begins = None
-    if not paged and cu_seqlens_k is not None and k.ndim == 3:
-        begins = _begins(cu_seqlens_k, "cu_seqlens_k", k.shape[0])
-    shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-    for wrong, what, hint in (
-        (
-            q.ndim != 3 or k.ndim != v.ndim or k.ndim != (4 if paged else 3),
-            f"q, k, v of shapes {shapes} are no packed call",
-            "q is [tokens, heads, dim]; k and v too, or [pages, page_size, kv_heads, dim]",
-        ),
-        (
-            block_table is not None and (block_table.ndim != 2 or len(block_table) < n),
-            f"a block_table of shape {list(getattr(block_table, 'shape', ()))}, and {n} sequences",
-            "it is [sequences, pages]",
-        ),
-        (
-            begins is not None and len(begins) != len(rows),
-            f"{n} sequences of queries, and {len(begins or ()) - 1} of packed keys",
-            "cu_seqlens_q and cu_seqlens_k have one length",
-        ),
-        (not paged and begins is None, "packed k and v need cu_seqlens_k", "or give a block_table"),
-    ):
-        if wrong:
-            raise UsageError(what, hint=hint)
-    found = []
-    for i, count in enumerate(keys):
-        own = q[rows[i] : rows[i + 1]]
+    paged = block_table is not None
+    rows = _begins(cu_seqlens_q, "cu_seqlens_q", len(q))
+    packed = [0]
+    if cu_seqlens_k is not None:
+        packed = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
+    counts = [b - a for a, b in itertools.pairwise(packed)] if seqused_k is None else seqused_k
+    counts, n = [int(count) for count in counts], len(rows) - 1
+    lists = len(packed) == n + 1 if block_table is None else block_table.ndim == 2
+    if q.ndim != 3 or not k.ndim == v.ndim == (4 if paged else 3) or not lists or len(counts) < n:
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+        shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in given)
+        raise UsageError(
+            f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}",
+            hint="docs/inputs.md has their shapes",
+        )
+    cases = []
+    for i, (start, end) in enumerate(itertools.pairwise(rows)):
+        count, own = counts[i], q[start:end]
         if not len(own):
             continue
         if block_table is not None:
-            read = [_gathered(x, block_table[i], count) for x in (k, v)]
+            keys = [_gathered(x, block_table[i], count) for x in (k, v)]
         else:
-            assert begins is not None
-            read = [x[begins[i] : begins[i + 1]][:count] for x in (k, v)]
-        if any(len(x) != count for x in read):
-            there = " and ".join(str(len(x)) for x in read)
-            raise UsageError(f"sequence {i}: {there} keys and values, and it should read {count}")
+            keys = [x[packed[i] : packed[i + 1]][:count] for x in (k, v)]
+        if any(len(x) != count for x in keys):
+            raise UsageError(f"sequence {i}: expected {count} keys, got {len(keys[0])}")
         ref = CaseRef(
             case=f"{module}#{call}/seq{i}",
             source=source,
@@ -100,8 +87,8 @@ def varlen_cases(
         case = AttentionCase(
             ref=ref,
             q=_alone(own),
-            k=_alone(read[0]),
-            v=_alone(read[1]),
+            k=_alone(keys[0]),
+            v=_alone(keys[1]),
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
             is_causal=causal,
             causal_offset=count - len(own),
@@ -109,59 +96,38 @@ def varlen_cases(
             softcap=softcap or None,
             sinks=None if sinks is None else sinks.detach().to("cpu", copy=True),
         )
-        found.append(case)
-    return found
+        cases.append(case)
+    return cases
 
 
 def save_cases(path: str | Path, cases: Sequence[AttentionCase]) -> None:
     """Write cases to one captured-tensor file, a TARGET of `numdev audit`: unrounded, whole or not
     at all. Raises UsageError for a name that does not end in `.safetensors`, for no case, and for
     two of one name; MeasurementError where it cannot be written."""
-    path = Path(path)
-    names = [case.ref.case for case in cases]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    path, names = Path(path), {case.ref.case for case in cases}
     if path.suffix != ".safetensors":
-        raise UsageError(f"{path}: is no .safetensors file", hint="end its name so")
-    if not names or twice:
-        what = f"two cases are called {twice!r}" if twice else "there is no case"
-        raise UsageError(f"{path}: {what}", hint="count `call` up, so that names differ")
+        raise UsageError(f"{path}: expected a name that ends in .safetensors")
+    if not cases or len(names) < len(cases):
+        what = f"{path}: expected cases of different names, got {len(cases)} of {len(names)}"
+        raise UsageError(what, hint="count `call` up")
     tensorfile.write(path, cases)
 
 
-def _begins(places: Tensor, name: str, tokens: int) -> list[int]:
-    """Where sequences begin, and the last one ends. Raises UsageError unless they ascend from 0 to
-    at most the number of tokens."""
-    found = [int(x) for x in places.flatten().tolist()]
-    ascends = all(a <= b for a, b in itertools.pairwise(found))
-    if places.ndim != 1 or len(found) < 2 or found[0] != 0 or not ascends or found[-1] > tokens:
-        raise UsageError(
-            f"{name} {found[:6]} does not ascend from 0 to at most {tokens} tokens",
-            hint="it has one entry more than there are sequences",
-        )
-    return found
-
-
-def _lengths(begins: Tensor | None, used: Tensor | None, sequences: int) -> list[int]:
-    """How many keys each sequence has."""
-    if used is not None:
-        found = [int(x) for x in used.flatten().tolist()]
-    elif begins is not None:
-        found = [int(x) for x in (begins[1:] - begins[:-1]).tolist()]
-    else:
-        raise UsageError("nothing says how many keys there are", hint="give seqused_k")
-    if len(found) < sequences:
-        raise UsageError(f"{sequences} sequences of queries, and {len(found)} of keys")
-    return found[:sequences]
+def _begins(places: Tensor, name: str, tokens: float) -> list[int]:
+    """Where sequences begin, and the last one ends."""
+    numbers = [int(x) for x in places.flatten()]
+    ascends = numbers == sorted(numbers) and numbers[:1] == [0] and numbers[-1] <= tokens
+    if places.ndim != 1 or not ascends:
+        raise UsageError(f"{name}: expected 0 and on up to {tokens} at most, got {numbers[:6]}")
+    return numbers
 
 
 def _gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
-    """The first `count` keys of the pages, [count, kv_heads, dim]."""
+    """The first `count` keys of the pages, [count, kv_heads, dim]; fewer where pages lack."""
     size = cache.shape[1]
     needed = pages[: -(-count // size)].long().to(cache.device)
-    if len(needed) * size < count:
-        raise UsageError(f"{count} keys do not fit into {len(needed)} pages of {size}")
-    if bool(((needed < 0) | (needed >= cache.shape[0])).any()):
-        raise UsageError(f"the block table names a page beyond the {cache.shape[0]} there are")
+    if bool(((needed < 0) | (needed >= len(cache))).any()):
+        raise UsageError(f"block_table: expected pages below {len(cache)}, got {needed.tolist()}")
     return cache[needed].flatten(0, 1)[:count]
 
 
@@ -175,6 +141,6 @@ def _window(sides: Sequence[int] | None, causal: bool) -> Window | None:
     if sides is None or all(side < 0 for side in sides):
         return None
     if len(sides) != 2:
-        raise UsageError(f"window_size {list(sides)} is not (left, right)", hint="-1 is no limit")
+        raise UsageError(f"window_size: expected (left, right), got {list(sides)}")
     left, right = (None if side < 0 else int(side) for side in sides)
     return (left, 0 if causal else right)

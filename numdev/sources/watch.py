@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from numdev.cases import CaseRef, Phase
 from numdev.errors import MeasurementError
+from numdev.sources.files import some
 
 # The projections by their names, whole words between underscores: q_proj, to_k, linear_v, c_attn.
 _WORD = r"(?:^|_)(?:{})(?:_|$)"
@@ -25,24 +26,21 @@ _ROLES = tuple(
     for words in ("q|wq|query", "k|kv|wk|wkv|key", "v|kv|wv|wkv|value")
 )
 _FUSED = re.compile(_WORD.format("qkv|wqkv|query_key_value|c_attn|att_proj"))
-SHOWN = 8  # So many layers are named one by one
 
 
 def attention_modules(model: nn.Module) -> list[str]:
     """The names of the modules that own query, key and value projections, in the model's order:
-    known by the names of their children (`q_proj`, `to_k`, `value`, `c_attn`, `Wqkv`...), as
-    throughout transformers, diffusers and timm."""
+    known by the names of their children, as throughout transformers, diffusers and timm."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
 def _owns_projections(module: nn.Module) -> bool:
-    """Whether the module's children are the projections of an attention. Those of a linear
-    attention have a short convolution behind them, and are not."""
     if isinstance(module, nn.MultiheadAttention):
         return True
-    names = [name.lower() for name, _ in module.named_children() if "norm" not in name.lower()]
-    if any("conv1d" in name for name, _ in module.named_children()):
+    children = [name.lower() for name, _ in module.named_children()]
+    if any("conv1d" in name for name in children):  # a linear attention
         return False
+    names = [name for name in children if "norm" not in name]
     return any(_FUSED.search(n) for n in names) or all(
         any(role.search(n) for n in names) for role in _ROLES
     )
@@ -60,26 +58,19 @@ def layer_of(module: nn.Module, name: str) -> int | None:
 
 def numbered(model: nn.Module) -> dict[str, int] | None:
     """The numbers of the modules that attend; None where one of them has none."""
-    found = {n: layer_of(model.get_submodule(n), n) for n in attention_modules(model)}
-    known = {name: number for name, number in found.items() if number is not None}
-    return known if len(known) == len(found) else None
+    layers = {n: layer_of(model.get_submodule(n), n) for n in attention_modules(model)}
+    with_number = {name: layer for name, layer in layers.items() if layer is not None}
+    return with_number if len(with_number) == len(layers) else None
 
 
-@contextmanager
-def hooked(
-    model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
-) -> Iterator[None]:
-    """Call `enter(module, args, kwargs)` before and `leave(module, ...)` after every module's run,
-    also one that raises."""
-    handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+@dataclass(kw_only=True, eq=False)
+class Frame:
+    """A module while it runs: what it was called with, and how many calls it has made."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    calls: int = 0
 
 
 class Watch:
@@ -90,17 +81,15 @@ class Watch:
         model: nn.Module,
         *,
         source: str,
-        prompt: int = 0,
         generates: bool = False,
-        step: Callable[[], int] | None = None,
+        step: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`step`: asked at every call for the denoising step it belongs to, where there are any."""
-        self.model, self.generates, self.step = model, generates, step
+        self.model, self.source, self.generates, self.step = model, source, generates, step
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
         self.wrappers = {m: set(m.children()) & self.owners for m in self.modules}
-        self.source, self.prompt = source, prompt
-        self.running: list[nn.Module] = []
+        self.running: list[Frame] = []
         self.passes = 0
         self.ran: Counter[nn.Module] = Counter()
         self.calls: Counter[str] = Counter()
@@ -110,23 +99,28 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Run the model in here. Raises MeasurementError at the end unless every run of every owner
         of projections made a call."""
-        with hooked(self.model, self._enter, self._leave):
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.running.append(Frame(module=module, arguments=args, named=kwargs))
+            self.ran[module] += module in self.owners
+            self.passes += module is self.model
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            if self.running and self.running[-1].module is module:  # not where a hook raised before
+                self.running.pop()
+
+        with ExitStack() as stack:
+            for module in self.modules:
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
         self._check_complete()
-
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        self.running.append(module)
-        self.ran[module] += module in self.owners
-        self.passes += module is self.model
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if self.running and self.running[-1] is module:  # not where a hook before `_enter` raised
-            self.running.pop()
 
     def next_call(self) -> CaseRef:
         """The name of the call being made; it counts for the innermost running module with
         projections, or where these are in a module of their own that has returned, its parent."""
-        module, inside_out = self.running[-1], self.running[::-1]
+        inside_out = [frame.module for frame in reversed(self.running)]
+        module = inside_out[0]
         name = self.modules[module]
         owner = next((m for m in inside_out if m in self.owners), None)
         owner = owner or next((m for m in inside_out if self.wrappers[m]), module)
@@ -136,13 +130,10 @@ class Watch:
         phase: Phase | None = None
         if self.generates:  # an encoder's run before the first pass is of the prefill too
             phase = "prefill" if self.passes <= 1 else "decode"
-        step = self.step() if self.step else None
-        layer = layer_of(module, name)
+        step, layer = self.step(), layer_of(module, name)
+        suffix = f"/{phase}" if phase else "" if step is None else f"/step{step}"
         return CaseRef(
-            case=f"{name}#{call}"
-            + (f"/{phase}" if phase else "")
-            + (f"/step{step}" if step is not None else "")
-            + (f"@{self.prompt}" if self.prompt else ""),
+            case=f"{name}#{call}{suffix}",
             source=self.source,
             module=name,
             layer=list(self.calls).index(name) if layer is None else layer,
@@ -153,20 +144,19 @@ class Watch:
 
     def _check_complete(self) -> None:
         missed = {m: n - self.seen[m] for m, n in self.ran.items() if n > self.seen[m]}
-        for parent in self.modules:
-            short = self.wrappers[parent] & missed.keys()
+        for parent, children in self.wrappers.items():
+            short = children & missed.keys()
             if short and self.seen[parent] >= sum(missed[m] for m in short):
                 missed = {m: n for m, n in missed.items() if m not in short}
-        what = "" if self.calls else "the model made no attention call"
-        if missed:
-            names = sorted(self.modules[m] for m in missed)
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            what = f"attention ran but was not seen in {', '.join(names[:4])}{more}"
-        if what:
-            hint = (
-                "numdev sees calls of scaled_dot_product_attention and of transformers' interface"
+        if missed or not self.calls:
+            names = some(sorted(self.modules[m] for m in missed))
+            raise MeasurementError(
+                f"attention ran but was not seen in {names}"
+                if missed
+                else "the model made no attention call",
+                hint="numdev sees calls of scaled_dot_product_attention and of transformers' "
+                "interface",
             )
-            raise MeasurementError(what, hint=hint)
 
 
 class Layers:
@@ -186,21 +176,9 @@ class Layers:
         lacking = sorted(set(self.asked or ()) - self.met)
         if not lacking:
             return ()
-        there = sorted(layer for layer in self.met if layer is not None)
-        known = f"calls were met in {_words(there)}" if there else "no call has a number"
-        found = f"no attention call in {_words(lacking)}; {known}"
+        numbers = [str(layer) for layer in sorted(m for m in self.met if m is not None)]
+        what = f"no attention call in layers {some(list(map(str, lacking)), 8)}"
+        what += f"; there are calls in layers {some(numbers, 8)}" if numbers else ""
         if self.asked and self.met and self.met.isdisjoint(self.asked):
-            raise MeasurementError(f"{target}: {found}", hint="check --layers")
-        return (f"--layers: {found}.",)
-
-
-def _words(layers: Sequence[int]) -> str:
-    """`layer 3`, `layers 0, 4 and 5`, `layers 0 to 31`."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if len(layers) > 2 and all(b - a == 1 for a, b in pairwise(layers)):
-        return f"layers {layers[0]} to {layers[-1]}"
-    first, more = layers[:SHOWN], len(layers) - SHOWN
-    if more > 0:
-        return f"layers {', '.join(map(str, first))} and {more} more"
-    return f"layers {', '.join(map(str, first[:-1]))} and {first[-1]}"
+            raise MeasurementError(f"{target}: {what}", hint="check --layers")
+        return (f"--layers: {what}.",)
