@@ -8,61 +8,67 @@ of order 1 and come from sums of at most 16 terms, so fp64 rounding stays below 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+import models
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from numdev.cases import AttentionCase
-from numdev.sources.capture import CaptureCount, capture, decode
+from numdev.sources.capture import capture, decode
+from numdev.sources.checkpoint import open_checkpoint
 
 TOLERANCE = 1e-12
+# The last linear layer of an attention, by model: what it reads is the attention's own output.
+OUT = {
+    "gpt2": ("attn.c_proj",),
+    "bert": ("attention.output.dense",),
+    "t5": ("SelfAttention.o",),
+    "t5_seq2seq": ("SelfAttention.o", "EncDecAttention.o"),
+    "falcon": ("self_attention.dense",),
+    "modernbert": ("attn.Wo",),
+    "vit": ("attention.o_proj",),
+    **dict.fromkeys(("bart", "clip", "whisper"), ("attn.out_proj",)),
+    **dict.fromkeys(("llama", "gemma2", "gemma3", "gpt_oss", "mistral"), ("self_attn.o_proj",)),
+}
 
 
 class Run:
-    """One run of a model: its cases, the input of every attention's output layer, its logits.
-
-    With `generate` the model writes that many tokens after the first.
-    """
+    """One run of a model in fp64: its cases, the input of every attention's output layer, its
+    logits. With `generate` the model writes that many tokens after the first."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        out: str | tuple[str, ...],
-        generate: int | None = None,
+        self, model: nn.Module, name: str, inputs: dict[str, Tensor], generate: int | None = None
     ) -> None:
-        self.generate = generate
         self.cases: list[AttentionCase] = []
         self.outputs: list[Tensor] = []
         self.logits = torch.empty(0)
-        self.count: CaptureCount | None = None
         hooks = [
             m.register_forward_pre_hook(lambda _, args: self.outputs.append(args[0].clone()))
-            for name, m in model.named_modules()
-            if name.endswith(out)
+            for at, m in model.named_modules()
+            if at.endswith(OUT[name])
         ]
         hooks.append(model.register_forward_hook(lambda *call: setattr(self, "logits", call[2][0])))
-        self.go(model, inputs)
+        self.go(model, inputs, generate)
         for hook in hooks:
             hook.remove()
 
-    def go(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
-        self.count = capture(
-            model, inputs, self.cases.append, source="test", generate=self.generate
-        )
+    def go(self, model: nn.Module, inputs: dict[str, Tensor], generate: int | None) -> None:
+        capture(model, inputs, self.cases.append, source="test", generate=generate)
 
 
 class EagerRun(Run):
     """The same with the model's own eager attention, its softmax kept in fp64."""
 
-    def go(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    def go(self, model: nn.Module, inputs: dict[str, Tensor], generate: int | None) -> None:
         with torch.no_grad(), DoubleSoftmax():
-            if self.generate is None:
+            if generate is None:
                 model(**inputs)
             else:
-                decode(model, inputs, self.generate)
+                decode(model, inputs, generate)
 
 
 class DoubleSoftmax(TorchFunctionMode):
@@ -73,6 +79,24 @@ class DoubleSoftmax(TorchFunctionMode):
         if func is F.softmax and kwargs.get("dtype") == torch.float32:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+def opened(name: str, directory: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of `models`, saved and loaded to be captured."""
+    saved = models.save(models.build(name).to(dtype), directory / name)
+    return open_checkpoint(saved).load_model(dtype=dtype, device="cpu")
+
+
+def eager(name: str, directory: Path) -> Any:
+    """The same with its eager attention, in fp64."""
+    built = models.build(name).double()
+    return type(built).from_pretrained(
+        models.save(built, directory / name),
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
+    )
 
 
 def attend(case: AttentionCase) -> Tensor:
@@ -93,12 +117,17 @@ def attend(case: AttentionCase) -> Tensor:
             ):
                 scores[:, :, i, j] = -math.inf
     if case.mask is not None:
-        hidden = torch.where(case.mask, 0.0, -math.inf) if case.mask.dtype == torch.bool else 0
-        scores = scores + (hidden if case.mask.dtype == torch.bool else case.mask)
+        is_bool = case.mask.dtype == torch.bool
+        scores = scores + (torch.where(case.mask, 0.0, -math.inf) if is_bool else case.mask)
     if case.sinks is not None:
         sink = case.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
     return torch.softmax(scores, dim=-1)[..., : k.shape[2]] @ v
+
+
+def merged(x: Tensor) -> Tensor:
+    """[batch, heads, length, dim] as [batch, length, width]."""
+    return x.transpose(1, 2).flatten(2)
 
 
 def worst(a: Tensor, b: Tensor, real: Tensor | None = None) -> float:

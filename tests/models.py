@@ -6,7 +6,10 @@ with scores near zero a soft cap, a window or a wrong scale would hardly move th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,261 +19,132 @@ from transformers import PreTrainedModel
 
 SMALL = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
-
-
-def gpt2() -> PreTrainedModel:
-    config = transformers.GPT2Config(
-        **SMALL, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3
-    )
-    return _seeded(transformers.GPT2LMHeadModel, config)
-
-
-def llama(**changes: object) -> PreTrainedModel:
-    """Grouped heads, 4 queries to a key."""
-    config = transformers.LlamaConfig(
-        **{
-            **WIDE,
-            "intermediate_size": 48,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            **changes,
-        }
-    )
-    return _seeded(transformers.LlamaForCausalLM, config)
-
-
-def bert() -> PreTrainedModel:
-    config = transformers.BertConfig(
-        **WIDE, intermediate_size=48, num_attention_heads=4, max_position_embeddings=64
-    )
-    return _seeded(transformers.BertForMaskedLM, config)
-
-
-def t5() -> PreTrainedModel:
-    """An encoder whose learned position bias is added to the scores."""
-    config = transformers.T5Config(
-        **SMALL, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, initializer_factor=1.0
-    )
-    return _seeded(transformers.T5EncoderModel, config)
-
-
-def falcon() -> PreTrainedModel:
-    """Calls SDPA itself, past transformers' attention interface; one key head for all queries."""
-    config = transformers.FalconConfig(
-        **WIDE, num_attention_heads=4, max_position_embeddings=64, multi_query=True, alibi=False
-    )
-    return _seeded(transformers.FalconForCausalLM, config)
-
-
-def modernbert() -> PreTrainedModel:
-    """An encoder with a window of 2 tokens to either side in its second layer."""
-    config = transformers.ModernBertConfig(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        local_attention=4,
-        cls_token_id=1,
-        sep_token_id=2,
-    )
-    return _seeded(transformers.ModernBertForMaskedLM, config)
-
-
-def gemma2() -> PreTrainedModel:
-    """A soft cap that bites; a window of 4 in the first layer, none in the second."""
-    config = transformers.Gemma2Config(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        max_position_embeddings=64,
-        attn_logit_softcapping=0.5,
-        sliding_window=4,
-    )
-    return _seeded(transformers.Gemma2ForCausalLM, config)
-
-
-def gpt_oss() -> PreTrainedModel:
-    """Attention sinks, and a window of 4 in the first layer."""
-    config = transformers.GptOssConfig(
-        **WIDE,
-        intermediate_size=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        sliding_window=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
-    return _seeded(transformers.GptOssForCausalLM, config)
-
-
-def t5_seq2seq() -> PreTrainedModel:
-    """Encoder and decoder, each with a position bias that is added to its scores; cross attention
-    without one."""
-    config = transformers.T5Config(
-        **SMALL,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        initializer_factor=1.0,
-        decoder_start_token_id=0,
-    )
-    return _seeded(transformers.T5ForConditionalGeneration, config)
-
-
-def bart() -> PreTrainedModel:
-    config = transformers.BartConfig(
-        **SMALL,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        init_std=0.3,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
-    return _seeded(transformers.BartForConditionalGeneration, config)
-
-
-TOWER = {
-    "hidden_size": 32,
+DECODER = {
+    **WIDE,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "max_position_embeddings": 64,
 }
-IMAGE = {"image_size": 12, "patch_size": 4}
+GROUPED = {**DECODER, "num_key_value_heads": 2, "head_dim": 8}
+T5 = {**SMALL, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+SEQ2SEQ = {
+    **SMALL,
+    **{f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
+       (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))},
+    "d_model": 32,
+    "init_std": 0.3,
+}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2} | {
+    "num_attention_heads": 4
+}
+IMAGE = {"image_size": 12, "patch_size": 4}  # ten tokens: nine patches and one for the class
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+# Architecture and configuration, by name.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | {"initializer_range": 0.3},
+    ),
+    # Grouped heads, 4 queries to a key.
+    "llama": ("LlamaForCausalLM", {**DECODER, "num_attention_heads": 8, "num_key_value_heads": 2}),
+    "bert": ("BertForMaskedLM", DECODER),
+    # A learned position bias is added to the scores.
+    "t5": ("T5EncoderModel", {**T5, "initializer_factor": 1.0}),
+    "t5_seq2seq": (
+        "T5ForConditionalGeneration",
+        {**T5, "initializer_factor": 1.0, "decoder_start_token_id": 0},
+    ),
+    # Calls SDPA itself, past transformers' attention interface; one key head for all queries.
+    "falcon": (
+        "FalconForCausalLM",
+        {**WIDE, "num_attention_heads": 4, "max_position_embeddings": 64}
+        | {"multi_query": True, "alibi": False},
+    ),
+    # A window of 2 tokens to either side in its second layer.
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**DECODER, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    # A soft cap that bites; a window of 4 in the first layer, none in the second.
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {**GROUPED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "sliding_window": 4},
+    ),
+    # Norms of q and k; the same windows.
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**GROUPED, "query_pre_attn_scalar": 8, "sliding_window": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    # Attention sinks, and a window of 4 in the first layer.
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {**GROUPED, "intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+        | {"sliding_window": 4, "rope_parameters": ROPE},
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {**SEQ2SEQ, "max_position_embeddings": 64, "decoder_start_token_id": 2}
+        | {"forced_eos_token_id": None},
+    ),
+    # An encoder of 24 frames of 8 mel bins as 12 positions, and a decoder.
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 24}
+        | {"decoder_start_token_id": 3},
+    ),
+    "vit": ("ViTForImageClassification", {**TOWER, **IMAGE, "initializer_range": 0.3}),
+    # A causal tower for text, and one for images.
+    "clip": (
+        "CLIPModel",
+        {
+            "text_config": {**TOWER, **SMALL, "max_position_embeddings": 64},
+            "vision_config": {**TOWER, **IMAGE},
+            "projection_dim": 16,
+            "initializer_factor": 6.0,
+        },
+    ),
+    # Rotary embeddings, grouped heads, and a norm over each head of q and k.
+    "qwen3": ("Qwen3ForCausalLM", GROUPED),
+    # One norm over all heads of q, so that every head depends on all of W_Q.
+    "olmo2": ("Olmo2ForCausalLM", {**DECODER, "num_key_value_heads": 4}),
+    # q, k and v of a head beside each other in one layer; rotary embeddings on a quarter of it.
+    "gpt_neox": ("GPTNeoXForCausalLM", {**DECODER, "use_parallel_residual": True}),
+    # A window of 4 in every layer.
+    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 4}),
+    # Every expert is stored by itself, and the model has them stacked.
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**DECODER, "intermediate_size": 16, "num_key_value_heads": 2, "num_local_experts": 3},
+    ),
+    # One layer that runs twice.
+    "albert": ("AlbertModel", {**DECODER, "embedding_size": 16}),
+    # Reads a raw waveform.
+    "wav2vec2": (
+        "Wav2Vec2Model",
+        {**TOWER, **SMALL, "conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,)}
+        | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        | {"feat_extract_norm": "layer"},
+    ),
+}
 
 
-def vit() -> PreTrainedModel:
-    """Ten tokens: nine patches and one for the class."""
-    config = transformers.ViTConfig(**TOWER, **IMAGE, initializer_range=0.3)
-    return _seeded(transformers.ViTForImageClassification, config)
+def __getattr__(name: str) -> Callable[..., PreTrainedModel]:
+    """`models.llama(**changes)` builds a model of the table."""
+    if name not in MODELS:
+        raise AttributeError(name)
+    return partial(build, name)
 
 
-def clip() -> PreTrainedModel:
-    """A causal tower for text, and one for images."""
-    text = {**TOWER, **SMALL, "max_position_embeddings": 64}
-    config = transformers.CLIPConfig(
-        text_config=text,
-        vision_config={**TOWER, **IMAGE},
-        projection_dim=16,
-        initializer_factor=6.0,
-    )
-    return _seeded(transformers.CLIPModel, config)
-
-
-def whisper() -> PreTrainedModel:
-    """An encoder of 24 frames of 8 mel bins as 12 positions, and a decoder."""
-    config = transformers.WhisperConfig(
-        **SMALL,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=8,
-        max_source_positions=12,
-        max_target_positions=24,
-        decoder_start_token_id=3,
-        init_std=0.3,
-    )
-    return _seeded(transformers.WhisperForConditionalGeneration, config)
-
-
-def gemma3() -> PreTrainedModel:
-    """Grouped heads with norms of their own; a window of 4 in the first layer, none in the
-    second."""
-    config = transformers.Gemma3TextConfig(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        max_position_embeddings=64,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    return _seeded(transformers.Gemma3ForCausalLM, config)
-
-
-def qwen3() -> PreTrainedModel:
-    """Rotary embeddings, grouped heads, and a norm over each head of q and k."""
-    config = transformers.Qwen3Config(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-    )
-    return _seeded(transformers.Qwen3ForCausalLM, config)
-
-
-def olmo2() -> PreTrainedModel:
-    """One norm over all heads of q, so that every head depends on all of W_Q."""
-    config = transformers.Olmo2Config(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-    )
-    return _seeded(transformers.Olmo2ForCausalLM, config)
-
-
-def gpt_neox() -> PreTrainedModel:
-    """q, k and v of a head beside each other in one layer; rotary embeddings on a quarter of it."""
-    config = transformers.GPTNeoXConfig(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        use_parallel_residual=True,
-    )
-    return _seeded(transformers.GPTNeoXForCausalLM, config)
-
-
-def mistral() -> PreTrainedModel:
-    """A window of 4 in every layer."""
-    config = transformers.MistralConfig(
-        **WIDE,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        sliding_window=4,
-    )
-    return _seeded(transformers.MistralForCausalLM, config)
-
-
-def wav2vec2() -> PreTrainedModel:
-    """Reads a raw waveform."""
-    config = transformers.Wav2Vec2Config(
-        **{**TOWER, **SMALL},
-        conv_dim=(8,),
-        conv_stride=(4,),
-        conv_kernel=(4,),
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        feat_extract_norm="layer",
-    )
-    return _seeded(transformers.Wav2Vec2Model, config)
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A model of the table in eval mode, the same weights every time."""
+    kind, fields = MODELS[name]
+    architecture = getattr(transformers, kind)
+    config = architecture.config_class(**fields, **changes)
+    torch.manual_seed(0)
+    return architecture(config).eval()
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:
@@ -283,7 +157,6 @@ class Attending(nn.Module):
 
     def __init__(self, how: str, *, dim: int = 16, heads: int = 2) -> None:
         super().__init__()
-        self.how, self.heads = how, heads
         self.embed = nn.Embedding(96, dim)
         self.attn = self.Layer(how, dim, heads)
 
@@ -310,17 +183,17 @@ class Attending(nn.Module):
 
 
 class Twice(nn.Module):
-    """One attention layer run twice, which attends only every other time when `lazy`."""
+    """One attention layer run twice, the second time by `then`."""
 
-    def __init__(self, *, lazy: bool) -> None:
+    def __init__(self, then: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, 16)
         self.attn = Attending.Layer("sdpa", 16, 2)
-        self.lazy = lazy
+        self.then = then
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.attn(self.embed(input_ids))
-        self.attn.how = "softmax" if self.lazy else "sdpa"
+        self.attn.how = self.then
         return self.attn(x)
 
 
@@ -330,23 +203,11 @@ class Split(nn.Module):
     def __init__(self, *, attends: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, 16)
-        self.project = self.Project()
+        self.project = nn.Sequential()
+        self.project.qkv = nn.Linear(16, 48)
         self.attends = attends
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        q, k, v = self.project(self.embed(input_ids))
+        heads = self.project(self.embed(input_ids)).unflatten(-1, (6, 8)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=1)
         return F.scaled_dot_product_attention(q, k, v) if self.attends else v
-
-    class Project(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            heads = self.qkv(x).unflatten(-1, (6, 8)).transpose(1, 2)
-            return heads.chunk(3, dim=1)
-
-
-def _seeded(cls: type[PreTrainedModel], config: transformers.PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return cls(config).eval()

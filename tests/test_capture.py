@@ -1,87 +1,126 @@
 """Capturing a model's attention: what is handed over is what the model's own attention computed.
 
-The oracles are in `capturing`; kinds of models other than language models are in
-`test_capture_more`.
+The oracles are in `capturing`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capturing import TOLERANCE, EagerRun, Run, attend, worst
+from capturing import TOLERANCE, EagerRun, Run, attend, eager, merged, opened, worst
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from numdev.audit.run import audit
 from numdev.cases import AttentionCase
+from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.kernels import find
-from numdev.sources.capture import CaptureCount, attention_implementation, capture
-from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.watch import attention_modules
+from numdev.sources.capture import attention_implementation, capture, handed_over
+from numdev.sources.watch import Layers, attention_modules
 
-B, N = 3, 12
-
-Built = Callable[[], "models.PreTrainedModel"]
-# The last linear layer of an attention: what it is given is the attention's own output.
-OUT = {
-    "gpt2": "attn.c_proj",
-    "llama": "self_attn.o_proj",
-    "bert": "attention.output.dense",
-    "t5": "SelfAttention.o",
-    "falcon": "self_attention.dense",
-    "modernbert": "attn.Wo",
-    "gemma2": "self_attn.o_proj",
-    "gpt_oss": "self_attn.o_proj",
-}
+B, N, STEPS = 3, 12, 3
+IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
+DRAWN = torch.randn(2, B, 3, 12, 12, generator=torch.Generator().manual_seed(2)).double()
+PIXELS, FRAMES = {"pixel_values": DRAWN[0]}, {"input_features": DRAWN[1].reshape(B, -1, 24)[:, :8]}
+DECODER = {"decoder_input_ids": IDS[:, :6]}
+ENCODERS = {"t5_seq2seq": 2, "bart": 2, "whisper": 2}  # attentions of the encoder
 
 
-def inputs(padding: str | None) -> dict[str, Tensor]:
+def text(padding: str | None = None) -> dict[str, Tensor]:
     """Three sequences of 12 tokens; with padding, of 12, 7 and 4."""
-    ids = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
     if padding is None:
-        return {"input_ids": ids}
+        return {"input_ids": IDS}
     mask = torch.zeros(B, N, dtype=torch.int64)
     for row, length in enumerate((12, 7, 4)):
         mask[row, slice(N - length, N) if padding == "left" else slice(0, length)] = 1
-    return {"input_ids": ids * mask, "attention_mask": mask}
+    return {"input_ids": IDS * mask, "attention_mask": mask}
 
 
-def both(name: str, build: Built, given: dict[str, Tensor], tmp_path: Path) -> tuple[Run, Run]:
-    """The captured run of the saved model and the eager run of the model itself, both in fp64."""
-    built = build().double()
-    directory = models.save(built, tmp_path / name)
-    eager = type(built).from_pretrained(
-        directory,
-        dtype=torch.float64,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        local_files_only=True,
-    )
-    model = open_checkpoint(directory).load_model(dtype=torch.float64, device="cpu")
-    return Run(model, given, OUT[name]), EagerRun(eager, given, OUT[name])
+def cases_of(model: nn.Module, given: dict[str, Tensor], **options: Any) -> list[AttentionCase]:
+    cases: list[AttentionCase] = []
+    capture(model, given, cases.append, source="test", **options)
+    return cases
+
+
+def agrees(
+    name: str, given: dict[str, Tensor], tmp_path: Path, steps: int | None = None
+) -> list[AttentionCase]:
+    """Hold every case, answered here and by the reference, against the eager output of that call;
+    and the logits."""
+    captured = Run(opened(name, tmp_path), name, given, steps)
+    own = EagerRun(eager(name, tmp_path), name, given, steps)
+    assert len(captured.cases) == len(own.outputs) > 0
+    mask = given.get("attention_mask", torch.ones(B, N)).bool()
+    for case, expected in zip(captured.cases, own.outputs, strict=True):
+        batch, length = case.q.shape[0], case.q_len
+        real = mask if mask.shape == (batch, length) else None
+        assert case.q.dtype == torch.float64
+        for answer in (attend(case), find("reference").attend(case).out):
+            expected = expected.reshape(batch, length, -1)
+            assert worst(merged(answer), expected, real) < TOLERANCE
+    real = mask if mask.shape == captured.logits.shape[:2] else None
+    assert worst(captured.logits, own.logits, real) < 100 * TOLERANCE
+    return captured.cases
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize("name", list(OUT))
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", "t5", "falcon", "modernbert", "gemma2", "gpt_oss"]
+)
 def test_a_captured_call_computes_what_the_models_own_attention_does(
     name: str, padding: str | None, tmp_path: Path
 ) -> None:
-    """Every layer's case, answered here and by the reference, is that layer's eager output."""
-    given = inputs(padding)
-    real = given.get("attention_mask", torch.ones(B, N)).bool()
-    captured, eager = both(name, getattr(models, name), given, tmp_path)
-    assert captured.count is not None
-    assert captured.count.calls == len(captured.cases) == len(eager.outputs) == 2
-    for case, own in zip(captured.cases, eager.outputs, strict=True):
-        assert case.q.dtype == torch.float64
-        for answer in (attend(case), find("reference").attend(case).out):
-            assert worst(answer.transpose(1, 2).flatten(2), own, real) < TOLERANCE
-    assert worst(captured.logits, eager.logits, real) < 100 * TOLERANCE
+    """Every layer's case is that layer's eager output."""
+    assert len(agrees(name, text(padding), tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "calls"),
+    [
+        ("t5_seq2seq", {**text(), **DECODER}, 6),
+        ("t5_seq2seq", {**text("right"), **DECODER}, 6),
+        ("bart", {**text("right"), **DECODER}, 6),
+        ("vit", PIXELS, 2),
+        ("clip", {**text(), **PIXELS}, 4),
+        ("whisper", {**FRAMES, **DECODER}, 6),
+        ("gemma3", text(), 2),
+        ("mistral", text(), 2),
+    ],
+)
+def test_a_call_computes_what_the_models_own_attention_does(
+    name: str, given: dict[str, Tensor], calls: int, tmp_path: Path
+) -> None:
+    """Self and cross attention, position biases, towers and windows: all as the model has them."""
+    assert len(agrees(name, given, tmp_path)) == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *[(n, text()) for n in ("gpt2", "llama", "gemma2", "gemma3", "gpt_oss", "falcon", "bart")],
+        *[(n, text("left")) for n in ("llama", "gemma2", "gpt_oss")],
+        ("t5_seq2seq", text("right")),
+        ("whisper", FRAMES),
+    ],
+)
+def test_a_call_of_a_generation_computes_what_the_models_own_attention_does(
+    name: str, given: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """In the prefill and in every decode step, padding hidden from all; an encoder runs once."""
+    cases = agrees(name, given, tmp_path, STEPS)
+    encoder = ENCODERS.get(name, 0)
+    assert len(cases) == encoder + (4 if encoder else 2) * (1 + STEPS)
+    if "attention_mask" in given and not encoder:
+        assert cases[-1].mask is not None
+        assert cases[-1].mask.shape[-1] == N + STEPS
 
 
 @pytest.mark.parametrize(
@@ -97,18 +136,15 @@ def test_a_captured_call_computes_what_the_models_own_attention_does(
 )
 def test_the_comparison_rejects_a_wrong_case(wrong: dict[str, object], tmp_path: Path) -> None:
     """A case with any one field wrong is far from the eager output."""
-    import dataclasses
-
-    captured, eager = both("llama", models.llama, inputs(None), tmp_path)
+    captured = Run(opened("llama", tmp_path), "llama", text())
     case = dataclasses.replace(captured.cases[0], **wrong)
-    assert worst(attend(case).transpose(1, 2).flatten(2), eager.outputs[0]) > 1e-3
+    assert worst(merged(attend(case)), captured.outputs[0]) > 1e-3
 
 
 def test_calls_come_as_sdpa_would_have_had_them(tmp_path: Path) -> None:
     """Grouped keys stay grouped, with a causal flag; a mask brings them repeated, with no flag."""
-    bare, padded = (
-        both("llama", models.llama, inputs(p), tmp_path)[0].cases[0] for p in (None, "right")
-    )
+    model = opened("llama", tmp_path)
+    bare, padded = (cases_of(model, text(p))[0] for p in (None, "right"))
     assert (bare.kv_heads, bare.is_causal, bare.mask) == (2, True, None)
     assert (padded.kv_heads, padded.is_causal) == (8, False)
     assert padded.mask is not None
@@ -116,45 +152,32 @@ def test_calls_come_as_sdpa_would_have_had_them(tmp_path: Path) -> None:
 
 
 def test_soft_cap_and_window_are_delivered(tmp_path: Path) -> None:
-    """Gemma 2's cap is on every call; its window on the sliding layer's, whose mask has it too."""
-    first, second = both("gemma2", models.gemma2, inputs(None), tmp_path)[0].cases
+    """Gemma 2's cap is on every call; its window on the sliding layer's, whose mask has it too, and
+    where it hides nothing there is none, so that flash kernels can run the call."""
+    model = opened("gemma2", tmp_path)
+    first, second = cases_of(model, text())
     assert (first.softcap, second.softcap) == (0.5, 0.5)
     assert (first.window, second.window) == ((3, 0), None)
     assert first.mask is not None
     assert (second.mask, second.is_causal) == (None, True)
-
-
-def test_a_window_to_both_sides_is_delivered(tmp_path: Path) -> None:
-    first, second = both("modernbert", models.modernbert, inputs(None), tmp_path)[0].cases
-    assert (first.window, second.window) == (None, (2, 2))
-
-
-@pytest.mark.parametrize("length", [3, 4])
-def test_a_window_that_hides_nothing_is_none(length: int, tmp_path: Path) -> None:
-    """A window of 4 on 3 tokens is a plain causal call, which flash kernels can run."""
-    short = {"input_ids": inputs(None)["input_ids"][:, :length]}
-    first = both("gemma2", models.gemma2, short, tmp_path)[0].cases[0]
-    assert first.window is None
-    assert first.is_causal == (first.mask is None) == (length == 3)
+    for length in (3, 4):
+        case = cases_of(model, {"input_ids": IDS[:, :length]})[0]
+        assert case.window is None
+        assert case.is_causal == (case.mask is None) == (length == 3)
+    both_sides = cases_of(opened("modernbert", tmp_path), text())
+    assert [case.window for case in both_sides] == [None, (2, 2)]
 
 
 def test_a_single_query_keeps_its_heads(tmp_path: Path) -> None:
-    """transformers lays grouped heads out as rows when there is one query; the case has heads."""
-    given = {"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.tensor([[1], [0]])}
-    for name in ("llama", "gemma2", "gpt_oss"):
-        captured, eager = both(name, getattr(models, name), given, tmp_path / name)
-        case = captured.cases[0]
-        assert case.q.shape[1:3] == (8 if name == "llama" else 4, 1)
-        real = given["attention_mask"].bool()
-        assert worst(attend(case).transpose(1, 2).flatten(2), eager.outputs[0], real) < TOLERANCE
-        assert worst(captured.logits, eager.logits, real) < 100 * TOLERANCE
-
-
-def test_a_single_query_keeps_its_heads_masks() -> None:
-    """A mask per head is laid out like the heads, and is brought back with them."""
+    """transformers lays grouped heads out as rows when there is one query; the case has heads, and
+    a mask per head is brought back with them."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    attention_implementation(models.llama())
+    given = {"input_ids": torch.tensor([[5], [7]]), "attention_mask": torch.tensor([[1], [0]])}
+    for name in ("llama", "gemma2", "gpt_oss"):
+        case = agrees(name, given, tmp_path)[0]
+        assert case.q.shape[1:3] == (8 if name == "llama" else 4, 1)
+    attention_implementation(models.build("llama"))
 
     class Grouped(nn.Module):
         num_key_value_groups = 2
@@ -163,46 +186,69 @@ def test_a_single_query_keeps_its_heads_masks() -> None:
             return ALL_ATTENTION_FUNCTIONS["numdev"](self, *qkvm.values(), is_causal=False)[0]
 
     draw = torch.Generator().manual_seed(0)
-    q, k, v, bias = (
-        torch.randn(2, heads, n, d, dtype=torch.float64, generator=draw)
-        for heads, n, d in ((4, 1, 8), (2, 5, 8), (2, 5, 8), (4, 1, 5))
-    )
-    cases: list[AttentionCase] = []
-    module, given = Grouped(), {"q": q, "k": k, "v": v, "bias": bias}
-    capture(module, given, cases.append, source="")
-    assert worst(attend(cases[0]).transpose(1, 2), module(**given)) < TOLERANCE
+    shapes = ((4, 1, 8), (2, 5, 8), (2, 5, 8), (4, 1, 5))
+    q, k, v, bias = (torch.randn(2, *s, dtype=torch.float64, generator=draw) for s in shapes)
+    (case,) = cases_of(Grouped(), {"q": q, "k": k, "v": v, "bias": bias})
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    assert worst(attend(cases[0]), F.scaled_dot_product_attention(q, k, v, bias)) < TOLERANCE
+    assert worst(attend(case), F.scaled_dot_product_attention(q, k, v, bias)) < TOLERANCE
 
 
-def test_calls_are_named_by_module_layer_and_prompt(tmp_path: Path) -> None:
-    """Names are unique and say where the call was made."""
-    model = open_checkpoint(models.save(models.llama(), tmp_path)).load_model(
-        dtype=torch.float32, device="cpu"
-    )
-    refs = []
-    for prompt in (0, 1):
-        capture(model, inputs(None), lambda c: refs.append(c.ref), source="llama", prompt=prompt)
-    assert [r.case for r in refs] == [
-        "model.layers.0.self_attn#0",
-        "model.layers.1.self_attn#0",
-        "model.layers.0.self_attn#0@1",
-        "model.layers.1.self_attn#0@1",
+def test_calls_are_named_by_module_layer_and_phase(tmp_path: Path) -> None:
+    """Names are unique; a decode step has one query, and a key more than the one before."""
+    model = opened("llama", tmp_path)
+    refs = [case.ref for case in cases_of(model, text())]
+    assert [(r.case, r.layer, r.call) for r in refs] == [
+        ("model.layers.0.self_attn#0", 0, 0),
+        ("model.layers.1.self_attn#0", 1, 0),
     ]
-    assert [(r.layer, r.call, r.source) for r in refs[:2]] == [(0, 0, "llama"), (1, 0, "llama")]
-    assert attention_modules(model) == [r.module for r in refs[:2]]
+    assert attention_modules(model) == [r.module for r in refs]
+    first = [c for c in cases_of(model, text(), generate=2) if c.ref.layer == 0]
+    assert [(c.ref.case, c.ref.phase, c.ref.call, c.q_len, c.kv_len) for c in first] == [
+        ("model.layers.0.self_attn#0/prefill", "prefill", 0, N, N),
+        ("model.layers.0.self_attn#1/decode", "decode", 1, 1, N + 1),
+        ("model.layers.0.self_attn#2/decode", "decode", 2, 1, N + 2),
+    ]
+
+
+# --- generations ----------------------------------------------------------------------------------
+
+
+def test_the_prefill_is_called_as_a_forward_pass_is(tmp_path: Path) -> None:
+    """Ids that happen to be the padding token are read like any other, so that no mask appears."""
+    given, model = {"input_ids": IDS % 5}, opened("llama", tmp_path)
+    assert (given["input_ids"] == 0).any()
+    for a, b in zip(cases_of(model, given), cases_of(model, given, generate=1), strict=False):
+        assert (a.mask, a.is_causal) == (b.mask, b.is_causal) == (None, True)
+        assert torch.equal(a.q, b.q)
+
+
+def test_a_sliding_layers_cache_holds_its_window(tmp_path: Path) -> None:
+    """In a decode step the cache itself is the window, so the case needs none."""
+    cases = cases_of(opened("gemma3", tmp_path), text(), generate=1)
+    expected = [((3, 0), N), (None, N), (None, 4), (None, N + 1)]
+    assert [(c.window, c.kv_len) for c in cases] == expected
+
+
+def test_a_generation_repeats_itself_and_never_stops_early(tmp_path: Path) -> None:
+    """Greedy, even where the end token is the likeliest."""
+    model = opened("gpt2", tmp_path)
+    model.lm_head.weight.data[2] = 1e3  # the end token: a huge logit of one sign or the other
+    runs = [cases_of(model, text(), generate=4) for _ in "ab"]
+    assert len(runs[0]) == 2 * 5
+    assert all(torch.equal(a.q, b.q) for a, b in zip(*runs, strict=True))
+
+
+# --- what capturing leaves alone ------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
 
 
 def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The logits are those of a run without capture; hooks and modes are gone, also on an error."""
-    model = open_checkpoint(models.save(models.gemma2(), tmp_path)).load_model(
-        dtype=torch.float32, device="cpu"
-    )
-    given = inputs("left")
+    model, given = opened("gemma2", tmp_path), text("left")
     before = model(**given).logits
-
-    class Stop(Exception):
-        pass
 
     def stop(case: AttentionCase) -> None:
         raise Stop
@@ -212,102 +258,102 @@ def test_capturing_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert not _get_current_function_mode_stack()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.is_grad_enabled()
-    captured = Run(model, given, OUT["gemma2"])
-    assert torch.equal(captured.logits, before)
+    assert torch.equal(Run(model, "gemma2", given).logits, before)
     assert torch.equal(model(**given).logits, before)
+
+
+def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> None:
+    """`on_call` may call SDPA, or run another model, whose soft cap is applied all the same."""
+    model, inside, seen = opened("gemma2", tmp_path), [], []
+
+    def measure(case: AttentionCase) -> None:
+        F.scaled_dot_product_attention(case.q, case.k, case.v)
+        inside.append(model(**text()).logits)
+        seen.append(case.ref.case)
+
+    calls, drawn = capture(models.Attending("sdpa"), text(), measure, source="")
+    assert (calls, drawn, seen) == (1, (), ["attn#0"])
+    assert torch.equal(inside[0], model(**text()).logits)
 
 
 def test_a_direct_sdpa_call_is_captured_with_its_defaults() -> None:
     """No transformers involved: the scale is 1/sqrt(d) and the layer a running number."""
     model = models.Attending("sdpa").double()
-    cases: list[AttentionCase] = []
-    count = capture(model, inputs(None), cases.append, source="mine")
-    assert count == CaptureCount(calls=1, modules={"attn": 1})
-    assert (cases[0].scale, cases[0].is_causal, cases[0].ref.layer) == (8**-0.5, True, 0)
-    own = model(**inputs(None))
-    assert worst(attend(cases[0]).transpose(1, 2).flatten(2), own) < TOLERANCE
+    (case,) = cases_of(model, text())
+    assert (case.scale, case.is_causal, case.ref.layer) == (8**-0.5, True, 0)
+    assert worst(merged(attend(case)), model(**text())) < TOLERANCE
 
 
-def test_calls_made_while_handling_a_call_are_not_captured() -> None:
-    """`on_call` may run kernels that call SDPA themselves."""
-    seen = []
+def test_a_run_is_gone_through_item_by_item() -> None:
+    """Exactly one side runs at a time; an error comes out where it is waited for, and leaving early
+    ends the run at its next item."""
+    events: list[str] = []
 
-    def measure(case: AttentionCase) -> None:
-        F.scaled_dot_product_attention(case.q, case.k, case.v)
-        seen.append(case.ref.case)
+    def run(hand_over: Callable[[int], None]) -> None:
+        try:
+            for i in range(3):
+                events.append(f"made {i}")
+                hand_over(i)
+            raise Stop
+        finally:
+            events.append("ended")
 
-    capture(models.Attending("sdpa"), inputs(None), measure, source="")
-    assert seen == ["attn#0"]
+    def meet_all() -> None:
+        for i in handed_over(run):
+            events.extend([f"met {i}"])
 
-
-def test_a_model_run_while_handling_a_call_is_itself(tmp_path: Path) -> None:
-    """Its soft cap is applied although the mode that sees it is off, and it is not captured."""
-    model = open_checkpoint(models.save(models.gemma2(), tmp_path)).load_model(
-        dtype=torch.float32, device="cpu"
-    )
-    alone = model(**inputs(None)).logits
-    inside = []
-    count = capture(
-        models.Attending("sdpa"),
-        inputs(None),
-        lambda case: inside.append(model(**inputs(None)).logits),
-        source="",
-    )
-    assert count.calls == 1
-    assert torch.equal(inside[0], alone)
-
-
-def test_attention_computed_by_hand_is_an_error() -> None:
-    """A model that multiplies its own softmax(qk) v is named, not passed over."""
-    with pytest.raises(MeasurementError, match="not seen in attn;"):
-        capture(models.Attending("softmax"), inputs(None), lambda c: None, source="")
+    with pytest.raises(Stop):
+        meet_all()
+    assert events == [f"{what} {i}" for i in range(3) for what in ("made", "met")] + ["ended"]
+    events.clear()
+    items = handed_over(run)
+    next(items)
+    items.close()
+    assert events == ["made 0", "ended"]
 
 
-def test_one_unseen_layer_among_seen_ones_is_an_error() -> None:
-    """A shorter report is not an answer: every layer that ran must have made a call."""
-    model = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2))
-    model.forward = lambda input_ids: model[1](model[0](input_ids))  # type: ignore[method-assign]
-    with pytest.raises(MeasurementError, match="not seen in 1;"):
-        capture(model, inputs(None), lambda c: None, source="")
+# --- what cannot be captured ----------------------------------------------------------------------
+
+
+def chained(*parts: nn.Module) -> nn.Module:
+    model = nn.Sequential(*parts)
+    model.forward = lambda input_ids: nn.Sequential.forward(model, input_ids)  # type: ignore
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (models.Attending("softmax"), "not seen in attn;"),
+        (
+            chained(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2)),
+            "not seen in 1;",
+        ),
+        (models.Twice("softmax"), "not seen in attn;"),
+        (models.Split(attends=False), "project"),
+        (chained(nn.Embedding(96, 4)), "no attention call"),
+        (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
+    ],
+)
+def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
+    model: nn.Module, says: str
+) -> None:
+    """A shorter report is not an answer: every run of a layer must have made a call."""
+    with pytest.raises(MeasurementError, match=says):
+        cases_of(model, text())
 
 
 def test_every_run_of_a_layer_must_make_a_call() -> None:
-    """A layer that is run twice makes two calls, or is named."""
-    cases: list[AttentionCase] = []
-    capture(models.Twice(lazy=False), inputs(None), cases.append, source="")
-    assert [c.ref.case for c in cases] == ["attn#0", "attn#1"]
-    with pytest.raises(MeasurementError, match="not seen in attn;"):
-        capture(models.Twice(lazy=True), inputs(None), lambda c: None, source="")
-
-
-def test_projections_in_a_module_of_their_own_count_for_their_parent() -> None:
-    """The parent's call is the one expected; without it, the projections' module is named."""
-    count = capture(models.Split(attends=True), inputs(None), lambda c: None, source="")
-    assert count.modules == {"Split": 1}
-    with pytest.raises(MeasurementError, match="project"):
-        capture(models.Split(attends=False), inputs(None), lambda c: None, source="")
-
-
-def test_a_model_without_attention_is_an_error() -> None:
-    model = nn.Sequential(nn.Embedding(96, 4))
-    model.forward = lambda input_ids: model[0](input_ids)  # type: ignore[method-assign]
-    with pytest.raises(MeasurementError, match="no attention call"):
-        capture(model, inputs(None), lambda c: None, source="")
-
-
-def test_dropout_is_an_error() -> None:
-    with pytest.raises(MeasurementError, match=r"attn: attention with dropout 0\.1"):
-        capture(models.Attending("dropout"), inputs(None), lambda c: None, source="")
+    """A layer that is run twice makes two calls; projections in a module of their own count for
+    their parent."""
+    assert [c.ref.case for c in cases_of(models.Twice("sdpa"), text())] == ["attn#0", "attn#1"]
+    assert [c.ref.module for c in cases_of(models.Split(attends=True), text())] == ["Split"]
 
 
 def test_an_unknown_argument_is_an_error_that_names_it(tmp_path: Path) -> None:
     """Nothing a model passes to its attention is dropped silently."""
-    model = open_checkpoint(models.save(models.llama(), tmp_path)).load_model(
-        dtype=torch.float32, device="cpu"
-    )
-    given = {**inputs(None), "tree_bias": torch.zeros(1)}
     with pytest.raises(MeasurementError, match=r"LlamaAttention .* does not know: tree_bias"):
-        capture(model, given, lambda c: None, source="")
+        cases_of(opened("llama", tmp_path), {**text(), "tree_bias": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(
@@ -323,12 +369,17 @@ def test_a_window_that_the_mask_lacks_is_an_error(
     name: str, layer: int, size: int, padding: str | None, tmp_path: Path
 ) -> None:
     """SDPA follows the mask and flash attention the window: numdev does not choose."""
-    model = open_checkpoint(models.save(getattr(models, name)(), tmp_path)).load_model(
-        dtype=torch.float32, device="cpu"
-    )
+    model = opened(name, tmp_path)
     model.get_submodule(attention_modules(model)[layer]).sliding_window = size
     with pytest.raises(MeasurementError, match=f"passes a window of {size}"):
-        capture(model, inputs(padding), lambda c: None, source="")
+        cases_of(model, text(padding))
+
+
+def test_inputs_that_do_not_fit_are_an_error_in_one_line(tmp_path: Path) -> None:
+    """What the model raises on them is passed on as a message."""
+    with pytest.raises(MeasurementError, match="ViTForImageClassification failed on") as caught:
+        cases_of(opened("vit", tmp_path), {"pixel_values": torch.zeros(1, 3, 16, 16)})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -356,3 +407,48 @@ def test_projections_are_known_by_their_names(children: str, owns: bool) -> None
     for child in children.split():
         module.add_module(child, nn.Linear(1, 1))
     assert attention_modules(module) == ([""] if owns else [])
+
+
+# --- layers that are asked for --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "met", "said"),
+    [
+        (None, (0, 1), ()),
+        ((1,), (0, 1), ()),
+        (
+            (1, 7, 9),
+            (0, 1),
+            ("--layers: no attention call in layers 7, 9; there are calls in layers 0, 1.",),
+        ),
+        ((9,), (), ("--layers: no attention call in layers 9.",)),
+    ],
+)
+def test_what_is_said_of_layers(asked: Any, met: Any, said: Any) -> None:
+    """Layers without a call are named; with none left, it is an error."""
+    layers = Layers(asked)
+    chosen = [layer for layer in met if layers.choose(layer)]
+    assert chosen == [layer for layer in met if asked is None or layer in asked]
+    assert layers.notes("x") == said
+    none = Layers((9,))
+    none.choose(0)
+    with pytest.raises(MeasurementError, match="x: no attention call in layers 9"):
+        none.notes("x")
+
+
+def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    """`--layers 1,99` audits layer 1, and says once that there is no layer 99."""
+    request = AuditRequest(
+        target="demo",
+        checkpoint="demo",
+        kernels=(Choice(name="sdpa-math"),),
+        layers=(1, 99),
+        length=16,
+        sequences=1,
+        device="cpu",
+        reproducers=0,
+    )
+    said: list[str] = []
+    assert {row.layer for row in audit(request, tmp_path, say=said.append).rows} == {1}
+    assert sum("no attention call in layers 99" in line for line in said) == 1

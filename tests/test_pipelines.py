@@ -101,7 +101,7 @@ def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
     list(source)
     watched, answers[:] = list(answers), []
     source.pipeline(
-        **source.reading.arguments,
+        **source.arguments,
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(0),
         output_type="latent",
@@ -148,7 +148,7 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a red cat\n\n  a small house \n")
     given = {"sequences": 3, "denoise": 1, "text": (str(tmp_path / "p.txt"),)}
     source: Any = open_source(request(unet, **given), System.here("cpu"))
-    assert source.reading.arguments == {"prompt": ["a red cat", "a small house", "a red cat"]}
+    assert source.arguments == {"prompt": ["a red cat", "a small house", "a red cat"]}
     assert source.describe()["prompt"] == "3 images, prompts: 2 of p.txt"
     cross = [c for c in captured(unet, **given) if c.ref.attends == "cross"]
     other = [c for c in captured(unet, sequences=3, denoise=1) if c.ref.attends == "cross"]
@@ -232,7 +232,7 @@ def test_weights_that_are_missing_are_named(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--steps", "0,4"), "--steps 4: steps are counted from 0, and there are 4"),
+        (("--steps", "0,4"), "--steps: expected steps below 4, got 4"),
         (("--generate", "2"), "is a diffusers pipeline"),
         (("--inputs", "x"), "is a diffusers pipeline"),
         (("--model", "m:f"), "is a diffusers pipeline"),

@@ -58,8 +58,7 @@ def captured(
     def on_call(case: AttentionCase) -> None:
         found.append((case, projections.of(case)))
 
-    with projections.following(model):
-        capture(model, inputs, on_call, source="test", upstream=upstream, on_met=projections.met)
+    capture(model, inputs, on_call, source="test", upstream=upstream, on_met=projections.met)
     return found
 
 

@@ -57,20 +57,15 @@ def same_numbers(a: report.AuditReport, b: report.AuditReport) -> bool:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of stored tensors that streaming reads, as it reads them."""
-    found: list[str] = []
-    made = Deferred.made
+    names: list[str] = []
+    read = Streamed._read
 
-    def noting(self: Deferred, read: Any) -> Tensor:
-        def note(stored: Stored) -> Tensor:
-            found.append(stored.name)
-            value: Tensor = read(stored)
-            return value
+    def noting(self: Streamed, stored: Stored) -> Tensor:
+        names.append(stored.name)
+        return read(self, stored)
 
-        outermost = getattr(read, "__name__", "") != "note"  # a recipe asks for its parts' recipes
-        return made(self, note if outermost else read)
-
-    monkeypatch.setattr(Deferred, "made", noting)
-    return found
+    monkeypatch.setattr(Streamed, "_read", noting)
+    return names
 
 
 # --- the same numbers ---------------------------------------------------------------------------
@@ -89,40 +84,11 @@ def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox", "mixtral"])
 def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In every format of the model: bit for bit, a second time too."""
+    """In every format of the model, renamed and converted weights too: bit for bit, twice."""
     directory = saved(name, tmp_path)
-    ours = streamed(directory, dtype)
-    whole = open_checkpoint(directory).load_model(dtype=dtype, device="cpu")
-    with torch.no_grad():
-        wanted = whole(**IDS).logits
-        for _ in range(2):
-            with ours.running():
-                assert torch.equal(ours.model(**IDS).logits, wanted)
-
-
-def test_weights_that_are_converted_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """Mixtral stores every expert by itself, and its model has them stacked."""
-    import transformers
-
-    config = transformers.MixtralConfig(
-        **models.WIDE,
-        intermediate_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    directory = models.save(transformers.MixtralForCausalLM(config), tmp_path / "mixtral")
-    names = load_file(directory / "model.safetensors").keys()
-    assert any("experts.2." in name for name in names)  # by themselves, on disk
-    ours = streamed(directory)
-    whole = open_checkpoint(directory).load_model(dtype=torch.float32, device="cpu")
-    with torch.no_grad(), ours.running():
-        assert torch.equal(ours.model(**IDS).logits, whole(**IDS).logits)
+    assert_same_bits(streamed(directory, dtype), directory, dtype)
 
 
 def test_tied_weights_and_buffers_are_right(tmp_path: Path) -> None:
@@ -131,12 +97,21 @@ def test_tied_weights_and_buffers_are_right(tmp_path: Path) -> None:
     directory = saved("llama", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(directory / "model.safetensors")
     ours = streamed(directory)
-    whole = open_checkpoint(directory).load_model(dtype=torch.float32, device="cpu")
+    whole = assert_same_bits(ours, directory, torch.float32)
     kept = dict(ours.model.named_buffers())
     assert kept.keys() == dict(whole.named_buffers()).keys()
     assert all(torch.equal(kept[name], x) for name, x in whole.named_buffers())
-    with torch.no_grad(), ours.running():
-        assert torch.equal(ours.model(**IDS).logits, whole(**IDS).logits)
+
+
+def assert_same_bits(ours: Streamed, directory: Path, dtype: torch.dtype) -> nn.Module:
+    """The logits of two streamed runs are the whole model's; returns that."""
+    whole = open_checkpoint(directory).load_model(dtype=dtype, device="cpu")
+    with torch.no_grad():
+        wanted = whole(**IDS).logits
+        for _ in range(2):
+            with ours.running():
+                assert torch.equal(ours.model(**IDS).logits, wanted)
+    return whole
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -187,17 +162,7 @@ STACKS = ("layers", "h", "layer")
 
 def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> None:
     """ALBERT's one layer runs twice: asking for it alone stops nothing."""
-    import transformers
-
-    config = transformers.AlbertConfig(
-        **models.WIDE,
-        embedding_size=16,
-        intermediate_size=48,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    target = models.save(transformers.AlbertModel(config), tmp_path / "albert")
+    target = saved("albert", tmp_path)
     flags = ("--layers", "0")
     ours = audit(target, "a", "--stream", *flags)
     assert len({case.case for case in ours.cases}) == 2
@@ -303,9 +268,6 @@ def test_without_accelerate_the_extra_is_named(
     assert "numdev[large]" in (caught.value.hint or "")
 
 
-# --- deferred tensors ---------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
@@ -321,7 +283,7 @@ def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_is_lost_on_the_way_is_named(tmp_path: Path) -> None:
-    """The error of the thread that reads ahead comes out where the layer would have run."""
+    """The error comes out where the layer would have run."""
     directory = saved("llama", tmp_path)
     ours = streamed(directory)
     (directory / "model.safetensors").write_bytes(b"")

@@ -57,7 +57,9 @@ def varlen_cases(
         packed = _begins(cu_seqlens_k, "cu_seqlens_k", math.inf if paged else len(k))
     counts = [b - a for a, b in itertools.pairwise(packed)] if seqused_k is None else seqused_k
     counts, n = [int(count) for count in counts], len(rows) - 1
-    lists = len(packed) == n + 1 if block_table is None else block_table.ndim == 2
+    lists = len(packed) == n + 1
+    if block_table is not None:
+        lists = block_table.ndim == 2 and len(block_table) >= n
     if q.ndim != 3 or not k.ndim == v.ndim == (4 if paged else 3) or not lists or len(counts) < n:
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
         shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in given)
