@@ -142,7 +142,7 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     """A model of the table in eval mode, the same weights every time."""
     kind, fields = MODELS[name]
     architecture = getattr(transformers, kind)
-    config = architecture.config_class(**fields, **changes)
+    config = architecture.config_class(**{**fields, **changes})
     torch.manual_seed(0)
     return architecture(config).eval()
 

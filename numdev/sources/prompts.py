@@ -125,6 +125,9 @@ def from_text(files: Sequence[Path], tokenizer: Any, *, length: int, sequences: 
     beginnings of UTF-8 files; every file gives at least one. A file shorter than `length` gives one
     shorter chunk, and the batch is padded on the tokenizer's side. Raises UsageError for a file
     that cannot be read or holds no token, and where `length` leaves no room."""
+    if not tokenizer.is_fast:
+        what = f"{type(tokenizer).__name__}: expected a fast tokenizer, which cuts a text itself"
+        raise UsageError(what, hint="leave --text out: token ids are then drawn with --seed")
     special = len(tokenizer("")["input_ids"])
     if length <= special:
         raise UsageError(f"--length: expected more than {special} special tokens, got {length}")

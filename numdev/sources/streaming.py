@@ -140,7 +140,7 @@ class Streamed:
                 raise Enough
 
         def leave(unit: nn.Module, *_: Any) -> None:
-            for places, name, _, empty in self.units[unit]:
+            for places, name, _weight, empty in self.units[unit]:
                 places[name] = empty
 
         with ExitStack() as stack:
