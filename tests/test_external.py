@@ -271,5 +271,5 @@ def test_claims() -> None:
     capped = case_of({"softcap": 2.0})
     assert all(find(name).claims(capped, ran(), H200) is None for name in FLASH)
     own = find("xformers").claims
-    assert own(case, ran(op="cutlass"), H200) == efficient_attention(case, H200)
+    assert own(case, ran(op="cutlass"), H200) == efficient_attention(case)
     assert own(case, ran(op="flash"), H200) == {"preset": "fa2"}

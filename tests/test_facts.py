@@ -16,7 +16,7 @@ from numdev.formats import format_named, round_to
 from numdev.gate.compare import compared
 from numdev.kernels import Output, find
 from numdev.kernels.reference import attend
-from numdev.kernels.triton_flash.plan import Launch
+from numdev.kernels.triton_flash.kernel import Launch
 from numdev.system import System
 from numdev.training.measure import is_spike
 from numdev.training.models import kept_of_image

@@ -23,14 +23,12 @@ from numdev.audit.check_cases import CheckSource
 from numdev.audit.examine import examine
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
-from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output
 from numdev.kernels.autograd_styles import WAYS
 from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.reference import gradients
-from numdev.report import DeviationRow
 from numdev.system import System
 from numdev.testing import CheckFailed, check_attention
 
@@ -209,23 +207,6 @@ def test_worst_rows_are_held_to_the_way_too() -> None:
         largest = max(r.worst_row or 0.0 for r in rows if r.tensor == tensor)
         found = max(w.ratio or 0.0 for w in named if w.tensor == tensor)
         assert found == pytest.approx(largest, rel=1e-9), tensor
-
-
-def test_the_limits_are_those_of_the_rules() -> None:
-    """From which a way is tried: those of configs/gate/default.yaml."""
-    by_name = {t.name: t for t in default_rules().thresholds}
-
-    def limit(rule: str, tensor: str) -> float | None:
-        there: Any = {"kernel": "k", "format": "bfloat16", "tensor": tensor, "role": "kernel"}
-        return by_name[rule].at(DeviationRow.model_construct(**there)).at_most
-
-    assert by_name["typical head"].at_most == undeclared.TYPICAL
-    for tensor, (most, in_a_row) in undeclared.LARGEST.items():
-        assert limit("error", tensor) == most
-        assert limit("worst row", tensor) == in_a_row
-    assert by_name["bias"].below == undeclared.BIAS
-    assert by_name["bias"].certain is not None
-    assert by_name["bias"].certain.alpha == undeclared.BIAS_ALPHA
 
 
 # --- rows that see no key ------------------------------------------------------------------------

@@ -2,20 +2,17 @@
 
 Without a word a kernel is held against `fa2`. Sound functions that round elsewhere err beyond that:
 plain code by autograd's casts, a wrapper by those of the operator it calls. So where a kernel
-declared nothing and a tensor of a call is beyond its limit under `fa2`, and only there, other ways
-that sound kernels are known to round are tried on the same inputs: the claims of PyTorch's fused
-operators (`numdev.kernels.sdpa`), the presets that stand for real code (not `golden2024` and
-`qiu2025`, which keep running sums in the working format: that is a fault here), and code in PyTorch
-with autograd's gradients of it (`numdev.kernels.autograd_styles`).
+declared nothing and a tensor of a call is beyond its limit under `fa2`, other ways that sound
+kernels are known to round are tried on the same inputs: the claims of PyTorch's fused operators,
+the presets that stand for real code (not `golden2024` and `qiu2025`, which keep running sums in the
+working format: that is a fault here), and code in PyTorch with autograd's gradients of it.
 
-A way explains a kernel where what it errs is what the kernel errs, element by element. What is left
-is the residual |x - way| / |x - r| of a tensor (`numdev.explain.attribution` has it too, and says
-why rows count alike). Its square is the share of the squared error that stays unexplained: it may
-be a quarter on the average of all tensors of the call, and a half in one that is beyond its limit.
-Errors of the same size, or a prediction that is merely larger, leave 1 and more. A fault beside a
-way that is right shows as ever, for the kernel is then held to the same limits beside that way's
-errors. Nothing is tried where an element cannot be predicted (in float32), or where something is
-not finite or another function is suspected.
+A way explains a kernel where what it errs is what the kernel errs, element by element: where the
+residual |x - way| / |x - r| of a tensor (`numdev.explain.attribution` has it too, and says why rows
+count alike) is at most a half over all tensors of the call, and sqrt(1/2) in one that is beyond its
+limit. Errors of the same size, or a prediction that is merely larger, leave 1 and more. A fault
+beside a way that is right shows as ever, for the kernel is then held to the same limits beside that
+way's errors.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from numdev.audit.bench import Bench
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain.attribution import ENOUGH, EXPLAINS, row_weights, weighed
 from numdev.formats import Format, round_to
+from numdev.gate.rules import Threshold, default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.autograd_styles import WAYS, Way
 from numdev.kernels.emulation.predict import returning, unpredictable
@@ -41,29 +39,12 @@ from numdev.kernels.output import GRADIENTS
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import DeviationRow
+from numdev.report.statistics import BIAS_ALPHA
 from numdev.system import System
 
 Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
-# The limits of configs/gate/default.yaml on `expected_ratio` of the median head; on that of a
-# single one and on `worst_row`, by tensor; on `bias_size`, in ulps, and on its p.
-TYPICAL = 1.05
-LARGEST: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("out", "dv"), (1.1, 5.0)),
-    **dict.fromkeys(("dq", "dk"), (3.0, 20.0)),
-}
-BIAS, BIAS_ALPHA = 0.05, 0.01
 IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
 MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
-# By device, PyTorch's kernels and the operator that each is.
-OPERATORS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu", "sdpa-math": "math"},
-    "cuda": {
-        "sdpa-flash": "_scaled_dot_product_flash_attention",
-        "sdpa-efficient": "_scaled_dot_product_efficient_attention",
-        "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
-        "sdpa-math": "math",
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,22 +58,37 @@ class Likeness:
     """The root mean square of all tensors'."""
 
 
+def rule(name: str) -> Threshold:
+    """A rule of configs/gate/default.yaml."""
+    return next(t for t in default_rules().thresholds if t.name == name)
+
+
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     """The tensors of one call that are beyond what the default rules allow them beside `fa2`; none
     where that is no matter of rounding: something is not finite, another function is suspected."""
     if any(row.nonfinite or row.suspicion for row in rows):
         return ()
-    return tuple(t for t in LARGEST if _beyond(t, [r for r in rows if r.tensor == t]))
+    tensors = ("out", "dv", "dq", "dk")
+    return tuple(t for t in tensors if _beyond([r for r in rows if r.tensor == t]))
 
 
-def _beyond(tensor: str, rows: Sequence[DeviationRow]) -> bool:
+def _beyond(rows: Sequence[DeviationRow]) -> bool:
     ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
-    worst = max((r.worst_row for r in rows if r.worst_row is not None), default=0.0)
-    most, most_in_a_row = LARGEST[tensor]
-    if ratios and (max(ratios) > most or median(ratios) > TYPICAL or worst > most_in_a_row):
+    if not ratios:
+        return False
+    values = {
+        "error": max(ratios),
+        "typical head": median(ratios),
+        "worst row": max((r.worst_row for r in rows if r.worst_row is not None), default=0.0),
+    }
+    if any(rule(name).at(rows[0]).excess(value) > 1 for name, value in values.items()):
         return True
-    biased = (r for r in rows if tensor == "out" and abs(r.bias_size or 0.0) >= BIAS)
+    biased = (r for r in rows if r.tensor == "out" and _is_biased(r.bias_size))
     return any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
+
+
+def _is_biased(size: float | None) -> bool:
+    return rule("bias").excess(size) > 1
 
 
 def likeness(
@@ -103,10 +99,8 @@ def likeness(
     system: System,
 ) -> Likeness | None:
     """The way that fits best of those that explain the output, of which `tensors` are beyond their
-    limits under `fa2`; `formats` are those of all that came back.
-
-    A way that cannot take the call (a sink, too many scores) is not tried.
-    """
+    limits under `fa2`; `formats` are those of all that came back. None too where an element cannot
+    be predicted (in float32). A way that cannot take the call is not tried."""
     names = [n for n in formats if n in bench.by_row]
     if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
         return None
@@ -134,15 +128,15 @@ def with_bias_explained(
     metrics: Sequence[Metrics], like: Likeness, yardstick: Yardstick
 ) -> list[Metrics]:
     """The metrics of an output; where a large bias is that of the way which explains it (two nearer
-    each other than BIAS are one), there is none that is the kernel's own, and `nulls` says whose it
-    is."""
-    if all(abs(head.get("bias_size") or 0.0) < BIAS for head in metrics):
+    each other than the limit are one), there is none that is the kernel's own, and `nulls` says
+    whose it is."""
+    if not any(_is_biased(head.get("bias_size")) for head in metrics):
         return list(metrics)
     way = round_to(like.expected["out"], yardstick.format)
     explained = []
     for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
         size, other = head.get("bias_size"), its.get("bias_size")
-        if size and other and abs(size) >= BIAS and abs(size - other) < BIAS:
+        if size and other and _is_biased(size) and not _is_biased(size - other):
             why = f"{size:+.3f} ulp, {like.words}"
             head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
         explained.append(head)
@@ -169,7 +163,7 @@ def _ways(
     """What is tried, in words, the likeliest first."""
     claims: dict[str, Mapping[str, Any]] = {}
     place = "GPU" if system.device == "cuda" else "CPU"
-    for name, operator in OPERATORS[system.device].items():
+    for name, operator in sdpa.OPERATORS[system.device].items():
         claims[f"as {name} rounds on this {place}"] = sdpa.claim_of(operator, bench.case, system)
     claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
     for words, claim in claims.items():

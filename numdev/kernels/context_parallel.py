@@ -5,11 +5,7 @@ ranks of a process group, and turns an SDPA call into ring attention. Numdev sta
 each rank, kept from call to call, hands each the whole call and takes the whole result, in its
 natural order; everything between is PyTorch's. It does so for no operator on a CPU: there the ring
 is called itself, over gloo, with the CPU's flash operator. No audit takes that for the kernel,
-whose requirement is CUDA devices, but it can be called.
-
-What it computes is what `sharded` computes with as many shards, `order: zigzag` where the load is
-balanced and `ring` where not, and `merge_format: promoted` without `convert_to_f32`; its claim is
-the same.
+whose requirement is CUDA devices, but it can be called. What it computes, and claims, is `sharded`.
 
 A rank that waits for another which is gone waits for ever. So where one dies, raises or says
 nothing in time, all are ended, and that is one failed row. A rank ends when its pipe is closed, as
@@ -39,20 +35,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, UsageError, closest
-from numdev.kernels import Output, Refused, Requirement, kernel, options_of
-from numdev.kernels.sdpa import FUSED, REFUSALS
+from numdev.errors import MeasurementError
+from numdev.kernels import Output, Refused, Requirement, kernel
+from numdev.kernels.output import refuse, upstream, why_not
+from numdev.kernels.sdpa import FUSED, OPERATORS, REFUSALS, forced
 from numdev.kernels.sharded import claims, described
 
-OPERATORS = {
-    "sdpa-flash": "_scaled_dot_product_flash_attention",
-    "sdpa-efficient": "_scaled_dot_product_efficient_attention",
-    "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
+VALUES: Mapping[str, Sequence[Any]] = {
+    "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn"),
+    "rotate": ("allgather", "alltoall"),
+    "convert_to_f32": (True, False),
+    "load_balance": (None, True, False),
 }
-ROTATIONS = ("allgather", "alltoall")
+"""Options beside `world`, their defaults first. None balances causal calls, and no other can be."""
 NAMES = ("out", "dq", "dk", "dv")
 SEQUENCE = 2  # the axis that is divided
 START_S = 180.0  # for ranks to import torch and to find each other
@@ -64,61 +61,36 @@ sys.path[:], *place = json.loads(sys.argv[1])
 from numdev.kernels.context_parallel import rank
 rank(*place)
 """
+Answer = dict[str, Any]
 
 
 def _unsupported(case: AttentionCase) -> str | None:
-    if case.softcap is not None or case.sinks is not None:
-        return "PyTorch's SDPA has no soft cap and no attention sinks"
-    if case.mask is not None or case.window is not None or case.causal_offset:
-        return "PyTorch's context parallelism has causality from the top left, and no masks"
-    if case.is_causal and case.q_len != case.kv_len:
-        return "PyTorch's context parallelism takes causal calls with as many queries as keys alone"
-    return None
-
-
-def _check(options: Mapping[str, Any]) -> None:
-    world = options["world"]
-    if not isinstance(world, int) or isinstance(world, bool) or world < 2:
-        raise UsageError(f"world is {world!r}", hint="how many devices, from 2 on")
-    for name, known in (("inner", tuple(OPERATORS)), ("rotate", ROTATIONS)):
-        if options[name] not in known:
-            hint = closest(str(options[name]), known)
-            raise UsageError(f"context-parallel: {name} is {options[name]!r}", hint=hint)
-    for name, allowed in (("convert_to_f32", bool), ("load_balance", bool | None)):
-        if not isinstance(options[name], allowed):
-            raise UsageError(f"{name} is {options[name]!r}", hint="true or false")
+    masked = case.mask is not None or case.window is not None or case.causal_offset
+    unlike = case.is_causal and case.q_len != case.kv_len
+    return why_not(
+        (case.softcap is not None or case.sinks is not None, "it has no soft cap and no sinks"),
+        (masked, "it has causality from the top left, and no masks"),
+        (unlike, "it takes causal calls with as many queries as keys alone"),
+    )
 
 
 def gradients(case: AttentionCase, **options: Any) -> Output:
     """A training step, under the options of `context-parallel`."""
-    assert case.grad_out is not None
-    dO = {"grad_out": case.grad_out.to(case.q.dtype)}
-    return _computed(case, {**options_of(context_parallel), **options}, dO)
+    return _computed(case, options, {"grad_out": upstream(case).to(case.q.dtype)})
 
 
 @kernel(
     "context-parallel",
+    options={"world": 2, **{name: values[0] for name, values in VALUES.items()}},
+    values={"world": 2, **VALUES},
     requires=Requirement(device="cuda", devices=2),
     supports=_unsupported,
-    validate=_check,
     claims=claims,
     backward=gradients,
 )
-def context_parallel(
-    case: AttentionCase,
-    *,
-    world: int = 2,
-    inner: str = "sdpa-flash",
-    rotate: str = "allgather",
-    convert_to_f32: bool = True,
-    load_balance: bool | None = None,
-) -> Output:
-    """PyTorch's context parallelism: one call over several GPUs, as ring attention.
-
-    `load_balance`: None balances causal calls, and no other can be.
-    """
-    given = locals()  # the arguments and nothing else: keep this the first line
-    return _computed(case, {name: x for name, x in given.items() if name != "case"}, {})
+def context_parallel(case: AttentionCase, **options: Any) -> Output:
+    """PyTorch's context parallelism: one call over several GPUs, as ring attention."""
+    return _computed(case, options, {})
 
 
 def _computed(
@@ -126,50 +98,37 @@ def _computed(
 ) -> Output:
     world, inner, balanced = options["world"], options["inner"], options["load_balance"]
     balanced = case.is_causal if balanced is None else balanced
-    refusal = _refusal(case, world, inner, balanced)
-    if refusal:
-        raise Refused(refusal)
-    tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
-    answers = together(world, case.q.device.type).ask(
-        {
-            **{name: x.detach().cpu().contiguous() for name, x in tensors.items()},
-            **options,
-            "scale": case.scale,
-            "is_causal": case.is_causal,
-            "load_balance": balanced,
-        }
+    device, parts = case.q.device.type, 2 * world if balanced else world
+    lacking = device == "cuda" and torch.cuda.device_count() < world
+    odd = case.q_len % parts or case.kv_len % parts
+    refuse(
+        (lacking, f"needs {world} CUDA devices, found {torch.cuda.device_count()}"),
+        (inner not in OPERATORS[device], f"{inner} is not there on a CPU"),
+        (balanced and not case.is_causal, "PyTorch balances the load of causal calls alone"),
+        (odd, f"the lengths {case.q_len} and {case.kv_len} are no multiples of {parts}"),
     )
-    if "refused" in answers[0]:
-        raise Refused(str(answers[0]["refused"]))
-    found = {name: x.to(case.q.device) for name, x in answers[0].items()}
-    if "out" not in found:
-        raise MeasurementError("rank 0 returned no output")
-    # The operator that PyTorch was left to choose from.
-    operator = OPERATORS[inner] + ("" if case.q.is_cuda else "_for_cpu")
+    tensors = {"q": case.q, "k": case.k, "v": case.v, **upstream}
+    task = {
+        **{name: x.detach().cpu().contiguous() for name, x in tensors.items()},
+        **options,
+        "operator": OPERATORS[device][inner],
+        "scale": case.scale,
+        "is_causal": case.is_causal,
+        "load_balance": balanced,
+    }
+    answer = together(world, device).ask(task)[0]
+    if "refused" in answer:
+        raise Refused(str(answer["refused"]))
     did = {
         "shards": world,
         "order": "zigzag" if balanced else "ring",
         "merge_format": "float32" if options["convert_to_f32"] else "promoted",
         "partial_format": "working",
-        "each": {"operator": operator},
+        "each": {"operator": task["operator"]},  # the one that PyTorch was left to choose from
     }
-    says = f"context parallelism, {options['rotate']}: {described(did, operator)}"
-    return Output(**found, ran=says, ran_backward=says if upstream else None, did=did)
-
-
-def _refusal(case: AttentionCase, world: int, inner: str, balanced: bool) -> str | None:
-    """What of the options does not go with this case here."""
-    there = torch.cuda.device_count()
-    if case.q.is_cuda and there < world:
-        return f"needs {world} CUDA devices, found {there}"
-    if not case.q.is_cuda and inner != "sdpa-flash":
-        return f"{inner} is not there on a CPU"
-    if balanced and not case.is_causal:
-        return "PyTorch balances the load of causal calls alone"
-    parts = 2 * world if balanced else world
-    if case.q_len % parts or case.kv_len % parts:
-        return f"the lengths {case.q_len} and {case.kv_len} are no multiples of {parts}"
-    return None
+    ran = f"context parallelism, {options['rotate']}: {described(did, task['operator'])}"
+    whole = {name: x.to(case.q.device) for name, x in answer.items()}
+    return Output(**whole, ran=ran, ran_backward=ran if upstream else None, did=did)
 
 
 # --- the ranks, from here ------------------------------------------------------------------------
@@ -179,10 +138,10 @@ _running: dict[tuple[int, str], Ranks] = {}
 
 def together(world: int, device: str) -> Ranks:
     """The ranks of this process for so many devices of one kind, started when first asked for."""
-    found = _running.get((world, device))
-    if found is None or found.ended:
-        found = _running[world, device] = Ranks(world, device)
-    return found
+    ranks = _running.get((world, device))
+    if ranks is None or ranks.ended:
+        ranks = _running[world, device] = Ranks(world, device)
+    return ranks
 
 
 @atexit.register
@@ -199,21 +158,24 @@ class Ranks:
     def __init__(self, world: int, device: str) -> None:
         self.world, self.ended = world, False
         self._folder = tempfile.TemporaryDirectory(prefix="numdev-ranks-")
-        self._ranks: list[tuple[subprocess.Popen[bytes], Connection[Any, Any]]] = []
+        self._pipes: list[Connection[Any, Any]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for number in range(world):
                 ours, theirs = Pipe()
                 place = [number, world, device, f"{self._folder.name}/store", theirs.fileno()]
+                command = [sys.executable, "-c", BOOT, json.dumps([sys.path, *place])]
+                self._pipes.append(ours)
                 process = subprocess.Popen(
-                    [sys.executable, "-c", BOOT, json.dumps([sys.path, *place])],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                 )
+                self._processes.append(process)
                 theirs.close()
-                self._ranks.append((process, ours))
-            self._answers("start", START_S)
+            self.ask(None, START_S)
         except BaseException:
             self.close()
             raise
@@ -221,63 +183,61 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """The processes, by rank."""
-        return [process.pid for process, _ in self._ranks]
+        return [process.pid for process in self._processes]
 
-    def ask(self, task: Mapping[str, Any], limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
-        """Every rank's answer, in order. Raises MeasurementError, and ends all ranks, where one
-        fails, dies, or does not answer in time; so does any exception, Ctrl-C included."""
+    def ask(self, task: Mapping[str, Any] | None, limit_s: float = LIMIT_S) -> list[Answer]:
+        """Every rank's answer, in order; to no task, that it is there. Raises MeasurementError, and
+        ends all ranks, where one fails, dies, or does not answer in time; so does any exception,
+        Ctrl-C included."""
         try:
-            for _, pipe in self._ranks:
+            for pipe in self._pipes if task is not None else ():
                 with contextlib.suppress(OSError):  # it is gone, and so it will be found
-                    pipe.send_bytes(pickle.dumps(dict(task)))
-            return self._answers("answer", limit_s)
+                    pipe.send_bytes(pickle.dumps(dict(task or {})))
+            deadline, answers = time.monotonic() + limit_s, dict[int, Answer]()
+            while len(answers) < self.world:
+                silent = [n for n in range(self.world) if n not in answers]
+                left = max(deadline - time.monotonic(), 0)
+                ready = wait([self._pipes[n] for n in silent], timeout=left)
+                if not ready:
+                    who = ", ".join(map(str, silent))
+                    what = f"rank {who} of {self.world} did not answer within {limit_s:g} s"
+                    raise MeasurementError(what)
+                answers |= {n: self._answer(n) for n in silent if self._pipes[n] in ready}
+            return [answers[n] for n in range(self.world)]
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End every rank and remove what they shared."""
-        if self.ended:
-            return
         self.ended = True
-        for process, pipe in self._ranks:
+        for process in self._processes:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, nothing ends it
                 process.wait(timeout=10)
+        for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
 
-    def _answers(self, what: str, limit_s: float) -> list[dict[str, Any]]:
-        deadline, answers = time.monotonic() + limit_s, dict[int, dict[str, Any]]()
-        while len(answers) < self.world:
-            waiting = {pipe: i for i, (_, pipe) in enumerate(self._ranks) if i not in answers}
-            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
-            if not ready:
-                who = ", ".join(str(i) for i in sorted(waiting.values()))
-                raise MeasurementError(
-                    f"rank {who} of {self.world} did not {what} within {limit_s:g} s"
-                )
-            for number in (waiting[pipe] for pipe in ready):  # type: ignore[index]
-                try:
-                    answer = pickle.loads(self._ranks[number][1].recv_bytes())
-                except (EOFError, OSError):
-                    answer = {"error": "it closed its pipe"}
-                if "error" in answer:
-                    why = f"rank {number} of {self.world}: {answer['error']}"
-                    raise MeasurementError(self._fate() or why)
-                answers[number] = answer
-        return [answers[i] for i in range(self.world)]
+    def _answer(self, number: int) -> Answer:
+        try:
+            answer: Answer = pickle.loads(self._pipes[number].recv_bytes())
+        except (EOFError, OSError):
+            answer = {"error": "it closed its pipe"}
+        if "error" in answer:
+            why = f"rank {number} of {self.world}: {answer['error']}"
+            raise MeasurementError(self._fate() or why)
+        return answer
 
     def _fate(self) -> str | None:
         """How a rank died: what others report is then a consequence. None if all live."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            for number, (process, _) in enumerate(self._ranks):
+            for number, process in enumerate(self._processes):
                 code = process.poll()
                 if code is not None:
-                    how = f"ended with exit code {code}"
-                    if code < 0:
-                        how = f"was killed by {signal.Signals(-code).name}"
+                    killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else None
+                    how = killed or f"ended with exit code {code}"
                     return f"rank {number} of {self.world} {how}"
             time.sleep(0.02)
         return None
@@ -302,8 +262,9 @@ def rank(number: int, world: int, device: str, store: str, pipe: int) -> None:
         mesh = init_device_mesh(device, (world,))
         tasks.send_bytes(pickle.dumps({}))
         while True:
-            task = pickle.loads(tasks.recv_bytes())
-            tasks.send_bytes(pickle.dumps(_answer(task, number, mesh)))
+            answer = _of_rank(pickle.loads(tasks.recv_bytes()), mesh)
+            small = {name: x for name, x in answer.items() if number == 0 or name not in NAMES}
+            tasks.send_bytes(pickle.dumps(small))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # groups of processes are not taken apart while others may be gone
     except Exception as error:
@@ -313,18 +274,7 @@ def rank(number: int, world: int, device: str, store: str, pipe: int) -> None:
         os._exit(1)
 
 
-def _answer(task: Mapping[str, Any], number: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """The whole results from rank 0, and from the others that they are done."""
-    try:
-        found = [x.cpu() for x in _step(task, mesh)]  # where a fault on the device comes out
-    except Exception as error:
-        why = _one_line(error)
-        refused = any(words in why.lower() for words in REFUSALS)
-        return {"refused" if refused else "error": why}
-    return dict(zip(NAMES, found, strict=False)) if number == 0 else {}
-
-
-def _step(task: Mapping[str, Any], mesh: DeviceMesh) -> list[Tensor]:
+def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
     """The output, and the gradients where the task has an upstream one, all of them whole."""
     from torch.distributed.tensor.experimental import _attention as cp
 
@@ -332,53 +282,65 @@ def _step(task: Mapping[str, Any], mesh: DeviceMesh) -> list[Tensor]:
     cp._cp_options.enable_load_balance = task["load_balance"]
     cp._cp_options.convert_to_f32 = task["convert_to_f32"]
     device = torch.device(mesh.device_type)  # on CUDA the current one: this rank's
-    given = [task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task]
-    with cp.context_parallel(
-        mesh,
-        buffers=given,
-        buffer_seq_dims=[SEQUENCE] * len(given),
-        no_restore_buffers=set(given),
-    ):
-        attend = _dispatched if mesh.device_type == "cuda" else _ring
-        parts = attend(task, mesh, given[:3], given[3] if len(given) > 3 else None)
-        parts = [x.detach().contiguous() for x in parts]
-        whole: list[Tensor] = cp.context_parallel_unshard(mesh, parts, [SEQUENCE] * len(parts))
-    return whole
+    tensors = [task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task]
+    axes = [SEQUENCE] * len(tensors)
+    attend = _dispatched if mesh.device_type == "cuda" else _ring
+    try:
+        with cp.context_parallel(
+            mesh, buffers=tensors, buffer_seq_dims=axes, no_restore_buffers=set(tensors)
+        ):
+            parts = attend(task, mesh, *tensors)
+            parts = [x.detach().contiguous() for x in parts]
+            whole = cp.context_parallel_unshard(mesh, parts, [SEQUENCE] * len(parts))
+        # On the host, where a fault on the device comes out.
+        return dict(zip(NAMES, (x.cpu() for x in whole), strict=False))
+    except Exception as error:
+        refused = any(words in str(error).lower() for words in REFUSALS)
+        return {"refused" if refused else "error": _one_line(error)}
 
 
 def _dispatched(
-    task: Mapping[str, Any], mesh: DeviceMesh, qkv: Sequence[Tensor], grad_out: Tensor | None
+    task: Mapping[str, Any],
+    mesh: DeviceMesh,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor | None = None,
 ) -> Sequence[Tensor]:
     """This rank's part of an SDPA call that PyTorch turns into its ring, and of its gradients."""
-    q, k, v = (x.detach().requires_grad_(grad_out is not None) for x in qkv)
-    backend: SDPBackend = FUSED[OPERATORS[task["inner"]]]
-    with sdpa_kernel([backend]):
+    q, k, v = (x.detach().requires_grad_(grad_out is not None) for x in (q, k, v))
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] > k.shape[1] else {}
+    with forced(FUSED[task["operator"]]):
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=task["is_causal"], scale=task["scale"],
-            **({"enable_gqa": True} if q.shape[1] > k.shape[1] else {}),  # type: ignore[arg-type]
-        )  # fmt: skip
+            q, k, v, is_causal=task["is_causal"], scale=task["scale"], **grouped
+        )
         if grad_out is None:
             return [out]
         return [out, *torch.autograd.grad(out, [q, k, v], grad_out)]
 
 
 def _ring(
-    task: Mapping[str, Any], mesh: DeviceMesh, qkv: Sequence[Tensor], grad_out: Tensor | None
+    task: Mapping[str, Any],
+    mesh: DeviceMesh,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor | None = None,
 ) -> Sequence[Tensor]:
     """The same with PyTorch's ring called itself."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-    aten, group, (q, k, v) = torch.ops.aten, mesh.get_group(), qkv
+    aten, group = torch.ops.aten, mesh.get_group()
     how = {"is_causal": task["is_causal"], "dropout_p": 0.0, "scale": task["scale"]}
-    operator = aten._scaled_dot_product_flash_attention_for_cpu
     forward: Any = ring._templated_ring_attention
+    operator = aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = forward(group, SEQUENCE, operator, q, k, v, **how)
     if grad_out is None:
         return [out]
-    operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
     backward: Any = ring._templated_ring_attention_backward
-    found = backward(group, SEQUENCE, operator, grad_out, "grad_out", q, k, v, out, lse, **how)
-    return [out, *found[:3]]
+    operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    sums = backward(group, SEQUENCE, operator, grad_out, "grad_out", q, k, v, out, lse, **how)
+    return [out, *sums[:3]]
 
 
 def _one_line(error: Exception) -> str:

@@ -2,36 +2,110 @@
 
 The three have nearly the same interface (`flash_attn_interface.py` in the repository
 Dao-AILab/flash-attention, in its folder `hopper` for version 3, and `flash_attn/cute/interface.py`
-for version 4); what differs is how a window without a limit is written, how the log-sum-exp is
-asked for, and the options. None of them takes a mask. A package is imported when its kernel runs,
-never to learn whether it exists (`Requirement`). What version 4 cannot do on one generation of
-GPUs and can on another it says itself, and the row is failed with its words.
-
-Gradients are autograd's, through the package's own backward, and every step of the way there and
-back: numdev's tensors are [batch, heads, length, head_dim], the packages' [batch, length, heads,
-head_dim], or all sequences of a batch in a row, [batch * length, heads, head_dim], with the places
-where each begins. All align causality and windows bottom-right: query i stands at key i + kv_len -
-q_len.
+for version 4); the differences are data (`Version`). A package is imported when its kernel runs.
+Their tensors are [batch, length, heads, head_dim], or all sequences of a batch in a row, [batch *
+length, heads, head_dim], with the places where each begins. All align causality and windows
+bottom-right: query i stands at key i + kv_len - q_len.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.errors import UsageError
 from numdev.kernels import Output, Requirement, kernel
+from numdev.kernels.output import why_not
 from numdev.kernels.sdpa import flash_attention_2
 from numdev.system import System
 
 MOST_HEAD_DIM = 256
-FLASH_4 = "FlashAttention-4"
-Claim = Mapping[str, Any] | None
+HALVES = ("float16", "bfloat16")
+SPLITS: Mapping[str, Any] = {"num_splits": 1, "pack_gqa": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """What one version has of its own."""
+
+    number: int
+    module: str
+    capability: tuple[int, int]
+    summary: str
+    more: Mapping[str, Any]
+    """Its options beside `deterministic` and `varlen`, with their defaults."""
+    multiple: int = 8
+    """Of what head dimensions are multiples: loads are of 16 bytes. Version 2 pads."""
+    unlimited: int | None = -1
+    """A window's side without a limit."""
+    with_lse: str = "return_attn_probs"
+
+    def unsupported(self, case: AttentionCase) -> str | None:
+        """Why it cannot run the case. (What version 4 cannot do on one generation of GPUs alone it
+        says itself.)"""
+        d, d_v = case.q.shape[-1], case.v.shape[-1]
+        sinks = None if case.sinks is None else case.sinks.dtype
+        package = f"flash-attn {self.number}"
+        return why_not(
+            (sinks and self.number != 4, f"{package} has no attention sinks"),
+            (sinks != torch.bfloat16 and sinks, f"{package} takes sinks in bfloat16 only"),
+            (self.multiple == 1 and d_v != d, f"{package} takes V of the head dimension of Q"),
+            (d % self.multiple or d_v % self.multiple, f"{package} takes multiples of 8 features"),
+            (case.format.name not in HALVES, f"{package} takes float16 and bfloat16"),
+            (case.mask is not None, f"{package} takes no mask"),
+            (d > MOST_HEAD_DIM, f"{package} takes head dimensions up to {MOST_HEAD_DIM}"),
+        ) or misaligned(case, package)
+
+    def attend(self, case: AttentionCase, *, varlen: bool, **options: Any) -> Output:
+        """One call, on the whole batch or on its sequences packed."""
+        package = importlib.import_module(self.module)
+        sinks = {"learnable_sink": case.sinks} if self.number == 4 else {}
+        arguments = {
+            "softmax_scale": case.scale,
+            "causal": case.is_causal,
+            "window_size": self.window(case),
+            "softcap": case.softcap or 0.0,
+            self.with_lse: True,
+            **sinks,
+            **options,
+        }
+        name = "flash_attn_varlen_func" if varlen else "flash_attn_func"
+        attend, tensors, batch = getattr(package, name), (case.q, case.k, case.v), case.q.shape[0]
+        if varlen:
+            out, lse, *_ = attend(*map(pack, tensors), **packing(case), **arguments)
+            out, lse = lengths_first(out.unflatten(0, (batch, -1))), unpack_lse(lse, batch)
+        else:
+            out, lse, *_ = attend(*map(lengths_first, tensors), **arguments)
+            out = lengths_first(out)
+        return Output(out=out, lse=lse, ran=f"{self.module}.{name}", did={"packed": varlen})
+
+    def window(self, case: AttentionCase) -> tuple[int | None, int | None]:
+        """The window (left, right) in its words. Causality closes the right side."""
+        left, right = (
+            self.unlimited if side is None else side for side in case.window or (None, None)
+        )
+        return left, 0 if case.window and case.is_causal else right
+
+    def claims(
+        self, case: AttentionCase, output: Output, system: System
+    ) -> Mapping[str, Any] | None:
+        """Version 2 as PyTorch's copy of it, but that packed calls divide the keys in decoding
+        alone; the others' tiles depend on the GPU and on more than is documented.
+
+        With a soft cap no emulation stands for it: its tanh is the GPU's approximate one, off by
+        2^-11 of the value, which is more than rounding P makes of scores of that size.
+        """
+        if case.softcap is not None:
+            return None
+        if self.number != 2:
+            return {"preset": "fa2"}
+        whole = {"splits": 1} if (output.did or {}).get("packed") and case.q_len > 1 else {}
+        return {**flash_attention_2(case, system), **whole}
 
 
 def lengths_first(x: Tensor) -> Tensor:
@@ -40,14 +114,8 @@ def lengths_first(x: Tensor) -> Tensor:
 
 
 def pack(x: Tensor) -> Tensor:
-    """[batch, heads, length, head_dim] to [batch * length, heads, head_dim], one sequence after the
-    other."""
+    """[batch, heads, length, head_dim] to [batch * length, heads, head_dim]."""
     return lengths_first(x).flatten(0, 1)
-
-
-def unpack(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `pack`."""
-    return lengths_first(x.unflatten(0, (batch, -1)))
 
 
 def unpack_lse(lse: Tensor, batch: int) -> Tensor:
@@ -56,185 +124,72 @@ def unpack_lse(lse: Tensor, batch: int) -> Tensor:
     return rows.transpose(0, 1)
 
 
-def starts(batch: int, length: int, device: torch.device) -> Tensor:
-    """int32 [batch + 1]: where each of the packed sequences begins, and where the last one ends."""
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+def packing(case: AttentionCase) -> dict[str, Any]:
+    """Where each of the packed sequences begins, and where the last one ends, and their length."""
+    starts = torch.arange(case.q.shape[0] + 1, dtype=torch.int32, device=case.q.device)
+    return {
+        "cu_seqlens_q": starts * case.q_len,
+        "cu_seqlens_k": starts * case.kv_len,
+        "max_seqlen_q": case.q_len,
+        "max_seqlen_k": case.kv_len,
+    }
 
 
 def misaligned(case: AttentionCase, package: str) -> str | None:
     """Why a package that aligns bottom-right cannot say which keys a query sees by position, as a
     sentence; None when it can."""
     own = case.kv_len - case.q_len
-    if case.restricts_positions and case.causal_offset != own:
-        return (
-            f"{package} aligns causality and windows bottom-right, which is an offset of {own} "
-            f"here, and the case has {case.causal_offset}"
-        )
-    if any(side is not None and side < 0 for side in case.window or ()):
-        return f"{package} takes a side of a window below 0 for one without a limit"
-    return None
-
-
-def window_of(case: AttentionCase, unlimited: int | None) -> tuple[int | None, int | None]:
-    """The window (left, right) in a package's words for a side without a limit. Causality closes
-    the right side, whatever the window leaves open there."""
-    if case.window is None:
-        return unlimited, unlimited
-    left, right = (unlimited if side is None else side for side in case.window)
-    return left, 0 if case.is_causal else right
-
-
-def _unsupported(package: str, *, multiple: int = 1) -> Callable[[AttentionCase], str | None]:
-    """What no version can do. Version 2 pads a head dimension that is no multiple of 8; the others'
-    loads are of 16 bytes."""
-
-    def reason(case: AttentionCase) -> str | None:
-        d, d_v = case.q.shape[-1], case.v.shape[-1]
-        if case.sinks is not None and package != FLASH_4:
-            return f"{package} has no attention sinks"
-        if case.sinks is not None and case.sinks.dtype != torch.bfloat16:
-            return f"{package} takes attention sinks in bfloat16 only"
-        if multiple == 1 and d_v != d:
-            return f"{package} takes V of the same head dimension as Q and K"
-        if d % multiple or d_v % multiple:
-            return f"{package} takes head dimensions that are multiples of {multiple}"
-        if case.q.dtype not in (torch.float16, torch.bfloat16):
-            return f"{package} takes float16 and bfloat16"
-        if case.mask is not None:
-            return f"{package} takes no mask"
-        if d > MOST_HEAD_DIM:
-            return f"{package} takes head dimensions up to {MOST_HEAD_DIM}"
-        return misaligned(case, package)
-
-    return reason
-
-
-def _positive_splits(options: Mapping[str, Any]) -> None:
-    """0 lets the package choose; below that nothing is meant."""
-    splits = options["num_splits"]
-    if not isinstance(splits, int) or isinstance(splits, bool) or splits < 0:
-        raise UsageError(f"num_splits is {splits!r}", hint="a whole number; 0 lets it choose")
-
-
-def _claim_of_2(case: AttentionCase, output: Output, system: System) -> Claim:
-    """As PyTorch's copy of it, but that packed calls divide the keys in decoding alone.
-
-    With a soft cap no emulation stands for it: its tanh is the GPU's approximate one, off by 2^-11
-    of the value, which is more than rounding P makes of scores of that size.
-    """
-    if case.softcap is not None:
-        return None
-    claim = flash_attention_2(case, system)
-    packed = (output.did or {}).get("packed", False)
-    return {**claim, "splits": 1} if packed and case.q_len > 1 else claim
-
-
-def _claim_of_others(case: AttentionCase, output: Output, system: System) -> Claim:
-    """Their tiles depend on the GPU and on more than is documented; a soft cap as in version 2."""
-    return None if case.softcap is not None else {"preset": "fa2"}
-
-
-def _attend(
-    module: str, case: AttentionCase, packed: bool, unlimited: int | None, **more: Any
-) -> Output:
-    """One call of the package in `module`, on the whole batch or on its sequences `packed`;
-    `unlimited` is how it writes a window's side without a limit."""
-    package = importlib.import_module(module)
-    arguments = {
-        "softmax_scale": case.scale,
-        "causal": case.is_causal,
-        "window_size": window_of(case, unlimited),
-        "softcap": case.softcap or 0.0,
-        **more,
-    }
-    if not packed:
-        q, k, v = (lengths_first(x) for x in (case.q, case.k, case.v))
-        out, lse, *_ = package.flash_attn_func(q, k, v, **arguments)
-        ran, did = f"{module}.flash_attn_func", {"packed": False}
-        return Output(out=lengths_first(out), lse=lse, ran=ran, did=did)
-    batch, device = case.q.shape[0], case.q.device
-    out, lse, *_ = package.flash_attn_varlen_func(
-        pack(case.q),
-        pack(case.k),
-        pack(case.v),
-        cu_seqlens_q=starts(batch, case.q_len, device),
-        cu_seqlens_k=starts(batch, case.kv_len, device),
-        max_seqlen_q=case.q_len,
-        max_seqlen_k=case.kv_len,
-        **arguments,
-    )
-    whole, rows = unpack(out, batch), unpack_lse(lse, batch)
-    ran, did = f"{module}.flash_attn_varlen_func", {"packed": True}
-    return Output(out=whole, lse=rows, ran=ran, did=did)
-
-
-@kernel(
-    "flash-attn-2",
-    requires=Requirement(device="cuda", package="flash-attn", capability=(8, 0)),
-    supports=_unsupported("flash-attn 2"),
-    claims=_claim_of_2,
-)
-def flash_attn_2(
-    case: AttentionCase, *, deterministic: bool = False, varlen: bool = False
-) -> Output:
-    """FlashAttention-2, from the package flash-attn."""
-    return _attend(
-        "flash_attn", case, varlen, -1, deterministic=deterministic, return_attn_probs=True
+    elsewhere = case.restricts_positions and case.causal_offset != own
+    return why_not(
+        (elsewhere, f"{package} aligns bottom-right, an offset of {own}, not {case.causal_offset}"),
+        (
+            any(side is not None and side < 0 for side in case.window or ()),
+            f"{package} takes a side of a window below 0 for one without a limit",
+        ),
     )
 
 
-@kernel(
-    "flash-attn-3",
-    requires=Requirement(device="cuda", package="flash-attn-3", capability=(9, 0)),
-    supports=_unsupported("flash-attn 3", multiple=8),
-    validate=_positive_splits,
-    claims=_claim_of_others,
-)
-def flash_attn_3(
-    case: AttentionCase,
-    *,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    varlen: bool = False,
-) -> Output:
-    """FlashAttention-3, from the package flash-attn-3, for Hopper."""
-    return _attend(
-        "flash_attn_interface",
-        case,
-        varlen,
-        -1,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        return_attn_probs=True,
-    )
+def _register(version: Version) -> None:
+    def attend(case: AttentionCase, **options: Any) -> Output:
+        return version.attend(case, **options)
+
+    name = f"flash-attn-{version.number}"
+    attend.__doc__, attend.__qualname__ = version.summary, name
+    package = "flash-attn" if version.number == 2 else name
+    kernel(
+        name,
+        options={**version.more, "deterministic": False, "varlen": False},
+        values={"num_splits": 0},  # 0 lets it choose
+        requires=Requirement(device="cuda", package=package, capability=version.capability),
+        supports=version.unsupported,
+        claims=version.claims,
+    )(attend)
 
 
-@kernel(
-    "flash-attn-4",
-    requires=Requirement(device="cuda", package="flash-attn-4", capability=(9, 0)),
-    supports=_unsupported(FLASH_4, multiple=8),
-    validate=_positive_splits,
-    claims=_claim_of_others,
-)
-def flash_attn_4(
-    case: AttentionCase,
-    *,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    varlen: bool = False,
-) -> Output:
-    """FlashAttention-4, from the package flash-attn-4, for Hopper and Blackwell."""
-    return _attend(
-        "flash_attn.cute",
-        case,
-        varlen,
-        None,
-        learnable_sink=case.sinks,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        deterministic=deterministic,
-        return_lse=True,
-    )
+for _version in (
+    Version(
+        number=2,
+        module="flash_attn",
+        capability=(8, 0),
+        summary="FlashAttention-2, from the package flash-attn.",
+        more={},
+        multiple=1,
+    ),
+    Version(
+        number=3,
+        module="flash_attn_interface",
+        capability=(9, 0),
+        summary="FlashAttention-3, from the package flash-attn-3, for Hopper.",
+        more=SPLITS,
+    ),
+    Version(
+        number=4,
+        module="flash_attn.cute",
+        capability=(9, 0),
+        summary="FlashAttention-4, from the package flash-attn-4, for Hopper and Blackwell.",
+        more=SPLITS,
+        unlimited=None,
+        with_lse="return_lse",
+    ),
+):
+    _register(_version)

@@ -1,8 +1,6 @@
 """What a kernel returns, and whether it is an output of the case it was given; and the gradients of
-one that is made of operations autograd knows.
-
-What a kernel's own backward does is its affair: a `torch.autograd.Function`, PyTorch's fused
-operators and plain tensor code are all followed alike."""
+one that is made of operations autograd knows: tensor code, PyTorch's fused operators and functions
+with a backward of their own are all followed alike."""
 
 from __future__ import annotations
 
@@ -37,12 +35,23 @@ class Output:
     did: Any = None
     """The same as data, a mapping, for `Kernel.claims`."""
     dq: Tensor | None = None
-    """The gradients, from `Kernel.gradients`: each has the shape of what it is the gradient of,
-    so those of k and v have kv heads."""
+    """From `Kernel.gradients`, as dk and dv: of the shape of q, k and v."""
     dk: Tensor | None = None
     dv: Tensor | None = None
     ran_backward: str | None = None
     """As `ran`, of the backward pass."""
+
+
+def why_not(*reasons: tuple[object, str]) -> str | None:
+    """The words behind the first condition that holds; None where none does."""
+    return next((words for holds, words in reasons if holds), None)
+
+
+def refuse(*reasons: tuple[object, str]) -> None:
+    """Raises Refused with the words behind the first condition that holds."""
+    words = why_not(*reasons)
+    if words:
+        raise Refused(words)
 
 
 def as_output(result: Any, case: AttentionCase) -> Output:
@@ -54,19 +63,18 @@ def as_output(result: Any, case: AttentionCase) -> Output:
     """
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
-        given = result
+        output = result
     else:
         out, *others = result if isinstance(result, tuple) and result else (result,)
         second = others[0] if others else None
         is_lse = isinstance(second, Tensor) and tuple(second.shape) == rows
-        given = Output(out=out, lse=second if is_lse else None)
-    _check("out", given.out, (*rows, case.v.shape[-1]), case)
+        output = Output(out=out, lse=second if is_lse else None)
     shapes = {"lse": rows, "dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
+    _check("out", output.out, (*rows, case.v.shape[-1]), case)
     for what, shape in shapes.items():
-        x = getattr(given, what)
-        if x is not None:
-            _check(what, x, tuple(shape), case)
-    return given
+        if getattr(output, what) is not None:
+            _check(what, getattr(output, what), tuple(shape), case)
+    return output
 
 
 def _check(what: str, x: Any, shape: tuple[int, ...], case: AttentionCase) -> None:
@@ -90,11 +98,15 @@ def upstream(case: AttentionCase) -> Tensor:
     """The gradient with respect to the output, [batch, heads, q_len, v_dim]. Raises UsageError for
     a case without one."""
     if case.grad_out is None:
-        raise UsageError(
-            f"attention case {case.ref.case!r} has no grad_out, so it has no gradients",
-            hint="draw one, or take it from the model's loss",
-        )
+        what = f"attention case {case.ref.case!r} has no grad_out, so it has no gradients"
+        raise UsageError(what, hint="draw one, or take it from the model's loss")
     return case.grad_out
+
+
+def upstream_in(case: AttentionCase, dtype: torch.dtype) -> Tensor:
+    """`upstream` in a dtype, rounded once where that is narrower."""
+    dO = upstream(case)
+    return dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
 
 
 def differentiate(
@@ -105,25 +117,21 @@ def differentiate(
 ) -> Output:
     """The function's output and its gradients; `during_backward` is entered for the backward pass.
 
-    dO is brought to the output's dtype, rounded once where that is narrower. The gradient of an
-    input the output does not depend on is 0, as it is to autograd. Raises Refused where autograd
-    cannot follow the function, and whatever the function raises.
+    dO is brought to the output's dtype (`upstream_in`). The gradient of an input the output does
+    not depend on is 0, as it is to autograd. Raises Refused where autograd cannot follow the
+    function, and whatever the function raises.
     """
-    dO = upstream(case)
-    leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-    q, k, v = leaves
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
     with torch.enable_grad():
-        given = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)
-    if not given.out.requires_grad:
+        done = as_output(function(dataclasses.replace(case, q=q, k=k, v=v)), case)
+    if not done.out.requires_grad:
         raise Refused("it has no backward: autograd cannot follow it")
-    dtype = given.out.dtype
-    dO = dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
+    dO = upstream_in(case, done.out.dtype)
     with during_backward or contextlib.nullcontext(), warnings.catch_warnings():
         # On its own thread autograd is the first to need a CUDA context, and says so.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-        found = torch.autograd.grad(given.out, leaves, dO, allow_unused=True)
-    dq, dk, dv = (
-        torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)
-    )
-    lse = None if given.lse is None else given.lse.detach()
-    return dataclasses.replace(given, out=given.out.detach(), lse=lse, dq=dq, dk=dk, dv=dv)
+        dq, dk, dv = torch.autograd.grad(
+            done.out, leaves, dO, allow_unused=True, materialize_grads=True
+        )
+    lse = None if done.lse is None else done.lse.detach()
+    return dataclasses.replace(done, out=done.out.detach(), lse=lse, dq=dq, dk=dk, dv=dv)

@@ -1,21 +1,10 @@
 """PyTorch's `scaled_dot_product_attention`, each backend forced alone, and its default choice.
 
 Forcing alone means that PyTorch may not fall back: a backend that cannot run a case refuses, and
-its own words become the reason. Which operator really ran is observed in the dispatcher during the
-measured call itself, and a forced backend whose operator did not run is an error, not a result.
-So it is with the backward pass: every fused operator has one of its own, called as the forward is
-with `_backward` behind it, and autograd shows its dispatch also where a thread of its own runs it.
-Where PyTorch's flash kernels were replaced (`activate_flash_attention_impl`) the operator keeps its
-name, and what stands in its place is part of what ran.
-
-A claim is of both passes. What none of the operators on CUDA needs to say, since it is so in `fa2`:
-P and dS in the working format for their products, delta from the O that was returned, gradients
-summed in fp32 and cast once. With grouped heads FlashAttention-2 and cuDNN write dK and dV of every
-query head in the working format before the group is summed, which is so in `fa2` too; the efficient
-backend takes no grouped heads. Tiles and orders are those of the operators' sources, and the errors
-of the emulation agree with the operators' own element by element (docs/log.md has the residuals).
-Where a later version divides its work another way, the size of its errors hardly changes and the
-residual shows it.
+its own words become the reason. Which operator really ran, forward and backward, is observed in the
+dispatcher during the measured call itself, and a forced backend whose operator did not run is an
+error, not a result. What operators claim (tiles and orders are those of their sources) agrees with
+their errors element by element (docs/log.md).
 """
 
 from __future__ import annotations
@@ -23,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError
 from numdev.kernels import NOTHING, Output, Refused, Requirement, kernel
-from numdev.kernels.output import differentiate
+from numdev.kernels.output import differentiate, why_not
 from numdev.system import System, flash_attention_impl
 
 FUSED = {
@@ -45,7 +34,16 @@ FUSED = {
     "_scaled_dot_product_fused_attention_overrideable": SDPBackend.OVERRIDEABLE,
 }
 """The operators of fused backends; when none of them runs, it was the math path."""
-FUSED_BACKWARD = {f"{name}_backward" for name in FUSED}
+OPERATORS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"sdpa-flash": "_scaled_dot_product_flash_attention_for_cpu", "sdpa-math": "math"},
+    "cuda": {
+        "sdpa-flash": "_scaled_dot_product_flash_attention",
+        "sdpa-efficient": "_scaled_dot_product_efficient_attention",
+        "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
+        "sdpa-math": "math",
+    },
+}
+"""By device, the kernels here and the operator that each is."""
 REFUSALS = ("no available kernel", "no viable backend")
 FAST_EXP = {"AVX2": 8, "AVX512": 16}
 """Instruction sets under which PyTorch's CPU kernel uses its fast exp, and how many keys it takes
@@ -61,13 +59,7 @@ class OperatorLog(TorchDispatchMode):
         self.ran: list[str] = []
         self.returned: Any = None
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.ran.append(name)
@@ -80,40 +72,15 @@ class OperatorLog(TorchDispatchMode):
         return next((name for name in self.ran if name in names), "math")
 
 
-def _unsupported(case: AttentionCase) -> str | None:
-    if case.softcap is not None:
-        return "PyTorch's SDPA has no soft cap"
-    if case.sinks is not None:
-        return "PyTorch's SDPA has no attention sinks"
-    return None
-
-
-def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
-    """One SDPA call on `backend` alone (None: PyTorch's own choice). Raises Refused."""
-    with (
-        warnings.catch_warnings(record=True) as said,
-        contextlib.nullcontext() if backend is None else sdpa_kernel([backend]),
-        OperatorLog() as log,
-    ):
-        warnings.simplefilter("always")
-        try:
-            out = _called(case)
-        except RuntimeError as error:
-            if any(words in str(error).lower() for words in REFUSALS):
-                raise Refused(_reasons(said)) from error
-            raise
-    ran = log.first(FUSED)
-    chosen = FUSED.get(ran, SDPBackend.MATH)
-    if backend is not None and chosen != backend:
-        raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
-    ran = _named(ran)
-    return Output(out=out, lse=_lse(log.returned, out), ran=ran, did={"operator": ran})
-
-
 def mask_arguments(case: AttentionCase) -> tuple[Tensor | None, bool]:
     """What an SDPA call is given as its mask, and as `is_causal`."""
     by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
     return (None if by_flag else explicit_mask(case)), by_flag
+
+
+def forced(backend: SDPBackend | None) -> Any:
+    """A context in which PyTorch has this backend alone (None: its own choice)."""
+    return contextlib.nullcontext() if backend is None else sdpa_kernel([backend])
 
 
 def _called(case: AttentionCase) -> Tensor:
@@ -129,31 +96,34 @@ def _called(case: AttentionCase) -> Tensor:
     )
 
 
-def _step(backend: SDPBackend | None) -> Callable[[AttentionCase], Output]:
-    """Forward and backward of one SDPA call on `backend` alone (None: PyTorch's own choice)."""
+def _attend(case: AttentionCase, backend: SDPBackend | None) -> Output:
+    """One SDPA call on `backend` alone. Raises Refused."""
+    with warnings.catch_warnings(record=True) as said, forced(backend), OperatorLog() as log:
+        warnings.simplefilter("always")
+        try:
+            out = _called(case)
+        except RuntimeError as error:
+            if any(words in str(error).lower() for words in REFUSALS):
+                raise Refused(_reasons(said)) from error
+            raise
+    ran = log.first(FUSED)
+    chosen = FUSED.get(ran, SDPBackend.MATH)
+    if backend is not None and chosen != backend:
+        raise MeasurementError(f"{backend.name} was forced, and {ran} ran instead")
+    ran = _named(ran)
+    return Output(out=out, lse=_lse(log.returned, out), ran=ran, did={"operator": ran})
 
-    def step(case: AttentionCase) -> Output:
-        log = OperatorLog()
-        found = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
-        forward = (found.ran or "").partition(" ")[0]
-        own = f"{forward}_backward" if forward in FUSED else "math"
-        ran = log.first(FUSED_BACKWARD)
-        if backend is not None and ran != own:
-            raise MeasurementError(f"{forward} ran forward, and {ran} instead of {own} backward")
-        return dataclasses.replace(found, ran_backward=_named(ran))
 
-    return step
-
-
-def _training(backend: SDPBackend | None) -> Callable[[AttentionCase], Tensor]:
-    """The call alone, in a network that learns, without watching the dispatcher: whoever trains
-    has seen with `attend` what runs. Forced alone, a backend cannot be replaced there either."""
-
-    def trained(case: AttentionCase) -> Tensor:
-        with contextlib.nullcontext() if backend is None else sdpa_kernel([backend]):
-            return _called(case)
-
-    return trained
+def _gradients(case: AttentionCase, backend: SDPBackend | None) -> Output:
+    """Forward and backward of one SDPA call on `backend` alone."""
+    log = OperatorLog()
+    done = differentiate(lambda c: _attend(c, backend), case, during_backward=log)
+    forward = (done.ran or "").partition(" ")[0]
+    own = f"{forward}_backward" if forward in FUSED else "math"
+    ran = log.first({f"{name}_backward" for name in FUSED})
+    if backend is not None and ran != own:
+        raise MeasurementError(f"{forward} ran forward, and {ran} instead of {own} backward")
+    return dataclasses.replace(done, ran_backward=_named(ran))
 
 
 def _named(operator: str) -> str:
@@ -165,30 +135,21 @@ def _named(operator: str) -> str:
 
 
 def _lse(returned: Any, out: Tensor) -> Tensor | None:
-    """The log-sum-exp a fused operator computed beside its output, where it did."""
-    if not isinstance(returned, tuple) or len(returned) < 2:
+    """The log-sum-exp a fused operator returned beside its output, where it did. cuDNN adds an
+    axis, and the efficient backend pads the length to a multiple of 32."""
+    lse = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
+    if not isinstance(lse, Tensor):
         return None
-    lse = returned[1]
-    if not isinstance(lse, Tensor) or lse.numel() == 0:
-        return None
-    if lse.ndim == 4 and lse.shape[-1] == 1:
-        lse = lse.squeeze(-1)
-    # The efficient backend pads the length to a multiple of 32.
-    if lse.ndim == 3 and lse.shape[-1] >= out.shape[2]:
-        lse = lse[..., : out.shape[2]]
+    lse = (lse.squeeze(-1) if lse.ndim == 4 else lse)[..., : out.shape[2]]
     return lse if lse.shape == out.shape[:3] else None
 
 
 def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
     """PyTorch's own reasons, which it gives as warnings, without source locations and without
     the backends that are off only because another one is forced."""
-    sentences = []
-    for warning in said:
-        text = str(warning.message).split(" (Triggered internally")[0].strip()
-        if text.endswith(("because:", "runtime disabled.")) or text in sentences:
-            continue
-        sentences.append(text)
-    return " ".join(sentences) or "PyTorch refuses this case and gives no reason"
+    texts = [str(warning.message).split(" (Triggered internally")[0].strip() for warning in said]
+    reasons = [t for t in texts if not t.endswith(("because:", "runtime disabled."))]
+    return " ".join(dict.fromkeys(reasons)) or "PyTorch refuses this case and gives no reason"
 
 
 # --- what the operators compute like -------------------------------------------------------------
@@ -196,24 +157,19 @@ def _reasons(said: Sequence[warnings.WarningMessage]) -> str:
 
 def claim_of(operator: str, case: AttentionCase, system: System) -> Claim:
     """What an operator computes like, with the backward pass that belongs to it."""
-    known: Mapping[str, Callable[[AttentionCase, System], Claim]] = {
-        "math": _math,
-        "_scaled_dot_product_flash_attention_for_cpu": _flash_on_cpu,
-        "_scaled_dot_product_flash_attention": flash_attention_2,
-        "_scaled_dot_product_efficient_attention": efficient_attention,
-        "_scaled_dot_product_cudnn_attention": _cudnn,
-    }
-    return known[operator](case, system) if operator in known else {"preset": "fa2"}
-
-
-def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
-    return claim_of((output.did or {}).get("operator", ""), case, system)
-
-
-def _math(case: AttentionCase, system: System) -> Claim:
-    """16-bit inputs are computed with in fp32, a group's sums included."""
-    casts = ("out", "dq_out", "dk_out", "dv_out")
-    return {"preset": "exact", **dict.fromkeys(casts, "working")}
+    match operator:
+        case "math":  # 16-bit inputs are computed with in fp32, a group's sums included
+            casts = ("out", "dq_out", "dk_out", "dv_out")
+            return {"preset": "exact", **dict.fromkeys(casts, "working")}
+        case "_scaled_dot_product_flash_attention_for_cpu":
+            return _flash_on_cpu(case, system)
+        case "_scaled_dot_product_flash_attention":
+            return flash_attention_2(case, system)
+        case "_scaled_dot_product_efficient_attention":
+            return efficient_attention(case)
+        case "_scaled_dot_product_cudnn_attention":
+            return {"preset": "fa2", "block_kv": 128, "ds_scale": "before"}
+    return {"preset": "fa2"}
 
 
 def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
@@ -230,16 +186,11 @@ def _flash_on_cpu(case: AttentionCase, system: System) -> Claim:
     }
 
 
-def efficient_attention(case: AttentionCase, system: System) -> Claim:
+def efficient_attention(case: AttentionCase) -> Claim:
     """Its backward keeps P in the working format for both products, and scales dS before it is
-    rounded."""
+    rounded, as cuDNN's does."""
     tile = 64 if case.v.shape[-1] <= 64 else 128
     return {"preset": "fa2", "block_kv": tile, "p_for_ds": "working", "ds_scale": "before"}
-
-
-def _cudnn(case: AttentionCase, system: System) -> Claim:
-    """It scales dS before it is rounded."""
-    return {"preset": "fa2", "block_kv": 128, "ds_scale": "before"}
 
 
 def flash_attention_2(case: AttentionCase, system: System) -> Claim:
@@ -275,54 +226,38 @@ def _splits(case: AttentionCase, tile: int, processors: int) -> int:
 # --- the kernels ---------------------------------------------------------------------------------
 
 
+def _unsupported(case: AttentionCase) -> str | None:
+    return why_not(
+        (case.softcap is not None, "PyTorch's SDPA has no soft cap"),
+        (case.sinks is not None, "PyTorch's SDPA has no attention sinks"),
+    )
+
+
+def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
+    return claim_of((output.did or {}).get("operator", ""), case, system)
+
+
 def _register(
-    name: str, backend: SDPBackend | None, requires: Requirement, summary: str
-) -> Callable[..., Output]:
+    name: str, backend: SDPBackend | None, summary: str, requires: Requirement = NOTHING
+) -> None:
     def attend(case: AttentionCase) -> Output:
         return _attend(case, backend)
 
+    def gradients(case: AttentionCase) -> Output:
+        return _gradients(case, backend)
+
+    def trained(case: AttentionCase) -> Tensor:
+        with forced(backend):  # unwatched: whoever trains has seen with `attend` what runs
+            return _called(case)
+
     attend.__doc__, attend.__qualname__ = summary, name
-    register = kernel(
-        name,
-        requires=requires,
-        supports=_unsupported,
-        claims=_claims,
-        backward=_step(backend),
-        training=_training(backend),
-    )
-    return register(attend)
+    parts: dict[str, Any] = {"backward": gradients, "training": trained}
+    kernel(name, requires=requires, supports=_unsupported, claims=_claims, **parts)(attend)
 
 
-for _kernel in (
-    (
-        "sdpa-math",
-        SDPBackend.MATH,
-        NOTHING,
-        "PyTorch's unfused path; for 16-bit inputs it computes in fp32 and casts once.",
-    ),
-    (
-        "sdpa-flash",
-        SDPBackend.FLASH_ATTENTION,
-        NOTHING,
-        "PyTorch's flash attention: FlashAttention-2 on CUDA, its own tiled kernel on CPU.",
-    ),
-    (
-        "sdpa-efficient",
-        SDPBackend.EFFICIENT_ATTENTION,
-        Requirement(device="cuda"),
-        "PyTorch's memory-efficient attention (from xFormers).",
-    ),
-    (
-        "sdpa-cudnn",
-        SDPBackend.CUDNN_ATTENTION,
-        Requirement(device="cuda", capability=(8, 0)),
-        "cuDNN's fused attention through PyTorch.",
-    ),
-    (
-        "sdpa-default",
-        None,
-        NOTHING,
-        "Whatever PyTorch picks for this call: what a user's own call would hit.",
-    ),
-):
-    _register(*_kernel)
+CUDA, AMPERE = Requirement(device="cuda"), Requirement(device="cuda", capability=(8, 0))
+_register("sdpa-math", SDPBackend.MATH, "PyTorch's unfused path: 16 bits in fp32, with one cast.")
+_register("sdpa-flash", SDPBackend.FLASH_ATTENTION, "FlashAttention-2; on a CPU PyTorch's own.")
+_register("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory-efficient attention.", CUDA)
+_register("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, "cuDNN's fused attention.", AMPERE)
+_register("sdpa-default", None, "What PyTorch picks for this call, as in a user's own.")

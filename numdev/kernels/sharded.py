@@ -1,9 +1,7 @@
 """Attention divided over shards of the keys, as ring attention and flash-decoding divide it.
 
 Each shard is computed by another kernel (`inner`), and the partial results (O, log-sum-exp) are
-merged. All of it happens in one process, so that what a division does to the numbers can be seen on
-any machine; the same over several GPUs is `numdev.kernels.context_parallel`. With one shard nothing
-is merged: it is the inner kernel.
+merged, all in one process; the same over several GPUs is `numdev.kernels.context_parallel`.
 
 Merging. A part s of the keys gives O_s, the output of a softmax over its keys alone, and L_s, the
 log-sum-exp of their scores. Together they are the output over all keys:
@@ -21,15 +19,13 @@ without any key has O = 0 and L = -inf. NaN propagates.
 
 Who meets which keys. Keys are divided into shards of one length, the last of which may be shorter.
 `ring`: queries are divided too; rank r begins with its own shard, then meets r - 1, r - 2 and so
-on. `zigzag`: the same for causal calls with the work balanced, as PyTorch and ring-flash-attention
-have it: rank r of n holds the chunks r and 2 n - 1 - r of 2 n, and what it need not compute it does
-not. Any other order: all queries at once meet shard after shard. A step is one rank's, those of one
-round follow each other, and one that no query can see by position is left out.
+on. `zigzag`: the same for causal calls with the work balanced: rank r of n holds the chunks r and
+2 n - 1 - r of 2 n, and what it need not compute it does not. Any other order: all queries at once
+meet shard after shard. A step that no query can see by position is left out.
 
 Backward is ring attention's: from the merged O as it is returned, and the merged log-sum-exp, so
 with P = exp(S - L) and delta of the whole row, a shard's gradients need only be added up, in the
-format of the merge. PyTorch's operators take O and L as arguments, the emulation in place of its
-own.
+format of the merge.
 """
 
 from __future__ import annotations
@@ -46,9 +42,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from numdev.cases import AttentionCase, empty_rows, key_range, mask_block
-from numdev.errors import MeasurementError, UsageError, closest
+from numdev.errors import MeasurementError, UsageError
 from numdev.formats import Format, dtype_of, format_named, format_of, round_to
-from numdev.kernels import Output, Refused, find, kernel, options_of
+from numdev.kernels import Output, Refused, find, kernel
 from numdev.kernels.emulation import backward as emulation
 from numdev.kernels.emulation.forward import operands_of
 from numdev.kernels.emulation.recipe import recipe
@@ -57,16 +53,14 @@ from numdev.kernels.output import upstream
 from numdev.kernels.sdpa import claim_of, mask_arguments
 from numdev.system import System
 
-CHOICES: Mapping[str, Sequence[str]] = {
+VALUES: Mapping[str, Sequence[str]] = {
     "inner": ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "emulated"),
     "order": ("ring", "zigzag", "sequential", "tree", "simultaneous"),
     "merge_format": ("float32", "float64", "bfloat16", "float16", "working", "promoted"),
     "partial_format": ("working", "float32"),
 }
+"""Options beside `shards`, their defaults first."""
 CASTS = ("out", "dq_out", "dk_out", "dv_out")
-HEAD_DIMS, LSE_ROWS = 8, 32
-"""Of PyTorch's operators on CUDA: flash takes multiples of so many features and is given others
-padded; the efficient one keeps L for a multiple of so many rows."""
 Slices = tuple[slice, ...]
 """Ranges of one axis, ascending."""
 Step = tuple[Slices, Slices]
@@ -114,12 +108,8 @@ class Merge:
 
 
 def merged(parts: Sequence[State], how: Merge) -> State:
-    """The parts as one, O in the arithmetic of `how` and L no narrower.
-
-    One part is returned as it is, unrounded. Raises ValueError for none.
-    """
-    if not parts:
-        raise ValueError("there is nothing to merge")
+    """The parts, of which there is one at least, as one: O in the arithmetic of `how` and L no
+    narrower. A single part is returned as it is, unrounded."""
     keep = how.format == "promoted" and how.order != "simultaneous"
     states = []
     for O, L in parts:
@@ -163,28 +153,29 @@ def _pair(a: State, b: State, store: Callable[[Tensor], Tensor]) -> State:
 
 
 def schedule(case: AttentionCase, shards: int, order: str) -> list[Step]:
-    """The steps of a case, in the order of time. Raises Refused where an order cannot have it."""
+    """The steps of a case, each one rank's, those of one round after each other. Raises Refused
+    where an order cannot have the case."""
     if order == "zigzag":
         return list(_zigzag(case, shards))
     keys = chunks(case.kv_len, shards)
     rows = chunks(case.q_len, shards) if order == "ring" else [slice(0, case.q_len)]
     steps = (
-        ((rows[rank],), (keys[(rank - turn if order == "ring" else turn) % len(keys)],))
+        (rows[rank], keys[(rank - turn if order == "ring" else turn) % len(keys)])
         for turn in range(len(keys))
         for rank in range(len(rows))
     )
-    return [step for step in steps if _meets(case, step)]
+    seen = ((key_range(case, rows), rows, keys) for rows, keys in steps)
+    return [
+        ((rows,), (keys,))
+        for see, rows, keys in seen
+        if max(see.start, keys.start) < min(see.stop, keys.stop)
+    ]
 
 
 def chunks(length: int, number: int) -> list[slice]:
     """At most so many ranges of one length, the last of which may be shorter."""
     size = -(-length // number)
     return [slice(at, min(at + size, length)) for at in range(0, length, size)]
-
-
-def _meets(case: AttentionCase, step: Step) -> bool:
-    seen, keys = key_range(case, step[0][0]), step[1][0]
-    return bool(max(seen.start, keys.start) < min(seen.stop, keys.stop))
 
 
 def _zigzag(case: AttentionCase, ranks: int) -> Iterator[Step]:
@@ -226,9 +217,8 @@ def part(case: AttentionCase, step: Step) -> AttentionCase:
 
 def taken(x: Tensor, ranges: Slices) -> Tensor:
     """These places of the third axis: a view of one range, a copy of several."""
-    if len(ranges) == 1:
-        return x[:, :, ranges[0]]
-    return torch.cat([x[:, :, places] for places in ranges], dim=2)
+    parts = [x[:, :, places] for places in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
@@ -241,18 +231,9 @@ def divided(x: Tensor, ranges: Slices) -> Sequence[Tensor]:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    shards = options["shards"]
-    if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
-        raise UsageError(f"shards is {shards!r}", hint="a whole number from 1 on")
-    for name, known in CHOICES.items():
-        if options[name] not in known:
-            hint = closest(str(options[name]), known)
-            raise UsageError(f"sharded: {name} is {options[name]!r}", hint=hint)
     if options["partial_format"] == "float32" and options["inner"] != "emulated":
-        raise UsageError(
-            f"{options['inner']} hands over its output in the working format",
-            hint="leave out partial_format, or take inner: emulated",
-        )
+        what = f"{options['inner']} hands over its output in the working format"
+        raise UsageError(what, hint="leave out partial_format, or take inner: emulated")
 
 
 def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
@@ -266,14 +247,15 @@ def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, 
     """
     did = output.did or {}
     if "shards" not in did:  # a single shard: the inner kernel itself
-        return _inner_claim(case, did, system)
+        return claim_of(did.get("operator", ""), case, system)
     shards, order, partial = did["shards"], did["order"], did["partial_format"]
     one_merge = shards == 2 or order == "simultaneous"
     exact = did["merge_format"] in ("float32", "float64")
     narrow = output.dq is not None or not one_merge or did["merge_format"] == "promoted"
     if order == "zigzag" or (not exact and narrow):
         return None
-    claim = dict(_inner_claim(part(case, schedule(case, shards, order)[0]), did["each"], system))
+    first = part(case, schedule(case, shards, order)[0])
+    claim = dict(claim_of(did["each"].get("operator", ""), first, system))
     # Splits that are the shards. Where a shard is no whole number of the inner kernel's tiles it is
     # one tile: P is then rounded relative to another maximum, which its size hardly shows.
     fields = {"block_kv": claim["block_kv"]} if "block_kv" in claim else {}
@@ -284,11 +266,6 @@ def claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, 
     if order == "ring":
         claim |= {"q_splits": shards, "dk_partial": partial, "dv_partial": partial}
     return claim
-
-
-def _inner_claim(case: AttentionCase, did: Mapping[str, Any], system: System) -> Mapping[str, Any]:
-    """What the kernel of one shard claims, for its own call; the emulation says no operator."""
-    return claim_of(did["operator"], case, system) if "operator" in did else {"preset": "fa2"}
 
 
 def described(did: Mapping[str, Any], each: str) -> str:
@@ -303,22 +280,19 @@ def described(did: Mapping[str, Any], each: str) -> str:
 def gradients(case: AttentionCase, **options: Any) -> Output:
     """A training step, under the options of `sharded`. Raises Refused where the inner kernel has no
     backward over shards."""
-    return _computed(case, {**options_of(sharded), **options}, with_gradients=True)
+    return _computed(case, options, with_gradients=True)
 
 
-@kernel("sharded", validate=_check, claims=claims, backward=gradients)
-def sharded(
-    case: AttentionCase,
-    *,
-    shards: int = 2,
-    inner: str = "sdpa-flash",
-    order: str = "ring",
-    merge_format: str = "float32",
-    partial_format: str = "working",
-) -> Output:
+@kernel(
+    "sharded",
+    options={"shards": 2, **{name: values[0] for name, values in VALUES.items()}},
+    values={"shards": 1, **VALUES},
+    validate=_check,
+    claims=claims,
+    backward=gradients,
+)
+def sharded(case: AttentionCase, **options: Any) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding merge."""
-    given = locals()  # the arguments and nothing else: keep this the first line
-    options = {name: value for name, value in given.items() if name != "case"}
     return _computed(case, options, with_gradients=False)
 
 
@@ -357,13 +331,11 @@ def _forward(
         if last.lse is None:
             raise MeasurementError(f"{inner} gave no log-sum-exp, which a merge needs")
         empty = empty_rows(shard)  # PyTorch's CPU kernel has a log-sum-exp of 0 for such a row
-        O_s, L_s = (
-            last.out.masked_fill(empty[..., None], 0.0),
-            last.lse.masked_fill(empty, -math.inf),
-        )
+        O_s = last.out.masked_fill(empty[..., None], 0.0)
+        L_s = last.lse.masked_fill(empty, -math.inf)
         # Chunks of one rank are merged apart: one of them may meet fewer shards.
-        for at, *state in zip(rows, divided(O_s, rows), divided(L_s, rows), strict=True):
-            states[at.start, at.stop].append((state[0], state[1]))
+        for at, O_at, L_at in zip(rows, divided(O_s, rows), divided(L_s, rows), strict=True):
+            states[at.start, at.stop].append((O_at, L_at))
     shape = (*case.q.shape[:3], case.v.shape[-1])
     O = case.q.new_zeros(shape, dtype=how.arithmetic)
     L = O.new_full(shape[:3], -math.inf)
@@ -377,8 +349,7 @@ def _forward(
 
 def _cast(x: Tensor, case: AttentionCase) -> Tensor:
     """x rounded once to the working format."""
-    fmt: Format = case.format
-    return x.to(case.q.dtype) if x.dtype == torch.float32 else round_to(x, fmt).to(case.q.dtype)
+    return (x if x.dtype == torch.float32 else round_to(x, case.format)).to(case.q.dtype)
 
 
 # --- the backward pass of one shard --------------------------------------------------------------
@@ -387,16 +358,40 @@ def _cast(x: Tensor, case: AttentionCase) -> Tensor:
 def _backward(
     inner: str, case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]
 ) -> Gradients:
-    """dq, dk and dv that come through the keys of one shard, for O and L of all keys."""
+    """dq, dk and dv that come through the keys of one shard, for O and L of all keys. PyTorch's
+    operators take O and L as arguments, the emulation in place of its own."""
     # What has no key anywhere has scores of -inf: any finite L then gives P = 0, and not NaN.
     L = L.masked_fill(torch.isneginf(L), 0.0)
     if inner == "emulated":
         return _emulated(case, O, L, casts)
-    if inner == "sdpa-flash":
-        return (_flash if case.q.is_cuda else _flash_on_cpu)(case, O, L.float())
-    if inner == "sdpa-efficient" and case.q.is_cuda:
-        return _efficient(case, O, L.float())
-    raise Refused(f"{inner} has no backward over shards")
+    aten, (mask, by_flag), on_cuda = torch.ops.aten, mask_arguments(case), case.q.is_cuda
+    tensors, L = (upstream(case), case.q, case.k, case.v), L.float()
+    if inner == "sdpa-flash" and not on_cuda:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=case.q.dtype).masked_fill_(~mask, -math.inf)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, O, L, 0.0, by_flag, attn_mask=mask, scale=case.scale
+        )
+        return dq, dk, dv
+    if not on_cuda or inner not in ("sdpa-flash", "sdpa-efficient"):
+        raise Refused(f"{inner} has no backward over shards")
+    if mask is not None:
+        raise Refused("its backward over shards takes no mask on CUDA")
+    if inner == "sdpa-flash":  # it is given other head dimensions padded
+        if case.q.shape[-1] % 8 or case.v.shape[-1] != case.q.shape[-1]:
+            raise Refused("its backward over shards takes head dimensions divisible by 8")
+        seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            *tensors, O, L.contiguous(), None, None, case.q_len, case.kv_len, 0.0, by_flag, seed,
+            seed[0], scale=case.scale,
+        )  # fmt: skip
+    else:  # it keeps L for a multiple of 32 rows
+        seed, L = torch.zeros((), dtype=torch.int64), pad(L, (0, -L.shape[-1] % 32))
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            *tensors, None, O, L, seed, seed, 0.0, [True, True, True, False], by_flag,
+            scale=case.scale,
+        )  # fmt: skip
+    return dq, dk, dv
 
 
 def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str]) -> Gradients:
@@ -409,43 +404,3 @@ def _emulated(case: AttentionCase, O: Tensor, L: Tensor, casts: Mapping[str, str
         casts_of = zip(CASTS[1:], emulation.cast(r, *sums), strict=True)
         dq, dk, dv = (r.stored(site, x, case.q.dtype) for site, x in casts_of)
     return dq, dk, dv
-
-
-def _flash_on_cpu(case: AttentionCase, O: Tensor, L: Tensor) -> Gradients:
-    mask, by_flag = mask_arguments(case)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=case.q.dtype).masked_fill_(~mask, -math.inf)
-    found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        upstream(case), case.q, case.k, case.v, O, L, 0.0, by_flag,
-        attn_mask=mask, scale=case.scale,
-    )  # fmt: skip
-    return found
-
-
-def _flash(case: AttentionCase, O: Tensor, L: Tensor) -> Gradients:
-    if case.q.shape[-1] % HEAD_DIMS or case.v.shape[-1] != case.q.shape[-1]:
-        raise Refused(f"its backward over shards takes head dimensions divisible by {HEAD_DIMS}")
-    seed = torch.zeros(2, dtype=torch.uint64, device=case.q.device)  # of a dropout that is off
-    found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        upstream(case), case.q, case.k, case.v, O, L.contiguous(), None, None, case.q_len,
-        case.kv_len, 0.0, _by_flag(case), seed, seed[0], scale=case.scale,
-    )  # fmt: skip
-    return found
-
-
-def _efficient(case: AttentionCase, O: Tensor, L: Tensor) -> Gradients:
-    seed = torch.zeros((), dtype=torch.int64)
-    L = pad(L, (0, -L.shape[-1] % LSE_ROWS))
-    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        upstream(case), case.q, case.k, case.v, None, O, L, seed, seed, 0.0,
-        [True, True, True, False], _by_flag(case), scale=case.scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _by_flag(case: AttentionCase) -> bool:
-    """Whether causality is said by a flag, where a mask cannot be said. Raises Refused."""
-    mask, by_flag = mask_arguments(case)
-    if mask is not None:
-        raise Refused("its backward over shards takes no mask on CUDA")
-    return by_flag

@@ -1,11 +1,9 @@
 """A kernel inside a network that learns: one operation of autograd's graph.
 
-`Kernel.gradients` takes a whole training step at once, for measuring. In a network forward comes
-long before backward, so `attended` gives the output alone, and gradients reach q, k and v when the
-network's backward pass does. How: by the kernel's own training form where it was registered with
-one (`training=`), which keeps from forward what backward reads; through its function where autograd
-follows that; and else by running the kernel's whole training step in backward, which computes
-forward twice.
+In a network forward comes long before backward: `attended` gives the output alone, and gradients
+reach q, k and v when the network's backward pass does. How: by the kernel's own training form
+(`Kernel.training`); through its function where autograd follows that; and else by running its whole
+training step in backward, which computes forward twice.
 
 Autocast is off in here, in both passes: it would cast matrix products in a custom function's
 forward and not in its backward, so that the two disagree about what was computed.
@@ -14,25 +12,24 @@ forward and not in its backward, so that the two disagree about what was compute
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
+from numdev.kernels import Kernel
 from numdev.kernels.output import as_output
 
-if TYPE_CHECKING:
-    from numdev.kernels import Kernel
+Options = Mapping[str, Any]
 
 
 def attended(
     kernel: Kernel,
     case: AttentionCase,
-    options: Mapping[str, Any],
+    options: Options,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The kernel's output for the case, [batch, heads, q_len, v_dim], connected to its q, k and v.
@@ -44,6 +41,7 @@ def attended(
     kernel.accept(case)
     if kernel.backward is None:
         raise Refused("it has no backward")
+    options = {**kernel.options, **options}
     with torch.autocast(case.q.device.type, enabled=False):
         if kernel.training is not None:
             drawn = {"generator": generator} if kernel.draws(options) else {}
@@ -53,31 +51,24 @@ def attended(
         else:
 
             def whole_step(case: AttentionCase, dO: Tensor) -> tuple[Tensor | None, ...]:
-                with torch.autocast(dO.device.type, enabled=False):
-                    case = dataclasses.replace(case, grad_out=dO)
-                    done = kernel.gradients(case, **options)
+                case = dataclasses.replace(case, grad_out=dO)
+                done = kernel.gradients(case, **options)
                 return done.dq, done.dk, done.dv
 
             out = _applied(kernel, case, options, whole_step)
     if torch.is_grad_enabled() and case.q.requires_grad and not out.requires_grad:
         raise Refused("it cannot be trained with: autograd cannot follow it")
-    found: Tensor = out
-    return found
+    return out
 
 
 def crossed(
-    kernel: Kernel,
-    case: AttentionCase,
-    options: Mapping[str, Any],
-    behind: Kernel,
-    behind_options: Mapping[str, Any],
+    kernel: Kernel, case: AttentionCase, options: Options, behind: Kernel, behind_options: Options
 ) -> Tensor:
     """The output of one kernel with the gradients of another: those of its whole training step on
     the same q, k and v, from an output of its own and not from the one that is returned.
 
     Raises Refused where either declines the case, or the other one cannot be trained with.
     """
-    kernel.accept(case)
     behind.accept(case)
     if behind.backward is None:
         raise Refused(f"{behind.name} has no backward")
@@ -88,16 +79,16 @@ def crossed(
             out = attended(behind, dataclasses.replace(case, q=q, k=k, v=v), behind_options)
         return torch.autograd.grad(out, (q, k, v), dO.to(out.dtype))
 
-    with torch.autocast(case.q.device.type, enabled=False):
-        return _applied(kernel, case, options, trained)
+    return _applied(kernel, case, options, trained)
 
 
 def _applied(
-    kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], behind: Callable[..., Any]
+    kernel: Kernel, case: AttentionCase, options: Options, behind: Callable[..., Any]
 ) -> Tensor:
-    run = functools.partial(kernel.attend, **options)
-    given = (case.q, case.k, case.v, case, run, behind)
-    out: Tensor = _Step.apply(*given)  # type: ignore[no-untyped-call]
+    with torch.autocast(case.q.device.type, enabled=False):
+        out: Tensor = _Step.apply(  # type: ignore[no-untyped-call]
+            case.q, case.k, case.v, case, lambda c: kernel.attend(c, **options), behind
+        )
     return out
 
 
@@ -113,5 +104,6 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        found = zip(ctx.behind(ctx.case, given[0]), ctx.saved_tensors, strict=True)
-        return *(gradient.to(x.dtype) for gradient, x in found), None, None, None
+        with torch.autocast(given[0].device.type, enabled=False):
+            gradients = zip(ctx.behind(ctx.case, given[0]), ctx.saved_tensors, strict=True)
+            return *(gradient.to(x.dtype) for gradient, x in gradients), None, None, None

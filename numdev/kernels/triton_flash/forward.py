@@ -3,25 +3,19 @@
 A program computes one block of rows of one query head, over the tiles of keys that the block can
 see by position. Only those that some of its rows cannot wholly see check positions. In the order
 `kv` of the loops O would be written to memory after every tile, in the working format, and read
-back for the next; the number that comes back is O rounded, and rounding it here is all that is
-done about it.
+back: rounding it here is all that is done about it.
 
 The stabilised softmax is Qiu & Yao's (arXiv 2510.04212): where several scores of a row and a tile
-are its maximum r, P would be exactly 1 for each of them; the row is therefore shifted by beta r if
-r > 0, by 0 if r <= 0. (Printed, the running maximum does not hear of it; here it does, as in their
-code.) P is then at most exp(-(beta - 1) r). Their code keeps l above 1e-10, and so is wrong,
-silently, from (beta - 1) r = 23 on. Here the row becomes NaN where its largest P would be below the
-normal numbers of the format in which P meets V: (beta - 1) r > 9.7 in float16 and 87 elsewhere.
+are its maximum r, the row is shifted by beta r if r > 0, by 0 if r <= 0. (Printed, the running
+maximum does not hear of it; here it does, as in their code.) P is then at most exp(-(beta - 1) r).
+Their code keeps l above 1e-10, and so is wrong, silently, from (beta - 1) r = 23 on. Here the row
+becomes NaN where its largest P would be below the normal numbers of the format in which P meets V:
+(beta - 1) r > 9.7 in float16 and 87 elsewhere. The guarded softmax is ours
+(`emulation.forward.guarded_weights`): m is the maximum, and P has a weight of its row.
 
-The guarded softmax is ours (`emulation.forward.guarded_weights`): m is the maximum, and P has a
-weight of its row.
-
-The functions here and in `triton_flash.backward` run on the device, one program for a block of
-rows or keys of one query head; `triton_flash.kernel` launches them. Everything is computed in fp32.
-Where both operands of a product are in the working format their product is exact and its sum is in
-fp32; fp32 operands are multiplied in fp32, never in TF32. Python floats reach a kernel as fp32, the
-scale among them. Places are 64-bit only where they may be large: the offset of a head, and of a
-tile's first row. Importing this module needs triton.
+Everything is computed in fp32; fp32 operands are multiplied in fp32, never in TF32. Python floats
+reach a kernel as fp32, the scale among them. Places are 64-bit only where they may be large: the
+offset of a head, and of a tile's first row.
 
 Legend: S scores, P probabilities, m row maximum, l row sum, O output, L log-sum-exp; i, j the
 numbers of query rows and of keys; a = exp(m_old - m).

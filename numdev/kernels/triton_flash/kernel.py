@@ -1,77 +1,337 @@
 """`triton-flash`: flash attention in Triton, with the choices that decide its numbers as options.
 
 It is a kernel to audit and an experiment at once: where a published result is about a rounding,
-here is GPU code that rounds there, or does not. What its options do is named as in `emulated`
-(`numdev.kernels.emulation.recipe`), and it claims to compute as those options there say.
-
-This module registers the kernel and launches it. What the options mean, and what follows from them
-and a case, is in `triton_flash.plan`; the code that runs on the device is in `forward` and
-`backward` beside it, imported when it runs: this module needs no triton. It is meant to be fast for
-16-bit inputs; products of fp32 operands do not use tensor cores, and take long.
-
-The tiles given as options are those of the forward pass. Backward has its own, which decide nothing
-but the order of fp32 sums.
+here is GPU code that rounds there, or does not. Its options (docs/kernels.md) are named as in
+`emulated`, and it claims to compute as those there say. The code that runs on the device is in
+`forward` and `backward` beside this module, which needs no triton. Tiles given as options are those
+of the forward pass; backward has its own, which decide nothing but the order of fp32 sums.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.formats import format_of, round_to
+from numdev.errors import UsageError
 from numdev.kernels import Output, Requirement, kernel
-from numdev.kernels.output import upstream
-from numdev.kernels.triton_flash.plan import (
-    LOG2_E,
-    Launch,
-    Plan,
-    Size,
-    Strides,
-    backward_tiles,
-    check,
-    claims,
-    forward_tiles,
-    in_force,
-    plan_of,
-    size_of,
-    strides_of,
+from numdev.kernels.emulation.recipe import STABILISED, check_stabilised
+from numdev.kernels.output import upstream_in, why_not
+from numdev.system import System
+
+POWERS = tuple(1 << n for n in range(11))
+FORMATS = ("working", "float32")
+SIZES: Mapping[str, Any] = {
+    "block_q": POWERS[4:],  # 16 is what Triton's matrix products need
+    "block_kv": POWERS[4:],
+    "num_warps": POWERS,
+    "num_stages": 1,
+}
+"""Options that are None by default: as it suits the head dimension and the products."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "loop_order": ("q", "kv"),
+    "kv_order": ("ascending", "descending"),
+    "scores": ("float32", "working"),
+    "p": FORMATS,
+    "accumulator": ("float32", "working"),
+    "row_sum": ("float32", "working"),
+    "l_from": ("unrounded", "rounded"),
+    "delta_from": ("dO*O", "dP*P"),
+    "delta_o": FORMATS,
+    "dp": ("float32", "working"),
+    "exponential": ("exp2", "exp"),
+    "softmax": ("plain", "stabilised", "guarded"),
+}
+"""Options that are one of several words, the default first."""
+OPTIONS: Mapping[str, Any] = {
+    **dict.fromkeys(SIZES),
+    **{name: words[0] for name, words in CHOICES.items()},
+    **dict.fromkeys(STABILISED),
+}
+EMULATED = ("block_q", "block_kv", *(name for name in CHOICES if name != "exponential"))
+"""Options that `emulated` has too, by the same name and with the same values. exp and exp2 differ
+in their last bits alone, which no emulation knows of."""
+LARGEST_HEAD = 256
+LOG2_E = math.log2(math.e)
+FAR = 1 << 30
+"""A distance that no two positions have, and whose sum with a position is a 32-bit number."""
+
+
+# --- what follows from a case and its options ----------------------------------------------------
+
+
+# Constants of the kernels that an option decides: which one, by which word.
+FLAGS: Mapping[str, tuple[str, str]] = {
+    "binary": ("exponential", "exp2"),  # exp(x) is had as exp2(x log2 e)
+    "round_scores": ("scores", "working"),
+    "round_p": ("p", "working"),
+    "round_accumulator": ("accumulator", "working"),
+    "round_row_sum": ("row_sum", "working"),
+    "round_state": ("loop_order", "kv"),
+    "sum_rounded_p": ("l_from", "rounded"),
+    "descending": ("kv_order", "descending"),
+    "delta_of_p": ("delta_from", "dP*P"),
+    "round_dp": ("dp", "working"),
+    "guarded": ("softmax", "guarded"),
+    "stabilised": ("softmax", "stabilised"),
+}
+# wide, v_wide: powers of two of at least 16, as matrix products must have them. left, right:
+# whether a row's position hides keys that come before, or after, others. mask: none, bool or
+# additive; hidden: what an additive one holds where a key is hidden. folded: scores are in units of
+# ln 2, log2 e being part of their scale; so are tie_tolerance, and largest_shift: how far below 0 a
+# row's largest S - m may be.
+Plan: Any = namedtuple(  # type: ignore[misc]
+    "Plan",
+    (
+        *("head_dim", "v_dim", "wide", "v_wide", "left", "right", "mask", "hidden", "sinks"),
+        *("folded", "beta", "tie_tolerance", "largest_shift"),
+        *FLAGS,
+    ),
 )
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_HEAD = 256
+
+def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> Any:
+    """What a kernel is compiled for, by a case and all its options in force: constants to it."""
+    first, last = limits(case)
+    mask, additive = case.mask, case.mask is not None and case.mask.dtype != torch.bool
+    # A mask's lowest number, times log2 e, would be -inf.
+    folded = options["exponential"] == "exp2" and not additive
+    unit = LOG2_E if folded else 1.0
+    p_dtype = torch.float32 if options["p"] == "float32" else case.q.dtype
+    head_dim, v_dim = case.q.shape[-1], case.v.shape[-1]
+    return Plan(
+        head_dim=head_dim,
+        v_dim=v_dim,
+        wide=max(16, 1 << (head_dim - 1).bit_length()),
+        v_wide=max(16, 1 << (v_dim - 1).bit_length()),
+        left=first is not None,
+        right=last is not None,
+        mask="none" if mask is None else "additive" if additive else "bool",
+        hidden=torch.finfo(mask.dtype).min if mask is not None and additive else 0.0,
+        sinks=case.sinks is not None,
+        folded=folded,
+        beta=float(options["beta"]),
+        tie_tolerance=options["tie_tolerance"] * unit,
+        largest_shift=-math.log(torch.finfo(p_dtype).tiny) * unit,
+        **{flag: options[name] == word for flag, (name, word) in FLAGS.items()},
+    )
+
+
+class Strides(NamedTuple):
+    """Of a tensor [batch, heads, rows, columns], in elements."""
+
+    batch: int
+    head: int
+    row: int
+    column: int
+
+
+class Size(NamedTuple):
+    """Of a call. Row i sees keys i + first to i + last, as far as the plan has such a limit."""
+
+    heads: int
+    group: int
+    q_len: int
+    kv_len: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, case: AttentionCase) -> Size:
+        """With a distance nobody has where there is no limit."""
+        first, last = limits(case)
+        first = -FAR if first is None else max(-FAR, min(first, FAR))
+        last = FAR if last is None else max(-FAR, min(last, FAR))
+        return cls(case.heads, case.group, case.q_len, case.kv_len, first, last)
+
+
+def limits(case: AttentionCase) -> tuple[int | None, int | None]:
+    """How far from its own number the first and the last key are that a row sees by position."""
+    left, right = case.window or (None, None)
+    if case.is_causal:
+        right = 0 if right is None else min(right, 0)
+    first = None if left is None else case.causal_offset - left
+    return first, None if right is None else case.causal_offset + right
+
+
+class Launch(NamedTuple):
+    """The shape of a tile, and how many warps and pipeline stages work on it."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    def as_arguments(self) -> dict[str, int]:
+        """As a kernel takes it.
+
+        Without fused multiply-adds: where scale · S − m became one, which in tiles with hidden keys
+        it cannot, P at the maximum was no longer 1, nor the same in forward and backward. At
+        scores of 10,000 that was 5e-4 of P.
+        """
+        names = ("BLOCK_Q", "BLOCK_KV", "num_warps", "num_stages")
+        return {**dict(zip(names, self, strict=True)), "enable_fp_fusion": False}
+
+
+# Of the forward pass, of dQ and of dK and dV, for 16-bit operands, by the largest padded head
+# dimension they are meant for.
+TILES: Mapping[str, Mapping[int, Launch]] = {
+    "forward": {
+        128: Launch(128, 64, 8, 3),
+        256: Launch(128, 64, 8, 2),
+    },
+    "of_queries": {
+        64: Launch(128, 64, 8, 3),
+        128: Launch(128, 64, 8, 2),
+        256: Launch(64, 32, 8, 1),
+    },
+    "of_keys": {
+        128: Launch(64, 128, 8, 2),
+        256: Launch(32, 64, 8, 1),
+    },
+}
+# Where fp32 operands are multiplied: without tensor cores, and from registers.
+FP32 = {128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)}
+
+
+def tiles(kernel: str, plan: Any, dtype: torch.dtype) -> Launch:
+    """Those that suit a kernel's products."""
+    narrow = dtype == torch.float32 or (kernel == "forward" and not plan.round_p)
+    table = FP32 if narrow else TILES[kernel]
+    return next(x for widest, x in table.items() if max(plan.wide, plan.v_wide) <= widest)
+
+
+# --- one call on the device ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A case and its options, as the device code takes them."""
+
+    case: AttentionCase
+    mask: Tensor | None
+    """Expanded to [B, H, q_len, kv_len], without being copied; a bool mask as bytes."""
+    plan: Any
+    options: Mapping[str, Any]
+    """In force, tiles included."""
+
+    @classmethod
+    def of(cls, case: AttentionCase, options: Mapping[str, Any]) -> Call:
+        """`options` are all, of which None are chosen here."""
+        options = {
+            n: STABILISED[n] if x is None and n in STABILISED else x for n, x in options.items()
+        }
+        plan = plan_of(case, options)
+        chosen = tiles("forward", plan, case.q.dtype)._asdict()
+        options = {n: chosen[n] if x is None else x for n, x in options.items()}
+        mask = case.mask
+        if mask is not None:
+            mask = mask.detach().expand(*case.q.shape[:3], case.kv_len)
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        return cls(case=case.detached(), mask=mask, plan=plan, options=options)
+
+    def forward(self) -> tuple[Output, Tensor]:
+        """What forward returns, and the O that backward reads: the same, or that of fp32."""
+        from numdev.kernels.triton_flash.forward import forward
+
+        q, k, v = self.case.q, self.case.k, self.case.v
+        dtype = torch.float32 if self.options["delta_o"] == "float32" else q.dtype
+        O = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        launch = Launch(*(self.options[name] for name in Launch._fields))
+        forward[self._programs(launch.block_q, q)](
+            q, k, v, O, lse, self.case.sinks, self.mask, *strides(q, k, v, O, self.mask),
+            Size.of(self.case), self._scores_scale, PLAN=self.plan, **launch.as_arguments(),
+        )  # fmt: skip
+        ran = " ".join(f"{name}={value}" for name, value in self.options.items())
+        return Output(out=O.to(q.dtype), lse=lse, ran=ran, did=self.options), O
+
+    def backward(self, O: Tensor, lse: Tensor | None, dO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV. What a group's query heads have is summed in fp32 and then rounded."""
+        from numdev.kernels.triton_flash.backward import of_keys, of_queries
+
+        case, q, k, v = self.case, self.case.q, self.case.k, self.case.v
+        first, second = (tiles(name, self.plan, q.dtype) for name in ("of_queries", "of_keys"))
+        kept = q.dtype if case.group == 1 else torch.float32
+        delta = q.new_empty(q.shape[:3], dtype=torch.float32)
+        dQ = q.new_empty(q.shape)
+        dK, dV = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=kept) for x in (k, v))
+        scales = (Size.of(case), case.scale, self._scores_scale)
+        of_queries[self._programs(first.block_q, q)](
+            q, k, v, O, dO, lse, delta, dQ, self.mask,
+            *strides(q, k, v, O, dO, dQ, self.mask), *scales,
+            PLAN=self.plan, **first.as_arguments(),
+        )  # fmt: skip
+        of_keys[self._programs(second.block_kv, k)](
+            q, k, v, dO, lse, delta, dK, dV, self.mask,
+            *strides(q, k, v, dO, dK, dV, self.mask), *scales,
+            PLAN=self.plan, **second.as_arguments(),
+        )  # fmt: skip
+        if case.group > 1:
+            grouped = (x.unflatten(1, (case.kv_heads, case.group)) for x in (dK, dV))
+            dK, dV = (x.sum(dim=2).to(q.dtype) for x in grouped)
+        return dQ, dK, dV
+
+    @property
+    def _scores_scale(self) -> float:
+        return self.case.scale * (LOG2_E if self.plan.folded else 1.0)
+
+    def _programs(self, block: int, of: Tensor) -> tuple[int]:
+        """One for every block of every query head. On one axis: the others end at 65535."""
+        return (self.case.q.shape[0] * self.case.heads * -(-of.shape[2] // block),)
+
+
+def strides(*tensors: Tensor | None) -> list[Strides]:
+    """Of each; 0 of none."""
+    return [Strides(0, 0, 0, 0) if x is None else Strides(*x.stride()) for x in tensors]
+
+
+# --- the kernel ----------------------------------------------------------------------------------
 
 
 def _unsupported(case: AttentionCase) -> str | None:
-    if case.softcap is not None:
-        return "it has no soft cap"
-    if case.q.dtype not in DTYPES:
-        return f"it takes float16, bfloat16 and float32, not {case.format.name}"
-    if case.mask is not None and case.mask.dtype == torch.float64:
-        return "it computes in float32, and the mask is in float64"
     largest = max(case.q.shape[-1], case.v.shape[-1])
-    return f"its heads have at most {LARGEST_HEAD} features" if largest > LARGEST_HEAD else None
+    wide_mask = case.mask is not None and case.mask.dtype == torch.float64
+    return why_not(
+        (case.softcap is not None, "it has no soft cap"),
+        (case.q.dtype == torch.float64, "it takes float16, bfloat16 and float32, not float64"),
+        (wide_mask, "it computes in float32, and the mask is in float64"),
+        (largest > LARGEST_HEAD, f"its heads have at most {LARGEST_HEAD} features"),
+    )
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    if options["delta_o"] != "working" and options["delta_from"] != "dO*O":
+        raise UsageError("delta_o is of delta from dO*O", hint="leave out one of the two")
+    check_stabilised(options)
+
+
+def _claims(case: AttentionCase, output: Output, system: System) -> Mapping[str, Any] | None:
+    """What `emulated` calls the options in force. None with the stabilised softmax: which rows it
+    shifts is decided by the last bits of their scores, which no emulation has. (The guarded one
+    asks no score.) A group's dK and dV are kept in fp32 until they are summed."""
+    did = output.did or {}
+    if did["softmax"] == "stabilised":
+        return None
+    named = {name: did[name] for name in EMULATED}
+    return {"preset": "fa2", **named, "dk_partial": "float32", "dv_partial": "float32"}
 
 
 def step(case: AttentionCase, **options: Any) -> Output:
-    """Both passes of a training step under the options of `triton-flash`, those not given being
-    its defaults: out, lse, dq, dk and dv.
-
-    dO is brought to the inputs' dtype, rounded once where that is narrower. Raises UsageError for
-    options that do not go together, and for a case without grad_out.
-    """
-    dO = upstream(case)
-    call = _call(case, options)
-    done, O = _forward(call)
-    dtype = case.q.dtype
-    dO = dO if dO.dtype == dtype else round_to(dO, format_of(dtype)).to(dtype)
-    dq, dk, dv = _backward(call, O, done.lse, dO)
-    first, second = backward_tiles(call.plan, dtype)
+    """Both passes of a training step: out, lse, dq, dk and dv. dO is brought to the inputs' dtype.
+    Raises UsageError for a case without grad_out."""
+    dO = upstream_in(case, case.q.dtype)
+    call = Call.of(case, options)
+    done, O = call.forward()
+    dq, dk, dv = call.backward(O, done.lse, dO)
+    first, second = (tiles(n, call.plan, case.q.dtype) for n in ("of_queries", "of_keys"))
     ran = (
         f"delta from {'dP*P' if call.plan.delta_of_p else 'dO*O'}, "
         f"dP {'rounded' if call.plan.round_dp else 'in float32'}, dq in tiles {first.block_q} x "
@@ -84,162 +344,39 @@ class _Trained(torch.autograd.Function):
     """Forward leaves its output and log-sum-exp to backward, which launches nothing else again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        done, O = _forward(call)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        done, O = call.forward()
         ctx.save_for_backward(O, done.lse)
         ctx.call = call
         return done.out
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        (dO,) = given
-        O, lse = ctx.saved_tensors
-        return *_backward(ctx.call, O, lse, dO), None
+        return *ctx.call.backward(*ctx.saved_tensors, given[0]), None
 
 
 def trained(case: AttentionCase, **options: Any) -> Tensor:
-    """The output inside a network that learns, under the options of `triton-flash`."""
-    call = _call(case, options)
+    """The output inside a network that learns."""
+    call = Call.of(case, options)
     out: Tensor = _Trained.apply(case.q, case.k, case.v, call)  # type: ignore[no-untyped-call]
     return out
 
 
 @kernel(
     "triton-flash",
+    options=OPTIONS,
+    values={**SIZES, **CHOICES},
     requires=Requirement(device="cuda", package="triton"),
     supports=_unsupported,
-    validate=check,
-    claims=claims,
+    validate=_check,
+    claims=_claims,
     backward=step,
     training=trained,
 )
-def triton_flash(
-    case: AttentionCase,
-    *,
-    block_q: int | None = None,
-    block_kv: int | None = None,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
-    loop_order: str = "q",
-    kv_order: str = "ascending",
-    scores: str = "float32",
-    p: str = "working",
-    accumulator: str = "float32",
-    row_sum: str = "float32",
-    l_from: str = "unrounded",
-    delta_from: str = "dO*O",
-    delta_o: str = "working",
-    dp: str = "float32",
-    exponential: str = "exp2",
-    softmax: str = "plain",
-    beta: float | None = None,
-    tie_tolerance: float | None = None,
-) -> Output:
+def triton_flash(case: AttentionCase, **options: Any) -> Output:
     """Flash attention in Triton, with its roundings and orders as options.
 
-    docs/kernels.md says what each does. Sizes that are None follow from the head dimension and the
-    dtype. Rows that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the
-    arithmetic has it. Raises UsageError for options that do not go together.
+    Rows that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the
+    arithmetic has it.
     """
-    given = locals()  # the arguments and nothing else: keep this the first line
-    return _forward(_call(case, {name: x for name, x in given.items() if name != "case"}))[0]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Call:
-    """A case and its options, as the device code takes them."""
-
-    case: AttentionCase
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    """Expanded to [B, H, q_len, kv_len], without being copied; a bool mask as bytes."""
-    mask_strides: Strides
-    size: Size
-    plan: Plan
-    launch: Launch
-    scores_scale: float
-    wide_o: bool
-    """Whether backward reads O from before its cast."""
-    options: Mapping[str, Any]
-    """In force, tiles included."""
-
-
-def _call(case: AttentionCase, given: Mapping[str, Any]) -> _Call:
-    options = in_force(given, triton_flash)
-    plan = plan_of(case, options)
-    launch = forward_tiles(plan, case.q.dtype, options)
-    mask = case.mask
-    if mask is not None:
-        mask = mask.detach().expand(*case.q.shape[:3], case.kv_len)
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    return _Call(
-        case=case,
-        q=case.q.detach(),
-        k=case.k.detach(),
-        v=case.v.detach(),
-        mask=mask,
-        mask_strides=Strides(0, 0, 0, 0) if mask is None else strides_of(mask),
-        size=size_of(case),
-        plan=plan,
-        launch=launch,
-        scores_scale=case.scale * (LOG2_E if plan.folded else 1.0),
-        wide_o=options["delta_o"] == "float32",
-        options={**options, **launch._asdict()},
-    )
-
-
-def _forward(call: _Call) -> tuple[Output, Tensor]:
-    """What forward returns, and the O that backward reads: the same, or from before its cast."""
-    from numdev.kernels.triton_flash.forward import forward
-
-    case, q, k, v = call.case, call.q, call.k, call.v
-    dtype = torch.float32 if call.wide_o else q.dtype
-    O = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    forward[_programs(case, case.q_len, call.launch.block_q)](
-        q, k, v, O, lse, case.sinks, call.mask,
-        *map(strides_of, (q, k, v, O)), call.mask_strides, call.size, call.scores_scale,
-        PLAN=call.plan, **call.launch.as_arguments(),
-    )  # fmt: skip
-    ran = " ".join(f"{name}={value}" for name, value in call.options.items())
-    return Output(out=O.to(q.dtype), lse=lse, ran=ran, did=call.options), O
-
-
-def _backward(
-    call: _Call, O: Tensor, lse: Tensor | None, dO: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV. What the query heads of a group have is summed in fp32 and then rounded."""
-    from numdev.kernels.triton_flash.backward import of_keys, of_queries
-
-    case, q, k, v = call.case, call.q, call.k, call.v
-    first, second = backward_tiles(call.plan, q.dtype)
-    kept = q.dtype if case.group == 1 else torch.float32
-    delta = q.new_empty(q.shape[:3], dtype=torch.float32)
-    dQ = q.new_empty(q.shape)
-    dK, dV = (q.new_empty(*q.shape[:2], *x.shape[2:], dtype=kept) for x in (k, v))
-    of_queries[_programs(case, case.q_len, first.block_q)](
-        q, k, v, O, dO, lse, delta, dQ, call.mask,
-        *map(strides_of, (q, k, v, O, dO, dQ)), call.mask_strides,
-        call.size, case.scale, call.scores_scale, PLAN=call.plan, **first.as_arguments(),
-    )  # fmt: skip
-    of_keys[_programs(case, case.kv_len, second.block_kv)](
-        q, k, v, dO, lse, delta, dK, dV, call.mask,
-        *map(strides_of, (q, k, v, dO, dK, dV)), call.mask_strides,
-        call.size, case.scale, call.scores_scale, PLAN=call.plan, **second.as_arguments(),
-    )  # fmt: skip
-    return dQ, _summed(dK, case), _summed(dV, case)
-
-
-def _programs(case: AttentionCase, lines: int, block: int) -> tuple[int]:
-    """One for every block of every query head. On one axis: the others end at 65535."""
-    return (case.q.shape[0] * case.heads * -(-lines // block),)
-
-
-def _summed(x: Tensor, case: AttentionCase) -> Tensor:
-    """[B, kv_heads, ...] in the inputs' dtype, of [B, heads, ...]."""
-    if case.group == 1:
-        return x
-    of_groups: Tensor = x.unflatten(1, (case.kv_heads, case.group))
-    return of_groups.sum(dim=2).to(case.q.dtype)
+    return Call.of(case, options).forward()[0]
