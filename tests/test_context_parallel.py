@@ -139,22 +139,22 @@ def alive(pid: int) -> bool:
 # --- what it needs, and refuses ------------------------------------------------------------------
 
 
-def test_what_it_refuses() -> None:
+@pytest.mark.parametrize(
+    ("case", "options", "reason"),
+    [
+        (drawn(64, softcap=1.0), {}, "no soft cap"),
+        (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), {}, "no masks"),
+        (drawn(64, window=(2, 0)), {}, "no masks"),
+        (drawn(64, is_causal=True, causal_offset=1), {}, "from the top left"),
+        (drawn(32, 64, is_causal=True), {}, "as many queries as keys"),
+        (drawn(62, is_causal=True), {}, "62 and 62 are no multiples of 4"),
+        (drawn(64), {"load_balance": True}, "causal calls alone"),
+    ],
+)
+def test_what_it_refuses(case: Any, options: dict[str, Any], reason: str) -> None:
     """Each in words, before a rank is asked."""
-    for fields, reason in (
-        ({"softcap": 1.0}, "no soft cap"),
-        ({"mask": torch.ones(64, 64, dtype=torch.bool)}, "no masks"),
-        ({"window": (2, 0)}, "no masks"),
-        ({"is_causal": True, "causal_offset": 1}, "from the top left"),
-    ):
-        with pytest.raises(Refused, match=reason):
-            PARALLEL.attend(drawn(64, **fields))
-    with pytest.raises(Refused, match="as many queries as keys"):
-        PARALLEL.attend(drawn(32, 64, is_causal=True))
-    with pytest.raises(Refused, match="62 and 62 are no multiples of 4"):
-        PARALLEL.attend(drawn(62, is_causal=True))
-    with pytest.raises(Refused, match="causal calls alone"):
-        PARALLEL.attend(drawn(64), load_balance=True)
+    with pytest.raises(Refused, match=reason):
+        PARALLEL.attend(case, **options)
 
 
 # --- on GPUs -------------------------------------------------------------------------------------

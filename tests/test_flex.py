@@ -17,7 +17,7 @@ from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, 
 
 from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.errors import MeasurementError, Refused
 from numdev.kernels import Output, find, flex
 from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
@@ -100,34 +100,14 @@ def test_comparing_rejects_the_neighbouring_function(feature: str, wrong: dict[s
 # --- what it refuses -----------------------------------------------------------------------------
 
 
-def test_formats_no_compiled_kernel_takes() -> None:
-    """float64 is refused compiled, in words, and runs eager."""
+def test_there_is_no_backward_on_a_cpu() -> None:
+    """A training step is refused where PyTorch has no backward, compiled or not; and so is float64,
+    compiled."""
     with pytest.raises(Refused, match="takes float16, bfloat16 and float32"):
         FLEX.attend(make_case())
-
-
-def test_there_is_no_backward_on_a_cpu() -> None:
-    """A training step is refused where PyTorch has no backward, compiled or not."""
     for compiled in (True, False):
         with pytest.raises(Refused, match="no backward on a CPU"):
             FLEX.gradients(step(dtype=torch.float32), compiled=compiled)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"block_n": 48}, "block_n is 48"),
-        ({"block_m": "64"}, "block_m is '64'"),
-        ({"prescale_qk": "yes"}, "prescale_qk is 'yes'"),
-        ({"backend": "TRITN"}, "did you mean 'TRITON'"),
-        ({"compiled": False, "prescale_qk": True}, "eager FlexAttention ignores PRESCALE_QK"),
-        ({"tile": 3}, "no option 'tile'"),
-    ],
-)
-def test_senseless_options(options: dict[str, Any], says: str) -> None:
-    """Options that mean nothing, or would be ignored, are usage errors before anything runs."""
-    with pytest.raises(UsageError, match=says):
-        FLEX.with_options(options)
 
 
 def test_a_compiled_call_that_was_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +124,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     config = torch._dynamo.config
     during = []
 
-    def crash(*_: Any) -> None:
+    def crash(*_: Any, **__: Any) -> None:
         during.append((config.recompile_limit, config.accumulated_recompile_limit))
         raise ZeroDivisionError
 
@@ -170,6 +150,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"device": "cuda", "BLOCK_N": 16}, H200, {"block_kv": 16}),
         ({"heads": 4}, {"device": "cuda"}, H200, {"block_kv": 128, "group_sum": "running"}),
         ({}, {"device": "cuda", "BACKEND": "FLASH"}, H200, {}),
+        ({}, {"device": "cuda", "PRESCALE_QK": True}, H200, None),
         # Decoding: 132 multiprocessors over 2 kv heads, twice.
         ({"q_len": 1}, {"device": "cuda"}, H200, {"block_kv": 64, "splits": 132}),
         ({"q_len": 1}, {"device": "cuda", "BACKEND": "TRITON"}, H200, {"block_kv": 128}),
@@ -178,20 +159,17 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_claims(
-    fields: dict[str, Any], did: dict[str, Any], system: System, claim: dict[str, Any]
+    fields: dict[str, Any], did: dict[str, Any], system: System, claim: dict[str, Any] | None
 ) -> None:
     """FlashAttention-2's arithmetic in the tiles of what ran, on a machine we need not have."""
     shape: dict[str, Any] = {"head_dim": 64, "q_len": 300, "kv_len": 300, "kv_heads": 2}
     case = make_case(**{**shape, "dtype": torch.bfloat16, **fields})
     found = FLEX.claims(case, ran(**did), system)
+    if claim is None:  # what is rounded is Q times scale and log2(e), which no emulation does
+        assert found is None
+        return
     assert found == {"preset": "fa2", **claim}
     assert emulation(case, found).shape == case.q.shape  # a claim that `emulated` understands
-
-
-def test_nothing_is_claimed_of_a_prescaled_q() -> None:
-    """What is rounded there is Q times scale and log2(e), which no emulation does."""
-    case = make_case(head_dim=64, dtype=torch.bfloat16)
-    assert FLEX.claims(case, ran("cuda", PRESCALE_QK=True), H200) is None
 
 
 def drawn(device: str, dtype: torch.dtype, length: int = 300, **fields: Any) -> AttentionCase:
@@ -236,31 +214,40 @@ ON_GPU: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("feature", ON_GPU)
 def test_the_triton_kernel_rounds_where_it_claims_to(dtype: torch.dtype, feature: str) -> None:
-    """The fused kernel runs, and each head's error is within 5 % of what its claim predicts."""
+    """The fused kernel runs, and each head's error is within 5 % of what its claim predicts,
+    whatever its tiles."""
     case = drawn("cuda", dtype, 1000, **ON_GPU[feature])
     found = FLEX.attend(case)
     assert found.ran == "flex_attention, compiled for cuda"
     assert found.lse is not None
     # fp32 sums of 1000 terms, and a base changed twice: far below 1e-4.
     assert (found.lse.double() - attend(case).lse).abs().max() < 1e-4
-    for ratio in ratios(case):
-        assert ratio == pytest.approx(1.0, abs=0.05)
+    for options in ({}, {"block_m": 64, "block_n": 32}, {"backend": "TRITON"}):
+        for ratio in ratios(case, **options):
+            assert ratio == pytest.approx(1.0, abs=0.05), options
 
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize(
-    "options", [{}, {"block_m": 64, "block_n": 32}, {"block_n": 64}, {"backend": "TRITON"}]
-)
-def test_options_reach_the_triton_kernel(options: dict[str, Any]) -> None:
-    """Element by element the errors are those of the claim for these options: at least half of
-    what the kernel errs is the emulation's own."""
-    case = drawn("cuda", torch.bfloat16, 1024)
-    found = FLEX.attend(case, **options)
-    claim = FLEX.claims(case, found, System.here("cuda"))
-    r, e = attend(case).out, emulation(case, claim).double()
-    e = e.to(torch.bfloat16).double()
-    assert (found.out.double() - e).norm() <= 0.5 * (found.out.double() - r).norm()
+@pytest.mark.parametrize("changes", ["bool", "bfloat16", "keys", "one query", "grouped"])
+def test_masks_and_decoding_on_a_gpu(changes: str) -> None:
+    """Masks that differ by batch and head, and one query against many keys, split over the GPU, are
+    the right function there: within 3 floors of fp64."""
+    case = drawn("cuda", torch.bfloat16)
+    shown = torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(0)).cuda() < 0.6
+    kv = 2 if changes == "grouped" else 4
+    fields: dict[str, dict[str, Any]] = {
+        "bool": {"mask": shown},
+        "bfloat16": {"mask": shown.to(torch.bfloat16)},
+        "keys": {"mask": shown[:, :1, :1]},
+    }
+    case = dataclasses.replace(
+        case,
+        **fields.get(changes, {"q": case.q[:, :, :1], "k": case.k[:, :kv], "v": case.v[:, :kv]}),
+    )
+    exact = attend(case)
+    error = (FLEX.attend(case).out.double() - exact.out).norm()
+    assert error <= 3 * (floor_of(exact, case.format).out.double() - exact.out).norm()
 
 
 @pytest.mark.gpu
@@ -273,22 +260,6 @@ def test_a_prescaled_q_is_less_exact() -> None:
         (FLEX.attend(case, prescale_qk=x).out.double() - r.out).norm() for x in (None, True)
     )
     assert plain < prescaled <= 4 * (floor_of(r, case.format).out.double() - r.out).norm()
-
-
-@pytest.mark.gpu
-@gpu
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("kv_len", [300, 4000])
-def test_decoding_on_a_gpu(kv_heads: int, kv_len: int) -> None:
-    """One query against many keys, split over the GPU, is within 2 floors of fp64."""
-    shapes = Shapes(
-        batch=2, heads=4, kv_heads=kv_heads, q_len=1, kv_len=kv_len, head_dim=64, v_dim=64
-    )
-    q, k, v = (x.to(torch.bfloat16).cuda() for x in draw("normal", shapes, seed=3, options={}))
-    case = AttentionCase(ref=CaseRef(case="flex"), q=q, k=k, v=v, scale=0.125)
-    exact = attend(case)
-    error = (FLEX.attend(case).out.double() - exact.out).norm()
-    assert error <= 2 * (floor_of(exact, case.format).out.double() - exact.out).norm()
 
 
 @pytest.mark.gpu
@@ -306,16 +277,3 @@ def test_backward_on_a_gpu(feature: str, compiled: bool) -> None:
         r = getattr(exact, tensor)
         error, least = ((getattr(x, tensor).double() - r).norm() for x in (found, floor))
         assert error <= 8 * least, (tensor, float(error / least))
-
-
-@pytest.mark.gpu
-@gpu
-def test_masks_on_a_gpu() -> None:
-    """Bool and additive masks that differ by batch and head are the right function there."""
-    here = drawn("cuda", torch.bfloat16)
-    draws = torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(0)).cuda()
-    for mask in (draws < 0.6, draws.to(torch.bfloat16), (draws < 0.6)[:, :1, :1]):
-        case = dataclasses.replace(here, mask=mask)
-        exact = attend(case)
-        error = (FLEX.attend(case).out.double() - exact.out).norm()
-        assert error <= 3 * (floor_of(exact, case.format).out.double() - exact.out).norm()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import results_of
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
@@ -91,21 +90,10 @@ def test_autocast_changes_nothing_in_either_pass(name: str) -> None:
 
 
 def test_a_kernel_with_nothing_but_a_whole_step_is_run_again_in_backward() -> None:
-    """The reference: its gradients are those of autograd through plain attention in fp64."""
+    """The reference: its gradients are its own step's, in the dtype of the inputs."""
     kernel, given = find("reference"), case(torch.float32)
-    out, dq, dk, dv = in_network(kernel, given, {})
-    q, k, v = (x.double().requires_grad_() for x in (given.q, given.k, given.v))
-    wide_k, wide_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    hidden = torch.ones(40, 40).triu(1).bool()
-    scores = (q @ wide_k.transpose(-1, -2) * 0.25).masked_fill(hidden, -torch.inf)
-    truth = scores.softmax(-1) @ wide_v
-    assert given.grad_out is not None
-    truth.backward(given.grad_out.double())
-    assert apart(out, truth.detach()) < 1e-14
-    for ours, x in ((dq, q), (dk, k), (dv, v)):
-        assert x.grad is not None
-        assert ours.dtype == torch.float32
-        assert apart(ours, x.grad) < 2**-23
+    for ours, theirs in zip(in_network(kernel, given, {}), alone(kernel, given, {}), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
 
 
 def test_what_cannot_be_trained_with_is_refused() -> None:
@@ -144,15 +132,6 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
             gc.enable()
 
 
-def test_triton_flash_in_the_interpreter() -> None:
-    """fp16: output and gradients are those of `triton-flash`'s own training step, bit for bit, also
-    under autocast, with grouped heads, the stabilised softmax, and the guarded one with dP in
-    fp16."""
-    found = results_of("training_triton_cases.py")
-    same = dict.fromkeys(("plain", "stabilised", "guarded"), [True] * 4)
-    assert found == {**same, "differ": True}
-
-
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -184,8 +163,6 @@ def test_on_the_gpu_the_numbers_are_those_of_the_kernels_own_step(
 
 # --- the output of one kernel, the gradients of another ------------------------------------------
 
-S_IN_BF16 = {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
-
 
 @pytest.mark.parametrize(
     ("ahead", "behind"), [("sdpa-flash", "emulated"), ("emulated", "sdpa-flash")]
@@ -193,11 +170,8 @@ S_IN_BF16 = {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
 def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
     """The output is the first one's and the gradients are the other's, bit for bit, under autocast;
     and the two do differ, in both."""
-    given = case()
-    options = {
-        name: find(name).with_options(S_IN_BF16 if name == "emulated" else {})
-        for name in (ahead, behind)
-    }
+    given, s_in_bf16 = case(), {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
+    options = {"sdpa-flash": {}, "emulated": find("emulated").with_options(s_in_bf16)}
     one, other = (in_network(find(name), given, options[name]) for name in (ahead, behind))
     q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
     inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
@@ -206,7 +180,7 @@ def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
     assert given.grad_out is not None
     out.backward(given.grad_out.to(out.dtype))
     assert torch.equal(out.detach(), one[0])
-    for found, theirs, not_theirs in zip((q.grad, k.grad, v.grad), other[1:], one[1:], strict=True):
-        assert found is not None
-        assert torch.equal(found, theirs)
-        assert not torch.equal(found, not_theirs)
+    for x, theirs, not_theirs in zip((q, k, v), other[1:], one[1:], strict=True):
+        assert x.grad is not None
+        assert torch.equal(x.grad, theirs)
+        assert not torch.equal(x.grad, not_theirs)

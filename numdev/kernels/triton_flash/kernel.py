@@ -14,7 +14,7 @@ import math
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
 # additive; hidden: what an additive one holds where a key is hidden. folded: scores are in units of
 # ln 2, log2 e being part of their scale; so are tie_tolerance, and largest_shift: how far below 0 a
 # row's largest S - m may be.
-Plan: Any = namedtuple(  # type: ignore[misc]
+Plan = cast(Any, namedtuple)(
     "Plan",
     (
         *("head_dim", "v_dim", "wide", "v_wide", "left", "right", "mask", "hidden", "sinks"),
