@@ -244,6 +244,15 @@ def test_the_worst_bias_is_named() -> None:
     assert k.biased_where == "layer 0 head 1, feature 3"
 
 
+def test_noise_of_gradients_counts() -> None:
+    """A kernel with atomic adds in backward alone is not reproducible: the largest noise, over the
+    floor's error, and where; the same bits in every run are 0."""
+    noisy = row(1, tensor="dq", noise=0.024)
+    k = of(summarise([row(0, noise=0.0), noisy]), "sdpa-flash")
+    assert (k.noise, k.noise_where) == (pytest.approx(3.0), "dq, m head 1")
+    assert of(summarise([row(0, noise=0.0)]), "sdpa-flash").noise == 0.0
+
+
 # --- sentences -----------------------------------------------------------------------------------
 
 
