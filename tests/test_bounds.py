@@ -25,7 +25,9 @@ from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, di
 from numdev import report as reports
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
+from numdev.report.document import Table
 from numdev.report.renderers import html
+from numdev.report.views import bounds as views
 from numdev.training.bounds.report import BoundsReport, Comparison
 from numdev.training.bounds.saturation import Track, delays, first_passage, ratios, saturation
 from numdev.training.bounds.study import of_checkpoints, of_run
@@ -331,6 +333,10 @@ def test_windows_are_the_paired_metrics_alone(tmp_path: Path) -> None:
     )
     assert w1.steps == paired.steps != ()
     assert w1.ratio == 1.0 != paired.ratio
+    shown = next(n for n in views.blocks(bounds) if isinstance(n, Table) and "terminal" in n.only)
+    cells = [cell.text for cell in shown.rows[0].cells]
+    early = [column.title for column in shown.columns].index(f"early 1–{paired.steps[-1]}")
+    assert cells[early + 1] == "1.00" != cells[early]
 
 
 @pytest.mark.parametrize(
