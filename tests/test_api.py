@@ -28,9 +28,7 @@ import numdev
 from numdev.audit import check
 from numdev.audit import rows as audit_rows
 from numdev.audit.check_cases import CheckSource, default_cases
-from numdev.audit.reproduce.script import defined_again, folder_of, name_of
 from numdev.errors import MeasurementError, UsageError
-from numdev.report import AuditReport
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -294,33 +292,6 @@ def test_what_is_claimed_is_not_said_to_be_something_else() -> None:
     assert "Without `claims`" not in str(failing(rounded, claims=EAGER, **wrong))
 
 
-def test_without_a_script_the_reason_is_told() -> None:
-    """A lambda cannot be written down."""
-    error = failing(lambda q, k, v: larger(q, k, v), cases="decode", backward=False)
-    assert error.result.reproducer is None
-    assert "it is no function made with `def`" in " ".join(str(error).split())
-
-
-def test_functions_are_named_by_where_they_can_be_had() -> None:
-    """`module:function` only where the module has that very function."""
-
-    def local(q: Tensor) -> Tensor:
-        return q
-
-    assert name_of(plain) == f"{__name__}:plain"
-    assert name_of(local) == "local"
-    assert name_of(lambda q: q) == "<lambda>"
-    assert folder_of(plain) == Path(__file__).parent
-    assert folder_of(json.loads) == Path(json.__file__).parent.parent
-    tensor = torch.ones(1)
-
-    def closing(q: Tensor) -> Tensor:
-        return q * tensor
-
-    with pytest.raises(UsageError, match="closes over tensor"):
-        defined_again(closing)
-
-
 # --- what was not measured is no pass ------------------------------------------------------------
 
 
@@ -399,21 +370,6 @@ def test_thresholds_are_the_gates(tmp_path: Path) -> None:
         check_attention(plain, claims={"presett": "eager"}, **given)
 
 
-def test_the_judgement_is_the_gates(tmp_path: Path) -> None:
-    """A stored report of a check, put through the gate with the rules of a check, gets the very
-    same judgement; with the default ones too, but for the one rule that checks have beside them."""
-    from numdev import report
-    from numdev.gate.judging import judge_report
-    from numdev.gate.rules import default_rules_for_checks
-
-    result = failing(larger, cases="full", formats="float16", backward=False).result
-    report.write(result.report, tmp_path)
-    stored = report.read(tmp_path)
-    assert isinstance(stored, AuditReport)
-    assert judge_report(stored, default_rules_for_checks()) == result.judgement
-    assert result.judgement.exit_code == judge_report(stored).exit_code == 1
-
-
 def test_threads_and_autograd_are_left_as_they_were() -> None:
     """PyTorch's threads are restored, also by a check that fails."""
     before = torch.get_num_threads()
@@ -452,17 +408,6 @@ def test_measure_refuses_what_is_no_output() -> None:
         numdev.measure(x[:, :1], x, x, x)
     with pytest.raises(UsageError, match="differ in head_dim"):
         numdev.measure(x, x[..., :2], x, x)
-
-
-def test_capture_hands_over_copies_with_gradients() -> None:
-    """What was captured stays when the model's tensors change, and hangs in no graph."""
-    model = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
-    inputs = {"query": x, "key": x, "value": x}
-    (call,) = numdev.capture(model, inputs, backward=True)
-    assert call.q.shape == (1, 2, 5, 4)
-    assert call.grad_out is not None
-    assert not call.q.requires_grad
 
 
 def test_audit_leaves_what_the_command_leaves(tmp_path: Path) -> None:

@@ -52,16 +52,6 @@ def test_rows_that_do_not_count_are_in_no_block() -> None:
     assert float(mean(spoiled, rows)[0]) == pytest.approx(float(x[rows].mean()))
 
 
-def test_neighbours_that_err_alike_are_one_observation() -> None:
-    """Errors without a mean that change sign every 8 rows: over rows a t of 3 or more comes up in
-    a third of the cases, over blocks seldom."""
-    walk = normal(1, 400, 16, seed=4).repeat_interleave(8, dim=-1)
-    over_blocks = t_of(walk, everything(walk)).abs()
-    over_rows = torch.tensor([stats.ttest_1samp(x, 0.0).statistic for x in walk[0]]).abs()
-    assert float((over_blocks > 3).double().mean()) < 0.03
-    assert float((over_rows > 3).double().mean()) > 0.2
-
-
 def test_a_spread_below_half_a_step_is_not_measured() -> None:
     """Rows that all err alike give no endless t where a grid is known, and none where it is not."""
     x = torch.full((1, 1, 64), 0.25, dtype=torch.float64)

@@ -192,14 +192,6 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     assert "typical head" in found["ds_truncated"].by
 
 
-@pytest.mark.parametrize("of", [2, 21, 126])
-def test_intervals_are_exact(rates: ModuleType, of: int) -> None:
-    """For 0 and for all of n, Clopper and Pearson's ends are 1 - 0.025^(1/n) and 0.025^(1/n)."""
-    end = 0.025 ** (1 / of)
-    assert rates.interval(0, of) == f"0 to {100 * (1 - end):.0f} %"
-    assert rates.interval(of, of) == f"{100 * end:.0f} to 100 %"
-
-
 def test_broken_kernels_never_pass_where_they_are_required(rates: ModuleType) -> None:
     """Of the rules the benchmark gives them: a required kernel that is not measured is no pass."""
     rules = Rules(required=("*:raises",), thresholds=read_rules(

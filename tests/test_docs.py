@@ -34,14 +34,3 @@ def test_readme_commands_exist():
         for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for name in re.findall(r"^numdev ([a-z]+)", block, re.MULTILINE):
                 assert name in cli.commands, f"{page.name}: numdev {name}"
-
-
-def test_every_bundled_configuration_is_valid():
-    """configs/audit/*.yaml validate, since users start from them."""
-    from numdev.config import AuditConfig
-    from numdev.yamlfile import read_yaml
-
-    files = sorted((ROOT / "configs" / "audit").glob("*.yaml"))
-    assert files
-    for file in files:
-        assert read_yaml(file, AuditConfig).cases

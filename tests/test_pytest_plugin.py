@@ -86,24 +86,6 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
     assert "test_sound: " not in found.stdout.str()
 
 
-def test_expected_failures_are_not_in_the_summary(suite: pytest.Pytester) -> None:
-    """A check that a test expects to fail is no failed test."""
-    suite.makepyfile(
-        f"""
-        import numdev
-        import pytest
-        from kernels_of_mine import half
-
-        def test_wrong(attention_check):
-            with pytest.raises(numdev.CheckFailed):
-                attention_check(half, cases="decode", {GIVEN})
-        """
-    )
-    found = run(suite)
-    found.assert_outcomes(passed=1)
-    found.stdout.no_fnmatch_line("*= numdev =*")
-
-
 def test_the_marker_gives_cases(suite: pytest.Pytester) -> None:
     """One test for each case it names; without any, for each default one; mappings by their
     name."""
