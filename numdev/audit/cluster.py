@@ -154,10 +154,8 @@ class Workers:
         if shipped:
             with self.watch("capture"):
                 located = InMemory(case=on_device(located.load(), CPU), axes=located.axes)
-        names = [(p.role, p.kernel.name, dict(p.options)) for p in self.plan.kernels]
-        chosen = [(self.plan.kernels.index(p), task) for p, task in tasks]
-        plan = dataclasses.replace(self.plan, kernels=())
-        parcel = pickle.dumps((plan, names, chosen, located, self.limit_s))
+        plan = dataclasses.replace(self.plan, kernels=())  # workers find their own
+        parcel = pickle.dumps((plan, [task for _, task in tasks], located, self.limit_s))
         future = self.client.submit(work, self.expected, parcel, pure=False)
         self.flights[future] = tasks
         future.add_done_callback(self.arrived.put)
@@ -275,15 +273,14 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
         with contextlib.redirect_stdout(sys.stderr):  # foreign kernels print
             known = json.loads(expected)
             _check(known)  # first: another version might not even read the parcel
-            plan, names, chosen, located, limit_s = pickle.loads(parcel)
-            kernels = [_planned(*name, known=known["kernels"]) for name in names]
-            plan, watch = dataclasses.replace(plan, kernels=kernels), stopwatch(plan.system.device)
-            process, tasks = _isolated(), [(kernels[i], task) for i, task in chosen]
+            plan, tasks, located, limit_s = pickle.loads(parcel)
+            planned = [(_planned(task, known["kernels"]), task) for task in tasks]
+            process, watch = _isolated(), stopwatch(plan.system.device)
             process.limit_s = limit_s
             with watch("capture"):
                 case = on_device(located.load(), torch.device(plan.system.device))
             here = InMemory(case=case, axes=located.axes)
-            return list(measured_here(here, tasks, plan, process.run, watch)), watch.seconds()
+            return list(measured_here(here, planned, plan, process.run, watch)), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return type(error)(f"worker {who}: {error.message}", hint=error.hint)
@@ -318,16 +315,15 @@ def _environment(device: str, settings: str) -> Any:
     return json.loads(json.dumps(environment(System.here(device)), default=str))
 
 
-def _planned(
-    role: str, name: str, options: Mapping[str, Any], *, known: Mapping[str, str]
-) -> Planned:
-    kernel = control_named(name).kernel() if role == "control" else find(name)
+def _planned(task: Task, known: Mapping[str, str]) -> Planned:
+    name = task.kernel
+    kernel = control_named(name).kernel() if task.role == "control" else find(name)
     if kernel.made_from != known.get(name):
         raise UsageError(
             f"kernel {name}: has another source here",
             hint="give all workers the same, and start them anew",
         )
-    return Planned(role=role, kernel=kernel, options=options)
+    return Planned(role=task.role, kernel=kernel, options=task.options)
 
 
 @functools.cache
