@@ -277,17 +277,6 @@ def small_parts() -> Iterator[None]:
         vars(fused).update(before)
 
 
-def tiles() -> Iterator[dict[str, Any]]:
-    """Shares with tiles that are not square, in both passes."""
-    for block_q, block_kv in ((16, 64), (64, 16), (32, 128)):
-        made = large(is_causal=True, causal_offset=5, window=(25, None), heads=4, kv_heads=2)
-        exact, tile = blocked.gradients(made), fused.Tile(block_q, block_kv, 1, 1)
-        fused.FORWARD, fused.BACKWARD = {256: tile}, tile
-        found = shares(made, fused.gradients(made), exact, bounds(made, exact))
-        yield {"tile": [block_q, block_kv], "shares": found}
-    fused.FORWARD, fused.BACKWARD = {256: SMALL}, SMALL
-
-
 @triton.jit
 def powers(X, Y, SIZE: tl.constexpr, SMALL_ONES: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -352,9 +341,7 @@ def main() -> None:
     fused.accept = lambda case: None
     fused_tiles.libdevice = Libdevice
     fused.FORWARD, fused.BACKWARD = {256: SMALL}, SMALL
-    parts = {
-        f.__name__: list(f()) for f in (accuracy, in_parts, divided, tiles, exponentials, narrow)
-    }
+    parts = {f.__name__: list(f()) for f in (accuracy, in_parts, divided, exponentials, narrow)}
     json.dump(parts, sys.stdout)
 
 

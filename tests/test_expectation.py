@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
 from on_bench import measured_rows, prepare
+from recipes import drawn as drawn_case
 
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.formats import format_named
+from numdev.formats import Format, format_named
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels import sdpa as module
 from numdev.kernels.emulation.predict import (
@@ -24,24 +26,28 @@ from numdev.kernels.emulation.predict import (
     unpredictable,
 )
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.reference.results import Gradients
+from numdev.kernels.reference.results import Gradients, Reference
 from numdev.metrics.deviation import measure
 from numdev.metrics.yardstick import Yardstick
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 HERE = System.here("cpu")
+BF16, FP32 = format_named("bfloat16"), format_named("float32")
 
 
 def drawn(
     regime: str = "normal", *, fmt: str = "bfloat16", length: int = 200, **options: Any
 ) -> AttentionCase:
-    shapes = Shapes(
-        batch=2, heads=3, kv_heads=3, q_len=length, kv_len=length, head_dim=32, v_dim=32
-    )
-    q, k, v = draw(regime, shapes, seed=0, options=options)
-    case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=32**-0.5, is_causal=True)
+    shape: dict[str, Any] = {"batch": 2, "heads": 3, "head_dim": 32, "is_causal": True}
+    case = drawn_case(length, regime, dtype=torch.float64, **shape, **options)
     return case.rounded_to(format_named(fmt))
+
+
+def yardstick_of(exact: Reference, fmt: Format) -> Yardstick:
+    return Yardstick(
+        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=fmt
+    )
 
 
 def rows_of(tried: Kernel, case: AttentionCase, **options: Any) -> list[Any]:
@@ -55,10 +61,8 @@ def rows_of(tried: Kernel, case: AttentionCase, **options: Any) -> list[Any]:
 def test_the_metrics_are_their_definitions() -> None:
     """expected_ratio and worst_row against loops over rows and elements."""
     case = drawn(length=20)
-    exact, fmt = attend(case), format_named("bfloat16")
-    yardstick = Yardstick(
-        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=fmt
-    )
+    exact, fmt = attend(case), BF16
+    yardstick = yardstick_of(exact, fmt)
     generator = torch.Generator().manual_seed(1)
     predicted = exact.out + 1e-3 * torch.randn(exact.out.shape, generator=generator).double()
     output = exact.out + 2e-3 * torch.randn(exact.out.shape, generator=generator).double()
@@ -100,15 +104,8 @@ def test_an_exact_prediction_still_leaves_a_rounding() -> None:
     """Where the emulation makes no error at all (V = 1), an error of one rounding is not infinite
     times what is expected."""
     case = drawn(length=40)
-    ones = torch.ones_like(case.v)
-    case = AttentionCase(ref=case.ref, q=case.q, k=case.k, v=ones, scale=case.scale)
-    exact = attend(case)
-    yardstick = Yardstick(
-        reference=exact.out,
-        term_scale=exact.term_scale,
-        empty=exact.empty,
-        format=format_named("bfloat16"),
-    )
+    exact = attend(dataclasses.replace(case, v=torch.ones_like(case.v)))
+    yardstick = yardstick_of(exact, BF16)
     found = measure(exact.out + 2.0**-9, yardstick, exact.out.float()).heads[0]
     assert found["expected_ratio"] == pytest.approx(math.sqrt(12) * 2.0**-9 / 2.0**-8)
 
@@ -141,28 +138,6 @@ def test_what_underflows_counts_for_nothing_but_garbage_there_is_seen() -> None:
 # --- real kernels --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("regime", "options"),
-    [("normal", {}), ("normal", {"logits": 8.0}), ("outliers", {}), ("sink", {}), ("ties", {})],
-)
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
-def test_real_kernels_err_as_their_claim_predicts(
-    name: str, regime: str, options: dict[str, float], fmt: str
-) -> None:
-    """Within 3 % per head, whatever the inputs: at the tile of 512, beyond it, in both formats."""
-    case = drawn(regime, fmt=fmt, length=600, **options)
-    exact = attend(case)
-    yardstick = Yardstick(
-        reference=exact.out, term_scale=exact.term_scale, empty=exact.empty, format=case.format
-    )
-    output = find(name).attend(case)
-    claim = find(name).claims(case, output, HERE)
-    for head in measure(output.out, yardstick, emulation(case, claim or {})).heads:
-        assert head["expected_ratio"] == pytest.approx(1.0, abs=0.03)
-        assert head["worst_row"] < 2.5
-
-
 def training(
     regime: str = "normal",
     *,
@@ -177,15 +152,8 @@ def training(
         batch=1, heads=2, kv_heads=kv, q_len=length, kv_len=length, head_dim=dim, v_dim=dim
     )
     x = draw(regime, shapes, seed=0, options=options, gradients=True)
-    case = AttentionCase(
-        ref=CaseRef(case="x"),
-        q=x.q,
-        k=x.k,
-        v=x.v,
-        scale=dim**-0.5,
-        is_causal=causal,
-        grad_out=x.grad_out,
-    )
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out}
+    case = AttentionCase(ref=CaseRef(case="x"), scale=dim**-0.5, is_causal=causal, **tensors)
     return case.rounded_to(format_named(fmt))
 
 
@@ -200,23 +168,18 @@ def of_gradient(exact: Gradients, tensor: str, case: AttentionCase) -> Yardstick
 
 def gradient_ratios(name: str, case: AttentionCase) -> dict[str, list[float]]:
     """expected_ratio of every head, by tensor."""
-    exact = gradients(case)
-    output = find(name).gradients(case)
-    claim = find(name).claims(case, output, HERE)
-    predicted = emulated_step(case, claim or {})
-    return {
-        tensor: [
-            head["expected_ratio"]
-            for head in measure(
-                getattr(output, tensor), of_gradient(exact, tensor, case), predicted[tensor]
-            ).heads
-        ]
-        for tensor in ("dq", "dk", "dv")
-    }
+    exact, output = gradients(case), find(name).gradients(case)
+    predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
+
+    def ratios(tensor: str) -> list[float]:
+        yardstick, found = of_gradient(exact, tensor, case), getattr(output, tensor)
+        heads = measure(found, yardstick, predicted[tensor]).heads
+        return [head["expected_ratio"] for head in heads]
+
+    return {tensor: ratios(tensor) for tensor in ("dq", "dk", "dv")}
 
 
-@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     ("regime", "options"),
     [
         ("normal", {}),
@@ -228,6 +191,26 @@ def gradient_ratios(name: str, case: AttentionCase) -> dict[str, list[float]]:
         ("one_sign", {}),
     ],
 )
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+@KINDS
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
+def test_real_kernels_err_as_their_claim_predicts(
+    name: str, regime: str, options: dict[str, float], fmt: str
+) -> None:
+    """Within 3 % per head, whatever the inputs: at the tile of 512, beyond it, in both formats."""
+    case = drawn(regime, fmt=fmt, length=600, **options)
+    output = find(name).attend(case)
+    claim = find(name).claims(case, output, HERE)
+    yardstick = yardstick_of(attend(case), case.format)
+    for head in measure(output.out, yardstick, emulation(case, claim or {})).heads:
+        assert head["expected_ratio"] == pytest.approx(1.0, abs=0.03)
+        assert head["worst_row"] < 2.5
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+@KINDS
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
 def test_real_gradients_err_as_their_claim_predicts(
     name: str, regime: str, options: dict[str, float], fmt: str
@@ -304,7 +287,7 @@ def test_what_the_rule_of_two_lets_through_is_seen(recipe: dict[str, Any]) -> No
 def test_in_float32_a_size_is_expected() -> None:
     """Of what claims something and returns float32: an upper bound on what arithmetic errs, so that
     sound kernels stay below it and one that rounds its scores to bf16 is far above."""
-    bf16, fp32 = format_named("bfloat16"), format_named("float32")
+    bf16, fp32 = BF16, FP32
     claim = {"preset": "fa2"}
     assert unexpected(claim, fp32, fp32) is None
     assert unexpected(None, fp32, fp32) is not None
@@ -327,7 +310,7 @@ def test_in_float32_a_size_is_expected() -> None:
 
 def test_nothing_is_expected_where_nothing_is_known() -> None:
     """In float32 arithmetic rules, an emulation claims nothing, and the row says why."""
-    bf16, fp32 = format_named("bfloat16"), format_named("float32")
+    bf16, fp32 = BF16, FP32
     assert unpredictable({"preset": "fa2"}, fp32, fp32) is not None
     assert unpredictable(None, bf16, bf16) is not None
     assert unpredictable({"preset": "exact", "out": "working"}, bf16, fp32) is not None
@@ -337,20 +320,14 @@ def test_nothing_is_expected_where_nothing_is_known() -> None:
     assert "no emulation" in rows[0].nulls["expected_ratio"]
 
 
-def test_returning_keeps_the_claim_in_the_cases_format() -> None:
-    """Only another format of the output changes a claim."""
-    case, claim = drawn(length=9), {"preset": "fa2", "block_kv": 64}
-    assert returning(claim, case, case.format) == claim
-    assert returning(claim, case, format_named("float16"))["out"] == "float16"
-    assert returning(claim, case, format_named("float64"))["out"] == "exact"
-
-
 def test_returning_knows_the_casts_of_gradients() -> None:
     """Each tensor's own, and delta is made from the O that was returned, but where the claim has
     another idea of it."""
     case, claim = drawn(length=9), {"preset": "fa2"}
     wide, same = format_named("float32"), case.format
     formats = {"out": same, "dq": wide, "dk": same, "dv": format_named("float16")}
+    assert returning(claim, case, same) == claim
+    assert returning(claim, case, format_named("float16"))["out"] == "float16"
     assert returning(claim, case, formats) == {**claim, "dq_out": "exact", "dv_out": "float16"}
     assert returning(claim, case, {"out": wide}) == {**claim, "out": "exact", "delta_o": "exact"}
     given = {**claim, "delta_o": "e8m3"}
