@@ -358,13 +358,6 @@ def test_mostly_unknown_is_unknown() -> None:
     )
 
 
-def test_the_default_choice_is_not_explained_twice() -> None:
-    """PyTorch's own choice is one of the backends; where it is not, it is said."""
-    same = [row(), row(kernel="sdpa-default")]
-    assert len(said(same)) == 1
-    assert len(said([row(), row(kernel="sdpa-default", residual=0.2)])) == 2
-
-
 def test_audit_explains(tmp_path: Path) -> None:
     """`--explain` end to end: a row for each kernel and call, sentences in the summary, and the
     same again from the journal."""

@@ -13,7 +13,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused
 from numdev.kernels import find
 from numdev.kernels.emulation.predict import emulation
-from numdev.kernels.reference import attend, floor_of, gradients
+from numdev.kernels.reference import floor_of, gradients
 from numdev.metrics import deviation
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
@@ -69,21 +69,14 @@ def test_backward_runs_alone_and_is_near_the_truth(name, dtype, causal):
     assert found.ran == BACKENDS[name]
     assert found.ran_backward == ("math" if name == "sdpa-math" else f"{BACKENDS[name]}_backward")
     assert (found.lse is None) == (name == "sdpa-math")
+    # fp32 exp and sum of 200 terms, and a final rounding: 200 u of the sum, far below 1e-4.
+    if name == "sdpa-flash":
+        assert (found.lse.double() - exact.lse).abs().max() < 1e-4
     floor = floor_of(exact, here.format)
     for tensor in ("dq", "dk", "dv"):
         r = getattr(exact, tensor)
         error, least = ((getattr(x, tensor).double() - r).norm() for x in (found, floor))
         assert error <= 8 * least, (tensor, float(error / least))
-
-
-def test_flash_log_sum_exp_is_the_reference():
-    """The log-sum-exp taken from the flash operator is natural, unpadded and right to fp32."""
-    here = case(is_causal=True)
-    lse = find("sdpa-flash").attend(here).lse
-    assert lse is not None
-    exact = attend(here).lse
-    # fp32 exp and sum of 200 terms, and a final rounding: 200 u of the sum, far below 1e-4.
-    assert (lse.double() - exact).abs().max() < 1e-4
 
 
 def test_refusals_carry_pytorchs_own_reason():
@@ -94,25 +87,18 @@ def test_refusals_carry_pytorchs_own_reason():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_reference_agrees_with_the_cpu(kv_heads):
-    """The fp64 reference is the same on both devices to a few fp64 roundings per term."""
-    on_gpu = case(kv_heads=kv_heads, is_causal=True, window=(50, 0), softcap=20.0)
-    on_cpu = case("cpu", kv_heads=kv_heads, is_causal=True, window=(50, 0), softcap=20.0)
-    a, b = attend(on_gpu), attend(on_cpu)
+def test_the_reference_agrees_with_the_cpu(kv_heads):
+    """The fp64 reference is the same on both devices to a few fp64 roundings per term, over several
+    blocks, and so are its gradients."""
+    fields = {"kv_heads": kv_heads, "is_causal": True, "window": (50, 0), "softcap": 20.0}
+    a = gradients(with_upstream(case(**fields)))
+    b = gradients(with_upstream(case("cpu", **fields)))
     bound = 64 * 2.0**-53 * 200
     assert ((a.out.cpu() - b.out).abs() <= bound * b.term_scale).all()
     assert (a.lse.cpu() - b.lse).abs().max() <= bound * math.log(200)
-
-
-def test_reference_gradients_agree_with_the_cpu():
-    """So are its gradients, over several blocks, to fp64 roundings of their terms."""
-    fields = {"kv_heads": 2, "is_causal": True, "window": (50, 0), "softcap": 20.0}
-    a = gradients(with_upstream(case(**fields)))
-    b = gradients(with_upstream(case("cpu", **fields)))
-    bound = 64 * 2.0**-53 * 400
     for tensor in ("dq", "dk", "dv"):
-        terms = getattr(b, f"{tensor}_terms")
-        assert ((getattr(a, tensor).cpu() - getattr(b, tensor)).abs() <= bound * terms.amax()).all()
+        most = 2 * bound * getattr(b, f"{tensor}_terms").amax()
+        assert ((getattr(a, tensor).cpu() - getattr(b, tensor)).abs() <= most).all()
     assert torch.equal(a.unseen.cpu(), b.unseen)
 
 
