@@ -269,12 +269,3 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
     assert all(torch.equal(x, own[n]) for n, x in found.state_dict().items())
     assert opened.fitted(found).prefix == (f"{nest}." if nest else "")
     assert dict(opened.fitted(found).tensors()).keys() == own.keys()
-
-
-def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
-    """A weight short is no model: it is named, and so is one left over."""
-    content = state()
-    content["stranger"] = content.pop("h.0.c_attn.weight")
-    path = split(tmp_path / "d", content)
-    words = ("needs the weights h.0.c_attn.weight", "no place for stranger")
-    failure(lambda: load(path), MeasurementError, *words)

@@ -38,14 +38,12 @@ def uniform(shapes: Shapes, draws: Draws) -> Inputs:
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
     """Every query has one key whose score is above all others by at least `margin`, chosen at
-    random among keys 0 to i + max(0, kv_len - q_len): out is that key's V. (Where it is hidden, the
-    mean of V over those that then score highest.)"""
+    random among keys 0 to i + max(0, kv_len - q_len): out is that key's V."""
     return _coded(shapes, draws, 1, margin)
 
 
 def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """As `one_hot`, with every key there twice, half the length apart, and above all others by at
-    least `margin`: out is the mean of two rows of V."""
+    """As `one_hot`, with every key there twice, half the length apart: out is a mean of two."""
     return _coded(shapes, draws, 2, margin)
 
 

@@ -85,9 +85,8 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
 
 
 def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> Inputs:
-    """All scores so far below 0 that the log-sum-exp of every row is about `lse` (at the default
-    scale, without a mask): one feature of q is the constant `q`, that of k makes up the rest. The
-    other features are N(0, 1). A larger `q` keeps k within the range of float16."""
+    """All scores so far below 0 that the log-sum-exp of every row is about `lse`: one feature of q
+    is the constant `q`, that of k makes up the rest. A larger `q` keeps k within float16."""
     if q == 0:
         raise ValueError("q must not be 0")
     queries, keys, values = plain(shapes, draws)
@@ -177,12 +176,7 @@ def biased_rounding(
     grad_sign: int = 1,
     v_bits: int = 8,
 ) -> Inputs:
-    """The first `count` keys (at most all) are one key. A `share` of the rows, chosen at random,
-    scores `level` there; the other keys weigh `tail` together, where a tied one weighs 1 (0:
-    exactly nothing). To the other rows all keys score about 0. |V| is uniform over the significands
-    of `v_bits` bits (8: bf16's, 11: float16's) in [1, 2), at tied keys `value` times that. V is
-    negative at tied keys with `v_sign` 1, of random sign with 0, positive with -1; so it is
-    elsewhere by `tail_sign`, and dO by `grad_sign`. With `count` 1 nothing ties."""
+    """Each link as its parameter says: docs/hazards.md#biased_rounding."""
     if count < 1 or tail < 0 or value <= 0 or not 0 <= share <= 1:
         raise ValueError("expected count >= 1, tail >= 0, value > 0 and share within [0, 1]")
     tied = min(count, shapes.kv_len)
