@@ -159,6 +159,17 @@ def test_the_lowest_number_in_a_mask_stays_finite(fmt: Any, wide: torch.dtype) -
     assert rounded.tolist() == [-fmt.largest, -math.inf, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("name", ["e5m4", "e8m10"])
+def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
+    """A format that is stored in fp32: hidden is then the lowest number of fp32, not of it."""
+    row = torch.tensor([torch.finfo(torch.float64).min, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    rounded = make_case(mask=row).rounded_to(format_named(name))
+    shown = visible(rounded, slice(0, 4), slice(0, 5))
+    assert shown is not None
+    assert not shown[..., 0].any()
+    assert shown[..., 1:].all()
+
+
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32, FP64])
 def test_rounding_keeps_the_memory_layout(fmt: Any) -> None:
     """A transposed view stays one: the layout of a call decides which backends run it."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from numdev.config import DEFAULT_KERNELS, AuditConfig, AuditRequest, Choice
+from numdev.config import DEFAULT_KERNELS, AuditConfig, AuditRequest, Choice, sweep_request
 from numdev.errors import UsageError
 from numdev.yamlfile import bundled, expand, read_yaml, validated
 
@@ -111,6 +111,16 @@ def test_choices_by_name(read: Any, written: Any, options: dict[str, Any]) -> No
     choice = Choice(name="sink", options=options)
     assert read(one(inputs=written)).cases[0].inputs == choice
     assert read({**one(), "kernels": [written]}).kernels == (choice,)
+
+
+def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
+    """`seed` is where the file's seeds are counted from; an option given no time says nothing."""
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump({**one(), "repeats": 2, "seeds": 3, "formats": "float16"}))
+    flags = {"repeats": 4, "sampled_rows": 8, "seed": 5, "kernels": (), "device": None}
+    found = sweep_request(path, flags)
+    assert (found.repeats, found.sampled_rows, found.seeds) == (4, 8, (5, 6, 7))
+    assert (found.formats, found.kernels, found.device) == (("float16",), DEFAULT_KERNELS, "auto")
 
 
 # --- errors --------------------------------------------------------------------------------------
