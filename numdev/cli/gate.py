@@ -72,6 +72,7 @@ def gate(
     from numdev.gate.rules import default_rules, default_rules_against, read_rules
     from numdev.report.renderers import github as on_github
     from numdev.report.renderers import junit as as_junit
+    from numdev.report.renderers.markdown import text_of
     from numdev.report.renderers.terminal import print_document
     from numdev.report.views.gate import document, spots_of
 
@@ -87,18 +88,19 @@ def gate(
     judged = judge_report(found, chosen, _read(against) if against else None)
     findings, tested = sentences.findings_in(judged, found.rows)
     context.find_root().obj = judged.exit_code
+    page = document(judged, findings, tested, sentences.Places(found.rows))
     if as_json:
         told = [finding.model_dump(mode="json") for finding in findings]
         verdicts = judged.model_dump(mode="json")
         click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
     else:
         with _unread() if github else contextlib.nullcontext():
-            print_document(document(judged, findings, tested, sentences.Places(found.rows)))
+            print_document(page)
     # Afterwards, so that a file that cannot be written hides no verdict.
     spots = spots_of(judged)
     if junit:
         _write(junit, as_junit.junit(judged, findings, spots))
-    words = on_github.summary(judged, findings, tested) if summary or github else ""
+    words = text_of(page, level=3)
     if summary:
         _write(summary, words)
     if github:

@@ -13,8 +13,6 @@ from pathlib import Path
 from numdev.gate.verdict import Judgement
 from numdev.report import Finding
 from numdev.report.foreign import plain
-from numdev.report.renderers.markdown import text_of
-from numdev.report.views import gate
 from numdev.report.views.gate import Spot, problems_of
 
 ERRORS = 10  # so many error annotations of a step GitHub shows, and so many warnings
@@ -59,8 +57,3 @@ def _command(name: str, properties: Mapping[str, str], message: str) -> str:
 def _data(text: str) -> str:
     """No line break is left after `plain`; % has to be escaped for itself."""
     return plain(text).replace("%", "%25")
-
-
-def summary(judgement: Judgement, findings: Sequence[Finding], tested: Sequence[str] = ()) -> str:
-    """The judgement as Markdown, for a step's summary."""
-    return text_of(gate.summary(judgement, findings, tested), level=3)
