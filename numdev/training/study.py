@@ -123,7 +123,7 @@ class _Run:
     def is_recorded(self, seed: int, step: int) -> bool:
         """Whether all that is measured up to a step is in the journal."""
         steps = [at for at in self.request.recorded if at <= step]
-        return all(self.journal.is_finished(_key(seed, at)) for at in steps)
+        return all(self.journal.visit(_key(seed, at)) for at in steps)
 
     def seed(self, seed: int) -> bool:
         """Train one seed to its end; False if time ran out before."""
@@ -171,7 +171,7 @@ class _Run:
         """Measure and write what this step asks for, unless that is done."""
         self.checkpoint(lanes)
         key = _key(lanes.seed, lanes.step)
-        if lanes.step in self.request.recorded and not self.journal.is_finished(key):
+        if lanes.step in self.request.recorded and not self.journal.visit(key):
             with self.watch("metrics"):
                 self.journal.append(key, lanes.measured())
                 self.loss = number(lanes.golden.loss)
