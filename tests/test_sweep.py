@@ -131,6 +131,15 @@ def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport])
     assert len(found.cases) == 2, "a case is described once, whatever its seeds"
 
 
+def test_rows_of_cells_alone(tmp_path: Path) -> None:
+    """`rows: cell` leaves the heads out, and changes nothing else."""
+    whole = sweep(plan(request(tmp_path)), tmp_path / "head")
+    short = sweep(plan(request(tmp_path, rows="cell")), tmp_path / "cell")
+    assert whole.rows
+    assert not short.rows
+    assert (short.cells, short.figures) == (whole.cells, whole.figures)
+
+
 def test_what_is_only_shown_otherwise_is_not_measured_again(tmp_path: Path) -> None:
     """Another x, y or title continues the same run."""
     said: list[str] = []
