@@ -1,18 +1,23 @@
-"""What a model is given to read: whole chunks with their special tokens, or drawn ids."""
+"""What a model is given to read: whole chunks of text with their special tokens, drawn ids, and
+what it takes besides: read from a file, or drawn where nobody gives it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from numdev.errors import UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.sources.checkpoint import load_tokenizer
-from numdev.sources.prompts import drawn, from_text
+from numdev.sources.prompts import Prompt, draw, drawn, from_text, read, shifted, wanted
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 
@@ -22,7 +27,7 @@ def tokenizer(*, special: bool = False, **options: Any) -> PreTrainedTokenizerFa
     vocab = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[UNK]": UNKNOWN}
     vocab.update({word: 4 + i for i, word in enumerate("abcdef")})
     vocab.update({f"w{i}": 10 + i for i in range(100)})
-    words = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    words = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
         words.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
@@ -109,15 +114,129 @@ def test_drawn_ids_follow_the_seed() -> None:
 # --- what is wrong ------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no\.txt: cannot be read"):
-        from_text([tmp_path / "no.txt"], tokenizer(), length=4, sequences=1)
-
-
-@pytest.mark.parametrize("content", ["", " \n"])
-def test_a_file_without_tokens(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "cannot be read"), ("", "holds no token"), (" \n", "holds no token")],
+)
+def test_text_files_that_cannot_be_used(tmp_path: Path, content: str | None, says: str) -> None:
     """Also among files that have some: every file contributes."""
-    (tmp_path / "b.txt").write_text(content)
+    if content is not None:
+        (tmp_path / "b.txt").write_text(content)
     files = [text(tmp_path, "a.txt", range(4)), tmp_path / "b.txt"]
-    with pytest.raises(UsageError, match=r"b\.txt: holds no token"):
+    with pytest.raises(UsageError, match=rf"b\.txt: {says}"):
         from_text(files, tokenizer(), length=4, sequences=2)
+
+
+# --- the other arguments of a model --------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """No model of transformers: what it needs has no default."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, **more: Any) -> Tensor:
+        return idx
+
+
+def file(directory: Path, **tensors: Tensor) -> Path:
+    save_file(tensors, directory / "in.safetensors")
+    return directory / "in.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("llama", ["input_ids"]),
+        ("bert", ["input_ids"]),
+        ("t5", ["input_ids"]),
+        ("t5_seq2seq", ["input_ids", "decoder_input_ids"]),
+        ("vit", ["pixel_values"]),
+        ("clip", ["input_ids", "pixel_values"]),
+        ("whisper", ["input_features", "decoder_input_ids"]),
+        ("wav2vec2", ["input_values"]),
+    ],
+)
+def test_what_a_model_needs(name: str, needs: list[str]) -> None:
+    assert wanted(getattr(models, name)()) == needs
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "shape", "words"),
+    [
+        ("vit", "pixel_values", (3, 3, 12, 12), "3 images of 3 x 12 x 12 drawn with seed 5"),
+        ("clip", "pixel_values", (3, 3, 12, 12), "3 images of 3 x 12 x 12 drawn with seed 5"),
+        ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24 drawn with seed 5"),
+    ],
+)
+def test_images_and_spectrograms_have_the_configs_size(
+    name: str, argument: str, shape: tuple[int, ...], words: str
+) -> None:
+    """Drawn from N(0, 1) with the seed, without touching torch's own generator."""
+    model = getattr(models, name)()
+    state = torch.get_rng_state()
+    prompt, same, other = (draw(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6))
+    assert prompt.inputs[argument].shape == shape
+    assert prompt.description == words
+    assert prompt.digest == same.digest != other.digest
+    # 1000 values and more: the mean is within 4 standard errors of 0 and the variance near 1.
+    x = prompt.inputs[argument]
+    assert abs(x.mean()) < 4 / x.numel() ** 0.5
+    assert abs(x.var() - 1) < 4 * (2 / x.numel()) ** 0.5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(models.wav2vec2, "input_values"), (Plain, "idx"), (models.llama, "pixel_values")],
+)
+def test_what_cannot_be_drawn_is_named(model: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}, which numdev cannot draw .*--inputs"):
+        draw(name, model(), count=1, length=1, seed=0)
+
+
+def test_the_decoder_reads_the_text_shifted() -> None:
+    """The start token first, and the mask along with it."""
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    text = Prompt(
+        inputs={"input_ids": ids, "attention_mask": (ids > 0).long()}, description="2 texts"
+    )
+    read_too = shifted(text, models.t5_seq2seq())
+    assert read_too.inputs["decoder_input_ids"].tolist() == [[0, 5, 6], [0, 8, 9]]
+    assert read_too.inputs["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert read_too.description == "the same shifted right for the decoder"
+    assert shifted(text, models.bart()).inputs["decoder_input_ids"][0, 0] == 2
+    unnamed = models.t5_seq2seq()  # as T5's own configuration has it
+    del unnamed.config.decoder_start_token_id
+    assert shifted(text, unnamed).inputs["decoder_input_ids"][0, 0] == 0
+
+
+def test_a_file_gives_the_arguments_it_names(tmp_path: Path) -> None:
+    given = {"pixel_values": torch.randn(2, 3, 12, 12), "input_ids": torch.ones(2, 4).long()}
+    prompt = read(file(tmp_path, **given), models.clip())
+    assert prompt.inputs.keys() == given.keys()
+    assert all(torch.equal(prompt.inputs[n], x) for n, x in given.items())
+    assert prompt.description == "input_ids and pixel_values of in.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "says"),
+    [
+        (None, UsageError, "no such file"),
+        (b"not tensors at all", MeasurementError, "not a whole safetensors file"),
+        ({}, UsageError, "holds no tensor"),
+        ({"pixel_value": torch.zeros(1)}, UsageError, "'pixel_value'.*'pixel_values'"),
+        ({"kwargs": torch.zeros(1)}, UsageError, "'kwargs'"),
+        ({"pixel_values": torch.tensor(1.0)}, UsageError, r"shape \[\]"),
+        ({"pixel_values": torch.zeros(0, 3, 12, 12)}, UsageError, r"\[0, 3, 12, 12\]"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    content: Any, kind: type[NumdevError], says: str, tmp_path: Path
+) -> None:
+    """Each in one line that names the file and what is wrong."""
+    path = tmp_path / "in.safetensors"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        file(tmp_path, **content)
+    with pytest.raises(kind, match=rf"in\.safetensors: .*{says}"):
+        read(path, models.vit())

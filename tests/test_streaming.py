@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import numdev.sources.opening
 from numdev import report
 from numdev.cli.main import main
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError
 from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.streaming import Deferred, Stored, Streamed
 
@@ -256,16 +256,6 @@ def test_weights_used_while_their_layer_does_not_run_are_found_out(tmp_path: Pat
         Reaching(ours.model)(**IDS)
     assert "model.layers.1.mlp.up_proj.weight" in str(caught.value)
     assert caught.value.hint
-
-
-def test_without_accelerate_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a UsageError with the command that installs it."""
-    monkeypatch.setattr("numdev.sources.checkpoint.find_spec", lambda name: None)
-    with pytest.raises(UsageError) as caught:
-        streamed(saved("llama", tmp_path))
-    assert "numdev[large]" in (caught.value.hint or "")
 
 
 @pytest.mark.gpu
