@@ -201,7 +201,7 @@ def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
     for rows in ([2, 1], [1, 1]):
         with pytest.raises(UsageError, match="ascending"):
             long().select_rows(torch.tensor(rows))
-    with pytest.raises(UsageError, match="positions are"):
+    with pytest.raises(UsageError, match="positions: expected"):
         dataclasses.replace(long(), positions=torch.arange(3))
     part = long(is_causal=True).select_rows(torch.arange(0, 300, 3))
     mine = Kernel(name="mine", function=lambda case: case.q)
