@@ -146,7 +146,7 @@ USAGE = [
     ("audit demo --heads 3-", "--heads: expected a list", "got '3-'"),
     ("audit demo --heads \u00b2", "--heads: expected a list", "got '\u00b2'"),
     ("audit demo --heads ,", "--heads: expected a list", "got ','"),
-    ("audit tiny.yaml --layers 0", "draws its cases", "leave"),
+    ("audit tiny.yaml --layers 0", "tiny.yaml", "leave"),
     ("audit demo --length 0", "--length", "numdev audit --help"),
     ("audit --fast", "--fast", "see `numdev audit --help`"),
     ("aduit", "aduit", "see `numdev --help`"),

@@ -26,8 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from scipy.special import stdtrit
-
 from numdev.errors import MeasurementError
 from numdev.gate.rows import NOT_MEASURED, Measured, grouped
 from numdev.gate.rules import ERRORS, ESTIMATED, MAXIMA, Threshold, parts_of, value_of
@@ -128,6 +126,8 @@ def allowance(old: Sequence[float], new: int) -> float:
     """How far the mean of `new` more seeds may lie from that of the old ones, by chance."""
     if len(old) < SEEDS:
         return 0.0
+    from scipy.special import stdtrit  # which reading a report, and its schema, need not wait for
+
     spread = float(stdtrit(len(old) - 1, 0.975)) * statistics.stdev(old)
     return spread * math.sqrt(1 / new + 1 / len(old))
 
