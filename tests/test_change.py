@@ -185,7 +185,7 @@ def test_the_default_rules_beside_an_old_report(tmp_path: Path, capsys: Any) -> 
         write(report(*rows), tmp_path / name)
     old = str(tmp_path / "old")
     assert gate(old, "--against", old) == 0
-    assert "error grew (1, ≤ 1.25)" in " ".join(capsys.readouterr().out.split())
+    assert "error grew passed 8 1 ≤ 1.25" in " ".join(capsys.readouterr().out.split())
     assert gate(str(tmp_path / "worse"), "--against", old) == 1
     assert "row_rel over before ≤ 1.25" in " ".join(capsys.readouterr().out.split())
     assert gate(str(tmp_path / "fewer"), "--against", old) == 3

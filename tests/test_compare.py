@@ -122,6 +122,29 @@ def test_intervals_of_sampled_rows() -> None:
     assert moves(sampled(1, 1.02), sampled(1.4, 1.02))
 
 
+def test_an_interval_is_1_96_standard_errors_wide() -> None:
+    """Both errors known to a factor of 1.2 at 95 %: s = ln(1.2) / 1.96 each."""
+    a, b = (
+        head(sampled=True, expected_ratio=x, worst_row=None, floor_ratio=None, rms=None,
+             interval={"expected_ratio": (x / 1.2, x * 1.2)}) for x in (1.0, 9.0)
+    )  # fmt: skip
+    (move,) = moves(a, b)
+    z = float(scipy.special.ndtri(1 - 0.005 / 3))
+    explained = math.log(1.05) + z * math.sqrt(2) * math.log(1.2) / 1.96
+    assert move.noise == pytest.approx(math.exp(explained), rel=1e-6)
+
+
+def test_noise_in_one_report_counts() -> None:
+    """A kernel that is not reproducible now, and was."""
+    pair = Pair(head(noise=0.5e-3), head(noise=0.0), inputs="same", width=1)
+    assert repeats(pair) == pytest.approx(math.log1p(0.5))
+
+
+def test_rows_whose_maximum_differs_are_not_equal() -> None:
+    (group,) = found((head(),), (head(max_abs=4.1e-3),)).groups
+    assert (group.pairs, group.same_numbers) == (1, 0)
+
+
 def test_an_error_where_there_was_none() -> None:
     """Moved, and the ratio is null; nothing moved where both are exact."""
     exact = head(rms=0.0, max_abs=0.0, row_rel=0.0, floor_ratio=0.0, expected_ratio=0.0,
@@ -240,6 +263,18 @@ def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
     a = tuple(head(h, expected_ratio=0.5, worst_row=0.5) for h in range(8))
     b = (head(0, expected_ratio=0.01, worst_row=0.01), *a[1:])
     assert not found(on(1e-3, *a), on(2e-3, *b)).moves
+
+
+def test_the_scatter_of_other_heads_by_hand() -> None:
+    """Of two calls, one head left out: squares about the mean over their degrees of freedom, times
+    Student's quantile."""
+    rows = [head(h, expected_ratio=1.0 + h / 10, worst_row=1.0 + h / 10) for h in range(8)]
+    a, b = on(1e-3, *rows), on(2e-3, *(times(r, 30.0) if r.head == 0 else r for r in rows))
+    (move,) = (m for m in found(a, b).moves if m.place.head == 0)
+    logs = [math.log(1.0 + h / 10) for h in range(1, 8)]
+    spread = math.sqrt(2 * 2 * np.var(logs) * 7 / 12)
+    t = float(scipy.special.stdtrit(12, 1 - 0.005 / 8))
+    assert move.noise == pytest.approx(1.05 * math.exp(t * spread), rel=1e-6)
 
 
 def test_too_few_heads_to_know_their_scatter() -> None:
@@ -366,6 +401,8 @@ def test_findings_that_only_one_has() -> None:
     (gone,) = news(b, a, moves(head(), times(head(), 2)))
     assert (gone.what, gone.moved) == ("gone", True)
     assert not news(b, b, ())
+    other = audit(*HEADS, findings=(finding.model_copy(update={"formats": ("float16",)}),))
+    assert [n.what for n in news(b, other, ())] == ["new", "gone"]
     said = answer(found(HEADS, HEADS), (), (new,), HEADS)
     assert said[-1] == "1 finding new: mine errs; of them 1 whose number did not move beyond noise."
 

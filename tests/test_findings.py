@@ -84,6 +84,14 @@ def test_a_finding_is_data_too() -> None:
     assert (finding.severity, finding.tensor) == ("exceeded", "out")
 
 
+def test_the_place_is_where_it_is_worst() -> None:
+    """Of two heads beyond the limit the farther one."""
+    (finding,) = found(row(0, expected_ratio=1.5), row(1, expected_ratio=9.0))
+    assert finding.place is not None
+    assert finding.place.head == 1
+    assert "worst at layer 0 head 1" in finding.sentence
+
+
 # --- each fault once -----------------------------------------------------------------------------
 
 

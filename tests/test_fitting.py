@@ -88,6 +88,14 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
             assert judge_report(found.model_copy(update={"rows": rows}), rules).exit_code == 1
 
 
+def test_the_worst_of_several_sets_of_options_sets_the_limit() -> None:
+    """Whichever stands first."""
+    sets = [row(options={"tile": n}, expected_ratio=x) for n, x in ((64, 3.0), (128, 1.0))]
+    for rows in (sets, sets[::-1]):
+        found = report(*rows)
+        assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
+
+
 def test_the_file_says_what_it_holds_for_and_who_must_run() -> None:
     """The machine's kind, and kernels that ran in every call; not one that was skipped once."""
     skipped = row(None, kernel="b", case="d", status="skipped", reason="x")

@@ -502,6 +502,14 @@ def test_exit_codes(
     assert (data["exit_code"], len(data["findings"])) == (code, int(code == 1))
 
 
+def test_the_table_shows_the_worst_of_a_rule(tmp_path: Path, capsys: Any) -> None:
+    """The second kernel's number where it is the worse one; passed, the nearest to its limit."""
+    for second, shown in ((1.31, "exceeded 1/2 1.31"), (1.09, "passed 2 1.09")):
+        write(report(row(), row(kernel="other", expected_ratio=second)), tmp_path)
+        gate(str(tmp_path))
+        assert f"error {shown} ≤ 1.1 other out" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_rules_can_be_given(tmp_path: Path, capsys: Any) -> None:
     """In a file, whose name the verdict bears; without one that is there, exit code 2."""
     write(report(row()), tmp_path)

@@ -356,6 +356,7 @@ def _backward(case: AttentionCase, out: Tensor, lse: Tensor, empty: Tensor) -> R
         dq_terms[:, :, rows] = _in_fp32(dX16, k16[:, keys]).view_as(dq[:, :, rows])
         dk_terms[:, keys] += _in_fp32(dX16.mT, q16_i)
         dv_terms[:, keys] += _in_fp32(P16.mT, dO16_i)
+        del P, dX, P16, dX16  # else the next run's are made beside them, at twice the memory
     # Q came scaled, for the scores: this is what remains of the scale in dK = scale dX^T Q.
     rest = 1.0 if case.softcap else LN2
     results = {
