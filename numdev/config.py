@@ -196,7 +196,7 @@ class AuditConfig(Measuring, Reading):
     steps: Annotated[tuple[Count, ...] | None, Option(metavar="LIST")] = None
     """Only these denoising steps, from 0: 0,3.  [all]"""
     stream: Annotated[bool | None, Option("--stream/--no-stream")] = None
-    """Read the model's weights from disk layer by layer while it runs, in memory for two layers.
+    """Read the model's weights from disk layer by layer while it runs, in memory for one layer.
     [where they are too large to be loaded whole]"""
     heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
     """Only these query heads."""

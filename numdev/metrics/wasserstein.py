@@ -61,22 +61,6 @@ def w1(a: Tensor, b: Tensor) -> float:
     return _of_counts(*(part for pair in zip(values, ones, strict=True) for part in pair))
 
 
-def w1_rows(a: Tensor, b: Tensor) -> Tensor:
-    """W1 between each row of `a` and the same row of `b`: [n, m] and [n, m] to [n] float64, on
-    their device. A row with NaN or infinity fares as in `w1` and leaves the other rows alone.
-
-    Raises `UsageError` for anything but two equal, two-dimensional, non-empty shapes, for two
-    devices, and for the dtypes `w1` refuses.
-    """
-    _check(a, b)
-    if a.ndim != 2 or a.shape != b.shape:
-        raise UsageError(
-            f"rows of shapes {list(a.shape)} and {list(b.shape)} cannot be compared",
-            hint="pass two tensors of the same shape [rows, values]",
-        )
-    return w1_of_sorted(sorted_rows(a), sorted_rows(b))
-
-
 def sorted_rows(x: Tensor) -> Tensor:
     """Each row of [n, m] in ascending order, NaN last, as a new tensor on its device, of the dtype
     of `x` or a wider one with the same values."""
