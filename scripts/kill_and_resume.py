@@ -1,11 +1,15 @@
 """Kill a sweep with SIGKILL at random moments, run it again each time, and compare the end.
 
     python scripts/kill_and_resume.py configs/sweep/ci.yaml --kills 10
+    python scripts/kill_and_resume.py configs/sweep/ci.yaml --kills 10 --workers 2
+    python scripts/kill_and_resume.py configs/sweep/ci.yaml --kills 10 --workers 2 --only-workers
 
-A process of its own runs `numdev sweep`; as soon as the journal has grown by a random number of
-lines, and a random fraction of a task later, it is killed, in whatever it was doing. After the last
-kill the sweep runs to its end. Its report must equal that of an undisturbed run in everything but
-the time it was made, what took how long, and the command.
+A process of its own runs `numdev sweep`. It is killed as soon as the journal has grown by a random
+number of lines, and a random fraction of a task later. After the last kill the sweep runs to its
+end. With `--only-workers` the sweep itself lives on, and one of its workers is killed at each of
+these moments; each case survives one such death, so kills are spread over the sweep.
+The report must equal that of an undisturbed run, also made with `--workers`, in everything but the
+time it was made, its timings and the command.
 """
 
 from __future__ import annotations
@@ -18,18 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from numdev import report
 from numdev.audit.journal import JOURNAL
 
 
-def start(config: Path, directory: Path) -> subprocess.Popen[bytes]:
+def start(config: Path, directory: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
     """`numdev sweep`, in a process of its own."""
     command = [sys.executable, "-m", "numdev", "sweep", str(config), "-o", str(directory), "-q"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, "--device", "cpu"], env=one_thread)
+    return subprocess.Popen([*command, "--device", "cpu", *options], env=one_thread)
 
 
 def lines(directory: Path) -> int:
@@ -37,29 +44,64 @@ def lines(directory: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def killed(config: Path, directory: Path, chance: random.Random, most: int) -> int | None:
-    """Start it and kill it; returns how many lines it left, None if it was finished first."""
-    goal = lines(directory) + chance.randint(0, most)
-    process = start(config, directory)
+def wait_until(process: subprocess.Popen[bytes], directory: Path, goal: int, rest_s: float) -> bool:
+    """Wait for `goal` lines in the journal and `rest_s` more; whether the process still runs."""
     while process.poll() is None and lines(directory) < goal:
         time.sleep(0.002)
-    time.sleep(chance.uniform(0.0, 0.02))
-    if process.poll() is not None:
-        return None
-    process.send_signal(signal.SIGKILL)
+    time.sleep(rest_s)
+    return process.poll() is None
+
+
+def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The Dask workers of a sweep: its children that multiprocessing started."""
+    return [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "spawn_main" in " ".join(child.cmdline())
+    ]
+
+
+def kill_sweeps(
+    config: Path, directory: Path, options: Sequence[str], kills: int, whole: int
+) -> int:
+    """Start a sweep and kill it, `kills` times; how many were still running."""
+    hit = 0
+    for _ in range(kills):
+        goal = lines(directory) + random.randint(0, max(1, whole // kills))
+        process = start(config, directory, options)
+        if wait_until(process, directory, goal, random.uniform(0.0, 0.02)):
+            process.send_signal(signal.SIGKILL)
+            hit += 1
+        process.wait()
+        print(f"killed with {lines(directory)} of {whole} lines", flush=True)
+    return hit
+
+
+def kill_workers(
+    config: Path, directory: Path, options: Sequence[str], kills: int, whole: int
+) -> int:
+    """Start one sweep and kill one of its workers, up to `kills` times; how many were killed."""
+    process, hit = start(config, directory, options), 0
+    for goal in sorted(random.sample(range(1, whole), min(kills, whole - 1))):
+        if not wait_until(process, directory, goal, random.uniform(0.0, 0.02)):
+            break
+        if workers := workers_of(process):
+            random.choice(workers).kill()
+            hit += 1
+            print(f"a worker killed with {lines(directory)} of {whole} lines", flush=True)
     process.wait()
-    return lines(directory)
+    return hit
 
 
-def finish(config: Path, directory: Path) -> dict[str, Any]:
+def finish(config: Path, directory: Path, options: Sequence[str]) -> dict[str, Any]:
     """Run it to its end; the report, without what may differ."""
-    if start(config, directory).wait() != 0:
+    if start(config, directory, options).wait() != 0:
         raise SystemExit("the sweep failed")
     return comparable(report.read(directory))
 
 
 def comparable(found: report.AnyReport) -> dict[str, Any]:
-    """A report but for the time it was made, what took how long, and the command."""
+    """A report without the time it was made, its timings and the command."""
     plain = found.model_dump(mode="json")
     del plain["timings"]
     del plain["provenance"]["created"], plain["provenance"]["command"]
@@ -70,18 +112,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--workers", type=int, help="Dask workers of the sweep")
+    parser.add_argument("--only-workers", action="store_true", help="kill workers, not the sweep")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    chance = random.Random(given.seed)
+    random.seed(given.seed)
+    options = ["--workers", str(given.workers)] if given.workers else []
+    kill = kill_workers if given.only_workers else kill_sweeps
     with tempfile.TemporaryDirectory() as scratch:
-        undisturbed = finish(given.config, Path(scratch) / "undisturbed")
+        undisturbed = finish(given.config, Path(scratch) / "undisturbed", options)
         whole = lines(Path(scratch) / "undisturbed")
-        directory, hit = Path(scratch) / "killed", 0
-        for _ in range(given.kills):
-            left = killed(given.config, directory, chance, max(1, whole // given.kills))
-            hit += left is not None
-            print(f"killed with {left} of {whole} lines" if left is not None else "finished first")
-        same = finish(given.config, directory) == undisturbed
+        directory = Path(scratch) / "killed"
+        hit = kill(given.config, directory, options, given.kills, whole)
+        same = finish(given.config, directory, options) == undisturbed
     print(f"{hit} kills; the report is {'the same' if same else 'DIFFERENT'}")
     sys.exit(0 if same else 1)
 
