@@ -1,17 +1,15 @@
-"""Which rounding breaks training, when, and does anything say so before the loss?
+"""Which training variants break, when, and does a recorded signal warn of it?
 
-    python benchmarks/instability.py RUN... [--golden VARIANT] [--diagnose REPORT...]
-        [--fixed-on 0 1 2] [--csv DIR]
+    python benchmarks/instability.py RUN... [--golden VARIANT] [--fixed-on 0 1 2]
 
-RUN is the directory of a `numdev train` of configs/train/unstable.yaml or one like it; seeds may be
-in several, and a run that was stopped before it had a report is read from its journal. Prints
-Markdown: per variant what it rounds, its loss, whether it left the plateau and whether it broke
-(`instability_runs` has the rules); a warning rule for each recorded signal, fixed on some seeds and
-tested on the others (`instability_warnings`); the effects of the formats and of delta's formula
-(`instability_effects`); and what the diagnoses of checkpoints say (`instability_diagnosis`). With
---csv the numbers behind it. Reads files alone, so it runs anywhere.
+RUN is the report of a `numdev train` of configs/train/unstable.yaml or one like it, or its
+directory; seeds may be spread over several. Prints Markdown: per variant its loss, how far above
+the golden run of the same seed it ended and when it broke; and per recorded signal whether a
+threshold, fixed on some seeds, warned on the others.
 
-Intervals are 95 %: Student's t over seeds for means, Clopper and Pearson's for shares.
+A run and its golden run meet the same batch at every step, so their difference is free of what a
+batch does to a loss and is not smoothed. A variant is judged against the golden variant; at other
+optimiser settings, against the variant that differs from the golden one in the optimiser alone.
 """
 
 from __future__ import annotations
@@ -20,103 +18,185 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-from instability_diagnosis import said
-from instability_effects import Effect, effects
-from instability_page import EVENTS, Rules, page
-from instability_runs import Run, Source, Stopped, runs_of, source_of
-from instability_warnings import Rule, rules, with_diagnosis
 
-from numdev.diagnose.report import DiagnoseReport
 from numdev.report import read
+from numdev.report.statistics import interval
+from numdev.training.report import TrainReport
 
-FIXED_ON = (0, 1, 2)
-TROUBLE = ("broke", "rose")
+BROKEN_BY = 0.2  # nats above the golden run; runs that trained ended within 0.03 of it
+HOLD = 50  # steps for which it must stay there: shorter spikes are met by runs that train, too
+LATE = 100  # last steps over which losses are averaged
+SIGNALS = ("grad_norm", "max_logit", "spectral_norm")
+TRAIL = 30  # steps of a signal's running median, so that a single odd row does not alarm
+
+
+def recorded(report: TrainReport, golden: str | None = None) -> pd.DataFrame:
+    """All recorded steps but step 0, with `excess` over the golden run; not finite losses count as
+    infinite."""
+    golden = golden or next(v.name for v in report.variants if v.role == "golden")
+    optimisers = {v["name"]: v["optimiser"] for v in report.request["variants"]}
+    attention = {
+        v.name: (v.kernel, str(v.options), v.format, v.attention_format, set(v.differs))
+        for v in report.variants
+    }
+    kernel = attention[golden][:4]
+    judged_by = {}  # by variant: the golden attention at the variant's optimiser settings
+    for name, optimiser in optimisers.items():
+        same = [n for n, o in optimisers.items() if o == optimiser and attention[n][:4] == kernel]
+        judged_by[name] = next((n for n in same if attention[n][4] <= {"optimiser"}), None)
+    rows = pd.DataFrame([r.model_dump() for r in report.rows if r.step > 0])
+    rows["rate"] = rows["variant"].map(lambda name: optimisers[name]["lr"])
+    rows["warmup"] = rows["variant"].map(lambda name: optimisers[name]["warmup"])
+    columns = ["loss", *SIGNALS]
+    rows[columns] = rows[columns].astype(float).fillna(np.inf)
+    rows["judged_by"] = rows["variant"].map(judged_by)
+    ideal = rows[["seed", "variant", "step", "loss"]].rename(
+        columns={"variant": "judged_by", "loss": "ideal"}
+    )
+    rows = rows.merge(ideal, on=["seed", "judged_by", "step"])
+    rows["excess"] = rows["loss"] - rows["ideal"].where(np.isfinite(rows["ideal"]))
+    return rows
+
+
+def broke_at(excess: pd.Series) -> int | None:
+    """The first step from which on the excess stays above BROKEN_BY for HOLD steps, at every
+    recorded one; None for none. `excess` is by step. NaN, where the golden run has no loss, and the
+    end of the run end a stretch."""
+    steps, above = excess.index.to_numpy(), excess.to_numpy() > BROKEN_BY
+    ends = np.searchsorted(steps, steps + HOLD)
+    for start, end in enumerate(ends):
+        if end < len(steps) and above[start : end + 1].all():
+            return int(steps[start])
+    return None
+
+
+def runs_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for each rate, variant and seed: mean loss and excess of the last LATE steps, and the
+    step at which it broke (NaN: never)."""
+    found = []
+    for (rate, variant, seed), run in rows.groupby(["rate", "variant", "seed"], sort=False):
+        run = run.set_index("step").sort_index()
+        late = run[run.index > run.index[-1] - LATE]
+        found.append(
+            {
+                "rate": rate,
+                "variant": variant,
+                "seed": seed,
+                "golden": variant == run["judged_by"].iloc[0],
+                "loss": late["loss"].mean(),
+                "excess": late["excess"].mean(),
+                "broke": broke_at(run["excess"]),
+            }
+        )
+    return pd.DataFrame(found).astype({"broke": float})
+
+
+def alarm_at(run: pd.DataFrame, signal: str, threshold: float) -> int | None:
+    """The first step after the warm-up at which a signal's running median passes the threshold."""
+    above = running(run, signal) > threshold
+    return int(above.index[above][0]) if above.any() else None
+
+
+def running(run: pd.DataFrame, signal: str) -> pd.Series:
+    """The median of a signal over the last TRAIL steps, from the end of the warm-up on."""
+    series = run.set_index("step")[signal].sort_index()
+    # A lower median by rank: pandas' rolling median takes infinity for a missing value.
+    values = [
+        np.quantile(series[(series.index > s - TRAIL) & (series.index <= s)], 0.5, method="lower")
+        for s in series.index
+    ]
+    medians = pd.Series(values, index=series.index)
+    return medians[medians.index >= run["warmup"].iloc[0]]
+
+
+def warnings(rows: pd.DataFrame, runs: pd.DataFrame, fixed_on: Sequence[int]) -> pd.DataFrame:
+    """For each rate and signal: the threshold no unbroken run of the seeds `fixed_on` passes, and
+    how it does on the other seeds."""
+    broke = runs.set_index(["rate", "variant", "seed"])["broke"]
+    found = []
+    for rate, at_rate in rows.groupby("rate", sort=False):
+        every = dict(list(at_rate.groupby(["variant", "seed"], sort=False)))
+        broken = {key: broke[(rate, *key)] for key in every}
+        for signal in SIGNALS:
+            calm = [
+                running(run, signal).max()
+                for key, run in every.items()
+                if key[1] in fixed_on and np.isnan(broken[key])
+            ]
+            if not calm:
+                continue
+            threshold, warned, false, leads = max(calm), 0, 0, []
+            others = [key for key in every if key[1] not in fixed_on]
+            for key in others:
+                at = alarm_at(every[key], signal, threshold)
+                if np.isnan(broken[key]):
+                    false += at is not None
+                elif at is not None and at < broken[key]:
+                    warned += 1
+                    leads.append(broken[key] - at)
+            trouble = sum(not np.isnan(broken[key]) for key in others)
+            found.append(
+                {
+                    "rate": rate,
+                    "signal": signal,
+                    "threshold": threshold,
+                    "warned": f"{warned} of {trouble}",
+                    "false": f"{false} of {len(others) - trouble}",
+                    "lead, steps": np.median(leads) if leads else np.nan,
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row for each rate and variant over seeds."""
+    found = []
+    for (rate, variant), own in runs.groupby(["rate", "variant"], sort=False):
+        finite = own["excess"][np.isfinite(own["excess"])]
+        mean, low, high = interval(list(finite)) if len(finite) else (np.nan, None, None)
+        steps = own["broke"].dropna()
+        found.append(
+            {
+                "rate": rate,
+                "variant": variant,
+                "loss by seed": " / ".join(f"{x:.3f}" for x in own["loss"]),
+                "above golden": f"{mean:.3f}"
+                + ("" if low is None else f" [{low:.3f}, {high:.3f}]"),
+                "broke": "" if own["golden"].all() else f"{len(steps)} of {len(own)}",
+                "at step": " / ".join(f"{x:.0f}" for x in steps),
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A data frame as a Markdown table."""
+    lines = [list(table.columns), ["---"] * len(table.columns)]
+    lines += [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in table.values]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="which rounding breaks training, and when")
-    parser.add_argument("runs", nargs="+", type=Path, help="directories of numdev train")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="reports of numdev train")
     parser.add_argument("--golden", help="judge by this variant, not by the golden one")
-    parser.add_argument("--diagnose", nargs="*", type=Path, default=[], help="of numdev diagnose")
-    parser.add_argument("--fixed-on", nargs="+", type=int, default=list(FIXED_ON), metavar="SEED")
-    parser.add_argument("--csv", type=Path, metavar="DIR", help="write the tables there too")
+    parser.add_argument("--fixed-on", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     given = parser.parse_args()
-    sources = [source_of(path) for path in given.runs]
-    diagnosed = [_diagnosed(path) for path in given.diagnose]
-    runs = with_diagnosis(runs_of(sources, given.golden), diagnosed)
-    fixed = _rules(runs, given.fixed_on)
-    found = effects(runs)
-    print(page(runs, fixed, found, given.fixed_on, _stopped(given.runs, sources)))
-    if diagnosed:
-        print("\n## What diagnose says\n\n" + said(runs))
-    if given.csv:
-        written(given.csv, runs, fixed, found)
-
-
-def _rules(runs: Sequence[Run], fixed_on: Sequence[int]) -> Rules:
-    settings = dict.fromkeys(run.setting for run in runs)
-    return {
-        (s, event): rules([r for r in runs if r.setting == s], fixed_on, EVENTS[event])
-        for s in settings
-        for event in TROUBLE
-    }
-
-
-def _stopped(paths: Sequence[Path], sources: Sequence[Source]) -> list[str]:
-    """Of each run without a report, how far it came."""
-    return [
-        f"Stopped: {path.name}, at step {max(row.step for row in source.rows)} of "
-        f"{source.request['steps']}."
-        for path, source in zip(paths, sources, strict=True)
-        if isinstance(source, Stopped)
-    ]
-
-
-def written(directory: Path, runs: Sequence[Run], fixed: Rules, found: Sequence[Effect]) -> None:
-    """The numbers behind the page, a table a file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tables = {
-        "runs": (_run_record(run) for run in runs),
-        "warnings": (_rule_record(*key, rule) for key, own in fixed.items() for rule in own),
-        "effects": (_effect_record(effect) for effect in found),
-    }
-    for name, records in tables.items():
-        pd.DataFrame(list(records)).to_csv(directory / f"{name}.csv", index=False)
-
-
-def _run_record(run: Run) -> dict[str, object]:
-    sites = {name: getattr(run.sites, name, None) for name in ("S", "O", "dP", "delta")}
-    numbers = {"loss": run.ended, "excess": run.late, "held": run.held}
-    steps = {"left_at": run.left, "broke_at": run.broke, "rose_at": run.rose, "last": run.last}
-    about = {"setting": run.setting, "variant": run.variant, "seed": run.seed}
-    return {**about, **sites, **numbers, **steps, "one_basin": run.one_basin}
-
-
-def _rule_record(setting: str, event: str, rule: Rule) -> dict[str, object]:
-    record: dict[str, object] = {
-        "setting": setting, "of": event, "signal": rule.signal, "kind": rule.kind,
-        "threshold": rule.threshold, "chosen": rule.chosen,
-    }  # fmt: skip
-    for name, found in (("fixed", rule.fixed), ("tested", rule.tested)):
-        record |= {f"{name}_warned": found.warned.some, f"{name}_broke": found.warned.of}
-        record |= {f"{name}_false": found.false.some, f"{name}_unbroken": found.false.of}
-        record |= {f"{name}_lead": found.lead}
-    return record
-
-
-def _effect_record(effect: Effect) -> dict[str, object]:
-    mean, low, high = effect.mean
-    about = {"setting": effect.setting, "kind": effect.kind, "response": effect.response}
-    numbers = {"mean": mean, "low": low, "high": high, "seeds": effect.seeds}
-    return {**about, "effect": effect.name, **numbers}
-
-
-def _diagnosed(path: Path) -> DiagnoseReport:
-    found = read(path)
-    if not isinstance(found, DiagnoseReport):
-        raise SystemExit(f"{path}: is no report of numdev diagnose")
-    return found
+    tables = []
+    for path in given.runs:
+        report = read(path)
+        if not isinstance(report, TrainReport):
+            raise SystemExit(f"{path}: expected a report of numdev train, got {report.kind}")
+        tables.append(recorded(report, given.golden))
+    rows = pd.concat(tables, ignore_index=True)
+    rows = rows.drop_duplicates(["rate", "variant", "seed", "step"])
+    runs = runs_of(rows)
+    print(f"Broke: {BROKEN_BY} nats above its golden run for {HOLD} steps. Intervals are 95 %.\n")
+    print(markdown(by_variant(runs)))
+    print(f"\nThresholds fixed on seeds {given.fixed_on}, tested on the others.\n")
+    print(markdown(warnings(rows, runs, given.fixed_on)))
 
 
 if __name__ == "__main__":
