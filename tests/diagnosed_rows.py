@@ -29,13 +29,11 @@ def guilty(
     other = delta(formula="dP*P", mean=1e-5, rms=0.001, t=0.4, run=1.1, dw_q=0.0004)
     made: dict[str, Any] = {
         "checkpoint": "run-step100", "step": 100, "case": f"{module}#0", "module": module,
-        "layer": layer, "head": head, "rows": 2040, "tied": 0.42, "nearly_tied": 0.5,
-        "tied_keys": 2.3, "ones": 0.42, "powers": 0.81, "sink_key": 0, "sink_mass": 0.62,
-        "sink_v": 0.4, "one_signed": 0.9, "pv": Bias(mean=-0.1, rms=0.3, t=-11.0, outward=0.11),
-        "out": Bias(mean=-0.09, rms=0.3, t=12.0, outward=0.09, feature=-0.3, worst_feature=17),
-        "dp_rel": 0.002, "ds_row_sum": 0.004, "ds_row_sum_t": 13.0,
-        "delta": (delta(dw_q=moved), other), "similarity": 0.55, "similarity_cos": 0.3,
-        "dw_q_error": None if moved is None else 1.2 * moved, "dw_q_predicted": moved,
+        "layer": layer, "head": head, "rows": 2040, "tied": 0.42, "ones": 0.42, "powers": 0.81,
+        "one_signed": 0.9, "pv": Bias(mean=-0.1, rms=0.3, t=-11.0, outward=0.11),
+        "out": Bias(mean=-0.09, rms=0.3, t=12.0, outward=0.09), "ds_row_sum": 0.004,
+        "delta": (delta(dw_q=moved), other), "similarity": 0.55,
+        "dw_q_error": None if moved is None else 1.2 * moved,
         "dw_q_cos": None if moved is None else 0.93, "dw_q_unbalanced": moved,
         "delta_unbalanced": Imbalance(mean=-0.004, rms=0.005, t=-13.0, run=11.0),
         "dw_q_norm": None if moved is None else 2.0, "spectral_norm": 31.0, "spectral_ratio": 2.6,
@@ -49,14 +47,12 @@ def innocent(
     """No condition met, but the usual rounding."""
     own = delta(mean=2e-5, rms=0.002, t=0.6, run=1.2, dw_q=moved)
     made: dict[str, Any] = {
-        "tied": 0.0, "nearly_tied": 0.01, "tied_keys": None, "ones": 0.0, "powers": 0.06,
-        "sink_mass": 0.2, "sink_v": 1.1, "one_signed": None,
+        "tied": 0.0, "ones": 0.0, "powers": 0.06, "one_signed": None,
         "pv": Bias(mean=0.001, rms=0.29, t=0.3, outward=0.001),
         "out": Bias(mean=0.001, rms=0.29, t=-0.7, outward=-0.002), "ds_row_sum": 0.001,
-        "ds_row_sum_t": 0.5, "delta": (own, own.model_copy(update={"formula": "dP*P"})),
-        "similarity": 0.04, "similarity_cos": 0.01, "dw_q_error": moved, "dw_q_predicted": moved,
-        "spectral_norm": 12.0, "spectral_ratio": 1.0,
-        "nulls": {"tied_keys": "no row is tied", "one_signed": "no row is tied"},
+        "delta": (own, own.model_copy(update={"formula": "dP*P"})),
+        "similarity": 0.04, "dw_q_error": moved, "spectral_norm": 12.0, "spectral_ratio": 1.0,
+        "nulls": {"one_signed": "no row is tied"},
     }  # fmt: skip
     return guilty(layer, head, moved=moved, **{**made, **changes})
 

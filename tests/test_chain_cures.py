@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from test_chain import (
-    assert_explained,
     assert_same,
     drawn,
     numbers,
@@ -20,7 +18,7 @@ from test_chain import (
 from numdev.cases import AttentionCase
 from numdev.diagnose.chain import Diagnosis, diagnosed
 from numdev.diagnose.cures import CURES, NONE, Cure, cured, seen_from_outside
-from numdev.diagnose.report import CureRow, KernelRow
+from numdev.diagnose.report import CureRow
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.emulation.recipe import recipe
 
@@ -42,15 +40,15 @@ def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
 
 
 def test_each_cure_has_a_row_for_each_head(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
-    """And the attention as it is, first; every null is explained."""
+    """And the attention as it is, first."""
     expected = [(name, head) for name in (NONE, *CURES) for head in range(4)]
     assert [(row.cure, row.head) for row in rows] == expected
-    assert all(
-        (row.checkpoint, row.step, row.case) == ("c", 7, found.truth.case.ref.case) for row in rows
-    )
+    assert {(row.checkpoint, row.step, row.case) for row in rows} == {
+        ("c", 7, found.truth.case.ref.case)
+    }
     for row in rows:
-        assert_explained(row)
         assert row.options == dict(CURES[row.cure].options if row.cure != NONE else {})
+        assert None not in vars(row.out).values()
         assert row.nonfinite == 0
 
 
@@ -93,14 +91,12 @@ def test_an_exact_product_takes_its_bias_away() -> None:
     assert other == before
 
 
-def test_a_contradiction_is_null_and_says_so() -> None:
+def test_a_contradiction_has_its_reason() -> None:
     """Plain attention has no rounded row sum to take."""
     case = drawn(q_len=12, kv_len=12)
-    rows = cured(diagnosed(case, recipe("eager")))
-    row = of(rows, "l from rounded P", 1)
-    assert_explained(row)
+    row = of(cured(diagnosed(case, recipe("eager"))), "l from rounded P", 1)
     assert row.pv.mean is row.out.mean is row.delta_rms is None
-    assert "divides P by l" in row.nulls["delta_rms"]
+    assert "divides P by l" in (row.reason or "")
     assert row.options == {"l_from": "rounded"}
 
 
@@ -112,12 +108,8 @@ def test_where_a_cure_breaks_it_is_counted() -> None:
     rows = cured(diagnosed(case, recipe("qiu2025")))
     broken = of(rows, "stabilised, exact ties")
     assert broken.nonfinite == 4 * 6 * 8
-    assert broken.out.mean is broken.dq_rel is None
-    assert_explained(broken)
-    assert broken.broken.startswith("in 6 rows of 6 tied maxima r exceed 14.6, and exp(-(beta - 1)")
-    assert "r exceed 87.3" in of(rows, "stabilised").broken
+    assert broken.out.mean is broken.dq_rel is broken.reason is None
     assert of(rows, NONE).nonfinite == 0
-    assert {row.broken for row in rows if not row.nonfinite} == {""}
 
 
 def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
@@ -140,32 +132,26 @@ def test_delta_from_dp_makes_rows_of_ds_sum_to_zero() -> None:
 # --- kernels -------------------------------------------------------------------------------------
 
 
-def outside(found: Diagnosis, name: str, **options: Any) -> tuple[KernelRow, ...]:
-    return seen_from_outside(found, find(name), options)
-
-
 def test_the_emulation_seen_from_outside_is_that_from_within(
     found: Diagnosis, rows: tuple[CureRow, ...]
 ) -> None:
     """Its output's bias, and what reaches dq and dW_Q; delta is of O as it is cast."""
-    for row in outside(found, "emulated", preset="qiu2025"):
+    options = {"preset": "qiu2025"}
+    seen = seen_from_outside(found, find("emulated"), options)
+    for row in seen:
         inside = of(rows, NONE, row.head)
-        assert row.status == "ok"
+        assert (row.status, row.options, row.out) == ("ok", options, inside.out)
         assert row.ran is not None
-        assert row.options == {"preset": "qiu2025"}
-        assert row.out == inside.out
         assert_same(numbers(row, "dq_rel", "dw_q_error"), numbers(inside, "dq_rel", "dw_q_error"))
-        assert row.delta is not None
-        assert row.delta.formula == "dO*O"
     case = found.truth.case
     assert case.grad_out is not None
-    given, exact = find("emulated").attend(case, preset="qiu2025"), find("reference").attend(case)
+    given, exact = find("emulated").attend(case, **options), find("reference").attend(case)
     dO = case.grad_out[:, 3, 1:].double()
     a, b = ((dO * x.out[:, 3, 1:].double()).sum(-1) for x in (given, exact))
     unit = (dO * exact.out[:, 3, 1:]).abs().sum(-1).square().mean().sqrt()
-    last = outside(found, "emulated", preset="qiu2025")[3].delta
-    assert last is not None
-    assert_same([last.rms], [float(((a - b) / unit).square().mean().sqrt())])
+    delta = seen[3].delta
+    assert delta is not None
+    assert_same([delta.rms], [float(((a - b) / unit).square().mean().sqrt())])
 
 
 def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> None:
@@ -181,7 +167,5 @@ def test_a_kernel_that_cannot_or_does_not_has_its_reason(found: Diagnosis) -> No
     ):
         rows = seen_from_outside(found, kernel, {})
         assert [row.head for row in rows] == [0, 1, 2, 3]
-        assert {(row.kernel, row.status, row.reason) for row in rows} == {
-            (kernel.name, status, reason)
-        }
+        assert {(row.status, row.reason) for row in rows} == {(status, reason)}
         assert all(row.out.mean is row.delta is row.dq_rel is None for row in rows)

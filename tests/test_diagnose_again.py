@@ -85,18 +85,27 @@ class Head:
         dP = f32(self.dP)
         self.by_out = f32(f32(self.dO * self.out_found).sum(axis=1))
         self.by_dp = f32(f32(dP * P).sum(axis=1))
-        dS = bf16(f32(P * f32(dP - self.by_out[:, None])))
-        self.dq_found = bf16(f32(self.scale * dS @ self.k))
+        self.even = (dP * P).sum(axis=1) / P.sum(axis=1)
+        self.dS = bf16(f32(P * f32(dP - self.by_out[:, None])))
+        self.dq_found = bf16(f32(self.scale * self.dS @ self.k))
 
-    def weight_gradient(self, dq: Array) -> Array:
-        """dW_Q [DIM, width]: the rotary embedding is undone, as a rotation by the angle back."""
+    def turned_back(self, dq: Array) -> Array:
+        """At W_Q's output: the rotary embedding is undone, as a rotation by the angle back."""
         angle = np.arange(len(dq), dtype=np.float64)
         half = DIM // 2
         turned = dq.copy()
         cos, sin = np.cos(angle), np.sin(angle)  # of the first pair; the others do not turn
         turned[:, 0] = cos * dq[:, 0] + sin * dq[:, half]
         turned[:, half] = cos * dq[:, half] - sin * dq[:, 0]
-        return turned.T @ self.x
+        return turned
+
+    def weight_gradient(self, dq: Array) -> Array:
+        """dW_Q [DIM, width]."""
+        return self.turned_back(dq).T @ self.x
+
+    def moved_by(self, error: Array) -> Array:
+        """The error of dW_Q that an error of delta makes: formula 2."""
+        return -self.weight_gradient(self.scale * error[:, None] * (self.P @ self.k))
 
 
 def ulps_off(error: Array, exact: Array, terms: Array) -> Array:
@@ -104,50 +113,48 @@ def ulps_off(error: Array, exact: Array, terms: Array) -> Array:
     return error / 2.0 ** (np.floor(np.log2(size)) - 7)
 
 
-def middle(v: Array) -> Any:
-    """The lower median of |V|, as torch has it."""
-    return np.sort(np.linalg.norm(v, axis=1))[(len(v) - 1) // 2]
-
-
-def again(heads: list[Head]) -> dict[str, float]:
-    """The numbers of a head over its sequences; the first row of each sees one key and is out."""
+def again(heads: list[Head], weight: Array) -> dict[str, float]:
+    """The numbers of a head over its sequences; the first row of each sees one key and is out.
+    `weight` is W_Q [heads, DIM, width]."""
 
     def rows(name: str) -> Array:
         return np.concatenate([getattr(head, name)[1:] for head in heads])
 
+    norm = np.linalg.norm
     S, P, weights = rows("S"), rows("P"), rows("weights")
-    tied = (S.max(axis=1, keepdims=True) == S).sum(axis=1)
     powers = (weights > 0) & (np.frexp(weights)[0] == 0.5)
-    seen = ~rows("hidden")
-    received = P.sum(axis=0)
-    key = int(received.argmax())
     off = ulps_off(rows("out_found") - rows("out"), rows("out"), rows("terms"))
     size = np.sqrt((np.abs(rows("dO") * rows("out")).sum(axis=1) ** 2).mean())
-    by_out, by_dp = ((rows(name) - rows("delta")) / size for name in ("by_out", "by_dp"))
+    deltas = {
+        "dO*O": (rows("by_out") - rows("delta")) / size,
+        "dP*P": (rows("by_dp") - rows("delta")) / size,
+        "delta_unbalanced": (rows("by_out") - rows("even")) / size,
+    }
     exact = sum(head.weight_gradient(head.dq) for head in heads)
     whole = sum(head.weight_gradient(head.dq_found - head.dq) for head in heads)
-    part = -sum(
-        head.weight_gradient(head.scale * (head.by_out - head.delta)[:, None] * (head.P @ head.k))
-        for head in heads
-    )
-    norm = np.linalg.norm
+    part = sum(head.moved_by(head.by_out - head.delta) for head in heads)
+    uneven = sum(head.moved_by(head.by_out - head.even) for head in heads)
+    back = np.concatenate([head.turned_back(head.P @ head.k)[1:] for head in heads])
+    terms = np.einsum("ti,tw->tiw", back, rows("x")).reshape(len(back), -1)
+    energies = np.linalg.svd(terms, compute_uv=False) ** 2
+    spectral = norm(weight, ord=2, axis=(1, 2))
     return {
-        "tied": (tied > 1).mean(),
-        "tied_keys": tied[tied > 1].mean(),
+        "tied": ((S.max(axis=1, keepdims=True) == S).sum(axis=1) > 1).mean(),
         "powers": (P * powers).sum(axis=1).mean(),
-        "sink_key": key,
-        "sink_mass": received[key] / seen[:, key].sum(),
-        "sink_v": np.mean([np.linalg.norm(h.v, axis=1)[key] / middle(h.v) for h in heads]),
         "out.mean": off.mean(),
         "out.rms": np.sqrt((off**2).mean()),
         "out.outward": (off * np.sign(rows("out"))).mean(),
-        "dO*O.mean": by_out.mean(),
-        "dO*O.rms": np.sqrt((by_out**2).mean()),
-        "dP*P.mean": by_dp.mean(),
-        "dP*P.rms": np.sqrt((by_dp**2).mean()),
-        "dw_q_predicted": norm(part) / norm(exact),
+        **{f"{name}.mean": error.mean() for name, error in deltas.items()},
+        **{f"{name}.rms": np.sqrt((error**2).mean()) for name, error in deltas.items()},
+        "ds_row_sum": norm(rows("dS").sum(axis=1)) / norm(np.abs(rows("dS")).sum(axis=1)),
+        "dO*O.dw_q": norm(part) / norm(exact),
         "dw_q_error": norm(whole) / norm(exact),
         "dw_q_cos": (part * whole).sum() / norm(part) / norm(whole),
+        "dw_q_norm": norm(exact),
+        "dw_q_unbalanced": norm(uneven) / norm(exact),
+        "similarity": energies[0] / energies.sum(),
+        "spectral_norm": spectral[HEAD],
+        "spectral_ratio": spectral[HEAD] / np.median(spectral),
     }
 
 
@@ -197,6 +204,12 @@ def inputs(place: Path) -> list[Head]:
     return [Head(q=q[b], k=k[b], v=v[b], dO=dO[b], x=x[b]) for b in range(BATCH)]
 
 
+def w_q(place: Path) -> Array:
+    """[heads, DIM, width]."""
+    weight = load_file(place / "model" / "model.safetensors")[f"{LAYER}.self_attn.q_proj.weight"]
+    return weight.astype(np.float64).reshape(-1, DIM, weight.shape[1])
+
+
 def by_head(x: Array) -> Array:
     """[batch, heads, tokens, DIM] of a tensor stored so or, as models hold them, by tokens."""
     return (x.swapaxes(1, 2) if x.shape[1] == TOKENS else x).astype(np.float64)
@@ -205,7 +218,8 @@ def by_head(x: Array) -> Array:
 def reported(directory: Path) -> dict[str, float | None]:
     row = json.loads((directory / "report.json").read_text())["heads"][HEAD]
     assert (row["layer"], row["head"]) == (0, HEAD)
-    parts = {f"out.{name}": x for name, x in row["out"].items()}
+    records = ("out", "delta_unbalanced")
+    parts = {f"{record}.{name}": x for record in records for name, x in row[record].items()}
     for delta in row["delta"]:
         parts |= {f"{delta['formula']}.{name}": x for name, x in delta.items()}
     return {**row, **parts}
@@ -221,23 +235,19 @@ def disagreeing(found: dict[str, Any], expected: dict[str, float]) -> list[str]:
     ]
 
 
-WEIGHTS = ("dw_q_predicted", "dw_q_error", "dw_q_cos")
-
-
 def test_every_number_again(ran: Path) -> None:
-    """Ties, powers, sink, bias of O, delta by both formulas, dW_Q predicted and measured."""
-    expected = again(inputs(ran))
+    """Ties, powers, bias of O, delta and its imbalance, dS, dW_Q predicted and measured, W_Q."""
+    expected = again(inputs(ran), w_q(ran))
     assert 0.5 < expected["tied"] < 1.0
     assert disagreeing(reported(ran / "whole"), expected) == []
 
 
 def test_captured_tensors_have_all_but_the_weights(ran: Path) -> None:
     """The same numbers from the file alone, and nothing of W_Q."""
-    expected = again(inputs(ran))
-    without = {name: x for name, x in expected.items() if name not in WEIGHTS}
-    found = reported(ran / "captured")
-    assert disagreeing(found, without) == []
-    assert [found[name] for name in WEIGHTS] == [None] * len(WEIGHTS)
+    found, expected = reported(ran / "captured"), again(inputs(ran), w_q(ran))
+    weights = [x for x in expected if "dw_q" in x or x.startswith(("similar", "spectral"))]
+    assert [found[name] for name in weights] == [None] * len(weights)
+    assert disagreeing(found, expected) == weights
 
 
 def test_another_computation_disagrees(ran: Path) -> None:
@@ -245,9 +255,10 @@ def test_another_computation_disagrees(ran: Path) -> None:
     found, heads = reported(ran / "whole"), inputs(ran)
     for head in heads:
         head.by_out = bf16(head.by_out)
-    assert {"dO*O.mean", "dw_q_predicted"} <= set(disagreeing(found, again(heads)))
+    assert {"dO*O.mean", "dO*O.dw_q"} <= set(disagreeing(found, again(heads, w_q(ran))))
     heads = inputs(ran)
     for head in heads:
         head.v = np.roll(head.v, 1, axis=0)
         head.__post_init__()
-    assert {"out.mean", "dO*O.mean", "dw_q_error"} <= set(disagreeing(found, again(heads)))
+    missed = set(disagreeing(found, again(heads, w_q(ran))))
+    assert {"out.mean", "dO*O.mean", "dw_q_error"} <= missed

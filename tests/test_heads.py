@@ -14,7 +14,7 @@ from rich.console import Console
 
 from numdev.diagnose import heads
 from numdev.diagnose.curves import axis_of, figures, onsets
-from numdev.diagnose.heads import answer, at_fault, evidence, percent, ranked, shares
+from numdev.diagnose.heads import answer, at_fault, percent, ranked, shares
 from numdev.diagnose.report import (
     Bias,
     Checkpoint,
@@ -36,7 +36,7 @@ COSTS = {"delta from dP": "one more pass over the keys"}
 def test_a_head_meets_all_conditions_or_none() -> None:
     """What could not be measured (V at ties, without ties) is neither met nor missing."""
     (found,) = ranked([guilty()], ())
-    assert (found.conditions, found.missing) == (heads.CONDITIONS, ())
+    assert (found.conditions, found.missing) == (tuple(heads.CONDITIONS), ())
     assert found.score == pytest.approx(1.2 * 0.031)
     assert at_fault(found)
     (found,) = ranked([innocent()], ())
@@ -143,19 +143,7 @@ def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
 
 
 def said(rows: list[HeadRow], cures: list[CureRow] | None = None, **moves: int | None) -> str:
-    return "\n".join(answer(ranked(rows, cures or ()), rows, cures or (), COSTS, moves))
-
-
-def test_evidence_names_what_was_measured() -> None:
-    """Every link with its number; nothing about what is null."""
-    assert evidence(guilty()) == (
-        "tied maxima in 42 % of rows; V of one sign there in 90 %; O off by +0.09 ulp along its "
-        "sign (t = 12); delta off by −0.40 % (t = −14); its running sum 12 (random signs: near 1); "
-        "that moves dW_Q by 3.1 %; all roundings by 3.7 %; terms of dW_Q in one direction 55 %."
-    )
-    assert "moves dW_Q" not in evidence(guilty(moved=None))
-    bare = HeadRow(checkpoint="c", case="a#0", head=0, rows=0, pv=Bias(), out=Bias())
-    assert evidence(bare) == "nothing could be measured."
+    return "\n".join(answer(ranked(rows, cures or ()), rows, cures or (), moves))
 
 
 NULL = innocent(1, 0, delta=(), nulls={"delta": "no query sees more than one key"})
@@ -168,39 +156,35 @@ PEAKED = {"tied": 0.0, "ones": 0.0}
     ("rows", "words"),
     [
         ([innocent(), guilty(3, 5), guilty(3, 7, moved=0.01)],
-         ("Layer 3, head 5: rounding shifts its delta to one side, by −0.40 % of what it is summed "
-          "from (t = −14); that alone moves its dW_Q by 3.1 %. Heads of which this holds: 2.",
-          "It begins in forward: tied maxima, weights at powers of two and V of one sign; missing "
-          "conditions: none.")),
-        ([innocent(0, 0, moved=0.2), guilty(3, 5)], ("Layer 3, head 5: ", "it ranks 2.")),
-        ([guilty(moved=None)], ("its W_Q is not known.",)),
+         ("L3 H5: rounding shifts its delta to one side, by −0.40 % of what it is summed from "
+          "(t = −14); that alone moves its dW_Q by 3.1 %. Rank 1 of 3; heads at fault: 2.",
+          "It begins in forward: tied maxima, weights at powers of two, V of one sign, ",
+          "; missing conditions: none; rows of dS sum to 0.40 % of their size.")),
+        ([innocent(0, 0, moved=0.2), guilty(3, 5)], ("L3 H5: ", "Rank 2 of 2;")),
+        ([guilty(moved=None)], ("moves its dW_Q by –.",)),
         ([guilty(layer=3).model_copy(update={"layer": None, "module": "", "case": "a"})],
-         ("a, head 5: rounding",)),
+         ("a H5: rounding",)),
         ([guilty(**PEAKED, powers=0.1, one_signed=None)],
-         ("Not the published cause: missing conditions: tied maxima and weights at powers of two; "
-          "rows of dS sum to 0.40 % of their size (t = 13), not to 0.",)),
+         ("Not the published cause: ", "missing conditions: tied maxima, weights at powers of ")),
         ([innocent(0, 1), innocent(2, 3, moved=1e-3)],
-         ("No head of 2 is at fault: delta's error has one sign in 0; it moves a dW_Q by at most "
-          "0.10 % (Layer 2, head 3, t = 0.6).",)),
+         ("No head of 2 is at fault: delta's error has one sign in 0; its mean of 0.002 % moves a "
+          "dW_Q by at most 0.10 % (L2 H3, t = 0.6).",)),
         ([guilty(1, 1, moved=1e-4), innocent(moved=0.2)],
-         ("has one sign in 1; it moves a dW_Q by at most 0.010 % (Layer 1, head 1, t = −14).",)),
-        ([innocent(moved=None)], ("its mean is at most 0.002 % (Layer 0, head 0, t = 0.6).",)),
+         ("has one sign in 1; ", "by at most 0.010 % (L1 H1, t = −14).")),
         ([NULL], ("Sign of delta's error not known in 1 of 1: no query sees more than one key.",)),
         ([LOUD, innocent(1, 1, dw_q_error=0.01, dw_q_norm=1.0)],
-         ("Layer 1, head 0: rounding changes its layer's dW_Q by 2828 % (1 of 2 heads ≥ 50 %); the "
-          "errors have no consistent sign (t = 0.6); rows of dS sum to 98 % of their size, not to "
-          "0.",)),
+         ("L1 H0: rounding changes its layer's dW_Q by 2828 % (1 of 2 heads ≥ 50 %); the errors "
+          "have no consistent sign (t = 0.6); rows of dS sum to 98 % of their size, not to 0.",)),
     ],
-    ids=["found", "ranked 2", "no W_Q", "no layer", "backward", "nothing", "no harm", "no W_Q no",
-         "not known", "drowned"],
+    ids=["found", "ranked 2", "no W_Q", "no layer", "backward", "nothing", "no harm", "not known",
+         "drowned"],
 )  # fmt: skip
 def test_the_answer(rows: list[HeadRow], words: tuple[str, ...]) -> None:
     """The first head at fault, whether it begins in forward; else how far the largest goes. What is
-    not known is not called harmless, and nothing is foretold of training."""
+    not known is not called harmless."""
     found = said(rows)
     for part in words:
         assert part in found
-    assert "stable" not in found
 
 
 @pytest.mark.parametrize(
@@ -215,20 +199,19 @@ def test_a_peaked_head_begins_in_forward_only_with_a_biased_output(
 
 
 def test_the_cure_that_helps_most() -> None:
-    """With what it leaves, what it costs, which others help, and which give NaN; and of one that
-    helps by delta's mean error alone, what becomes of dW_Q."""
+    """With what it leaves, what becomes of dW_Q, which others help, and which give NaN."""
     head = guilty()
     left = {"none": 1.0, "delta from dP": 0.02, "O": 0.3, "weak": 0.7}
     rows = [cured(name, head, share) for name, share in left.items()]
-    broken = cured("shifted", head, 0.0, nonfinite=4, broken="in 2 rows of 9 it does")
+    broken = cured("shifted", head, 0.0, nonfinite=4)
     assert said([head], [*rows, broken]).endswith(
-        "Best cure on the same inputs: delta from dP leaves 2.0 % of dW_Q's error (one more pass "
-        "over the keys). Below half too: O. NaN or infinity: shifted (in 2 rows of 9 it does)."
+        "Best cure on the same inputs: delta from dP leaves 2.0 % of dW_Q's error; dW_Q is then "
+        "off by 0.074 %, without it by 3.7 %. Below half too: O. NaN or infinity: shifted."
     )
-    assert said([head], [rows[0], rows[3]]).endswith("takes half of it away: see the table.")
+    assert "takes half of it away" in said([head], [rows[0], rows[3]])
     drawn = cured("drawn", head, 2.0, delta_mean=0.0, dw_q_error=0.1)
-    assert said([head], [rows[0], drawn]).endswith(
-        "drawn leaves 0 % of delta's mean error; dW_Q is then off by 10 %, without it by 3.7 %."
+    assert "leaves 0 % of delta's mean error; dW_Q is then off by 10 %," in said(
+        [head], [rows[0], drawn]
     )
 
 
@@ -244,15 +227,14 @@ def test_limits_passed_over_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text", "in_map"),
-    [(None, "–", "–"), (0.0, "0 %", "0.00"), (0.031, "3.1 %", "3.10"), (0.42, "42 %", "42"),
-     (0.0995, "10 %", "10"), (0.0994, "9.9 %", "9.94"), (3e-4, "0.030 %", "0.03"),
-     (2e-5, "0.002 %", "0.00"), (2e-7, "2e−5 %", "0.00"), (12.0, "1200 %", "1200"),
-     (3e5, "3e7 %", "3e7"), (3.43e39, "3e41 %", "3e41")],
+    ("value", "text"),
+    [(None, "–"), (0.0, "0 %"), (0.031, "3.1 %"), (0.42, "42 %"), (0.0995, "10 %"),
+     (0.0994, "9.9 %"), (3e-4, "0.030 %"), (2e-5, "0.002 %"), (2e-7, "2e−5 %"), (12.0, "1200 %"),
+     (3e5, "3e7 %"), (3.43e39, "3e41 %")],
 )  # fmt: skip
-def test_shares_in_words(value: float | None, text: str, in_map: str) -> None:
+def test_shares_in_words(value: float | None, text: str) -> None:
     """Two digits, of small ones one, powers of ten where there would be many zeros."""
-    assert (percent(value), view.compact(value)) == (text, in_map)
+    assert percent(value) == text
     if value:
         assert (percent(-value), percent(value, sign=True)) == (f"−{text}", f"+{text}")
 
@@ -279,9 +261,9 @@ def test_figures_by_step() -> None:
     assert [tick.x for tick in axis.ticks] == [10, 20]
     found = {figure.metric: figure for figure in figures(rows, first)}
     curves = {c.label: [p.mean for p in c.points] for c in found["tied"].curves}
-    assert curves == {"Layer 0, head 0": [0.1, 0.4], "median head": [0.05, 0.2]}
+    assert curves == {"L0 H0": [0.1, 0.4], "median head": [0.05, 0.2]}
     labels = [c.label for c in figures(rows, other)[0].curves]
-    assert labels == ["Layer 0, head 1", "worst head", "median head"]
+    assert labels == ["L0 H1", "worst head", "median head"]
     assert axis_of(rows[:2]) is None
 
 
@@ -294,7 +276,7 @@ def report(rows: list[HeadRow], /, **changes: Any) -> DiagnoseReport:
                             system={"cpu": "a laptop"}, source={"checkpoint": "run"})  # fmt: skip
     made: dict[str, Any] = {
         "provenance": provenance, "request": {"target": "<run>", "format": "bfloat16"},
-        "summary": DiagnoseSummary(answer=answer(ranking, last, cures, COSTS), ranking=ranking,
+        "summary": DiagnoseSummary(answer=answer(ranking, last, cures), ranking=ranking,
                                    notes=("a note & more",), axis=axis),
         "attention": {"preset": "qiu2025"}, "checkpoints": (Checkpoint(name="c"),), "heads": rows,
         "cures": cures, "costs": COSTS, "kernels": [real("sdpa-flash", row)],
@@ -314,7 +296,7 @@ def test_the_terminal_says_all_at_any_width(width: int) -> None:
     """The answer first, then heads, map, cures, kernels, training and notes; no line is too long,
     and the legend is of the columns that are there."""
     text = shown(report(grown(0.1, 0.4)), width)
-    parts = ("Layer 0, head 0: rounding", "Heads, by", "moved by each head", "one thing",
+    parts = ("L0 H0: rounding", "Heads by", "Layer by head", "one thing",
              "real kernels", "Over training", "a note & more")  # fmt: skip
     flat = " ".join(text.split())
     places = [flat.index(part) for part in parts]
@@ -342,7 +324,7 @@ def test_the_page_holds_all_and_nothing_foreign(tmp_path: Path) -> None:
 def test_a_report_without_anything() -> None:
     """No head, no running sum, no cure: it can be shown, and says that nothing was measured."""
     empty = {"heads": (), "cures": (), "kernels": (), "running": (), "figures": ()}
-    summary = DiagnoseSummary(answer=answer((), (), (), {}), ranking=())
+    summary = DiagnoseSummary(answer=answer((), (), ()), ranking=())
     found = report([guilty()], **empty, summary=summary)
     assert not found.measured
     assert "Nothing was diagnosed" in shown(found, 100)
@@ -360,7 +342,7 @@ def test_the_map() -> None:
     """Of dW_Q where that is known of any head; shades from a quarter of what counts on in steps of
     four; calls of one layer by their names."""
     without, known = innocent(moved=None), innocent(1, 0, moved=0.01)
-    assert "Heads, by the mean error of their delta" in shown(report([without]), 100)
+    assert "Heads by |mean error of delta|" in shown(report([without]), 100)
     assert view.score_map(report([without]))[1] == {"0": [2e-5]}
     assert view.score_map(report([without, known]))[1] == {"0": [None], "1": [0.01]}
     both = report([guilty(0, 0, case="self"), innocent(0, 0, case="cross")])

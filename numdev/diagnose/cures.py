@@ -1,14 +1,12 @@
-"""Cures of biased rounding, what each changes on the call of a diagnosis, and what shows there of a
-real kernel.
+"""Cures of biased rounding and real kernels, on the call of a diagnosis.
 
 A cure changes one thing in an attention: what Qiu & Yao (arXiv 2510.04212) tried, what follows from
-their chain, and what others have proposed. It is options of the kernel `emulated`. A real kernel's
-sites cannot be reached, so of it there is what its output and its gradients tell: delta is that of
-its own output, summed in fp64."""
+their chain, and what others have proposed. It is options of the kernel `emulated`. The rounding
+sites of a real kernel are out of reach: it is measured by its output and its gradients, with delta
+that of its own output, summed in fp64."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +15,17 @@ import torch
 from torch import Tensor
 
 from numdev.audit.attempt import Failure, attempt
-from numdev.diagnose.chain import Diagnosis, biases, delta_errors, ds_row_sums, nulls
+from numdev.diagnose.chain import Diagnosis, biases, delta_numbers, ds_row_sum
 from numdev.diagnose.passes import Computed, Truth, computed
-from numdev.diagnose.report import Bias, CureRow, KernelRow
+from numdev.diagnose.report import CureRow, KernelRow
 from numdev.diagnose.statistics import bias, by_head, mean, norm, rms, t_of
 from numdev.errors import NumdevError
 from numdev.kernels import Kernel
-from numdev.kernels.emulation.forward import smallest_weight
 from numdev.kernels.emulation.recipe import SITES, Recipe, changed
 from numdev.kernels.emulation.rounding import plain_arithmetic
 from numdev.kernels.output import GRADIENTS, upstream
 
 NONE = "none"
-NUMBERS = ("delta_mean", "delta_rms", "delta_t", "ds_row_sum", "dq_rel", "dk_rel", "dv_rel",
-           "dw_q_error")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,18 +93,18 @@ CURES: Mapping[str, Cure] = {
 
 
 def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
-    """The attention as it is and with each cure, one row for every head. Where a cure contradicts
-    the recipe, or cannot be computed, all is null and `nulls` says why."""
+    """The attention as it is and with each cure, one row for every head. A row whose cure
+    contradicts the recipe, or cannot be computed, has the reason and no numbers."""
+    made = diagnosis.found.made
     rows = _rows(diagnosis, NONE, {}, diagnosis.found)
     for name, cure in cures.items():
         try:
-            found = computed(diagnosis.truth.case, cure.of(diagnosis.found.made))
+            rows += _rows(
+                diagnosis, name, cure.options, computed(diagnosis.truth.case, cure.of(made))
+            )
         except NumdevError as error:
-            row = {"cure": name, "options": dict(cure.options), "pv": Bias(), "out": Bias(),
-                   "nulls": dict.fromkeys(("pv", "out", *NUMBERS), str(error))}  # fmt: skip
-            rows += [CureRow.model_validate({**head.place, **row}) for head in diagnosis.heads]
-        else:
-            rows += _rows(diagnosis, name, cure.options, found)
+            same = {"cure": name, "options": dict(cure.options), "reason": str(error)}
+            rows += [CureRow.model_validate({**h.place, **same}) for h in diagnosis.heads]
     return tuple(rows)
 
 
@@ -118,59 +113,38 @@ def _rows(
 ) -> list[CureRow]:
     truth = diagnosis.truth
     with torch.no_grad(), plain_arithmetic(truth.case.q.device):
-        error, outputs = truth.delta_error(found.delta), (found.out, found.dq, found.dk, found.dv)
+        error = truth.off(found.delta, truth.exact.delta)
+        outputs = (found.out, found.dq, found.dk, found.dv)
         broken = [_of_query_heads(truth, ~x.isfinite()).sum((0, 2, 3)) for x in outputs]
         numbers = by_head({
-            "rows": truth.rows.sum(dim=(0, 2)),
-            "delta_mean": mean(error, truth.rows),
-            "delta_rms": rms(error, truth.rows),
-            "delta_t": t_of(error, truth.rows),
-            "ds_row_sum": ds_row_sums(truth, found)["ds_row_sum"],
-            **{f"{name}_rel": _relative(truth, name, getattr(found, name)) for name in GRADIENTS},
-            "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
-            "nonfinite": torch.stack(broken).sum(dim=0),
+            "": {
+                "delta_mean": mean(error, truth.rows),
+                "delta_rms": rms(error, truth.rows),
+                "delta_t": t_of(error, truth.rows),
+                "ds_row_sum": ds_row_sum(truth, found),
+                **{f"{n}_rel": _relative(truth, n, getattr(found, n)) for n in GRADIENTS},
+                "dw_q_error": truth.moved(truth.dw_q_error(found.dq)),
+                "nonfinite": torch.stack(broken).sum(dim=0),
+            },
+            **biases(truth, found),
         })  # fmt: skip
-        pv, out = biases(truth, found)
     rows = []
-    for head, fields, p, o in zip(diagnosis.heads, numbers, pv, out, strict=True):
-        reasons = nulls(truth, found, fields, pv=[p], out=[o])
-        del fields["rows"]
-        why = _broken(truth, found, head.head) if fields["nonfinite"] else ""
-        row = {"cure": name, "options": dict(options), "pv": p, "out": o, "nulls": reasons}
-        rows.append(CureRow.model_validate({**head.place, **fields, **row, "broken": why}))
+    for head, groups in zip(diagnosis.heads, numbers, strict=True):
+        row = {**head.place, **groups.pop(""), **groups, "cure": name, "options": dict(options)}
+        rows.append(CureRow.model_validate(row))
     return rows
 
 
-def _relative(truth: Truth, name: str, found: Tensor) -> Tensor:
+def _relative(truth: Truth, name: str, computed: Tensor) -> Tensor:
     """[H]: |error| / |exact| of a gradient. Of dk and dv a query head has that of its kv head."""
     exact = _of_query_heads(truth, getattr(truth.exact, name)).transpose(0, 1)
-    error = _of_query_heads(truth, found.detach().double()).transpose(0, 1) - exact
+    error = _of_query_heads(truth, computed.detach().double()).transpose(0, 1) - exact
     return norm(error) / norm(exact)
 
 
 def _of_query_heads(truth: Truth, x: Tensor) -> Tensor:
-    """What belongs to kv heads, once for every query head; other tensors as they are."""
-    repeats = truth.case.heads // x.shape[1]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
-
-
-def _broken(truth: Truth, found: Computed, head: int) -> str:
-    """In how many rows of a head the stabilised softmax loses every weight. It shifts a row by
-    beta r where its maximum r > 0 is tied in a tile, and by 0 where r < 0 is: every P of the row is
-    then at most exp(-(beta - 1) r), or exp(r), and may be below what P's format holds."""
-    made, kept = found.made, found.kept
-    if made.beta is None or made.beta <= 1:
-        return ""
-    seen = ~truth.exact.empty[:, head] & truth.exact.lse[:, head].isfinite()
-    above = seen & kept.m[:, head].isnan()
-    below = seen & ~above & kept.l[:, head].isnan()
-    limit = -math.log(smallest_weight(kept.r)) / (made.beta - 1)
-    reasons = (
-        (above, f"tied maxima r exceed {limit:.3g}, and exp(-(beta - 1) r) underflows"),
-        (below, "a maximum r < 0 is tied, the shift is 0, and exp(S) underflows"),
-    )
-    count = int(seen.sum())
-    return "; ".join(f"in {int(x.sum())} rows of {count} {why}" for x, why in reasons if x.any())
+    """A tensor of kv heads repeated for the query heads that share each; others as they are."""
+    return x.repeat_interleave(truth.case.heads // x.shape[1], dim=1)
 
 
 def seen_from_outside(
@@ -189,13 +163,17 @@ def seen_from_outside(
         exact, out = truth.exact, output.out.detach().double()
         delta = (upstream(truth.case).double() * out).sum(dim=-1)
         numbers = by_head({
-            "dq_rel": _relative(truth, "dq", output.dq),
-            "dw_q_error": truth.moved(truth.dw_q_error(output.dq)),
+            "": {
+                "dq_rel": _relative(truth, "dq", output.dq),
+                "dw_q_error": truth.moved(truth.dw_q_error(output.dq)),
+            },
+            "out": bias(out - exact.out, exact.out, exact.term_scale, truth.rows,
+                        truth.case.format),
+            "delta": delta_numbers(truth, truth.off(delta, exact.delta)),
         })  # fmt: skip
-        outs = bias(out - exact.out, exact.out, exact.term_scale, truth.rows, truth.case.format)
-        deltas = delta_errors(truth, "dO*O", truth.delta_error(delta))
-    parts = zip(diagnosis.heads, numbers, outs, deltas, strict=True)
-    return tuple(
-        KernelRow(**head.place, **same, ran=output.ran, **fields, out=o, delta=d)
-        for head, fields, o, d in parts
-    )
+    rows = []
+    for head, groups in zip(diagnosis.heads, numbers, strict=True):
+        groups["delta"]["formula"] = "dO*O"
+        row = {**head.place, **same, "ran": output.ran, **groups.pop(""), **groups}
+        rows.append(KernelRow.model_validate(row))
+    return tuple(rows)

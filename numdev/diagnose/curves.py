@@ -1,4 +1,4 @@
-"""A diagnosis over training: the curves of its numbers by step, and which of them moves first."""
+"""A diagnosis over training: its numbers by step, and at which step a head's pass their limits."""
 
 from __future__ import annotations
 
@@ -39,23 +39,21 @@ METRICS: Mapping[str, Metric] = {
 
 def by_step(heads: Sequence[HeadRow]) -> pd.DataFrame:
     """A column for each of METRICS, NaN where it is not known; by case, head and step."""
+    index = ["case", "head", "step"]
     rows = [
         (h.case, h.head, h.step, *(h.at(metric.path) for metric in METRICS.values()))
         for h in heads
         if h.step is not None
     ]
-    index = ["case", "head", "step"]
-    frame = pd.DataFrame(rows, columns=[*index, *METRICS]).set_index(index).astype(float).abs()
-    return frame.sort_index()
+    frame = pd.DataFrame(rows, columns=[*index, *METRICS]).set_index(index)
+    return frame.astype(float).abs().sort_index()
 
 
 def axis_of(heads: Sequence[HeadRow]) -> Axis | None:
     """The steps of the series; None where there are fewer than two."""
     steps = sorted({head.step for head in heads if head.step is not None})
-    if len(steps) < 2:
-        return None
     ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
-    return Axis(name="step", title="step", scale="linear", ticks=ticks)
+    return Axis(name="step", title="step", scale="linear", ticks=ticks) if len(ticks) > 1 else None
 
 
 def figures(heads: Sequence[HeadRow], first: Ranked) -> tuple[Figure, ...]:
@@ -64,38 +62,37 @@ def figures(heads: Sequence[HeadRow], first: Ranked) -> tuple[Figure, ...]:
     drawn = []
     for name, values in by_step(heads).items():
         metric, grouped = METRICS[str(name)], values.dropna().groupby(level="step")
-        tracked, worst = values.loc[first.case, first.head].dropna(), grouped.max()
-        if len(worst) < 2:
-            continue
-        curves = [
-            _curve(limits.named(first), "kernel", tracked),
-            *([] if worst.equals(tracked) else [_curve("worst head", "kernel", worst)]),
-            _curve("median head", "floor", grouped.median()),
-        ]
-        figure = Figure(
-            title=metric.title, metric=str(name), relative=False, y_title=metric.y_title,
-            y_scale="linear", curves=tuple(curve for curve in curves if curve.points),
-        )  # fmt: skip
-        drawn.append(figure)
+        own, worst = values.loc[first.case, first.head].dropna(), grouped.max()
+        lines = {first.brief: own, "worst head": worst, "median head": grouped.median()}
+        if worst.equals(own):
+            del lines["worst head"]
+        curves = tuple(_curve(label, line) for label, line in lines.items() if len(line))
+        if len(worst) > 1:
+            figure = Figure(
+                title=metric.title, metric=str(name), relative=False, y_title=metric.y_title,
+                y_scale="linear", curves=curves,
+            )  # fmt: skip
+            drawn.append(figure)
     return tuple(drawn)
+
+
+def _curve(label: str, values: pd.Series) -> Curve:
+    points = tuple(
+        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None, seeds=1)
+        for step, x in zip(values.index, values, strict=True)
+    )
+    role = "floor" if label == "median head" else "kernel"
+    return Curve.model_validate({"label": label, "role": role, "kernel": "", "points": points})
 
 
 def onsets(heads: Sequence[HeadRow], first: Ranked) -> dict[str, int | None]:
     """For each number with a limit that is known over the series, by its title: the first step from
     which on the head's never fell below it again; None where it is below at the end."""
-    found: dict[str, int | None] = {}
+    steps: dict[str, int | None] = {}
     frame = pd.DataFrame(by_step(heads).xs((first.case, first.head)))
     for name, metric in METRICS.items():
         values = frame[name].dropna()
         if metric.limit is not None and len(values) >= 2:
             beyond = (values >= metric.limit)[::-1].cummin()  # from the end: still beyond?
-            found[metric.title] = int(beyond[beyond].index[-1]) if beyond.any() else None
-    return found
-
-
-def _curve(label: str, role: str, values: pd.Series) -> Curve:
-    points = tuple(
-        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None, seeds=1)
-        for step, x in zip(values.index, values, strict=True)
-    )
-    return Curve.model_validate({"label": label, "role": role, "kernel": "", "points": points})
+            steps[metric.title] = int(beyond[beyond].index[-1]) if beyond.any() else None
+    return steps

@@ -1,16 +1,16 @@
 """Which heads meet which conditions of the chain from a tied maximum to a wrong dW_Q (Qiu & Yao,
-arXiv 2510.04212; docs/method.md), in which order they are named, and what is said of them.
+arXiv 2510.04212; docs/method.md), in which order they are named, and what the answer says.
 
-What is null meets no condition and lacks none. Heads are ordered by dW_Q's error, not by how many
-conditions they meet: a condition is a lead, and that error is what does harm. No sentence says what
-will become of a training run: neither the paper nor these numbers show that."""
+A number that is null meets no condition and lacks none. Heads are ordered by dW_Q's error, not by
+how many conditions they meet: a condition is a lead, and that error is what does harm. No sentence
+says what will become of a training run: neither the paper nor these numbers show that."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, Place, Ranked
+from numdev.diagnose.report import Bias, CureRow, HeadRow, Ranked
 from numdev.report.numbers import NONE
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost
@@ -28,18 +28,7 @@ MOVED = 2.0**-8  # |dW_Q error| / |dW_Q|: rounding dW_Q itself to bfloat16 may c
 LOUDER = 1.5  # spectral norm over the layer's median: untrained heads differ by a few per cent
 HALF = 0.5  # what a cure has to leave at most
 DROWNED = 0.5  # |dW_Q error| of a head over |dW_Q| of its layer: half a gradient, from rounding
-NAMED = 3  # further cures that are named
-MEAN = "delta's mean error"
-CONDITIONS = (  # in the order of the chain
-    *("tied maxima", "weights at powers of two", "V of one sign", "biased output"),
-    *("delta error of one sign", "similar terms of dW_Q", "dW_Q moved", "large spectral norm"),
-)
-TIES, EXACT, SIGN, OUTPUT, DELTA, ALIKE, WRONG, NORM = CONDITIONS
-
-
-def mean_of(head: HeadRow) -> float:
-    """|Mean error of delta|; 0 where it is not known."""
-    return abs(float(head.at("used.mean") or 0.0))
+NAMED = 4  # cures that are named
 
 
 # --- the conditions ------------------------------------------------------------------------------
@@ -61,7 +50,8 @@ def _biased(bias: Bias) -> bool | None:
 
 
 def _one_way(head: HeadRow) -> bool | None:
-    """None too without a t, in rows so few that no running sum gets far either."""
+    """Whether delta's error has one sign. None too without a t, in rows so few that no running sum
+    gets far either."""
     used = head.used
     if used is None or used.mean is None:
         return None
@@ -71,18 +61,20 @@ def _one_way(head: HeadRow) -> bool | None:
     return None if used.t is None and not far else _known(all, _beyond(T, used.t), far)
 
 
-def _verdicts(head: HeadRow) -> dict[str, bool | None]:
-    """Whether a head meets each condition; None where that could not be measured."""
-    return {
-        TIES: _beyond(TIED, head.tied, head.ones),
-        EXACT: _beyond(POWERS, head.powers),
-        SIGN: _beyond(ONE_SIGNED, head.one_signed),
-        OUTPUT: _known(any, _biased(head.pv), _biased(head.out)),
-        DELTA: _one_way(head),
-        ALIKE: _beyond(SIMILAR, head.similarity),
-        WRONG: _beyond(MOVED, head.moved),
-        NORM: _beyond(LOUDER, head.spectral_ratio),
-    }
+TIES, EXACT, SIGN = "tied maxima", "weights at powers of two", "V of one sign"
+OUTPUT, DELTA = "biased output", "delta error of one sign"
+ALIKE, WRONG, NORM = "similar terms of dW_Q", "dW_Q moved", "large spectral norm"
+# In the order of the chain: whether a head meets each; None where that could not be measured.
+CONDITIONS: Mapping[str, Callable[[HeadRow], bool | None]] = {
+    TIES: lambda head: _beyond(TIED, head.tied, head.ones),
+    EXACT: lambda head: _beyond(POWERS, head.powers),
+    SIGN: lambda head: _beyond(ONE_SIGNED, head.one_signed),
+    OUTPUT: lambda head: _known(any, _biased(head.pv), _biased(head.out)),
+    DELTA: _one_way,
+    ALIKE: lambda head: _beyond(SIMILAR, head.similarity),
+    WRONG: lambda head: _beyond(MOVED, head.moved),
+    NORM: lambda head: _beyond(LOUDER, head.spectral_ratio),
+}
 
 
 # --- the order -----------------------------------------------------------------------------------
@@ -103,8 +95,8 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
         error, norm = head.dw_q_error, head.dw_q_norm
         layer = math.hypot(*layers[head.checkpoint, head.case])
         if error is None or norm is None:
-            return True, mean_of(head)
-        return False, error * norm / layer if layer > 0 else mean_of(head)
+            return True, _mean_of(head)
+        return False, error * norm / layer if layer > 0 else _mean_of(head)
 
     def order(head: HeadRow) -> tuple[bool, float, str, int, str, int, int]:
         unknown, value = score(head)
@@ -113,18 +105,22 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
 
     ordered = []
     for rank, head in enumerate(sorted(heads, key=order), start=1):
-        verdicts = _verdicts(head)
+        verdicts = {name: judge(head) for name, judge in CONDITIONS.items()}
         ranked_head = Ranked(
             **head.place,
             rank=rank,
             score=score(head)[1],
             conditions=tuple(name for name, verdict in verdicts.items() if verdict),
             missing=tuple(name for name, verdict in verdicts.items() if verdict is False),
-            cured_by=_cured_by([c for c in cures if c.is_of(head)]),
-            evidence=evidence(head),
+            cured_by=_cured_by([cure for cure in cures if cure.is_of(head)]),
         )
         ordered.append(ranked_head)
     return tuple(ordered)
+
+
+def _mean_of(head: HeadRow) -> float:
+    """|Mean error of delta|; 0 where it is not known."""
+    return abs(float(head.at("used.mean") or 0.0))
 
 
 def at_fault(ranked: Ranked) -> bool:
@@ -150,11 +146,11 @@ def suspects(heads: Sequence[HeadRow]) -> tuple[HeadRow, ...]:
 
 
 def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
-    """What a cure leaves of a head's trouble, by what it is a share of: the error of dW_Q, and
-    delta's mean error if that had one sign. Nothing where the cure gives NaN or infinity."""
+    """The shares that a cure leaves, of the error of dW_Q, and of delta's mean error if that had
+    one sign. None where the cure gives NaN or infinity."""
     pairs = {"dW_Q's error": (cure.dw_q_error, without.dw_q_error)}
     if without.delta_t is not None and abs(without.delta_t) >= T:
-        pairs[MEAN] = (cure.delta_mean, without.delta_mean)
+        pairs["delta's mean error"] = (cure.delta_mean, without.delta_mean)
     return {
         what: abs(value) / abs(of)
         for what, (value, of) in pairs.items()
@@ -192,157 +188,81 @@ def t_in_words(t: float | None) -> str:
     return NONE if t is None else f"{t:.{0 if abs(t) >= 9.95 else 1}f}".replace("-", "−")
 
 
-def evidence(head: HeadRow) -> str:
-    """What was measured, link by link."""
-    links = (
-        ("tied maxima in {} of rows", percent, "tied"),
-        ("V of one sign there in {}", percent, "one_signed"),
-        ("O off by {} ulp along its sign" + _t(head.out), "{:+.2g}".format, "out.outward"),
-        ("delta off by {}" + _t(head.used), _signed, "used.mean"),
-        ("its running sum {} (random signs: near 1)", "{:.2g}".format, "used.run"),
-        ("that moves dW_Q by {}", percent, "moved"),
-        ("all roundings by {}", percent, "dw_q_error"),
-        ("terms of dW_Q in one direction {}", percent, "similarity"),
-    )
-    values = ((words, write, head.at(path)) for words, write, path in links)
-    words = "; ".join(words.format(write(x)) for words, write, x in values if x is not None)
-    return f"{words or 'nothing could be measured'}.".replace("-", "−")
-
-
 def answer(
     ranking: Sequence[Ranked],
     heads: Sequence[HeadRow],
     cures: Sequence[CureRow],
-    costs: Mapping[str, str],
     onsets: Mapping[str, int | None] | None = None,
 ) -> tuple[str, ...]:
-    """The first sentences of a report: what stands before `: ` in each is its heading.
-
-    `heads` are those that were ranked. `costs` says of each cure where it fails or what it takes,
-    `onsets` at which step each number passed its limit."""
+    """The first sentences of a report. `heads` are those that were ranked; `onsets` says at which
+    step each number passed its limit."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
-    first, count = leading(ranking), len(ranking)
-    row = next(head for head in heads if head.is_of(first))
-    known = [head for r in ranking if judged(r) for head in heads if head.is_of(r)]
-    more = [f"Evidence: {first.evidence}", *_cure(first, cures, costs)]
+    first = leading(ranking)
+    pairs = [(r, next(head for head in heads if head.is_of(r))) for r in ranking]
+    row = next(head for r, head in pairs if r is first)
+    known = [head for r, head in pairs if judged(r)]
+    t, sums = t_in_words(row.at("used.t")), percent(row.ds_row_sum)
+    said = []
     if at_fault(first):
-        said = [_finding(first, row, sum(map(at_fault, ranking))), _origin(first, row), *more]
+        # A head that attends to one key has P at 1 without any tie: then only a biased output shows
+        # that rounding P V to one side is where it begins.
+        peaked = {EXACT, OUTPUT} <= set(first.conditions)
+        forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
+        said = [
+            f"{first.brief}: rounding shifts its delta to one side, by "
+            f"{percent(row.at('used.mean'), sign=True)} of what it is summed from (t = {t}); that "
+            f"alone moves its dW_Q by {percent(row.moved)}. Rank {first.rank} of {len(ranking)}; "
+            f"heads at fault: {sum(map(at_fault, ranking))}.",
+            f"{'It begins in forward' if forward else 'Not the published cause'}: "
+            f"{_listed(first.conditions)}; missing conditions: {_listed(first.missing)}; rows of "
+            f"dS sum to {sums} of their size.",
+            *_cure(first, cures),
+        ]
     elif first.score >= DROWNED and judged(first, WRONG):
-        said = [_drowned(first, row, ranking), *more]
-    else:
-        said = [_nothing(known)] if known else []
-    if len(known) < count:
-        unknown = next(head for r in ranking if not judged(r) for head in heads if head.is_of(r))
+        loud = sum(r.score >= DROWNED and judged(r, WRONG) for r in ranking)
+        said = [
+            f"{first.brief}: rounding changes its layer's dW_Q by {percent(first.score)} ({loud} "
+            f"of {len(ranking)} heads ≥ {percent(DROWNED)}); the errors have no consistent sign "
+            f"(t = {t}); rows of dS sum to {sums} of their size, not to 0.",
+            *_cure(first, cures),
+        ]
+    elif known:
+        shifted = [head for head in known if _one_way(head)]
+        row = max(shifted or known, key=lambda head: (head.moved or 0.0, _mean_of(head)))
+        said = [
+            f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
+            f"its mean of {percent(_mean_of(row))} moves a dW_Q by at most {percent(row.moved)} "
+            f"({row.brief}, t = {t_in_words(row.at('used.t'))})."
+        ]
+    if len(known) < len(ranking):
+        unknown = next(head for r, head in pairs if not judged(r))
         why = unknown.nulls.get("delta") or unknown.nulls.get("delta.t") or "not measured"
-        said.append(f"Sign of delta's error not known in {count - len(known)} of {count}: {why}.")
-    return (*said, *_first_moves(onsets or {}))
+        count = len(ranking) - len(known)
+        said.append(f"Sign of delta's error not known in {count} of {len(ranking)}: {why}.")
+    if onsets:
+        ordered = sorted(onsets.items(), key=lambda item: math.inf if item[1] is None else item[1])
+        steps = (f"{name} {'never' if at is None else f'at step {at}'}" for name, at in ordered)
+        said.append(f"Limits passed over training: {', '.join(steps)}.")
+    return tuple(said)
 
 
-def named(place: Place) -> str:
-    """`Layer 3, head 5`; the name of the module or call where it has no number."""
-    where = place.module or place.case if place.layer is None else f"Layer {place.layer}"
-    call = f" (call {place.call})" if place.call else ""
-    return f"{where}{call}, head {place.head}"
-
-
-def _finding(first: Ranked, row: HeadRow, count: int) -> str:
-    effect = "its W_Q is not known"
-    if row.moved is not None:
-        effect = f"that alone moves its dW_Q by {percent(row.moved)}"
-    rank = f" By dW_Q's whole error it ranks {first.rank}." if first.rank > 1 else ""
-    others = f" Heads of which this holds: {count}." if count > 1 else ""
-    return (
-        f"{named(first)}: rounding shifts its delta to one side, by "
-        f"{_signed(row.at('used.mean'))} of what it is summed from{_t(row.used)}; "
-        f"{effect}.{rank}{others}"
-    )
-
-
-def _origin(first: Ranked, row: HeadRow) -> str:
-    """Whether the links before delta are there too: what the error of delta comes from."""
-    forward = [name for name in (TIES, EXACT, SIGN) if name in first.conditions]
-    lacking = _listed([name for name in first.missing if name != WRONG]) or "none"
-    # A head that attends to one key has P at 1 without any tie: then only a biased output shows
-    # that rounding P V to one side is where it begins.
-    peaked = EXACT in forward and OUTPUT in first.conditions
-    if (TIES in forward or peaked) and SIGN not in first.missing:
-        return f"It begins in forward: {_listed(forward)}; missing conditions: {lacking}."
-    sums = ""
-    if row.ds_row_sum is not None:
-        t = "" if row.ds_row_sum_t is None else f" (t = {t_in_words(row.ds_row_sum_t)})"
-        sums = f"; rows of dS sum to {percent(row.ds_row_sum)} of their size{t}, not to 0"
-    return f"Not the published cause: missing conditions: {lacking}{sums}."
-
-
-def _drowned(first: Ranked, row: HeadRow, ranking: Sequence[Ranked]) -> str:
-    """Rounding as large as the gradient, though of random signs."""
-    loud = sum(r.score >= DROWNED and judged(r, WRONG) for r in ranking)
-    sums = ""
-    if row.ds_row_sum is not None:
-        sums = f"; rows of dS sum to {percent(row.ds_row_sum)} of their size, not to 0"
-    return (
-        f"{named(first)}: rounding changes its layer's dW_Q by {percent(first.score)} ({loud} of "
-        f"{len(ranking)} heads ≥ {percent(DROWNED)}); the errors have no consistent "
-        f"sign{_t(row.used)}{sums}."
-    )
-
-
-def _nothing(known: Sequence[HeadRow]) -> str:
-    """No head meets what it takes: how far the errors of one sign go, else those of random sign."""
-    shifted = [head for head in known if _one_way(head)]
-    row = max(shifted or known, key=lambda head: (head.moved or 0.0, mean_of(head)))
-    effect = f"its mean is at most {percent(mean_of(row))}"
-    if row.moved is not None:
-        effect = f"it moves a dW_Q by at most {percent(row.moved)}"
-    return (
-        f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
-        f"{effect} ({named(row)}{_t(row.used, ', t = {}')})."
-    )
-
-
-def _cure(first: Ranked, cures: Sequence[CureRow], costs: Mapping[str, str]) -> list[str]:
+def _cure(first: Ranked, cures: Sequence[CureRow]) -> list[str]:
     rows = {cure.cure: cure for cure in cures if cure.is_of(first)}
-    without = rows.get("none")
-    if without is None:
+    if not rows:
         return []
-    broken = sorted(f"{r.cure} ({r.broken})" if r.broken else r.cure for r in rows.values()
-                    if r.nonfinite)  # fmt: skip
-    lost = f" NaN or infinity: {_listed(broken)}." if broken else ""
+    broken = f"NaN or infinity: {_listed([r.cure for r in rows.values() if r.nonfinite])}."
     if not first.cured_by:
-        return [f"No cure that was tried takes half of it away: see the table.{lost}"]
-    best, *also = first.cured_by[: 1 + NAMED]
-    row = rows[best]
+        return [f"No cure that was tried takes half of it away: see the table. {broken}"]
+    best, *also = first.cured_by[:NAMED]
+    without, row = rows["none"], rows[best]
     share, what = min((share, what) for what, share in shares(row, without).items())
-    others = f" Below half too: {_listed(also)}." if also else ""
-    cost = f" ({costs[best]})" if best in costs else ""
-    gradient = ""  # less of one sign may be more in all
-    if what == MEAN and row.dw_q_error is not None:
-        now, before = percent(row.dw_q_error), percent(without.dw_q_error)
-        gradient = f"; dW_Q is then off by {now}, without it by {before}"
     return [
-        f"Best cure on the same inputs: {best} leaves {percent(share)} of {what}{cost}{gradient}."
-        f"{others}{lost}"
+        f"Best cure on the same inputs: {best} leaves {percent(share)} of {what}; dW_Q is then off "
+        f"by {percent(row.dw_q_error)}, without it by {percent(without.dw_q_error)}. Below half "
+        f"too: {_listed(also)}. {broken}"
     ]
 
 
-def _first_moves(onsets: Mapping[str, int | None]) -> list[str]:
-    """In which order its numbers passed their limits, over training."""
-    if not onsets:
-        return []
-    passed = sorted((step, name) for name, step in onsets.items() if step is not None)
-    never = [f"{name} never" for name, step in onsets.items() if step is None]
-    order = ", ".join([*(f"{name} at step {step}" for step, name in passed), *never])
-    return [f"Limits passed over training: {order}."]
-
-
-def _signed(share: float | None) -> str:
-    return percent(share, sign=True)
-
-
-def _t(error: Bias | DeltaError | None, words: str = " (t = {})") -> str:
-    return "" if error is None or error.t is None else words.format(t_in_words(error.t))
-
-
 def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    return ", ".join(names) or "none"

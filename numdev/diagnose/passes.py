@@ -1,16 +1,16 @@
-"""One call computed twice: in fp64, which is the truth that errors are held against, and as a
-recipe of `numdev.kernels.emulation` has it, with what a diagnosis asks of that beside O and the
-gradients.
+"""One call computed twice: exactly, in fp64, and as a recipe of `numdev.kernels.emulation` rounds
+it, with the values between input and output that a diagnosis compares.
 
-What a site alone does is the recipe's value less that of the same recipe with the site exact. Under
-stochastic rounding every site draws from a generator of its own here, so that the rest of the two
-is rounded alike; the numbers are then not bit for bit those of the kernel `emulated`."""
+The effect of a site alone is the recipe's value less that of the same recipe with the site exact.
+Under stochastic rounding every site draws from a generator of its own here, so that the rest of the
+two is rounded alike; the numbers are then not bit for bit those of the kernel `emulated`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,28 +42,29 @@ class Truth:
     exact: Gradients
     rows: Tensor  # bool [B, H, q_len]: rows that see more than one key
     PK: Tensor  # [B, H, q_len, head_dim], 0 in rows that see none; P times a soft cap's slope
-    received: Tensor  # [B, H, kv_len]: the sum over `rows` of the probability that each key gets
-    seen_by: Tensor  # [B, H, kv_len]: how many of `rows` see each key
     size: Tensor  # [H]: the rms over `rows` of rowsum|dO o O|, the unit of delta's errors
-    dw_q: Tensor | None  # [H, head_dim, width]; None where the projection is not known
 
-    def weights(self, dq: Tensor) -> Tensor | None:
-        """dW_Q [H, head_dim, width] of a gradient at q; None where the projection is not known."""
-        return None if self.projection is None else weight_gradient(self.projection, dq)
+    def weights(self, dq: Tensor) -> Tensor:
+        """dW_Q [H, head_dim, width] of a gradient at q; NaN [H, 1, 1] without a projection."""
+        if self.projection is None:
+            return torch.full_like(self.size, math.nan)[:, None, None]
+        return weight_gradient(self.projection, dq)
 
-    def moved(self, dw_q: Tensor | None) -> Tensor:
-        """[H]: |an error of dW_Q| / |dW_Q|; NaN where the projection is not known."""
-        if dw_q is None or self.dw_q is None:
-            return torch.full_like(self.size, math.nan)
-        return norm(dw_q) / norm(self.dw_q)
+    @cached_property
+    def dw_q(self) -> Tensor:
+        return self.weights(self.exact.dq)
 
-    def dw_q_error(self, dq: Tensor) -> Tensor | None:
-        """What a computed dq makes of dW_Q, less the exact one."""
+    def dw_q_error(self, dq: Tensor) -> Tensor:
+        """dW_Q of a computed dq less the exact one."""
         return self.weights(dq.detach().double() - self.exact.dq)
 
-    def delta_error(self, delta: Tensor) -> Tensor:
-        """[B, H, q_len] in fp64: computed less exact, over `size`; 0 in rows that see no key."""
-        error = (delta.double() - self.exact.delta) / self.size[:, None]
+    def moved(self, dw_q_error: Tensor) -> Tensor:
+        """[H]: |error of dW_Q| / |dW_Q|."""
+        return norm(dw_q_error) / norm(self.dw_q)
+
+    def off(self, delta: Tensor, right: Tensor) -> Tensor:
+        """[B, H, q_len] in fp64: delta less another, over `size`; 0 in rows that see no key."""
+        error = (delta.double() - right) / self.size[:, None]
         return error.masked_fill(self.exact.empty, 0.0)
 
 
@@ -75,22 +76,15 @@ def truth_of(case: AttentionCase, projection: Projection | None) -> Truth:
     b, h, n, d = case.q.shape
     seen = torch.zeros(b, h, n, dtype=torch.bool, device=case.q.device)
     PK = exact.dq.new_zeros(b, h, n, d)
-    received = exact.dq.new_zeros(b, h, case.kv_len)
-    seen_by = torch.zeros_like(received)
     for rows in row_blocks(case):
         keys = key_range(case, rows)
         P, slope, shown = probabilities(case, exact, rows, keys)
-        seen[:, :, rows] = several = shown.sum(dim=-1) > 1
+        seen[:, :, rows] = shown.sum(dim=-1) > 1
         weights = P if slope is None else P * slope
         product = _per_kv_head(case, weights) @ case.k[:, :, keys].double()
         PK[:, :, rows] = product.view(b, h, -1, d)
-        received[:, :, keys] += torch.where(several[..., None], P, 0.0).sum(dim=2)
-        seen_by[:, :, keys] += (shown & several[..., None]).sum(dim=2)
-    return Truth(
-        case=case, projection=projection, exact=exact, rows=seen, PK=PK, received=received,
-        seen_by=seen_by, size=rms((dO * exact.out).abs().sum(dim=-1), seen),
-        dw_q=None if projection is None else weight_gradient(projection, exact.dq),
-    )  # fmt: skip
+    size = rms((dO * exact.out).abs().sum(dim=-1), seen)
+    return Truth(case=case, projection=projection, exact=exact, rows=seen, PK=PK, size=size)
 
 
 def row_blocks(case: AttentionCase) -> list[slice]:
@@ -112,8 +106,8 @@ def probabilities(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Computed:
-    """What a recipe computes, in its `compute` dtype, shaped as q, k, v and the output are. Sums
-    are over the keys that a row sees, [B, H, q_len] in fp64."""
+    """Values of a recipe, in its `compute` dtype, shaped as q, k, v and the output are. Sums are
+    over the keys that a row sees, [B, H, q_len] in fp64."""
 
     made: Recipe
     kept: Kept
@@ -125,8 +119,6 @@ class Computed:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dp_error: Tensor  # sum of (dP - dP exact)^2
-    dp: Tensor  # sum of (dP exact)^2
     ds: Tensor  # sum of dS, as it meets K and Q
     ds_size: Tensor  # sum of |dS|
     # The delta with which the sum of dS before it is rounded is zero: rowsum(dP o P) / rowsum(P),
@@ -135,7 +127,7 @@ class Computed:
 
 
 def rounder(case: AttentionCase, made: Recipe) -> Rounder:
-    """What rounds; raises Refused as `bwd.gradients` does."""
+    """The rounding of every site; raises Refused as `bwd.gradients` does."""
     r = bwd.rounder(case, made)
     if made.rounding == "stochastic":
         for i, site in enumerate(SITES):
@@ -156,9 +148,11 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
         without = dataclasses.replace(made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)})
         exact = None if product is None else bwd.kept(rounder(case, without)).product
         delta = delta_by(case, given, made.delta_from)
+        ds, ds_size, weighed, weights = _row_sums(given, delta)
         return Computed(
             made=made, kept=kept, given=given, out=r("out", kept.O), product=product,
-            product_exact=exact, delta=delta, dq=dq, dk=dk, dv=dv, **_row_sums(given, delta),
+            product_exact=exact, delta=delta, dq=dq, dk=dk, dv=dv, ds=ds, ds_size=ds_size,
+            even=weighed / weights,
         )  # fmt: skip
 
 
@@ -169,28 +163,23 @@ def delta_by(case: AttentionCase, given: Given, formula: DeltaFrom) -> Tensor:
     return bwd.delta_of(asked, bwd.blocks(asked))
 
 
-def _row_sums(given: Given, delta: Tensor) -> dict[str, Tensor]:
-    """The sums of a `Computed`, in the blocks of the recipe's backward pass."""
+def _row_sums(given: Given, delta: Tensor) -> Tensor:
+    """[4, B, H, q_len]: the sums of dS, |dS|, dP o P and P over the keys that a row sees."""
     case = given.r.case
-    sums = torch.zeros(6, *delta.shape, dtype=torch.float64, device=case.q.device)
+    sums = torch.zeros(4, *delta.shape, dtype=torch.float64, device=case.q.device)
     if case.sinks is not None:
         logits = case.sinks.double()[None, :, None]
         P = (logits - fwd.finite(given.shift).double()).exp()
-        sums[5] = P if given.l is None else P / fwd.nonzero(given.l).double()
+        sums[3] = P if given.l is None else P / fwd.nonzero(given.l).double()
     given = dataclasses.replace(given, r=rounder(case, given.r.made))
-    dO, v = given.dO.double(), given.v.double()
     for rows, keys in bwd.blocks(given):
         P, dP, tanh = bwd.again(given, rows, keys)
-        exact = fwd.times(case, dO[:, :, rows], v[:, :, keys].mT)
-        error = dP.double() - exact
         P = given.r("p_for_ds", P)
         weights, weighed = P.double(), P.double() * dP.double()
         dS = bwd.of_products(given, P, dP.sub_(delta[:, :, rows, None]), tanh).double()
         shown, added = visible(case, rows, keys), additive(case, rows, keys)
         seen = torch.ones((), dtype=torch.bool, device=case.q.device) if shown is None else shown
         seen = seen if added is None else seen & (added > -math.inf)
-        terms = (error.square_(), exact.square_(), dS, dS.abs(), weighed, weights)
-        for total, term in zip(sums, terms, strict=True):
+        for total, term in zip(sums, (dS, dS.abs(), weighed, weights), strict=True):
             total[:, :, rows] += torch.where(seen, term, 0.0).sum(dim=-1)
-    names = ("dp_error", "dp", "ds", "ds_size")
-    return {**dict(zip(names, sums, strict=False)), "even": sums[4] / sums[5]}
+    return sums

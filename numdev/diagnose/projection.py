@@ -1,13 +1,12 @@
-"""What reaches the weights that make the queries: dW_Q of each head, whether the terms of its error
-look alike, and what W_Q itself is like.
+"""The gradient of the weights that make the queries, whether the terms of its error look alike, and
+the spectral norms of W_Q.
 
-By formula 2 of Qiu & Yao (arXiv 2510.04212) the error of dW_Q that an error e[T] of delta makes is
--alpha sum_T e[T] R_T, R_T = (P K)[T]^T X[T], with (P K)[T] pulled back to W_Q's output. The R_T are
-matrices of rank 1 and are never made: their Gram matrix is the Hadamard product of that of (P K)
-and that of X. Its trace is the sum of all |R_T|^2, its largest eigenvalue that sum along the
-leading direction, found by Lanczos' method (Golub & Van Loan, Matrix Computations, section 10.1,
-with full reorthogonalisation): from below, and to about one part in a hundred where no direction
-stands out."""
+The terms are R_T = (P K)[T]^T X[T] of formula 2 (`numdev.diagnose.chain`), (P K)[T] pulled back to
+W_Q's output. They are matrices of rank 1 and are never made: their Gram matrix is the Hadamard
+product of that of (P K) and that of X. Its trace is the sum of all |R_T|^2, its largest eigenvalue
+that sum along the leading direction, found by Lanczos' method (Golub & Van Loan, Matrix
+Computations, section 10.1, with full reorthogonalisation): from below, and to about one part in a
+hundred where no direction stands out."""
 
 from __future__ import annotations
 
@@ -42,32 +41,19 @@ def spectral(projection: Projection, heads: int) -> Columns:
     return {"spectral_norm": largest, "spectral_ratio": largest / largest.nanquantile(0.5)}
 
 
-def similarity(projection: Projection, PK: Tensor) -> Columns:
-    """`similarity`, `similarity_cos` and `similarity_tokens` of every head, [H] each, for P K
-    [B, H, n, head_dim] in fp64, 0 in rows that do not count. NaN where no token has an R_T, the
-    cosine also where only one has."""
+def similarity(projection: Projection, PK: Tensor) -> Tensor:
+    """[H]: the share of sum_T |R_T|^2 in one direction, for P K [B, H, n, head_dim] in fp64, 0 in
+    rows that do not count. NaN where no token has an R_T."""
     at_weights = projection.pull(PK).double().flatten(0, 1)  # [B n, H, head_dim]
     n = len(at_weights)
     taken = min(n, MOST_TOKENS)
     tokens = torch.arange(taken, device=PK.device) * n // taken
     x = projection.x.double().flatten(0, 1)[tokens]
-    pieces = at_weights[tokens].transpose(0, 1).split(max(1, GRAM_BYTES // (8 * taken**2)))
-    parts = [_of_heads(piece, x @ x.mT) for piece in pieces]
-    return {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]}
-
-
-def _of_heads(a: Tensor, of_x: Tensor) -> Columns:
-    """Of a [H, n, head_dim] and the Gram matrix of X."""
-    gram = (a @ a.mT).mul_(of_x)  # [H, n, n]
-    squares = gram.diagonal(dim1=-2, dim2=-1)
-    n = (squares > 0).sum(dim=-1)
-    inverse = torch.where(squares > 0, squares.rsqrt(), 0.0)
-    alike = (inverse[:, None] @ gram @ inverse[..., None])[:, 0, 0]
-    return {
-        "similarity": largest_eigenvalue(gram) / squares.sum(dim=-1),
-        "similarity_cos": (alike - n) / (n * (n - 1)),
-        "similarity_tokens": n.double(),
-    }
+    shares = []
+    for a in at_weights[tokens].transpose(0, 1).split(max(1, GRAM_BYTES // (8 * taken**2))):
+        gram = (a @ a.mT).mul_(x @ x.mT)  # [heads, taken, taken]
+        shares.append(largest_eigenvalue(gram) / gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1))
+    return torch.cat(shares)
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:

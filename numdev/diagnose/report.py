@@ -39,6 +39,12 @@ class Place(Record):
         """The fields that say where, for another record of the same head."""
         return {name: getattr(self, name) for name in Place.model_fields}
 
+    @property
+    def brief(self) -> str:
+        """`L3 H5`; the module's or call's name with the head where there is no layer."""
+        where = self.module or self.case if self.layer is None else f"L{self.layer}"
+        return f"{where}{f'#{self.call}' if self.call else ''} H{self.head}"
+
     def at(self, path: str) -> Any:
         """The number at a dotted path; None where it, or what holds it, is not there."""
         value: Any = self
@@ -59,8 +65,6 @@ class Bias(Record):
     rms: Value = None
     t: Value = None  # of `outward`, over blocks of rows; null where these are too few
     outward: Value = None  # the mean along the exact value's sign: positive is away from zero
-    feature: Value = None  # the mean of the feature in which it is largest
-    worst_feature: int | None = None
 
 
 class Imbalance(Record):
@@ -88,34 +92,23 @@ class HeadRow(Place):
     rows: int  # query rows that see more than one key, over all sequences
     # Ties, and what P is at them.
     tied: Value = None  # share of rows whose largest S, as rounded, is met by more than one key
-    nearly_tied: Value = None  # share whose largest S is within 1e-3 of that of another key
-    tied_keys: Value = None  # keys at the maximum, mean over tied rows
     ones: Value = None  # share of rows with P-bar exactly 1 at two keys or more, as it meets V
     powers: Value = None  # share of a row's probability at keys where P is an exact power of two
-    # Where attention goes.
-    sink_key: int | None = None  # the key that receives most probability
-    sink_mass: Value = None  # its share, mean over the rows that see it
-    sink_v: Value = None  # |V| there over the median of all seen keys, mean over sequences
-    # Share of V's features of one sign over the keys at the maximum (within 1e-3), mean over rows
-    # that have several; by chance 2^(1 - keys).
+    # Share of V's features of one sign over the keys within 1e-3 of the maximum, mean over rows
+    # with several; by chance 2^(1 - keys).
     one_signed: Value = None
     # Forward.
     pv: Bias  # of P-bar V, by rounding the product alone (`pv`, `accumulator`, `state`)
     out: Bias  # of O, by all roundings
     # Backward.
-    dp_rel: Value = None  # |dP error| / |dP|, over what rows see
     ds_row_sum: Value = None  # rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
-    ds_row_sum_t: Value = None  # of its mean
     delta: tuple[DeltaError, ...] = ()  # by the formula in use, then the other, all else the same
     delta_unbalanced: Imbalance = Imbalance()  # the part that its own dP and P do not share
     # The weights. R_T = (P K)[T]^T X[T], vectors of head_dim * width.
     similarity: Value = None  # share of sum_T |R_T|^2 in one direction; all parallel: 1
-    similarity_cos: Value = None  # mean cosine of R_T and R_T' over pairs T != T'
-    similarity_tokens: int | None = None  # of how many: at most 2048, evenly spread
     dw_q_error: Value = None  # |dW_Q error| / |dW_Q| of this head, by all roundings
-    dw_q_predicted: Value = None  # the part formula 2 predicts from delta's error, same unit
-    dw_q_cos: Value = None  # the cosine of the predicted and the whole error
-    dw_q_unbalanced: Value = None  # the part it predicts from `delta_unbalanced`
+    dw_q_cos: Value = None  # the cosine of this and the error that delta's makes by formula 2
+    dw_q_unbalanced: Value = None  # what `delta_unbalanced` makes by formula 2
     dw_q_norm: Value = None  # |dW_Q| of this head, exact: the unit
     spectral_norm: Value = None  # the largest singular value of the head's part of W_Q
     spectral_ratio: Value = None  # that over the median of the layer's heads
@@ -139,8 +132,9 @@ class CureRow(Place):
 
     cure: str  # `none` is the attention as it is
     options: dict[str, Any] = Field(default_factory=dict)  # what it changes, of `emulated`
-    pv: Bias
-    out: Bias
+    reason: str | None = None  # why there are no numbers: it contradicts the attention
+    pv: Bias = Bias()
+    out: Bias = Bias()
     delta_mean: Value = None
     delta_rms: Value = None
     delta_t: Value = None
@@ -150,8 +144,6 @@ class CureRow(Place):
     dv_rel: Value = None
     dw_q_error: Value = None
     nonfinite: int = 0  # elements of O or a gradient that are not finite: where the cure breaks
-    broken: str = ""  # why they are not, where that is known
-    nulls: dict[str, str] = Field(default_factory=dict)  # all where it contradicts the attention
 
 
 class KernelRow(Place):
@@ -184,8 +176,7 @@ class Ranked(Place):
     score: float  # |dW_Q error| over |dW_Q| of its layer; without W_Q |delta's mean error|
     conditions: tuple[str, ...]  # of the chain that it meets, by name
     missing: tuple[str, ...] = ()  # that it does not
-    cured_by: tuple[str, ...] = ()  # cures that take most of the error of delta away, best first
-    evidence: str  # one sentence
+    cured_by: tuple[str, ...] = ()  # cures that leave less than half of the error, best first
 
 
 class DiagnoseSummary(Record):

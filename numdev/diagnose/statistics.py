@@ -1,9 +1,9 @@
-"""Means, and how sure they are: what the numbers of a diagnosis share.
+"""Means of errors per query head, and how sure they are.
 
-All is per query head, over its rows that see more than one key. Rows of a sequence share keys and
-values, so a t is of means over blocks of rows, sixteen to a sequence, or the sequences themselves
-where there are sixteen or more. A number is NaN where it means nothing, and not finite where what
-it is made of is not."""
+All are over the rows of a head that see more than one key. Rows of a sequence share keys and
+values, so a t is of means over blocks of rows: 16 to a sequence, or whole sequences where there are
+16 or more. A number that cannot be formed is NaN; one of values that are not finite is not
+finite."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.diagnose.report import Bias
 from numdev.formats import Format, ulp
 
-BLOCKS = 16  # of rows, in a sequence; of as many sequences each is one block
+BLOCKS = 16  # of rows in a sequence; of as many sequences each is one block
 FEWEST_BLOCKS = 4
 CANCELLED = 16.0  # an exact value below its term scale over this is no measure of its own errors
 Columns = Mapping[str, Tensor]  # numbers by name, [H] each
@@ -34,7 +33,7 @@ def rms(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def norm(x: Tensor) -> Tensor:
-    """[H]: the Frobenius norm of what each head has, [H, ...]."""
+    """[H]: the Frobenius norm of each head's part of [H, ...]."""
     size: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=-1)
     return size
 
@@ -66,31 +65,36 @@ def _in_blocks(x: Tensor) -> Tensor:
     return sums.transpose(0, 1).reshape(heads, -1)
 
 
-def bias(error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format) -> list[Bias]:
-    """The bias of each head, of errors [B, H, n, d] of exact values; `scale` is their term scale,
+def longest_run(error: Tensor, rows: Tensor) -> Tensor:
+    """[B, H]: the largest |running sum of errors| of a sequence over rms sqrt(rows), near 1 for
+    errors of random sign; NaN where it has no row or no error."""
+    counted = torch.where(rows, error, 0.0)
+    count = rows.sum(dim=-1).to(error.dtype)
+    size = (counted.square().sum(dim=-1) / count).sqrt()
+    return counted.cumsum(dim=-1).abs().amax(dim=-1) / (size * count.sqrt())
+
+
+def bias(error: Tensor, exact: Tensor, scale: Tensor, rows: Tensor, fmt: Format) -> Columns:
+    """The fields of a `Bias`, of errors [B, H, n, d] of exact values; `scale` is their term scale,
     sum |P V|. An ulp is that of `fmt` at the exact value, or where that has cancelled, at
     scale / CANCELLED."""
     ulps = error / ulp(torch.maximum(exact.abs(), scale / CANCELLED), fmt)
-    count = rows.sum(dim=(0, 2))
-    features = torch.where(rows[..., None], ulps, 0.0).sum(dim=(0, 2)) / count[:, None]  # [H, d]
-    worst = features.abs().argmax(dim=-1)
+    features = torch.where(rows[..., None], ulps, 0.0).sum(dim=(0, 2))  # [H, d]
     along = (ulps * exact.sign()).mean(dim=-1)
-    feature = features.gather(-1, worst[:, None])[:, 0]
-    columns = {
-        "mean": features.mean(dim=-1),
+    return {
+        "mean": (features / rows.sum(dim=(0, 2))[:, None]).mean(dim=-1),
         "rms": mean(ulps.square().mean(dim=-1), rows).sqrt(),
         "t": t_of(along, rows, step=1.0 / error.shape[-1]),
         "outward": mean(along, rows),
-        "feature": feature,
-        "worst_feature": worst.double().masked_fill(~feature.isfinite(), math.nan),
     }
-    return [Bias.model_validate(numbers) for numbers in by_head(columns)]
 
 
-def by_head(columns: Columns) -> list[dict[str, Any]]:
-    """The numbers of each head by name, None for NaN and infinity. Waits for the device, once."""
-    table = torch.stack([x.double() for x in columns.values()], dim=-1).tolist()
-    return [
-        {name: x if math.isfinite(x) else None for name, x in zip(columns, row, strict=True)}
-        for row in table
-    ]
+def by_head(groups: Mapping[str, Columns]) -> list[dict[str, dict[str, Any]]]:
+    """The numbers of each head by group and name, None for NaN and infinity. Waits for the device,
+    once."""
+    columns = [x.double() for group in groups.values() for x in group.values()]
+    heads = []
+    for row in torch.stack(columns, dim=-1).tolist():
+        values = iter(x if math.isfinite(x) else None for x in row)
+        heads.append({name: dict(zip(group, values)) for name, group in groups.items()})  # noqa: B905
+    return heads

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.journal import Journal
+from numdev.audit.journal import Journal, Row
 from numdev.audit.plan import Planned, digest, header
 from numdev.audit.records import recorded
 from numdev.audit.run import Progress, provenance
@@ -31,12 +31,11 @@ from numdev.diagnose.report import (
     KernelRow,
     RunningError,
 )
-from numdev.diagnose.series import ALONE, YAML, Stage, series
+from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
-from numdev.report import Record
 from numdev.sources.capture import Captured
 from numdev.sources.files import some
 from numdev.sources.opening import Located, Source, TensorFileSource, open_source
@@ -61,26 +60,29 @@ def diagnose(
 
     `say` is told what a user should know at once. Raises UsageError for a request that cannot be
     run here, before anything is measured, and MeasurementError where no call could be diagnosed."""
-    system = System.here(request.device)
-    made, fmt = recipe_of(request.attention), format_named(request.format)
-    kernels, without = _kernels(request, system)
+    system, fmt = System.here(request.device), format_named(request.format)
+    made = recipe_of(request.attention)
+    kernels, notes = _kernels(request, system)
     stages, left_out = series(request.targets)
+    notes += left_out
     hashes = {stage.name: stage.sha256 for stage in stages}
     head = header(request.model_dump(mode="json"), system, kernels, {"stages": hashes})
     watch = stopwatch(system.device, OF_DIAGNOSIS)
 
-    def rows_of(
-        stage: Stage, located: Located, projection: Projection | None
-    ) -> dict[str, Sequence[Record]]:
-        """The rows of one call, by kind. Raises Refused where the recipe does not hold the case."""
+    def rows_of(stage: Stage, located: Located) -> dict[str, Sequence[Row]]:
+        """The rows of one call, by kind."""
         last, case = stage is stages[-1], located.load().rounded_to(fmt)
-        rows: dict[str, Sequence[Record]] = {}
-        with watch("chain"):
-            found = diagnosed(case, made, projection, checkpoint=stage.name, step=stage.step)
-            rows["head"] = found.heads
-            if last:
-                drawn = suspects(found.heads)[:DRAWN_RUNS]
-                rows["running"] = [row for head in drawn for row in found.running(head.head)]
+        projection, why = _projection(located)  # while the model's modules are there
+        rows: dict[str, Sequence[Row]] = {"unknown": [{"why": why}] if why else []}
+        try:
+            with watch("chain"):
+                found = diagnosed(case, made, projection, checkpoint=stage.name, step=stage.step)
+        except Refused as refusal:
+            return {"refused": [{"why": f"{case.ref.case}: {refusal.message}"}]}
+        rows["head"] = found.heads
+        if last:
+            drawn = suspects(found.heads)[:DRAWN_RUNS]
+            rows["running"] = [row for head in drawn for row in found.running(head.head)]
         if last or request.every_checkpoint:
             with watch("cures"):
                 rows["cure"] = cured(found, CURES) if request.cures else ()
@@ -89,77 +91,47 @@ def diagnose(
                 rows["kernel"] = [row for of_kernel in outside for row in of_kernel]
         return rows
 
-    def measure(stage: Stage) -> dict[str, Any]:
-        """Diagnose the calls of a stage that are not finished; what is said of it."""
-        unknown: Counter[str] = Counter()  # why W_Q of a call is not known
-        refused, cases = list[str](), list[str]()
-        source = open_source(_reading(request, stage), system, projections=True)
-        _check_gradients(source, stage)
-        for note in source.notes:
-            say(note)
-        before, total = len(stages[: stages.index(stage)]), source.count()
-        for located in source:
-            case = located.ref.case
-            progress(f"{stage.name} {case}", before * total + len(cases), len(stages) * total)
-            cases.append(case)
-            key = digest([stage.name, case])
-            if not journal.visit(key):
-                projection, why = _projection(located)  # while the model's modules are there
-                unknown.update([why] if why else [])
-                try:
-                    journal.append(key, rows_of(stage, located, projection))
-                except Refused as refusal:
-                    refused.append(f"{case}: {refusal.message}")
-        notes = [
-            *source.notes,
-            *(f"W_Q not known, {why}: {n} calls." for why, n in unknown.items()),
-        ]
-        notes += [f"Not diagnosed: {some(refused)}."] if refused else []
-        return {
-            "name": stage.name, "described": source.describe(), "cases": cases, "notes": notes
-        }  # fmt: skip
-
-    with Journal.open(directory, head, overwrite=overwrite) as journal:
-        for stage in stages:
-            key = digest([stage.name, "stage"])
-            if not journal.visit(key):
-                with watch("capture"):
-                    row = measure(stage)
-                journal.append(key, {"stage": [row]})
-            for row in journal.rows("stage"):
-                for case in row["cases"]:
-                    journal.visit(digest([row["name"], case]))
-        said = dict.fromkeys(note for row in journal.rows("stage") for note in row["notes"])
-        notes = (*without, *left_out, *said)
-        if not journal.rows("head"):
-            why = some([note for note in said if note.startswith("Not diagnosed")])
-            what = f"{request.target}: {why or 'no attention call was selected'}"
-            raise MeasurementError(what, hint="check --layers")
-        heads = journal.records("head", HeadRow)
-        cures = journal.records("cure", CureRow)
-        real = journal.records("kernel", KernelRow)
-        running = journal.records("running", RunningError)
-        described = journal.rows("stage")[-1]["described"]
-    _check_alike(heads)
+    with Journal.open(directory, head, overwrite=overwrite) as journal, watch("capture"):
+        for number, stage in enumerate(stages):
+            source = open_source(_reading(request, stage), system, projections=True)
+            _check_gradients(source, stage)
+            for note in source.notes:
+                say(note)
+            calls = source.count()
+            for done, located in enumerate(source):
+                name = f"{stage.name} {located.ref.case}"
+                progress(name, number * calls + done, len(stages) * calls)
+                key = digest([stage.name, located.ref.case])
+                if not journal.visit(key):
+                    journal.append(key, rows_of(stage, located))
+            notes += source.notes
+    unknown, refused = ([row["why"] for row in journal.rows(x)] for x in ("unknown", "refused"))
+    notes += [f"W_Q not known, {why}: {n} calls." for why, n in Counter(unknown).items()]
+    notes += [f"Not diagnosed: {some(refused)}."] if refused else []
+    heads = journal.records("head", HeadRow)
+    if not heads:
+        why = some(refused) if refused else "no attention call was selected"
+        raise MeasurementError(f"{request.target}: {why}", hint="check --layers")
+    cures = journal.records("cure", CureRow)
+    running = journal.records("running", RunningError)
     last = [head for head in heads if head.checkpoint == stages[-1].name]
     ranking = ranked(last, cures)
-    costs = {name: cure.breaks for name, cure in CURES.items()} if cures else {}
     axis = axis_of(heads)
     moves = onsets(heads, leading(ranking)) if axis else {}
     return DiagnoseReport(
-        provenance=provenance(system, described, command),
+        provenance=provenance(system, source.describe(), command),
         request=request.model_dump(mode="json"),
         timings=watch.seconds(),
         summary=DiagnoseSummary(
-            answer=answer(ranking, last, cures, costs, moves), ranking=ranking, notes=notes,
-            axis=axis,
+            answer=answer(ranking, last, cures, moves), ranking=ranking,
+            notes=tuple(dict.fromkeys(notes)), axis=axis,
         ),
         attention=dict(request.attention),
         checkpoints=tuple(Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages),
         heads=heads,
         cures=cures,
-        costs=costs,
-        kernels=real,
+        costs={name: cure.breaks for name, cure in CURES.items()} if cures else {},
+        kernels=journal.records("kernel", KernelRow),
         running=tuple(row for head in suspects(last)[:DRAWN_RUNS]
                       for row in running if row.is_of(head)),
         figures=figures(heads, leading(ranking)) if axis else (),
@@ -226,15 +198,3 @@ def _check_gradients(source: Source, stage: Stage) -> None:
             f"{stage.target}: stores no grad_out for {some(lacking)}",
             hint="save calls with `numdev audit CHECKPOINT --backward --save-cases DIR`",
         )
-
-
-def _check_alike(heads: Sequence[HeadRow]) -> None:
-    """Raises MeasurementError where a checkpoint of a series lacks a head that another has."""
-    calls: dict[str, set[tuple[str, int]]] = {}
-    for head in heads:
-        calls.setdefault(head.checkpoint, set()).add((head.case, head.head))
-    first, *others = calls
-    for name in others:
-        for case, number in sorted(calls[name] ^ calls[first])[:1]:
-            what = f"{first} and {name} are no series: only one of them has {case}, head {number}"
-            raise MeasurementError(what, hint=ALONE)

@@ -1,5 +1,5 @@
-"""Ties of the scores, and what P is where it meets V: the first links of Qiu & Yao's chain (arXiv
-2510.04212).
+"""Ties of the scores, and what P is where it meets V: where Qiu & Yao's chain (arXiv 2510.04212)
+begins.
 
 Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it is multiplied
 with V (site `p`). A key counts as a one only where the maximum that P was taken under is the row's
@@ -23,21 +23,15 @@ NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as i
 
 
 def ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
-    """Of a recipe's forward pass, of which `kept` is left, the numbers of every head, [H] each:
-    means over the rows that count, or that have ties."""
+    """Means of every head over the rows that count, or of `one_signed` over those nearly tied."""
     blocks = [_of_rows(r, kept, truth, rows) for rows in row_blocks(r.case)]
-    at_maximum, near, one_signed, ones, powers = (
-        torch.cat(x, 2) for x in zip(*blocks, strict=True)
-    )
+    tied, near, one_signed, ones, powers = (torch.cat(x, 2) for x in zip(*blocks, strict=True))
     rows = truth.rows
-    tied, nearly = rows & (at_maximum > 1), rows & (near > 1)
     return {
-        "tied": mean(tied.double(), rows),
-        "nearly_tied": mean(nearly.double(), rows),
-        "tied_keys": mean(at_maximum, tied),
+        "tied": mean((rows & (tied > 1)).double(), rows),
         "ones": mean((ones > 1).double(), rows),
         "powers": mean(powers, rows),
-        "one_signed": mean(one_signed, nearly),
+        "one_signed": mean(one_signed, rows & (near > 1)),
     }
 
 
@@ -52,18 +46,18 @@ def _of_rows(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
     S, _ = fwd.scores(r, kept.q_s, kept.k, rows, keys)
     P, _, _ = probabilities(case, truth.exact, rows, keys)
     largest = S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
-    near = (largest - NEAR <= S) & (-math.inf < S)
-    tied = (largest == S) & (-math.inf < S)
-    signs = fwd.times(case, near.float(), case.v[:, :, keys].double().sign().float())
-    one_signed = (signs.abs() == near.sum(dim=-1, keepdim=True)).double().mean(dim=-1)
-    counts = (tied.sum(dim=-1).double(), near.sum(dim=-1).double())
+    shown = -math.inf < S
+    tied, near = (((largest - off <= S) & shown).sum(dim=-1) for off in (0.0, NEAR))
+    close = ((largest - NEAR <= S) & shown).float()
+    signs = fwd.times(case, close, case.v[:, :, keys].double().sign().float())
+    one_signed = (signs.abs() == near[..., None]).double().mean(dim=-1)
     # From here on tile by tile in the recipe's order: P-bar as it meets V. Overwrites S.
     best = S.new_full(S.shape[:3], -math.inf)
     ones, powers = torch.zeros_like(best), P.new_zeros(best.shape)
     for split in fwd.splits(r):
         m = fwd.start(r, kept.q[:, :, rows], kept.v, split).m
         starts = range(max(keys.start, split.start), min(keys.stop, split.stop), width)
-        for first in reversed(starts) if made.kv_order == "descending" else starts:
+        for first in fwd.in_order(r, starts):
             tile = slice(first - keys.start, min(first + width, keys.stop) - keys.start)
             own = fwd.maximum(r, S[..., tile])
             m = torch.maximum(m, own)
@@ -76,4 +70,4 @@ def _of_rows(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor,
             ones = torch.where(under > best, count, ones + torch.where(under == best, count, 0.0))
             best = torch.maximum(best, under)
             powers += (P[..., tile] * (torch.frexp(weights).mantissa == 0.5)).sum(dim=-1)
-    return *counts, one_signed, ones.double(), powers
+    return tied, near, one_signed, ones, powers

@@ -1,10 +1,10 @@
-"""A diagnosis, shown: the heads ranked, the running sums of delta's error, the map of what the
-error does to every head, then cures and real kernels on the head that the answer is about, and the
-curves over training. What is null is a dash."""
+"""A diagnosis, shown: the heads ranked, the running sums of delta's error, the map of what every
+head's error does, then cures and real kernels on the head that the answer is about, and the curves
+over training. What is null is a dash."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent, t_in_words
@@ -29,11 +29,159 @@ from numdev.report.document import (
     notes,
     table,
 )
-from numdev.report.numbers import NONE, power
+from numdev.report.numbers import NONE, ratio
 
 SHOWN = 10  # heads in the ranked table; all are behind a fold of the page
 COLOURS = 6
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
+
+
+def title(report: DiagnoseReport) -> str:
+    return f"Diagnosis: {report.request.get('target')}"
+
+
+def line(report: DiagnoseReport) -> str:
+    count = len(report.summary.ranking)
+    return f"{_attention(report)}: {count} heads, {len(report.checkpoints)} checkpoints, the last."
+
+
+def blocks(report: DiagnoseReport) -> Iterator[Node]:
+    ranking = report.summary.ranking
+    if ranking:
+        first, count = leading(ranking), len(ranking)
+        some = f"Heads by {_score(report)}, the first {min(count, SHOWN)} of {count}"
+        yield _ranked(report, SHOWN, some, ("terminal", "html"))
+        yield _ranked(report, count, f"Heads by {_score(report)}", ("markdown",))
+        yield from notes((f"The chain: {', '.join(CONDITIONS)}.",), PAGE)
+        running = [row for row in report.running if len(row.sums) > 1]
+        if running:
+            yield Figures((_picture(running, report),), PAGE)
+        heads, scores = score_map(report)
+        yield heat_map(f"Layer by head, in %: {_score(report)}", heads, scores, compact, percent,
+                       shade, only=("terminal", "html"))  # fmt: skip
+        limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
+        yield from notes((f"Darker from {limits} on.",), PAGE)
+        yield _cures([row for row in report.cures if row.is_of(first)], report, first.brief)
+        rows: Iterator[tuple[str | Cell, ...]] = (
+            (Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
+             *(number.cell(row) for number in KERNEL))
+            for row in report.kernels if row.is_of(first)
+        )  # fmt: skip
+        name = f"{first.brief}: real kernels on the same inputs"
+        yield table(_columns("kernel", KERNEL), rows, title=name)
+        if report.figures:
+            yield Heading("Over training")
+            yield Figures(charts(report.figures, report.summary.axis, "", seeds=""))
+        if count > SHOWN:
+            yield Fold(f"All {count} heads", (_ranked(report, count, "", PAGE),))
+    yield from notes((f"{_attention(report)}, on the same inputs.",), TERMINAL)
+    if report.summary.notes:
+        yield Heading("Notes", TEXT)
+        yield bullets(report.summary.notes)
+
+
+def _attention(report: DiagnoseReport) -> str:
+    """What was diagnosed: `preset fa2, pv bfloat16 in bfloat16`."""
+    options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
+    return f"Emulated: attention with {options} in {report.request['format']}, against fp64"
+
+
+def _score(report: DiagnoseReport) -> str:
+    """What heads are ordered by."""
+    if any(judged(ranked, WRONG) for ranked in report.summary.ranking):
+        return "dW_Q of the layer moved by each head"
+    return "|mean error of delta|"
+
+
+def _ranked(report: DiagnoseReport, count: int, title: str, only: tuple[Medium, ...]) -> Table:
+    """The first heads, each with its numbers and how much of the chain it meets."""
+
+    def cells(ranked: Ranked) -> Iterator[str | Cell]:
+        row = next(head for head in report.heads if head.is_of(ranked))
+        yield Cell(ranked.brief, style="strong")
+        yield Cell(SCORE.cell(ranked), shade=shade(ranked.score))
+        yield from (number.cell(row) for number in HEAD)
+        verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
+        verdicts |= dict.fromkeys(ranked.missing, "missing")
+        known = len(ranked.conditions) + len(ranked.missing)
+        states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
+        yield Cell(f"{len(ranked.conditions)} of {known}", title=states)
+
+    meets = Column("meets", says="how many of the chain, of those that could be judged")
+    columns = (*_columns("head", (SCORE, *HEAD)), meets)
+    rows = map(cells, report.summary.ranking[:count])
+    return table(columns, rows, title=title, dense=True, only=only)
+
+
+def _cures(rows: Sequence[CureRow], report: DiagnoseReport, head: str) -> Table:
+    """What each cure changes on one head; where it fails, or what it takes."""
+    cells: Iterator[tuple[str | Cell, ...]] = (
+        (Cell(row.cure, after="not with this" if row.reason else ""),
+         *(number.cell(row) for number in CURE), row.reason or report.costs.get(row.cure, ""))
+        for row in rows
+    )  # fmt: skip
+    last = Column("where it fails, or what it takes", align="left", width=200)
+    standard = [row.cure == "none" for row in rows]
+    name = f"{head}: the same inputs with one thing changed"
+    return table((*_columns("cure", CURE), last), cells, standard, title=name)
+
+
+def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> Chart:
+    """Running sums: a colour for each head, dashed by the formula it does not use."""
+    end = max(token for row in rows for token in row.tokens)
+    places = sorted({*range(0, end + 1, max(1, round(end / 4))), end})
+    heads = list(dict.fromkeys(row.brief for row in rows))
+    used = {h.brief: h.used.formula for h in report.heads if h.used}
+    styles, curves = [], []
+    for row in rows:
+        dashed = "" if used.get(row.brief) == row.formula else " dashed"
+        styles.append(f"c{heads.index(row.brief) % COLOURS}{dashed}")
+        points = tuple(
+            Point(x=float(token), label=f"token {token}", mean=s, low=None, high=None, seeds=1)
+            for token, s in zip(row.tokens, row.sums, strict=True)
+        )
+        label = f"{row.brief}, {row.formula.replace('*', '∘')}"
+        curves.append(Curve(label=label, role="kernel", kernel="", points=points))
+    figure = Figure(
+        title="Running sum of delta's error, worst sequence", metric="running", relative=False,
+        y_title="sum of errors / √rows", y_scale="linear", curves=tuple(curves),
+    )  # fmt: skip
+    ticks = tuple(Tick(x=float(place), label=str(place)) for place in places)
+    axis = Axis(name="token", title="token", scale="linear", ticks=ticks)
+    note = (
+        "Solid: delta by the formula in use; dashed: by the other. Errors of one sign leave zero "
+        "on a line."
+    )
+    return Chart(figure, axis, seeds="", styles=tuple(styles), note=note)
+
+
+def score_map(report: DiagnoseReport) -> tuple[tuple[int, ...], Mapping[str, list[float | None]]]:
+    """Heads, and by call what each scores, in the order of the calls; None for a head whose W_Q is
+    not known where another's is. A call goes by its layer, or by its name where layers make
+    several."""
+    ranking = sorted(report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer)
+    of_weights = any(judged(r, WRONG) for r in ranking)
+    calls = {r.case: r.layer for r in ranking}
+    alone = None not in calls.values() and len(set(calls.values())) == len(calls)
+    heads = tuple(sorted({r.head for r in ranking}))
+    scores: dict[str, list[float | None]] = {}
+    for r in ranking:
+        of_call = scores.setdefault(str(r.layer) if alone else r.case, [None] * len(heads))
+        of_call[heads.index(r.head)] = r.score if judged(r, WRONG) or not of_weights else None
+    return heads, scores
+
+
+def shade(score: float | None) -> int:
+    """0 to 4: how dark a score is shown."""
+    return 0 if score is None else sum(score >= limit for limit in SHADES)
+
+
+def compact(score: float | None) -> str:
+    """A share in per cent, without the sign for it."""
+    return percent(score).removesuffix(" %")
+
+
+# --- numbers -------------------------------------------------------------------------------------
 
 
 class Number(NamedTuple):
@@ -51,190 +199,13 @@ class Number(NamedTuple):
         return NONE if value is None else self.write(value)
 
 
-def title(report: DiagnoseReport) -> str:
-    return f"Diagnosis: {report.request.get('target')}"
-
-
-def line(report: DiagnoseReport) -> str:
-    count = len(report.summary.ranking)
-    return f"{_attention(report)}: {count} heads, {len(report.checkpoints)} checkpoints, the last."
-
-
-def blocks(report: DiagnoseReport) -> Iterator[Node]:
-    ranking = report.summary.ranking
-    if ranking:
-        first, of_weights = leading(ranking), weights_known(ranking)
-        by = "the mean error of their delta"
-        what = "|Mean error of delta|, % of what it is summed from"
-        if of_weights:
-            by = "how far they move their layer's dW_Q"
-            what = "dW_Q of the layer moved by each head, %"
-        some = f", the first {SHOWN} of {len(ranking)}" if len(ranking) > SHOWN else ""
-        yield _ranked(report, SHOWN, f"Heads{some}, by {by}", ("terminal", "html"))
-        yield _ranked(report, len(ranking), f"Heads, by {by}", ("markdown",))
-        yield from notes((f"The chain: {', '.join(CONDITIONS)}.",), PAGE)
-        running = [row for row in report.running if len(row.sums) > 1]
-        if running:
-            yield Figures((_picture(running, report),), PAGE)
-        heads, scores = score_map(report)
-        yield heat_map(f"{what}: layer by head", heads, scores, compact, percent, shade,
-                       only=("terminal", "html"))  # fmt: skip
-        limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
-        yield from notes((f"Darker from {limits} on.",), PAGE)
-        yield _cures([row for row in report.cures if row.is_of(first)], report, brief(first))
-        rows: Iterator[tuple[str | Cell, ...]] = (
-            (Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
-             *(number.cell(row) for number in KERNEL))
-            for row in report.kernels if row.is_of(first)
-        )  # fmt: skip
-        name = f"{brief(first)}: real kernels on the same inputs"
-        yield table(_columns("kernel", KERNEL), rows, title=name)
-        if report.figures:
-            yield Heading("Over training")
-            yield Figures(charts(report.figures, report.summary.axis, "", seeds=""))
-        if len(ranking) > SHOWN:
-            every = _ranked(report, len(ranking), "", PAGE)
-            yield Fold(f"All {len(ranking)} heads", (every,))
-    yield from notes((f"{_attention(report)}, on the same inputs.",), TERMINAL)
-    if report.summary.notes:
-        yield Heading("Notes", TEXT)
-        yield bullets(report.summary.notes)
-
-
-def _attention(report: DiagnoseReport) -> str:
-    """What was diagnosed: `preset fa2, pv bfloat16 in bfloat16`."""
-    options = ", ".join(f"{name} {value}" for name, value in report.attention.items())
-    return f"Emulated: attention with {options} in {report.request['format']}, against fp64"
-
-
-def _columns(name: str, numbers: Iterable[Number]) -> tuple[Column, ...]:
+def _columns(name: str, numbers: Sequence[Number]) -> tuple[Column, ...]:
     columns = (Column(n.title, width=n.width, says=n.says) for n in numbers)
     return (Column(name, align="left"), *columns)
 
 
-def _ranked(report: DiagnoseReport, count: int, title: str, only: tuple[Medium, ...]) -> Table:
-    """The first heads, each with its numbers and how much of the chain it meets."""
-
-    def cells(ranked: Ranked) -> Iterator[str | Cell]:
-        row = next(head for head in report.heads if head.is_of(ranked))
-        yield Cell(brief(ranked), style="strong")
-        yield Cell(SCORE.cell(ranked), shade=shade(ranked.score))
-        yield from (number.cell(row) for number in HEAD)
-        verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
-        verdicts |= dict.fromkeys(ranked.missing, "missing")
-        known = len(ranked.conditions) + len(ranked.missing)
-        states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
-        yield Cell(f"{len(ranked.conditions)} of {known}", title=states)
-
-    meets = Column("meets", says="how many of the chain, of those that could be judged")
-    columns = (*_columns("head", (SCORE, *HEAD)), meets)
-    rows = map(cells, report.summary.ranking[:count])
-    return table(columns, rows, title=title, dense=True, only=only)
-
-
-def _cures(rows: Sequence[CureRow], report: DiagnoseReport, head: str) -> Table:
-    """What each cure changes on one head; where it fails, or what it takes."""
-
-    def cells(row: CureRow) -> Iterator[str | Cell]:
-        refused = "out" in row.nulls and not row.nonfinite  # it contradicts the attention
-        yield Cell(row.cure, after="not with this" if refused else "")
-        yield from (number.cell(row) for number in CURE)
-        cost = row.nulls["out"] if refused else report.costs.get(row.cure, "")
-        yield cost + (f"; here: {row.broken}" if row.broken else "")
-
-    last = Column("where it fails, or what it takes", align="left", width=200)
-    standard = [row.cure == "none" for row in rows]
-    name = f"{head}: the same inputs with one thing changed"
-    return table((*_columns("cure", CURE), last), map(cells, rows), standard, title=name)
-
-
-def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> Chart:
-    """Running sums: a colour for each head, dashed by the formula it does not use."""
-    end = max(token for row in rows for token in row.tokens)
-    places = sorted({*range(0, end + 1, max(1, round(end / 4))), end})
-    heads = list(dict.fromkeys((row.case, row.head) for row in rows))
-    used = {(h.case, h.head): h.used.formula for h in report.heads if h.used}
-    styles, curves = [], []
-    for row in rows:
-        place = (row.case, row.head)
-        dashed = "" if used.get(place) == row.formula else " dashed"
-        styles.append(f"c{heads.index(place) % COLOURS}{dashed}")
-        points = tuple(
-            Point(x=float(token), label=f"token {token}", mean=s, low=None, high=None, seeds=1)
-            for token, s in zip(row.tokens, row.sums, strict=True)
-        )
-        label = f"{brief(row)}, {row.formula.replace('*', '∘')}"
-        curves.append(Curve(label=label, role="kernel", kernel="", points=points))
-    figure = Figure(
-        title="Running sum of delta's error, worst sequence", metric="running", relative=False,
-        y_title="sum of errors / √rows", y_scale="linear", curves=tuple(curves),
-    )  # fmt: skip
-    ticks = tuple(Tick(x=float(place), label=str(place)) for place in places)
-    return Chart(
-        figure,
-        Axis(name="token", title="token", scale="linear", ticks=ticks),
-        seeds="",
-        styles=tuple(styles),
-        note="Solid: delta by the formula in use; dashed: by the other. Errors of one sign leave "
-        "zero on a line.",
-    )
-
-
-# --- the map -------------------------------------------------------------------------------------
-
-
-def weights_known(ranking: Sequence[Ranked]) -> bool:
-    """Whether scores are those of dW_Q, for any head; else all are the mean error of delta."""
-    return any(judged(ranked, WRONG) for ranked in ranking)
-
-
-def score_map(report: DiagnoseReport) -> tuple[tuple[int, ...], Mapping[str, list[float | None]]]:
-    """Heads, and by call what each scores, in the order of the calls: all by the same number. A
-    call goes by its layer, or by its name where layers make several."""
-    of_weights = weights_known(report.summary.ranking)
-    ranking = sorted(report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer)
-    layers = {(r.case, r.layer) for r in ranking}
-    alone = len({layer for _, layer in layers}) == len(layers)
-    heads = tuple(sorted({r.head for r in ranking}))
-    scores: dict[str, list[float | None]] = {}
-    for r in ranking:
-        name = str(r.layer) if alone and r.layer is not None else r.case
-        known = judged(r, WRONG) if of_weights else judged(r) or r.score > 0
-        of_call = scores.setdefault(name, [None] * len(heads))
-        of_call[heads.index(r.head)] = r.score if known else None
-    return heads, scores
-
-
-def brief(place: Place) -> str:
-    """`L3 H5`, or the call's name with the head."""
-    where = f"L{place.layer}" if place.layer is not None else place.module or place.case
-    call = f"#{place.call}" if place.call else ""
-    return f"{where}{call} H{place.head}"
-
-
-def shade(score: float | None) -> int:
-    """0 to 4: how dark a score is shown."""
-    return 0 if score is None else sum(score >= limit for limit in SHADES)
-
-
-def compact(score: float | None) -> str:
-    """A share in per cent, in four characters without the sign for it."""
-    if score is None:
-        return NONE
-    if score >= 99.995:
-        return power(f"{100 * score:.0e}")
-    return f"{100 * score:.2f}" if score < 0.0995 else f"{100 * score:.0f}"
-
-
-# --- numbers -------------------------------------------------------------------------------------
-
-
 def _signed(share: float) -> str:
     return percent(share, sign=True)
-
-
-def _plain(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
 
 
 def _ulps(outward: float) -> str:
@@ -253,7 +224,7 @@ HEAD = (
     Number("δ error", _signed, "used.mean", 0,
            "its mean, over the rms of what delta is summed from"),
     Number("t", t_in_words, "used.t", 0, "of that mean"),
-    Number("run", _plain, "used.run", 0,
+    Number("run", ratio, "used.run", 0,
            "the largest running sum over rms √rows, near 1 where signs are random"),
     Number("tied rows", percent, "tied"),
     Number("P̄ = 1", percent, "ones", 120),
@@ -263,8 +234,8 @@ HEAD = (
     Number("t ", t_in_words, "out.t", 110),
     Number("rows of dS", percent, "ds_row_sum", 150),
     Number("alike", percent, "similarity", 115, "the share of dW_Q's terms in one direction"),
-    Number("‖W_Q‖₂", _plain, "spectral_norm", 140),
-    Number("× layer", _plain, "spectral_ratio", 90, "spectral norm of W_Q over its layer's median"),
+    Number("‖W_Q‖₂", ratio, "spectral_norm", 140),
+    Number("× layer", ratio, "spectral_ratio", 90, "spectral norm of W_Q over its layer's median"),
 )  # fmt: skip
 CURE = (
     Number("δ error", _signed, "delta_mean"),
@@ -282,7 +253,7 @@ CURE = (
 KERNEL = (
     Number("δ error", _signed, "delta.mean"),
     Number("t", t_in_words, "delta.t"),
-    Number("run", _plain, "delta.run"),
+    Number("run", ratio, "delta.run"),
     Number("dW_Q", percent, "dw_q_error"),
     Number("dQ", percent, "dq_rel"),
     Number("O bias, ulp", _ulps, "out.outward"),
