@@ -20,7 +20,7 @@ from numdev.diagnose.chain import Diagnosis, diagnosed
 from numdev.diagnose.cures import CURES, NONE, Cure, cured, seen_from_outside
 from numdev.diagnose.report import CureRow
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.emulation.recipe import recipe
+from numdev.kernels.emulation.recipe import changed, recipe
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_a_cure_is_another_recipe(found: Diagnosis, rows: tuple[CureRow, ...]) -
     """Its numbers are those of a diagnosis of the cured recipe, and of no other."""
     name = "dP in fp32"
     cure = CURES[name]
-    again = diagnosed(found.truth.case, cure.of(found.found.made), found.truth.projection)
+    again = diagnosed(
+        found.truth.case, changed(found.found.made, **cure.options), found.truth.projection
+    )
     row, head = of(rows, name, 2), again.heads[2]
     expected = [head.delta[0].rms, head.ds_row_sum, head.dw_q_error]
     assert_same(numbers(row, "delta_rms", "ds_row_sum", "dw_q_error"), expected)

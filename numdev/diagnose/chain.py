@@ -22,27 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
-from numdev.diagnose.passes import Computed, Truth, computed, delta_by, rounder, truth_of
+from numdev.cases import AttentionCase, key_range
+from numdev.diagnose import passes
+from numdev.diagnose import statistics as stats
+from numdev.diagnose.passes import Computed, Truth
 from numdev.diagnose.projection import similarity, spectral
 from numdev.diagnose.report import Formula, HeadRow, RunningError
-from numdev.diagnose.statistics import (
-    FEWEST_BLOCKS,
-    Columns,
-    bias,
-    by_head,
-    longest_run,
-    mean,
-    norm,
-    rms,
-    t_of,
-)
-from numdev.diagnose.ties import ties
+from numdev.diagnose.statistics import Columns
+from numdev.kernels.emulation import forward as fwd
+from numdev.kernels.emulation.backward import Kept
 from numdev.kernels.emulation.recipe import Recipe
-from numdev.kernels.emulation.rounding import plain_arithmetic
+from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.sources.projection import Projection
 
 FORMULAS: tuple[Formula, Formula] = ("dO*O", "dP*P")
+NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
 MOST_TOKENS = 200  # of a running sum in a report
 OF_WEIGHTS = ("similarity", "spectral_norm", "spectral_ratio")
 
@@ -61,7 +55,7 @@ class Diagnosis:
         by the recipe's own: at most MOST_TOKENS of the rows that count, evenly spread, the last
         among them. A formula whose error is not finite is left out."""
         rows = self.truth.rows
-        runs = longest_run(next(iter(self.errors.values())), rows)[:, head]
+        runs = stats.longest_run(next(iter(self.errors.values())), rows)[:, head]
         worst = int(runs.nan_to_num(-math.inf).argmax())
         tokens = rows[worst, head].nonzero()[:, 0]
         n = len(tokens)
@@ -90,15 +84,15 @@ def diagnosed(
     The case holds values of its working format, and grad_out. Raises UsageError for one without
     grad_out, Refused where the recipe's `compute` dtype does not hold the case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
-        truth, found = truth_of(case, projection), computed(case, made)
+        truth, found = passes.truth_of(case, projection), passes.computed(case, made)
         other = FORMULAS[made.delta_from == FORMULAS[0]]
-        deltas = {made.delta_from: found.delta, other: delta_by(case, found.given, other)}
+        deltas = {made.delta_from: found.delta, other: passes.delta_by(case, found.given, other)}
         errors = {name: truth.off(delta, truth.exact.delta) for name, delta in deltas.items()}
         uneven = delta_numbers(truth, truth.off(found.delta, found.even))
-        numbers = by_head({
+        numbers = stats.by_head({
             "": {
                 "rows": truth.rows.sum(dim=(0, 2)),
-                **ties(rounder(case, made), found.kept, truth),
+                **_ties(passes.rounder(case, made), found.kept, truth),
                 "ds_row_sum": ds_row_sum(truth, found),
                 **_of_weights(truth, found, errors[made.delta_from]),
                 "dw_q_unbalanced": uneven.pop("dw_q"),
@@ -119,29 +113,85 @@ def diagnosed(
     return Diagnosis(truth=truth, found=found, errors=errors, heads=tuple(heads))
 
 
+def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
+    """Ties, and what P is where it meets V: means of every head over the rows that count, or of
+    `one_signed` over those nearly tied.
+
+    Ties are those of S as the recipe rounds it, over all keys that a row sees. P is as it is
+    multiplied with V (site `p`)."""
+    blocks = [_ties_of(r, kept, truth, rows) for rows in passes.row_blocks(r.case)]
+    tied, near, one_signed, ones, powers = (torch.cat(x, 2) for x in zip(*blocks, strict=True))
+    rows = truth.rows
+    return {
+        "tied": stats.mean((rows & (tied > 1)).double(), rows),
+        "ones": stats.mean((ones > 1).double(), rows),
+        "powers": stats.mean(powers, rows),
+        "one_signed": stats.mean(one_signed, rows & (near > 1)),
+    }
+
+
+def _ties_of(r: Rounder, kept: Kept, truth: Truth, rows: slice) -> tuple[Tensor, ...]:
+    """Of each row of a block, [B, H, rows]: keys whose S is the largest, keys within NEAR of it,
+    the share of V's features that have one sign over these, keys with P-bar exactly 1, and the
+    probability of keys at which P is an exact power of two.
+
+    A key counts as a one only where the maximum that P was taken under is the row's largest of all:
+    in a recipe whose every tile has a maximum of its own, each would have a one."""
+    case, made = r.case, r.made
+    width = made.tile(kept.q.shape[-1], case.kv_len)[1]
+    seen = key_range(case, rows)
+    keys = slice(seen.start - seen.start % width, seen.stop)  # whole tiles
+    S, _ = fwd.scores(r, kept.q_s, kept.k, rows, keys)
+    P, _, _ = passes.probabilities(case, truth.exact, rows, keys)
+    largest = S.amax(dim=-1, keepdim=True) if S.shape[-1] else S.new_zeros(*S.shape[:3], 1)
+    shown = -math.inf < S
+    tied, near = (((largest - off <= S) & shown).sum(dim=-1) for off in (0.0, NEAR))
+    close = ((largest - NEAR <= S) & shown).float()
+    signs = fwd.times(case, close, case.v[:, :, keys].double().sign().float())
+    one_signed = (signs.abs() == near[..., None]).double().mean(dim=-1)
+    # From here on tile by tile in the recipe's order: P-bar as it meets V. Overwrites S.
+    best = S.new_full(S.shape[:3], -math.inf)
+    ones, powers = torch.zeros_like(best), P.new_zeros(best.shape)
+    for split in fwd.splits(r):
+        m = fwd.start(r, kept.q[:, :, rows], kept.v, split).m
+        starts = range(max(keys.start, split.start), min(keys.stop, split.stop), width)
+        for first in fwd.in_order(r, starts):
+            tile = slice(first - keys.start, min(first + width, keys.stop) - keys.start)
+            own = fwd.maximum(r, S[..., tile])
+            m = torch.maximum(m, own)
+            under = own if made.algorithm == "fa1" else m
+            weights = fwd.exponential(r, S[..., tile], under)
+            if made.algorithm == "plain":
+                weights = r("normalised", weights / fwd.nonzero(kept.l[:, :, rows, None]))
+            weights = r("p", weights)
+            count = (weights == 1.0).sum(dim=-1).to(best.dtype)
+            ones = torch.where(under > best, count, ones + torch.where(under == best, count, 0.0))
+            best = torch.maximum(best, under)
+            powers += (P[..., tile] * (torch.frexp(weights).mantissa == 0.5)).sum(dim=-1)
+    return tied, near, one_signed, ones, powers
+
+
 def biases(truth: Truth, found: Computed) -> dict[str, Columns]:
     """The bias of P V by its own roundings, and of O by all."""
     exact, fmt, scale = truth.exact, truth.case.format, truth.exact.term_scale
-    out = bias(found.out.double() - exact.out, exact.out, scale, truth.rows, fmt)
+    out = stats.bias(found.out.double() - exact.out, exact.out, scale, truth.rows, fmt)
     if found.product is None or found.product_exact is None:
         return {"pv": {name: torch.full_like(x, math.nan) for name, x in out.items()}, "out": out}
     product = found.product_exact.double()
     if found.made.algorithm != "plain":  # there P-bar is exp(L - m) times P
         scale = scale * (exact.lse - found.kept.m.double()).exp()[..., None]
-    return {
-        "pv": bias(found.product.double() - product, product, scale, truth.rows, fmt),
-        "out": out,
-    }
+    error = found.product.double() - product
+    return {"pv": stats.bias(error, product, scale, truth.rows, fmt), "out": out}
 
 
 def delta_numbers(truth: Truth, error: Tensor) -> dict[str, Tensor]:
     """The numbers of a `DeltaError`, of an error [B, H, q_len] in its unit."""
     rows = truth.rows
     return {
-        "mean": mean(error, rows),
-        "rms": rms(error, rows),
-        "t": t_of(error, rows),
-        "run": longest_run(error, rows).nan_to_num(-math.inf).amax(dim=0),
+        "mean": stats.mean(error, rows),
+        "rms": stats.rms(error, rows),
+        "t": stats.t_of(error, rows),
+        "run": stats.longest_run(error, rows).nan_to_num(-math.inf).amax(dim=0),
         "dw_q": truth.moved(_formula_2(truth, error)),
     }
 
@@ -155,7 +205,7 @@ def _formula_2(truth: Truth, error: Tensor) -> Tensor:
 def ds_row_sum(truth: Truth, found: Computed) -> Tensor:
     """[H]: the rms sum of a row of dS over that of |dS|; NaN where it is not zero to begin with."""
     sums = found.ds if _zero_sums(truth) else torch.full_like(found.ds, math.nan)
-    return rms(sums, truth.rows) / rms(found.ds_size, truth.rows)
+    return stats.rms(sums, truth.rows) / stats.rms(found.ds_size, truth.rows)
 
 
 def _zero_sums(truth: Truth) -> bool:
@@ -174,8 +224,8 @@ def _of_weights(truth: Truth, found: Computed, error: Tensor) -> Columns:
     return {
         **numbers,
         "dw_q_error": truth.moved(whole),
-        "dw_q_cos": (part * whole).flatten(1).sum(dim=-1) / (norm(part) * norm(whole)),
-        "dw_q_norm": norm(truth.dw_q),
+        "dw_q_cos": (part * whole).flatten(1).sum(dim=-1) / (stats.norm(part) * stats.norm(whole)),
+        "dw_q_norm": stats.norm(truth.dw_q),
     }
 
 
@@ -199,7 +249,7 @@ def _nulls(truth: Truth, found: Computed, groups: Mapping[str, dict[str, Any]]) 
         if name == "pv" and found.product is None:
             return "the keys are split, and each part has a P V of its own"
         if last == "t":
-            return f"a t needs {FEWEST_BLOCKS} blocks of rows that do not all agree"
+            return f"a t needs {stats.FEWEST_BLOCKS} blocks of rows that do not all agree"
         return "what it is made of is not there or not finite, or what it is relative to is zero"
 
     return {name: reason(name) for name in sorted(missing)}

@@ -8,8 +8,7 @@ that of its own output, summed in fp64."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +20,18 @@ from numdev.diagnose.report import CureRow, KernelRow
 from numdev.diagnose.statistics import bias, by_head, mean, norm, rms, t_of
 from numdev.errors import NumdevError
 from numdev.kernels import Kernel
-from numdev.kernels.emulation.recipe import SITES, Recipe, changed
+from numdev.kernels.emulation.recipe import changed
 from numdev.kernels.emulation.rounding import plain_arithmetic
 from numdev.kernels.output import GRADIENTS, upstream
 
 NONE = "none"
 
 
-@dataclass(frozen=True)
-class Cure:
-    """One change of an attention: fields and sites of a recipe."""
+class Cure(NamedTuple):
+    """One change of an attention."""
 
     breaks: str  # where it fails, or what it costs
-    options: Mapping[str, Any]
-
-    def of(self, made: Recipe) -> Recipe:
-        """The recipe with this cure; raises UsageError where the two contradict one another."""
-        sites = {name: value for name, value in self.options.items() if name in SITES}
-        fields = {name: value for name, value in self.options.items() if name not in SITES}
-        return changed(made, sites=sites, **fields)
+    options: Mapping[str, Any]  # of `emulated`
 
 
 _PV = dict.fromkeys(("pv", "accumulator", "state", "merge", "normalised"), "float32")
@@ -95,16 +87,16 @@ CURES: Mapping[str, Cure] = {
 def cured(diagnosis: Diagnosis, cures: Mapping[str, Cure] = CURES) -> tuple[CureRow, ...]:
     """The attention as it is and with each cure, one row for every head. A row whose cure
     contradicts the recipe, or cannot be computed, has the reason and no numbers."""
-    made = diagnosis.found.made
+    case, made = diagnosis.truth.case, diagnosis.found.made
     rows = _rows(diagnosis, NONE, {}, diagnosis.found)
     for name, cure in cures.items():
         try:
-            rows += _rows(
-                diagnosis, name, cure.options, computed(diagnosis.truth.case, cure.of(made))
-            )
+            found = computed(case, changed(made, **cure.options))
         except NumdevError as error:
             same = {"cure": name, "options": dict(cure.options), "reason": str(error)}
             rows += [CureRow.model_validate({**h.place, **same}) for h in diagnosis.heads]
+        else:
+            rows += _rows(diagnosis, name, cure.options, found)
     return tuple(rows)
 
 

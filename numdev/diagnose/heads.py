@@ -8,10 +8,10 @@ says what will become of a training run: neither the paper nor these numbers sho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from numdev.diagnose.report import Bias, CureRow, HeadRow, Ranked
-from numdev.report.numbers import NONE
+from numdev.diagnose.report import CureRow, HeadRow, Ranked
+from numdev.report.numbers import NONE, si
 
 # Share of rows. Ties err by a quarter of an ulp on average; in fewer rows than these that is lost
 # in the scatter of some hundred rows, 0.3 ulp / sqrt(rows).
@@ -33,48 +33,32 @@ NAMED = 4  # cures that are named
 
 # --- the conditions ------------------------------------------------------------------------------
 
-
-def _known(judge: Callable[[Iterable[bool]], bool], *verdicts: bool | None) -> bool | None:
-    """`all` or `any` of the verdicts that are known; None where none is."""
-    known = [verdict for verdict in verdicts if verdict is not None]
-    return judge(known) if known else None
-
-
-def _beyond(limit: float, *values: float | None) -> bool | None:
-    """Whether the largest is; None where none is known."""
-    return _known(any, *(None if x is None else abs(x) >= limit for x in values))
-
-
-def _biased(bias: Bias) -> bool | None:
-    return _known(all, _beyond(BIASED, bias.outward), _beyond(T, bias.t))
-
-
-def _one_way(head: HeadRow) -> bool | None:
-    """Whether delta's error has one sign. None too without a t, in rows so few that no running sum
-    gets far either."""
-    used = head.used
-    if used is None or used.mean is None:
-        return None
-    far = _beyond(RUN, used.run)
-    if used.rms == 0:
-        return False
-    return None if used.t is None and not far else _known(all, _beyond(T, used.t), far)
-
-
 TIES, EXACT, SIGN = "tied maxima", "weights at powers of two", "V of one sign"
 OUTPUT, DELTA = "biased output", "delta error of one sign"
 ALIKE, WRONG, NORM = "similar terms of dW_Q", "dW_Q moved", "large spectral norm"
-# In the order of the chain: whether a head meets each; None where that could not be measured.
-CONDITIONS: Mapping[str, Callable[[HeadRow], bool | None]] = {
-    TIES: lambda head: _beyond(TIED, head.tied, head.ones),
-    EXACT: lambda head: _beyond(POWERS, head.powers),
-    SIGN: lambda head: _beyond(ONE_SIGNED, head.one_signed),
-    OUTPUT: lambda head: _known(any, _biased(head.pv), _biased(head.out)),
-    DELTA: _one_way,
-    ALIKE: lambda head: _beyond(SIMILAR, head.similarity),
-    WRONG: lambda head: _beyond(MOVED, head.moved),
-    NORM: lambda head: _beyond(LOUDER, head.spectral_ratio),
+# In the order of the chain. A condition is met where in any line every number reaches its limit.
+CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
+    TIES: ({"tied": TIED}, {"ones": TIED}),
+    EXACT: ({"powers": POWERS},),
+    SIGN: ({"one_signed": ONE_SIGNED},),
+    OUTPUT: ({"pv.outward": BIASED, "pv.t": T}, {"out.outward": BIASED, "out.t": T}),
+    DELTA: ({"used.t": T, "used.run": RUN},),
+    ALIKE: ({"similarity": SIMILAR},),
+    WRONG: ({"moved": MOVED},),
+    NORM: ({"spectral_ratio": LOUDER},),
 }
+
+
+def meets(head: HeadRow, condition: str) -> bool | None:
+    """Whether a head meets a condition. None where that could not be measured: no line of it has
+    a number, or one lacks a number and those it has fall short."""
+    verdicts = []
+    for limits in CONDITIONS[condition]:
+        numbers = {path: head.at(path) for path in limits}
+        reached = [abs(x) >= limits[path] for path, x in numbers.items() if x is not None]
+        if reached and (all(reached) or len(reached) == len(limits)):
+            verdicts.append(all(reached))
+    return any(verdicts) if verdicts else None
 
 
 # --- the order -----------------------------------------------------------------------------------
@@ -105,7 +89,7 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
 
     ordered = []
     for rank, head in enumerate(sorted(heads, key=order), start=1):
-        verdicts = {name: judge(head) for name, judge in CONDITIONS.items()}
+        verdicts = {name: meets(head, name) for name in CONDITIONS}
         ranked_head = Ranked(
             **head.place,
             rank=rank,
@@ -170,22 +154,9 @@ def _cured_by(rows: Sequence[CureRow]) -> tuple[str, ...]:
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
-    """`3.1 %`: two digits, of what is below 0.01 % or from 100,000 % one; with `sign` also `+`."""
-    if share is None:
-        return NONE
-    value = abs(100 * share)
-    before = "−" if share < 0 else "+" if sign and share > 0 else ""
-    if value == 0:
-        return f"{before}0 %"
-    if not 0.01 <= value < 1e5:
-        digits, _, power = f"{value:.1g}".partition("e")
-        return f"{before}{digits}{f'e{int(power)}' if power else ''} %".replace("e-", "e−")
-    return before + (f"{value:#.2g} %" if value < 9.95 else f"{value:.0f} %")
-
-
-def t_in_words(t: float | None) -> str:
-    """A t with one decimal, from 10 on without."""
-    return NONE if t is None else f"{t:.{0 if abs(t) >= 9.95 else 1}f}".replace("-", "−")
+    """`3.1 %`, `-42 %`, `2e-5 %`; with `sign` also `+3.1 %`."""
+    plus = "+" if sign and share is not None and share > 0 else ""
+    return NONE if share is None else f"{plus}{si(100 * share)} %"
 
 
 def answer(
@@ -202,7 +173,7 @@ def answer(
     pairs = [(r, next(head for head in heads if head.is_of(r))) for r in ranking]
     row = next(head for r, head in pairs if r is first)
     known = [head for r, head in pairs if judged(r)]
-    t, sums = t_in_words(row.at("used.t")), percent(row.ds_row_sum)
+    t, sums = si(row.at("used.t")), percent(row.ds_row_sum)
     said = []
     if at_fault(first):
         # A head that attends to one key has P at 1 without any tie: then only a biased output shows
@@ -228,12 +199,12 @@ def answer(
             *_cure(first, cures),
         ]
     elif known:
-        shifted = [head for head in known if _one_way(head)]
+        shifted = [head for head in known if meets(head, DELTA)]
         row = max(shifted or known, key=lambda head: (head.moved or 0.0, _mean_of(head)))
         said = [
             f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
             f"its mean of {percent(_mean_of(row))} moves a dW_Q by at most {percent(row.moved)} "
-            f"({row.brief}, t = {t_in_words(row.at('used.t'))})."
+            f"({row.brief}, t = {si(row.at('used.t'))})."
         ]
     if len(known) < len(ranking):
         unknown = next(head for r, head in pairs if not judged(r))

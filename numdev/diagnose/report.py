@@ -41,9 +41,9 @@ class Place(Record):
 
     @property
     def brief(self) -> str:
-        """`L3 H5`; the module's or call's name with the head where there is no layer."""
-        where = self.module or self.case if self.layer is None else f"L{self.layer}"
-        return f"{where}{f'#{self.call}' if self.call else ''} H{self.head}"
+        """`L3H5`; the module's or call's name with the head where there is no layer."""
+        where = f"{self.module or self.case} " if self.layer is None else f"L{self.layer}"
+        return f"{where}{f'#{self.call} ' if self.call else ''}H{self.head}"
 
     def at(self, path: str) -> Any:
         """The number at a dotted path; None where it, or what holds it, is not there."""

@@ -8,7 +8,7 @@ What is finished is journalled call by call."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,16 @@ from numdev.audit.records import recorded
 from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import OF_DIAGNOSIS, stopwatch
 from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading
+from numdev.diagnose import report as records
 from numdev.diagnose.chain import diagnosed
 from numdev.diagnose.cures import CURES, cured, seen_from_outside
 from numdev.diagnose.curves import axis_of, figures, onsets
 from numdev.diagnose.heads import answer, leading, ranked, suspects
-from numdev.diagnose.report import (
-    Checkpoint,
-    CureRow,
-    DiagnoseReport,
-    DiagnoseSummary,
-    HeadRow,
-    KernelRow,
-    RunningError,
-)
 from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.kernels import find
-from numdev.kernels.emulation.recipe import SITES, Recipe, recipe
+from numdev.kernels.emulation.recipe import recipe
 from numdev.sources.capture import Captured
 from numdev.sources.files import some
 from numdev.sources.opening import Located, Source, TensorFileSource, open_source
@@ -55,13 +47,14 @@ def diagnose(
     command: str = "",
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda text: None,
-) -> DiagnoseReport:
+) -> records.DiagnoseReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
 
     `say` is told what a user should know at once. Raises UsageError for a request that cannot be
     run here, before anything is measured, and MeasurementError where no call could be diagnosed."""
     system, fmt = System.here(request.device), format_named(request.format)
-    made = recipe_of(request.attention)
+    # Names the closest of an unknown option.
+    made = recipe(**find("emulated").with_options(request.attention))
     kernels, notes = _kernels(request, system)
     stages, left_out = series(request.targets)
     notes += left_out
@@ -108,42 +101,37 @@ def diagnose(
     unknown, refused = ([row["why"] for row in journal.rows(x)] for x in ("unknown", "refused"))
     notes += [f"W_Q not known, {why}: {n} calls." for why, n in Counter(unknown).items()]
     notes += [f"Not diagnosed: {some(refused)}."] if refused else []
-    heads = journal.records("head", HeadRow)
+    heads = journal.records("head", records.HeadRow)
     if not heads:
         why = some(refused) if refused else "no attention call was selected"
         raise MeasurementError(f"{request.target}: {why}", hint="check --layers")
-    cures = journal.records("cure", CureRow)
-    running = journal.records("running", RunningError)
+    cures = journal.records("cure", records.CureRow)
     last = [head for head in heads if head.checkpoint == stages[-1].name]
     ranking = ranked(last, cures)
     axis = axis_of(heads)
     moves = onsets(heads, leading(ranking)) if axis else {}
-    return DiagnoseReport(
+    return records.DiagnoseReport(
         provenance=provenance(system, source.describe(), command),
         request=request.model_dump(mode="json"),
         timings=watch.seconds(),
-        summary=DiagnoseSummary(
+        summary=records.DiagnoseSummary(
             answer=answer(ranking, last, cures, moves), ranking=ranking,
             notes=tuple(dict.fromkeys(notes)), axis=axis,
         ),
         attention=dict(request.attention),
-        checkpoints=tuple(Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages),
+        checkpoints=tuple(
+            records.Checkpoint(name=s.name, step=s.step, sha256=s.sha256) for s in stages
+        ),
         heads=heads,
         cures=cures,
         costs={name: cure.breaks for name, cure in CURES.items()} if cures else {},
-        kernels=journal.records("kernel", KernelRow),
-        running=tuple(row for head in suspects(last)[:DRAWN_RUNS]
-                      for row in running if row.is_of(head)),
+        kernels=journal.records("kernel", records.KernelRow),
+        running=tuple(
+            row for head in suspects(last)[:DRAWN_RUNS]
+            for row in journal.records("running", records.RunningError) if row.is_of(head)
+        ),
         figures=figures(heads, leading(ranking)) if axis else (),
     )  # fmt: skip
-
-
-def recipe_of(attention: Mapping[str, Any]) -> Recipe:
-    """What options of `emulated` describe; raises UsageError for what is none."""
-    find("emulated").with_options(attention)  # names the closest of an unknown option
-    fields = {name: value for name, value in attention.items() if name not in (*SITES, "preset")}
-    sites = {name: str(attention[name]) for name in SITES if name in attention}
-    return recipe(str(attention.get("preset", "fa2")), sites=sites, **fields)
 
 
 def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:

@@ -4,32 +4,14 @@ over training. What is null is a dash."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent, t_in_words
+from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent
 from numdev.diagnose.report import CureRow, DiagnoseReport, Place, Ranked, RunningError
 from numdev.report import Axis, Curve, Figure, Point, Tick
-from numdev.report.document import (
-    PAGE,
-    TERMINAL,
-    TEXT,
-    Cell,
-    Chart,
-    Column,
-    Figures,
-    Fold,
-    Heading,
-    Medium,
-    Node,
-    Table,
-    bullets,
-    charts,
-    heat_map,
-    notes,
-    table,
-)
-from numdev.report.numbers import NONE, ratio
+from numdev.report import document as doc
+from numdev.report.numbers import NONE, ratio, si
 
 SHOWN = 10  # heads in the ranked table; all are behind a fold of the page
 COLOURS = 6
@@ -45,39 +27,37 @@ def line(report: DiagnoseReport) -> str:
     return f"{_attention(report)}: {count} heads, {len(report.checkpoints)} checkpoints, the last."
 
 
-def blocks(report: DiagnoseReport) -> Iterator[Node]:
+def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
     ranking = report.summary.ranking
     if ranking:
         first, count = leading(ranking), len(ranking)
         some = f"Heads by {_score(report)}, the first {min(count, SHOWN)} of {count}"
         yield _ranked(report, SHOWN, some, ("terminal", "html"))
         yield _ranked(report, count, f"Heads by {_score(report)}", ("markdown",))
-        yield from notes((f"The chain: {', '.join(CONDITIONS)}.",), PAGE)
+        yield from doc.notes((f"The chain: {', '.join(CONDITIONS)}.",), doc.PAGE)
         running = [row for row in report.running if len(row.sums) > 1]
         if running:
-            yield Figures((_picture(running, report),), PAGE)
-        heads, scores = score_map(report)
-        yield heat_map(f"Layer by head, in %: {_score(report)}", heads, scores, compact, percent,
-                       shade, only=("terminal", "html"))  # fmt: skip
+            yield doc.Figures((_picture(running, report),), doc.PAGE)
+        yield _map(report)
         limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
-        yield from notes((f"Darker from {limits} on.",), PAGE)
+        yield from doc.notes((f"Darker from {limits} on.",), doc.PAGE)
         yield _cures([row for row in report.cures if row.is_of(first)], report, first.brief)
-        rows: Iterator[tuple[str | Cell, ...]] = (
-            (Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
+        rows: Iterator[tuple[str | doc.Cell, ...]] = (
+            (doc.Cell(row.kernel, style="strong", title=row.ran or "", after=row.reason or ""),
              *(number.cell(row) for number in KERNEL))
             for row in report.kernels if row.is_of(first)
         )  # fmt: skip
         name = f"{first.brief}: real kernels on the same inputs"
-        yield table(_columns("kernel", KERNEL), rows, title=name)
+        yield doc.table(_columns("kernel", KERNEL), rows, title=name)
         if report.figures:
-            yield Heading("Over training")
-            yield Figures(charts(report.figures, report.summary.axis, "", seeds=""))
+            yield doc.Heading("Over training")
+            yield doc.Figures(doc.charts(report.figures, report.summary.axis, "", seeds=""))
         if count > SHOWN:
-            yield Fold(f"All {count} heads", (_ranked(report, count, "", PAGE),))
-    yield from notes((f"{_attention(report)}, on the same inputs.",), TERMINAL)
+            yield doc.Fold(f"All {count} heads", (_ranked(report, count, "", doc.PAGE),))
+    yield from doc.notes((f"{_attention(report)}, on the same inputs.",), doc.TERMINAL)
     if report.summary.notes:
-        yield Heading("Notes", TEXT)
-        yield bullets(report.summary.notes)
+        yield doc.Heading("Notes", doc.TEXT)
+        yield doc.bullets(report.summary.notes)
 
 
 def _attention(report: DiagnoseReport) -> str:
@@ -93,40 +73,42 @@ def _score(report: DiagnoseReport) -> str:
     return "|mean error of delta|"
 
 
-def _ranked(report: DiagnoseReport, count: int, title: str, only: tuple[Medium, ...]) -> Table:
+def _ranked(
+    report: DiagnoseReport, count: int, title: str, only: tuple[doc.Medium, ...]
+) -> doc.Table:
     """The first heads, each with its numbers and how much of the chain it meets."""
 
-    def cells(ranked: Ranked) -> Iterator[str | Cell]:
+    def cells(ranked: Ranked) -> Iterator[str | doc.Cell]:
         row = next(head for head in report.heads if head.is_of(ranked))
-        yield Cell(ranked.brief, style="strong")
-        yield Cell(SCORE.cell(ranked), shade=shade(ranked.score))
+        yield doc.Cell(ranked.brief, style="strong")
+        yield doc.Cell(SCORE.cell(ranked), shade=shade(ranked.score))
         yield from (number.cell(row) for number in HEAD)
         verdicts = dict.fromkeys(CONDITIONS, "unknown") | dict.fromkeys(ranked.conditions, "met")
         verdicts |= dict.fromkeys(ranked.missing, "missing")
         known = len(ranked.conditions) + len(ranked.missing)
         states = "; ".join(f"{name}: {state}" for name, state in verdicts.items())
-        yield Cell(f"{len(ranked.conditions)} of {known}", title=states)
+        yield doc.Cell(f"{len(ranked.conditions)} of {known}", title=states)
 
-    meets = Column("meets", says="how many of the chain, of those that could be judged")
+    meets = doc.Column("meets", says="how many of the chain, of those that could be judged")
     columns = (*_columns("head", (SCORE, *HEAD)), meets)
     rows = map(cells, report.summary.ranking[:count])
-    return table(columns, rows, title=title, dense=True, only=only)
+    return doc.table(columns, rows, title=title, dense=True, only=only)
 
 
-def _cures(rows: Sequence[CureRow], report: DiagnoseReport, head: str) -> Table:
+def _cures(rows: Sequence[CureRow], report: DiagnoseReport, head: str) -> doc.Table:
     """What each cure changes on one head; where it fails, or what it takes."""
-    cells: Iterator[tuple[str | Cell, ...]] = (
-        (Cell(row.cure, after="not with this" if row.reason else ""),
+    cells: Iterator[tuple[str | doc.Cell, ...]] = (
+        (doc.Cell(row.cure, after="not with this" if row.reason else ""),
          *(number.cell(row) for number in CURE), row.reason or report.costs.get(row.cure, ""))
         for row in rows
     )  # fmt: skip
-    last = Column("where it fails, or what it takes", align="left", width=200)
+    last = doc.Column("where it fails, or what it takes", align="left", width=200)
     standard = [row.cure == "none" for row in rows]
     name = f"{head}: the same inputs with one thing changed"
-    return table((*_columns("cure", CURE), last), cells, standard, title=name)
+    return doc.table((*_columns("cure", CURE), last), cells, standard, title=name)
 
 
-def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> Chart:
+def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> doc.Chart:
     """Running sums: a colour for each head, dashed by the formula it does not use."""
     end = max(token for row in rows for token in row.tokens)
     places = sorted({*range(0, end + 1, max(1, round(end / 4))), end})
@@ -152,33 +134,29 @@ def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> Chart:
         "Solid: delta by the formula in use; dashed: by the other. Errors of one sign leave zero "
         "on a line."
     )
-    return Chart(figure, axis, seeds="", styles=tuple(styles), note=note)
+    return doc.Chart(figure, axis, seeds="", styles=tuple(styles), note=note)
 
 
-def score_map(report: DiagnoseReport) -> tuple[tuple[int, ...], Mapping[str, list[float | None]]]:
-    """Heads, and by call what each scores, in the order of the calls; None for a head whose W_Q is
-    not known where another's is. A call goes by its layer, or by its name where layers make
-    several."""
+def _map(report: DiagnoseReport) -> doc.Table:
+    """What each head scores, by call; a dash for a head whose W_Q is not known where another's is.
+    A call goes by its layer, or by its name where layers make several."""
     ranking = sorted(report.summary.ranking, key=lambda r: -1 if r.layer is None else r.layer)
     of_weights = any(judged(r, WRONG) for r in ranking)
     calls = {r.case: r.layer for r in ranking}
     alone = None not in calls.values() and len(set(calls.values())) == len(calls)
-    heads = tuple(sorted({r.head for r in ranking}))
+    heads = sorted({r.head for r in ranking})
     scores: dict[str, list[float | None]] = {}
     for r in ranking:
         of_call = scores.setdefault(str(r.layer) if alone else r.case, [None] * len(heads))
         of_call[heads.index(r.head)] = r.score if judged(r, WRONG) or not of_weights else None
-    return heads, scores
+    brief = lambda score: percent(score).removesuffix(" %")  # noqa: E731
+    title = f"Layer by head, in %: {_score(report)}"
+    return doc.heat_map(title, heads, scores, brief, percent, shade, only=("terminal", "html"))
 
 
 def shade(score: float | None) -> int:
     """0 to 4: how dark a score is shown."""
     return 0 if score is None else sum(score >= limit for limit in SHADES)
-
-
-def compact(score: float | None) -> str:
-    """A share in per cent, without the sign for it."""
-    return percent(score).removesuffix(" %")
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -199,9 +177,9 @@ class Number(NamedTuple):
         return NONE if value is None else self.write(value)
 
 
-def _columns(name: str, numbers: Sequence[Number]) -> tuple[Column, ...]:
-    columns = (Column(n.title, width=n.width, says=n.says) for n in numbers)
-    return (Column(name, align="left"), *columns)
+def _columns(name: str, numbers: Sequence[Number]) -> tuple[doc.Column, ...]:
+    columns = (doc.Column(n.title, width=n.width, says=n.says) for n in numbers)
+    return (doc.Column(name, align="left"), *columns)
 
 
 def _signed(share: float) -> str:
@@ -223,7 +201,7 @@ HEAD = (
     Number("dW_Q, all", percent, "dw_q_error", 90, "its whole error, over that of the head"),
     Number("δ error", _signed, "used.mean", 0,
            "its mean, over the rms of what delta is summed from"),
-    Number("t", t_in_words, "used.t", 0, "of that mean"),
+    Number("t", si, "used.t", 0, "of that mean"),
     Number("run", ratio, "used.run", 0,
            "the largest running sum over rms √rows, near 1 where signs are random"),
     Number("tied rows", percent, "tied"),
@@ -231,7 +209,7 @@ HEAD = (
     Number("P at 2ⁿ", percent, "powers", 130),
     Number("V one sign", percent, "one_signed", 90),
     Number("O bias, ulp", _ulps, "out.outward", 0, "along the sign of O, + is away from zero"),
-    Number("t ", t_in_words, "out.t", 110),
+    Number("t ", si, "out.t", 110),
     Number("rows of dS", percent, "ds_row_sum", 150),
     Number("alike", percent, "similarity", 115, "the share of dW_Q's terms in one direction"),
     Number("‖W_Q‖₂", ratio, "spectral_norm", 140),
@@ -239,7 +217,7 @@ HEAD = (
 )  # fmt: skip
 CURE = (
     Number("δ error", _signed, "delta_mean"),
-    Number("t", t_in_words, "delta_t"),
+    Number("t", si, "delta_t"),
     Number("δ rms", percent, "delta_rms"),
     Number("dW_Q", percent, "dw_q_error"),
     Number("dQ", percent, "dq_rel"),
@@ -252,10 +230,10 @@ CURE = (
 )
 KERNEL = (
     Number("δ error", _signed, "delta.mean"),
-    Number("t", t_in_words, "delta.t"),
+    Number("t", si, "delta.t"),
     Number("run", ratio, "delta.run"),
     Number("dW_Q", percent, "dw_q_error"),
     Number("dQ", percent, "dq_rel"),
     Number("O bias, ulp", _ulps, "out.outward"),
-    Number("t ", t_in_words, "out.t"),
+    Number("t ", si, "out.t"),
 )
