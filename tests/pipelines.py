@@ -8,7 +8,7 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 WORDS = ("a", "cat", "dog", "on", "red", "mat", "small", "house")
 
@@ -100,39 +100,6 @@ def dit(directory: Path) -> Path:
     )
     pipeline = diffusers.DiTPipeline(
         transformer=transformer, vae=vae(), scheduler=diffusers.DDIMScheduler()
-    )
-    pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
-    return directory / "pipeline"
-
-
-def stable_diffusion_3(directory: Path) -> Path:
-    """A transformer of joint attention, two CLIP encoders, and no third one."""
-    torch.manual_seed(0)
-    words = tokenizer(directory / "made")
-    transformer = diffusers.SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        caption_projection_dim=16,
-        pooled_projection_dim=32,
-        out_channels=4,
-        pos_embed_max_size=8,
-    )
-    encoders = [CLIPTextModelWithProjection(text_config(words)) for _ in range(2)]
-    pipeline = diffusers.StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=vae(),
-        text_encoder=encoders[0],
-        tokenizer=words,
-        text_encoder_2=encoders[1],
-        tokenizer_2=words,
-        text_encoder_3=None,
-        tokenizer_3=None,
     )
     pipeline.save_pretrained(directory / "pipeline", safe_serialization=True)
     return directory / "pipeline"

@@ -344,20 +344,6 @@ def test_calls_are_taken_together() -> None:
     )
 
 
-def test_mostly_unknown_is_unknown() -> None:
-    """One explained call of three is no explanation, and the nearest is named with its size."""
-    rows = [row()] + [
-        row(explained_by=None, reason="no known way of rounding makes these errors", residual=r)
-        for r in (0.7, 0.9)
-    ]
-    (text,) = said(rows)
-    assert text == (
-        "sdpa-flash (bfloat16): unknown (1 of 3 calls are explained); no known way of rounding "
-        "makes these errors. Nearest is `fa2` with 64 keys a tile, the last first: residual 0.80, "
-        "1.00 x its size."
-    )
-
-
 def test_audit_explains(tmp_path: Path) -> None:
     """`--explain` end to end: a row for each kernel and call, sentences in the summary, and the
     same again from the journal."""

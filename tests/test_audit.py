@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import prepare
-from oracles import make_case
 from torch import Tensor
 
 from numdev import report
 from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
-from numdev.kernels.emulation.predict import emulation
 from numdev.report import AuditReport, DeviationRow
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
@@ -141,37 +138,6 @@ Run = Callable[..., AuditReport]
 # --- rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32", "float64"])
-def test_every_format(run: Run, fmt: str) -> None:
-    """Each format is audited in its own dtype; in float64 every row says reference-limited."""
-    found = run("plain", "sdpa-math", formats=(fmt,))
-    assert {row.format for row in found.rows} == {fmt}
-    rows = rows_of(found, "sdpa-math")
-    assert {row.out_format for row in rows} == {fmt}
-    assert {row.reason for row in rows} == ({"reference-limited"} if fmt == "float64" else {None})
-    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}[fmt]
-    assert all(0 < row.rms < 8 * unit for row in rows)
-    (costs,) = {row.precision_rms == 0 for row in rows}
-    assert costs == (fmt in ("float32", "float64"))  # inputs are drawn in fp32
-
-
-def test_options_are_in_every_row_and_reach_the_kernel(run: Run) -> None:
-    """Given options and defaults alike; an option that changes the answer changes the numbers."""
-    large = Choice(name=own("scaled"), options={"by": 1.5})
-    found = run("scaled", large)
-    errors = {row.options["by"]: row.rel for row in rows_of(found, "scaled", head=0)}
-    assert errors.keys() == {1.01, 1.5}
-    assert errors[1.5] == pytest.approx(0.5, rel=0.02)
-
-
-def test_each_kernel_is_held_to_its_own_tiles() -> None:
-    """Whatever was predicted for other tiles before."""
-    bench = prepare(make_case(dtype=torch.bfloat16, q_len=200, kv_len=200))
-    for size in (16, 128):
-        claim = {"preset": "fa2", "block_kv": size}
-        assert torch.equal(bench.predicted(claim)["out"], emulation(bench.measured, claim))
-
-
 def test_options_that_json_cannot_hold_are_recorded_by_name(run: Run, tmp_path: Path) -> None:
     """A dtype, infinity and a function as defaults: the kernel gets them, the report names them."""
     found = run("strange_options")
@@ -189,14 +155,6 @@ def test_a_kernel_may_return_another_format(run: Run) -> None:
     assert {row.out_format for row in wide} == {"float32"}
     assert all(row.floor_ratio > 0.5 for row in wide)
     assert all(a.rms < b.rms / 100 for a, b in zip(wide, narrow, strict=True))
-
-
-def test_a_kernel_may_return_its_log_sum_exp(run: Run) -> None:
-    """A tuple's second element of the right shape is measured as lse."""
-    rows = rows_of(run("with_lse"), "with_lse", tensor="lse")
-    assert [row.head for row in rows] == [0, 1]
-    assert all(row.max_abs < 1e-5 for row in rows)
-    assert all(row.floor_ratio is None for row in rows)
 
 
 # --- kernels that misbehave ----------------------------------------------------------------------
@@ -294,18 +252,6 @@ def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.Mon
     module.write_text("def attend(q, k, v, is_causal=False):\n    return v * 2.0\n")
     with pytest.raises(UsageError, match="different kernels: edited_kernel:attend was"):
         audit(request(Choice(name="edited_kernel:attend")), tmp_path / "out")
-
-
-def test_another_machine_is_another_run(tmp_path: Path) -> None:
-    """Rows measured with other threads of torch must not be mixed with those of these."""
-    audit(request("plain"), tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        with pytest.raises(UsageError, match="different environment: threads was"):
-            audit(request("plain"), tmp_path)
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- a checkpoint --------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from numdev import kernels
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, Refused, UsageError
-from numdev.formats import FORMATS
-from numdev.kernels import Kernel, Output, find, kernel
+from numdev.errors import MeasurementError
+from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 
 
@@ -39,26 +38,6 @@ def whole(case: AttentionCase, **changes: Any) -> Output:
 
 
 # --- by autograd ---------------------------------------------------------------------------------
-
-
-def test_a_function_is_differentiated() -> None:
-    """A kernel needs to say nothing: its function's gradients are those of the definition."""
-
-    @kernel("mine")
-    def mine(case: AttentionCase, *, factor: float = 1.0) -> Output:
-        """Mine."""
-        return Output(out=plain(case) * factor, lse=case.q.sum(dim=-1), ran="by hand")
-
-    case = step(batch=2, v_dim=3)
-    found, exact = find("mine").gradients(case), exact_gradients(case)
-    for name in NAMES:
-        assert_within(getattr(found, name), getattr(exact, name), 2 * exact.bounds[name])
-    assert torch.equal(found.out, plain(case))
-    assert (found.ran, found.ran_backward) == ("by hand", None)
-    assert found.lse is not None
-    assert not any(x.requires_grad for x in (found.out, found.lse, found.dq, found.dk, found.dv))
-    twice = find("mine").gradients(case, factor=2.0)
-    assert torch.equal(twice.dk, found.dk * 2)
 
 
 def test_an_input_without_influence_has_gradient_zero() -> None:
@@ -110,24 +89,6 @@ def test_gradients_that_are_none_of_the_case(changes: dict[str, Any], says: str)
     wrong = Kernel(name="x", function=plain, backward=lambda case: whole(case, **changes))
     with pytest.raises(MeasurementError, match=says):
         wrong.gradients(case)
-
-
-def test_refusals_come_first() -> None:
-    """No backward, a case the kernel declines, a format without a dtype: nothing is called. A case
-    without an upstream gradient is a wrong request."""
-
-    def never(case: AttentionCase) -> Output:
-        raise AssertionError
-
-    with pytest.raises(Refused, match="it has no backward"):
-        Kernel(name="x", function=never, backward=None).gradients(step())
-    declines = Kernel(name="x", function=never, supports=lambda case: "not today", backward=never)
-    with pytest.raises(Refused, match="not today"):
-        declines.gradients(step())
-    with pytest.raises(UsageError, match="'test' has no grad_out"):
-        declines.gradients(dataclasses.replace(step(), grad_out=None))
-    with pytest.raises(Refused, match="no torch dtype stores tf32"):
-        Kernel(name="x", function=never).gradients(step().rounded_to(FORMATS["tf32"]))
 
 
 # --- the baseline --------------------------------------------------------------------------------

@@ -276,14 +276,6 @@ def test_what_runs_while_a_call_is_handled_is_not_captured(tmp_path: Path) -> No
     assert torch.equal(inside[0], model(**text()).logits)
 
 
-def test_a_direct_sdpa_call_is_captured_with_its_defaults() -> None:
-    """No transformers involved: the scale is 1/sqrt(d) and the layer a running number."""
-    model = models.Attending("sdpa").double()
-    (case,) = cases_of(model, text())
-    assert (case.scale, case.is_causal, case.ref.layer) == (8**-0.5, True, 0)
-    assert worst(merged(attend(case)), model(**text())) < TOLERANCE
-
-
 def test_a_run_is_gone_through_item_by_item() -> None:
     """Exactly one side runs at a time; an error comes out where it is waited for, and leaving early
     ends the run at its next item."""

@@ -27,14 +27,12 @@ from capturing import OUT, DoubleSoftmax, eager, merged, opened
 from torch import Tensor, nn
 
 from numdev.cases import AttentionCase
-from numdev.config import AuditRequest, Choice, demo_checkpoint
+from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named
 from numdev.sources.capture import capture
-from numdev.sources.checkpoint import open_checkpoint
 from numdev.sources.loss import LANGUAGE, OWN, Upstream, find_upstream, with_drawn
 from numdev.sources.opening import Source, open_source
-from numdev.sources.tensorfile import Writer
 from numdev.system import System
 
 B, N = 2, 8
@@ -139,62 +137,7 @@ def test_gradients_are_those_of_a_training_step(name: str, padding: bool, tmp_pa
         assert not any(x.requires_grad for x in (case.q, case.k, case.v, case.grad_out))
 
 
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
-    """No parameter has a gradient, all learn again or stay frozen, and gradients are on."""
-    model = opened("gpt2", tmp_path, torch.float32)
-    frozen = next(model.parameters()).requires_grad_(False)
-    handed_over(model, text())
-    assert not frozen.requires_grad
-    assert all(p.requires_grad for p in model.parameters() if p is not frozen)
-    assert all(p.grad is None for p in model.parameters())
-    assert torch.is_grad_enabled()
-    assert not model.training
-
-
 # --- models written by hand -----------------------------------------------------------------------
-
-
-class Learner(nn.Module):
-    """nn.MultiheadAttention twice, and a loss beside the output; `need_weights` as a test says."""
-
-    def __init__(self, need_weights: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.need_weights = need_weights
-        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 4, batch_first=True) for _ in "ab")
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            y, weights = layer(x, x, x, need_weights=self.need_weights)
-            assert (weights is not None) == self.need_weights
-            x = x + y
-        return x, x.tanh().square().sum()
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_torchs_own_multi_head_attention_gets_gradients(need_weights: bool) -> None:
-    """Also where weights are asked for, and the module multiplies by hand."""
-    model = Learner(need_weights).double().eval()
-    x = torch.randn(B, N, 16, dtype=torch.float64)
-    cases, _, upstream = handed_over(model, {"x": x})
-    assert upstream.loss == OWN
-    # By hand: the output of attention is what out_proj's weight is multiplied with.
-    outputs = []
-    h = x
-    for layer in model.layers:
-        q, k, v = (
-            t.unflatten(-1, (4, 4)).transpose(1, 2)
-            for t in F.linear(h, layer.in_proj_weight, layer.in_proj_bias).chunk(3, dim=-1)
-        )
-        o = (torch.softmax(q @ k.mT / 2, dim=-1) @ v).transpose(1, 2).flatten(2)
-        o.retain_grad()
-        outputs.append(o)
-        h = h + layer.out_proj(o)
-    h.tanh().square().sum().backward()
-    for case, o in zip(cases, outputs, strict=True):
-        assert apart(case, o.grad) < FP64
 
 
 class Scored(nn.Module):
@@ -367,25 +310,6 @@ def cases_of(told: Source) -> list[AttentionCase]:
     return found
 
 
-def test_the_demo_has_its_language_model_loss() -> None:
-    """What is captured is the demo's own training step, and the source says so."""
-    told = source(checkpoint="demo")
-    assert told.describe()["grad_out"] == LANGUAGE
-    assert any("in eval mode" in note for note in told.notes)
-    cases = cases_of(told)
-    assert len(cases) == told.count() == 4
-    demo = open_checkpoint(demo_checkpoint()).load_model(dtype=torch.float64, device="cpu")
-    demo.set_attn_implementation("eager")
-    ids = told.prompt.inputs["input_ids"]  # type: ignore[attr-defined]
-    own = trained(
-        demo, {"input_ids": ids, "labels": ids}, "self_attn.o_proj", lambda answer: answer.loss
-    )
-    for case, gradient in zip(cases, own, strict=True):
-        assert case.grad_out is not None
-        assert case.grad_out.dtype == torch.float32
-        assert apart(case, gradient) < 1e-4  # the captured model computes in fp32
-
-
 def test_a_generation_with_gradients_is_refused() -> None:
     with pytest.raises(UsageError, match="--generate 2: a generation has no backward pass"):
         source(checkpoint="demo", generate=2)
@@ -402,22 +326,3 @@ def test_a_note_names_the_calls_without_a_gradient(tmp_path: Path) -> None:
         "The loss has no usable gradient for 1 of 2 calls (first#0); theirs is drawn from N(0, 1), "
         "seed 0."
     )
-
-
-# --- files of captured tensors --------------------------------------------------------------------
-
-
-def test_saved_gradients_come_back_with_their_origin(tmp_path: Path) -> None:
-    """Every bit, the order of the axes, and the words in the header, which the source repeats."""
-    written = cases_of(source(checkpoint="demo"))
-    with Writer(tmp_path / "cases") as writer:
-        for case in written:
-            writer.add(case)
-    told = source(checkpoint=str(tmp_path / "cases"))
-    assert told.describe()["grad_out"] == LANGUAGE
-    for case, read in zip(written, cases_of(told), strict=True):
-        assert case.grad_out is not None
-        assert read.grad_out is not None
-        assert torch.equal(case.grad_out, read.grad_out)
-        assert case.grad_out.stride() == read.grad_out.stride()
-        assert read.grad_out_from == LANGUAGE

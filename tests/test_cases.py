@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracles import FEATURES, make_case, sees
 
-from numdev.cases import AttentionCase, additive, explicit_mask, key_range, visible
+from numdev.cases import AttentionCase, visible
 from numdev.errors import UsageError
-from numdev.formats import FORMATS, format_named
-from numdev.kernels.reference import attend
+from numdev.formats import FORMATS
 
 BF16, FP16, FP32, FP64 = (FORMATS[n] for n in ("bfloat16", "float16", "float32", "float64"))
 zeros = torch.zeros
@@ -77,56 +74,6 @@ def test_visible_is_what_the_definition_says(name: str) -> None:
         assert torch.equal(whole, expected)
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_rows_and_keys_may_be_indices(name: str) -> None:
-    """What they see, and what is added to their scores, is what the whole call has there."""
-    case = make_case(**FEATURES[name])
-    n, m = case.q_len, case.kv_len
-    rows, keys = torch.tensor([n - 1, 0, n - 1]), torch.arange(m - 1, -1, -2)
-    for function in (visible, additive):
-        whole = function(case, slice(0, n), slice(0, m))
-        for i, j in ((rows, slice(0, m)), (slice(0, n), keys), (rows, keys)):
-            part = function(case, i, j)
-            if whole is None or part is None:
-                assert whole is part
-                continue
-            expected = whole.expand(*case.q.shape[:2], n, m)[:, :, i][..., j]
-            assert torch.equal(part.expand_as(expected), expected)
-
-
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(
-    q_len=st.integers(1, 7),
-    kv_len=st.integers(1, 7),
-    is_causal=st.booleans(),
-    causal_offset=st.integers(-8, 8),
-    window=st.none() | st.tuples(st.none() | st.integers(-1, 8), st.none() | st.integers(-1, 8)),
-    data=st.data(),
-)
-def test_key_range_holds_what_is_visible_and_no_more(data: Any, q_len: int, **fields: Any) -> None:
-    """For any block of rows: no visible key lies outside; the ends, if any is visible, are."""
-    case = make_case(heads=1, q_len=q_len, **fields)
-    start = data.draw(st.integers(0, q_len - 1))
-    rows = slice(start, data.draw(st.integers(start + 1, q_len)))
-    keys = key_range(case, rows)
-    assert 0 <= keys.start <= keys.stop <= case.kv_len
-    seen = brute_force(case, rows, slice(0, case.kv_len))[0, 0].any(dim=0)
-    at = seen.nonzero().flatten().tolist()
-    assert not at or (at[0], at[-1] + 1) == (keys.start, keys.stop)
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_one_mask_for_all_restrictions(name: str) -> None:
-    """`explicit_mask` alone, on an otherwise unrestricted case, means the same attention."""
-    case = make_case(**FEATURES[name])
-    mask = explicit_mask(case)
-    same = dataclasses.replace(case, mask=mask, is_causal=False, window=None)
-    before, after = attend(case), attend(same)
-    assert torch.equal(before.empty, after.empty)
-    torch.testing.assert_close(after.out, before.out, rtol=1e-13, atol=1e-15)
-    assert mask is None or case.mask is not None or case.restricts_positions
-
-
 # --- rounding ------------------------------------------------------------------------------------
 
 
@@ -159,59 +106,9 @@ def test_the_lowest_number_in_a_mask_stays_finite(fmt: Any, wide: torch.dtype) -
     assert rounded.tolist() == [-fmt.largest, -math.inf, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["e5m4", "e8m10"])
-def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
-    """A format that is stored in fp32: hidden is then the lowest number of fp32, not of it."""
-    row = torch.tensor([torch.finfo(torch.float64).min, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    rounded = make_case(mask=row).rounded_to(format_named(name))
-    shown = visible(rounded, slice(0, 4), slice(0, 5))
-    assert shown is not None
-    assert not shown[..., 0].any()
-    assert shown[..., 1:].all()
-
-
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32, FP64])
 def test_rounding_keeps_the_memory_layout(fmt: Any) -> None:
     """A transposed view stays one: the layout of a call decides which backends run it."""
     q = torch.randn(1, 4, 2, 4).transpose(1, 2)
     case = dataclasses.replace(make_case(dtype=torch.float32), q=q)
     assert case.rounded_to(fmt).q.stride() == q.stride()
-
-
-def test_what_is_in_a_format_needs_no_rounding() -> None:
-    """A case is in a format if all its tensors are stored so and nothing hangs in a graph."""
-    case = make_case(dtype=torch.bfloat16)
-    e8m10, wide = format_named("e8m10"), zeros(case.q_len, case.kv_len)
-    for each, fmt, expected in (
-        (case, BF16, True),
-        (case, FP32, False),
-        (case, e8m10, False),
-        (case.rounded_to(e8m10), e8m10, True),
-        (case.rounded_to(e8m10), FP32, False),
-        (dataclasses.replace(case, mask=wide), BF16, False),
-        (dataclasses.replace(case, mask=wide.bool()), BF16, True),
-        (dataclasses.replace(case, q=case.q.clone().requires_grad_()), BF16, False),
-    ):
-        assert each.is_in(fmt) is expected
-
-
-# --- choosing heads ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("axes", ["k", "qk", "1qk", "hqk", "h1k", "b1qk", "bhqk", "1h11"])
-@pytest.mark.parametrize("kind", ["bool", "holes"])
-def test_choosing_heads_changes_nothing_for_them(axes: str, kind: str) -> None:
-    """A chosen head computes what it did among the others: its kv head, mask, sink and gradient;
-    by number, by group, and one of each group."""
-    case = make_case(batch=2, heads=4, kv_heads=2, mask=(kind, axes), sinks=True, is_causal=True)
-    case = dataclasses.replace(case, grad_out=torch.randn_like(case.q))
-    whole = attend(case)
-    for heads, chosen in (
-        ([3], case.select_heads([3])), ([2, 1], case.select_heads([2, 1])),
-        ([2, 3], case.select_groups([1])), ([1, 3], case.one_of_each_group(1)),
-    ):  # fmt: skip
-        part = attend(chosen)
-        assert torch.equal(part.empty, whole.empty[:, heads])
-        torch.testing.assert_close(part.out, whole.out[:, heads], rtol=1e-13, atol=1e-15)
-        torch.testing.assert_close(part.lse, whole.lse[:, heads], rtol=1e-13, atol=1e-15)
-        assert torch.equal(chosen.grad_out, case.grad_out[:, heads])

@@ -326,36 +326,6 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
         assert any((row.delta_unbalanced.rms or 0.0) > 1e-5 for row in diagnosed(case, made).heads)
 
 
-# --- what the numbers do not depend on -----------------------------------------------------------
-
-
-def assert_rows_alike(found: HeadRow, expected: HeadRow, rel: float = 1e-9) -> None:
-    names = ("head", "case", "nulls", "spectral_ratio")
-    a, b = (row.model_copy(update=dict.fromkeys(names, 0)) for row in (found, expected))
-    assert_same(flat(a), flat(b), rel=rel)
-
-
-def test_heads_and_sequences_stand_for_themselves() -> None:
-    """Other heads beside it change nothing but the spectral ratio, nor does the order of the
-    batch."""
-    case = tying(batch=3, heads=4, kv_heads=2, is_causal=True)
-    projection, made = plain_projection(case), recipe("qiu2025")
-    whole = diagnosed(case, made, projection)
-    order = [2, 3]
-    weight = projection.weight.unflatten(0, (4, -1))[order].flatten(0, 1)
-    less = dataclasses.replace(projection, weight=weight)
-    for place, row in enumerate(diagnosed(case.select_heads(order), made, less).heads):
-        assert_rows_alike(row, whole.heads[order[place]])
-    batch = [1, 2, 0]
-    given = {n: getattr(case, n)[batch] for n in ("q", "k", "v", "grad_out")}
-    moved = dataclasses.replace(projection, x=projection.x[batch])
-    turned = diagnosed(dataclasses.replace(case, **given), made, moved)
-    for a, b in zip(turned.heads, whole.heads, strict=True):
-        assert_rows_alike(a, b)
-    with pytest.raises(AssertionError):
-        assert_rows_alike(whole.heads[0], whole.heads[1])
-
-
 # --- whatever a call has -------------------------------------------------------------------------
 
 
@@ -370,23 +340,6 @@ def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) 
             assert_explained(row)
             assert row.model_validate_json(row.model_dump_json()) == row
         found.running(0)
-
-
-@pytest.mark.parametrize("broken", ["q", "k", "v", "grad_out"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_null_and_says_so(broken: str, value: float) -> None:
-    """In the head that has it; the other is as it was."""
-    case = drawn(q_len=20, kv_len=20)
-    projection = plain_projection(case)
-    sound = diagnosed(case, recipe("qiu2025"), projection)
-    x = getattr(case, broken).clone()
-    x[0, 0, 7, 1] = value
-    found = diagnosed(dataclasses.replace(case, **{broken: x}), recipe("qiu2025"), projection)
-    assert found.heads[0].delta[0].mean is None
-    assert found.heads[0].dw_q_error is None
-    assert_explained(found.heads[0])
-    assert_rows_alike(found.heads[1], sound.heads[1])
-    assert found.running(0) == ()
 
 
 def test_what_cannot_be_known_is_null() -> None:
@@ -423,31 +376,6 @@ def test_stochastic_rounding_leaves_the_rest_of_a_pair_alone() -> None:
     off = (found.product - found.product_exact).abs()
     assert bool((off <= ulp(found.product_exact, BF16) * 1.01).all())
     assert off.max() > 0
-
-
-def test_the_running_sum_is_of_the_worst_sequence() -> None:
-    """Every row that counts, by both formulas, and as large at its largest as `run` says."""
-    case = drawn(batch=3, is_causal=True)
-    found = diagnosed(case, recipe("qiu2025"), checkpoint="c", step=3)
-    own, other = found.running(1)
-    assert (own.formula, other.formula) == ("dO*O", "dP*P")
-    assert own.tokens == other.tokens == tuple(range(1, 40))
-    assert (own.checkpoint, own.step, own.head) == ("c", 3, 1)
-    errors = found.errors["dO*O"][:, 1, 1:]
-    runs = errors.cumsum(-1).abs().amax(-1) / (errors.square().mean(-1).sqrt() * math.sqrt(39))
-    worst = int(runs.argmax())
-    assert_same(own.sums, (errors[worst].cumsum(0) / math.sqrt(39)).tolist())
-    assert found.heads[1].delta[0].run == pytest.approx(float(runs.max()), rel=1e-9)
-
-
-def test_a_format_in_which_torch_computes_nothing() -> None:
-    """Ties and the signs of V are those of the same values in a format that holds them."""
-    stored = tying(kv_heads=1, heads=2).rounded_to(FORMATS["float8_e4m3fn"])
-    narrow, wide = (diagnosed(x, recipe("fa2")).heads for x in (stored, stored.rounded_to(BF16)))
-    assert stored.v.dtype == torch.float8_e4m3fn
-    for a, b in zip(narrow, wide, strict=True):
-        assert a.tied
-        assert numbers(a, "rows", "tied", "one_signed") == numbers(b, "rows", "tied", "one_signed")
 
 
 @pytest.mark.gpu

@@ -178,32 +178,6 @@ def test_a_selection_of_nothing_is_exit_code_3(run: Any) -> None:
     assert_one_line(ran, 3, "no attention call was selected", "--heads")
 
 
-@pytest.mark.parametrize("flag", ["--json", None])
-def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
-    """Every kernel was skipped: the report is there, its first sentence says so, and so does the
-    exit code. Beside one that was measured it is 0."""
-    cuda = ("--device", "cpu", "--kernel", "sdpa-cudnn")
-    ran = run("audit", "tiny.yaml", *cuda, "-o", "out", *([flag] if flag else []))
-    assert ran.code == 3
-    assert ran.err.splitlines()[-1] == (
-        "numdev: error: no kernel under audit could be measured; out/report.json says why"
-    )
-    said = "No kernel under audit could be measured."
-    assert report.read(Path("out")).summary.answer[0].startswith(f"bfloat16: {said}")
-    if flag is None:
-        assert ran.out.split()[:7] == ["bfloat16:", *said.split()][:7]
-    assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
-    assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0
-
-
-def test_a_different_request_into_the_same_directory_is_refused(run: Any) -> None:
-    """Exit code 2 with the first difference; --overwrite starts anew."""
-    assert run("audit", "tiny.yaml", "-o", "out", "-q").code == 0
-    ran = run("audit", "tiny.yaml", "-o", "out", "--seed", "5")
-    assert_one_line(ran, 2, "different request: seed was 0, now 5", "--overwrite")
-    assert run("audit", "tiny.yaml", "-o", "out", "--seed", "5", "--overwrite", "-q").code == 0
-
-
 def test_an_unexpected_error_is_one_line_and_exit_code_3(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,14 +226,6 @@ def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
     assert sorted(p.name for p in Path("out").iterdir()) == files
 
 
-def test_quiet_prints_nothing(run: Any) -> None:
-    """Neither on stdout nor on stderr, the first time and when continuing; the report is there."""
-    for _ in range(2):
-        ran = run("audit", "tiny.yaml", "-o", "out", "--quiet")
-        assert (ran.code, ran.out, ran.err) == (0, "", "")
-    assert report.read(Path("out")).rows
-
-
 def test_json_is_the_report_and_nothing_else(run: Any) -> None:
     """stdout parses as the report that was written, although a kernel prints."""
     Path("chatty_kernel.py").write_text(
@@ -273,17 +239,6 @@ def test_json_is_the_report_and_nothing_else(run: Any) -> None:
     assert "hello" in ran.err
 
 
-def test_a_report_is_shown_again_as_it_was(run: Any) -> None:
-    """`numdev report` prints what the audit printed, from the directory or the file, also as
-    JSON."""
-    shown = run("audit", "tiny.yaml", "-o", "out").out
-    assert run("report", "out").out == shown
-    assert run("report", "out/report.json").out == shown
-    assert json.loads(run("report", "out", "--json").out) == json.loads(
-        Path("out/report.json").read_text()
-    )
-
-
 def test_kernels_are_listed_with_reasons(run: Any) -> None:
     """Every built-in kernel: available, or why not; the same as JSON."""
     ran = run("kernels", "--device", "cpu")
@@ -292,27 +247,6 @@ def test_kernels_are_listed_with_reasons(run: Any) -> None:
     table = {k["name"]: k["missing"] for k in json.loads(run("kernels", "--json").out)}
     assert table["sdpa-math"] is None
     assert table["baseline"] is None
-
-
-# --- the request ---------------------------------------------------------------------------------
-
-
-def test_a_flag_beats_the_yaml_and_the_yaml_beats_the_default(run: Any) -> None:
-    """Format, seed and kernels; and each request has a default directory of its own."""
-    Path("both.yaml").write_text(TINY + "formats: [float16]\nseed: 3\n")
-    flags = ("--format", "fp32", "--seed", "0", "--kernel", "sdpa-default", "--heads", "0-1")
-    expected = {"formats": ["fp32"], "seed": 0, "heads": [0, 1],
-                "kernels": [{"name": "sdpa-default", "options": {}}]}  # fmt: skip
-    for arguments, request in (
-        (("tiny.yaml",), {"formats": ["bfloat16"], "seed": 0}),
-        (("both.yaml",), {"formats": ["float16"], "seed": 3}),
-        (("both.yaml", *flags), expected),
-        (("both.yaml", *flags), expected),
-    ):
-        found = json.loads(run("audit", *arguments, "--json").out)["request"]
-        assert {name: found[name] for name in request} == request
-    names = sorted(p.name.split("-")[0] for p in Path("numdev-reports").iterdir())
-    assert names == ["both", "both", "tiny"]
 
 
 # --- help ----------------------------------------------------------------------------------------

@@ -38,34 +38,6 @@ def cells(**fields: Any) -> list[dict[str, Any]]:
 # --- grids ---------------------------------------------------------------------------------------
 
 
-def test_several_lists_multiply() -> None:
-    """Every combination, in order, each named by its place on every axis; a regime's parameters are
-    axes too."""
-    found = cells(heads=[1, 2], causal=[True, False], seq_len=8)
-    assert [(c["name"], c["heads"], c["causal"], c["seq_len"]) for c in found] == [
-        ("a/heads=1,causal=True", 1, True, 8), ("a/heads=1,causal=False", 1, False, 8),
-        ("a/heads=2,causal=True", 2, True, 8), ("a/heads=2,causal=False", 2, False, 8),
-    ]  # fmt: skip
-    found = cells(seq_len=[8, 16], inputs={"name": "sink", "strength": [4, 8]})
-    assert [(c["name"], c["seq_len"], c["inputs"]) for c in found[1:3]] == [
-        ("a/seq_len=8,strength=8", 8, {"name": "sink", "strength": 8}),
-        ("a/seq_len=16,strength=4", 16, {"name": "sink", "strength": 4}),
-    ]
-
-
-def test_regimes_as_an_axis() -> None:
-    """Regimes in a list may have parameters, and these may be lists again; all names differ."""
-    sink = {"name": "sink", "strength": 4}
-    ties = {"name": "ties", "strength": 6}
-    found = cells(inputs=["normal", sink, {**ties, "count": [2, 3]}])
-    assert [(c["name"], c["inputs"]) for c in found] == [
-        ("a/inputs=normal", "normal"),
-        ("a/inputs=sink(strength=4)", sink),
-        ("a/inputs=ties(strength=6)/count=2", {**ties, "count": 2}),
-        ("a/inputs=ties(strength=6)/count=3", {**ties, "count": 3}),
-    ]
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -95,22 +67,6 @@ def test_defaults(read: Any) -> None:
     assert (case.causal, case.causal_offset, case.window, case.scale) == (False, 0, None, None)
     assert case.inputs == Choice(name="normal")
     assert (case.mask, case.layout) == (None, "contiguous")
-
-
-@pytest.mark.parametrize(
-    ("written", "options"),
-    [
-        ("sink", {}),
-        ({"name": "sink"}, {}),
-        ({"name": "sink", "strength": 4}, {"strength": 4}),
-        ({"name": "sink", "options": {"strength": 4}}, {"strength": 4}),
-    ],
-)
-def test_choices_by_name(read: Any, written: Any, options: dict[str, Any]) -> None:
-    """A regime, or a kernel, is a name, or a name with options beside it."""
-    choice = Choice(name="sink", options=options)
-    assert read(one(inputs=written)).cases[0].inputs == choice
-    assert read({**one(), "kernels": [written]}).kernels == (choice,)
 
 
 def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
@@ -188,41 +144,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert str(path) in caught.value.message
 
 
-LINED = """\
-# comment
-cases:
-  - name: a
-    heads: [1, 2]
-    seq_len: 8
-    head_dim: 8
-  - name: b
-    heads: 3
-    seq_len: 0
-    head_dim: 8
-    inputs: {name: sink, strength: []}
-kernels:
-  - baseline
-  - name: k
-    block: []
-"""
 INPUTS, BLOCK = "    inputs: {name: sink, strength: []}\n", "    block: []\n"
-
-
-@pytest.mark.parametrize(
-    ("without", "line"),
-    [
-        ((), "line 7: inputs.strength is an empty list"),
-        ((INPUTS,), "line 13: kernels: block is an empty list"),
-        ((INPUTS, BLOCK), "line 9: cases.2.seq_len"),
-    ],
-)
-def test_every_error_has_its_line(read: Any, without: tuple[str, ...], line: str) -> None:
-    """Of the entry in the file, whatever cells a grid made of those before it."""
-    text = LINED
-    for part in without:
-        text = text.replace(part, "")
-    with pytest.raises(UsageError, match=rf"audit\.yaml, {line}"):
-        read(text)
 
 
 @pytest.mark.parametrize("path", sorted(bundled("audit/default.yaml").parent.glob("*.yaml")))

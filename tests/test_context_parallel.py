@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,16 +63,6 @@ def test_it_is_sharded_bit_by_bit(balance: str, rotate: str, convert_to_f32: boo
     assert real.ran == f"context parallelism, {rotate}: {same.ran}"
 
 
-def test_ranks_are_kept() -> None:
-    """A second call is answered by the same processes, and forward alone gives no gradients."""
-    case = drawn(64)
-    PARALLEL.attend(case)
-    before = together(2, "cpu").pids
-    found = PARALLEL.attend(case)
-    assert together(2, "cpu").pids == before
-    assert found.dq is None
-
-
 # --- ranks that fail -----------------------------------------------------------------------------
 
 
@@ -103,28 +89,6 @@ def test_ranks_that_hang_are_ended() -> None:
         ranks.ask({"rotate": "allgather"}, limit_s=0.5)
     assert ranks.ended
     assert not any(map(alive, ranks.pids))
-
-
-def test_no_rank_outlives_the_program() -> None:
-    """Ranks end with a program that is killed by SIGKILL."""
-    program = """
-        from numdev.kernels.context_parallel import Ranks
-        import time
-        print(*Ranks(1, "cpu").pids, flush=True)
-        time.sleep(600)
-    """
-    started = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
-    )
-    assert started.stdout is not None
-    pids = [int(pid) for pid in started.stdout.readline().split()]
-    assert len(pids) == 1
-    started.kill()
-    started.wait()
-    deadline = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(alive, pids))
 
 
 def alive(pid: int) -> bool:

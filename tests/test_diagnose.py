@@ -17,10 +17,7 @@ from numdev.cli.main import main
 from numdev.config import DiagnoseRequest
 from numdev.diagnose import study
 from numdev.diagnose.chain import Diagnosis
-from numdev.diagnose.cures import CURES
-from numdev.diagnose.report import DiagnoseReport
 from numdev.errors import MeasurementError, UsageError
-from numdev.report import read
 
 
 @pytest.fixture
@@ -52,33 +49,6 @@ def asked(*targets: object, **changes: Any) -> DiagnoseRequest:
 def captured(path: Path, length: int, *names: str) -> None:
     tensors = {f"0.{name}": torch.randn(1, 2, length, 8) for name in ("q", "k", "v", *names)}
     save_file(tensors, path, metadata={"numdev": '{"version": 1}'})
-
-
-def test_every_call_of_every_checkpoint(
-    chain: list[Diagnosis], checkpoints: Path, tmp_path: Path
-) -> None:
-    """In the order of steps and calls, rounded to the format, with dO and its projection; ranking,
-    cures, kernels and running sums are of the last checkpoint alone."""
-    found = study.diagnose(asked(checkpoints, format="float16"), tmp_path / "out")
-    calls = [f"model.layers.{layer}.self_attn#0" for layer in (0, 1)]
-    places = [(x.heads[0].checkpoint, x.truth.case.ref.case) for x in chain]
-    assert places == [(f"m-step{s}", call) for s in (10, 20, 30) for call in calls]
-    assert {x.truth.case.q.dtype for x in chain} == {torch.float16}
-    assert all(x.truth.case.grad_out is not None and x.truth.case.grad_out.any() for x in chain)
-    assert all(p is not None and p.weight.shape == (32, 32)
-               for p in (x.truth.projection for x in chain))  # fmt: skip
-    assert len(found.heads) == 3 * 2 * 8
-    assert [c.step for c in found.checkpoints] == [10, 20, 30]
-    assert all(c.sha256 for c in found.checkpoints)
-    assert {r.step for r in found.summary.ranking} == {30}
-    assert [r.rank for r in found.summary.ranking] == list(range(1, 17))
-    assert {c.step for c in found.cures} == {k.step for k in found.kernels} == {30}
-    assert {c.cure for c in found.cures} == {"none", *CURES}
-    assert found.costs.keys() == CURES.keys()
-    assert len(found.running) == 2 * study.DRAWN_RUNS
-    assert found.running[0].is_of(found.summary.ranking[0])
-    assert {f.metric for f in found.figures} >= {"tied", "delta_run", "spectral_norm"}
-    assert found.summary.axis is not None
 
 
 def test_every_checkpoint_and_no_cures(checkpoints: Path, tmp_path: Path) -> None:
@@ -209,21 +179,6 @@ def run(
         return code, written.out, written.err
 
     return command
-
-
-def test_the_command(checkpoints: Path, run: Any) -> None:
-    """Writes report, tables and page, and shows the answer first."""
-    code, out, err = run(str(checkpoints / "m-step10"), "--layers", "0", "--preset", "qiu2025")
-    assert code == 0, err
-    for name in ("report.json", "report.html", "heads.csv", "cures.csv", "kernels.csv"):
-        assert (Path("out") / name).exists(), name
-    found = read(Path("out"))
-    assert isinstance(found, DiagnoseReport)
-    assert " ".join(out.split()).startswith(found.summary.answer[0])
-    assert found.request["attention"] == {"preset": "qiu2025"}
-    assert len(found.heads) == len(found.summary.ranking) == 8
-    assert all(h.dw_q_error and h.delta and h.delta[0].dw_q for h in found.heads)
-    assert {k.kernel for k in found.kernels if k.status == "ok"} >= {"baseline"}
 
 
 def test_bad_input_is_one_line(run: Any) -> None:

@@ -396,18 +396,6 @@ def test_tiles_cover_what_is_visible_once_and_nothing_else(
                 assert shown[first : first + block_q, keys].any()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_pieces_do_not_matter(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little memory there is for scores, the numbers are the same; where nothing is
-    rounded, to what a product of another shape may differ by in its last bits."""
-    case = make_case(dtype=torch.bfloat16, **{**FEATURES["everything"], "q_len": 30, "kv_len": 30})
-    tile = {} if preset == "eager" else {"block_q": 4, "block_kv": 8, "kv_order": "descending"}
-    whole = emulate(case, preset=preset, **tile)
-    monkeypatch.setattr(module, "BLOCK_BYTES", {"cpu": 1})
-    pieces = emulate(case, preset=preset, **tile)
-    assert (pieces - whole).abs().max() <= (1e-14 if preset == "exact" else 0.0)
-
-
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"eager"}))
 @pytest.mark.parametrize("fields", [{}, {"is_causal": True}, {"window": (20, 5)}])
 def test_block_q_does_not_matter(preset: str, fields: dict[str, Any]) -> None:
@@ -450,17 +438,6 @@ def test_block_kv_and_its_order_matter(option: dict[str, Any]) -> None:
     other = emulate(case, **{"block_kv": 32, **option})
     assert (one != other).any()
     assert ((rms(one - truth) / rms(other - truth) - 1).abs() < 0.05).all()
-
-
-@pytest.mark.parametrize("block_kv", [1, 16, 200])
-def test_consistent_weights_sum_to_one(block_kv: int) -> None:
-    """With V = 1 and l from the rounded P, O and l go through the same numbers, so O is exactly 1,
-    before any cast. With l from the unrounded P it is not (flash-attention PR 2721)."""
-    case = drawn(200, logits=2.0)
-    case = dataclasses.replace(case, v=torch.ones_like(case.v))
-    consistent = emulate(case, preset="fa2-consistent", block_kv=block_kv, out="exact")
-    assert (consistent == 1).all()
-    assert (emulate(case, preset="fa2", block_kv=block_kv, out="exact") != 1).any()
 
 
 # --- compute: float32 ----------------------------------------------------------------------------

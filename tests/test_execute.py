@@ -53,14 +53,6 @@ def finished(tmp_path: Path) -> bytes:
 # --- continuing ----------------------------------------------------------------------------------
 
 
-def test_a_finished_run_computes_nothing_again(tmp_path: Path) -> None:
-    """The second time every row is there, and the file is the same byte for byte."""
-    assert run(tmp_path) == (ALL, 4)
-    before = (tmp_path / JOURNAL).read_bytes()
-    assert run(tmp_path) == (ALL, 0)
-    assert (tmp_path / JOURNAL).read_bytes() == before
-
-
 def test_cut_off_at_any_byte_it_continues_to_the_same_rows(tmp_path: Path, finished: bytes) -> None:
     """Killed at every single byte of the journal, header included: the rows are the same, only the
     task being written is computed again, and the file ends up the same."""
@@ -91,15 +83,6 @@ def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes
             (tmp_path / JOURNAL).write_bytes(good + garbage + behind)
             assert run(tmp_path) == (ALL, 3), garbage
             assert (tmp_path / JOURNAL).read_bytes() == finished
-
-
-def test_every_line_is_strict_json(tmp_path: Path) -> None:
-    """A number that JSON cannot hold is an error at once, not a file nobody can read."""
-    with (
-        Journal.open(tmp_path, HEADER, overwrite=False) as journal,
-        pytest.raises(ValueError, match="JSON"),
-    ):
-        journal.append("bad", {"row": [{"rms": float("nan")}]})
 
 
 # --- refusing ------------------------------------------------------------------------------------
@@ -165,18 +148,6 @@ def test_a_rows_file_of_somebody_elses_is_refused(
         assert run(tmp_path) == (ALL, 4)
     else:
         assert "holds something else" in refused(tmp_path, overwrite=overwrite)
-
-
-def test_overwrite_removes_ours_and_nothing_else(tmp_path: Path) -> None:
-    """The journal starts anew, what was built from the old one goes, other files stay."""
-    run(tmp_path)
-    for name in ("report.json", "rows.csv", "weights.csv", "notes.txt"):
-        (tmp_path / name).write_text("old")
-    header = changed("request", seed=1)
-    with Journal.open(tmp_path, header, overwrite=True) as journal:
-        assert journal.finished == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", JOURNAL]
-    assert run(tmp_path, header) == (ALL, 4)
 
 
 def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:

@@ -56,20 +56,6 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
     assert judge_report(sound, rules).exit_code == 3
 
 
-def test_only_what_is_caught_in_every_format_must_be_caught_again() -> None:
-    """A fault that one format hides, or in which it was not planted, is no reason for no file."""
-    kinds = ("bfloat16", "float16")
-    heads = [row(h, format=fmt) for fmt in kinds for h in range(2)]
-    seen = [control("seen", 1, 9.0, head=h, format=fmt) for fmt in kinds for h in range(2)]
-    hidden = [control("hidden", 1, 9.0 if fmt == "float16" else 1.0, head=h, format=fmt)
-              for fmt in kinds for h in range(2)]  # fmt: skip
-    once = [control("once", 1, 9.0, head=h) for h in range(2)]
-    found = report(*heads, *seen, *hidden, *once)
-    fitting = read(fitted(found, "r"))
-    assert fitting.catches == {"seen": 1}
-    assert judge_report(found, fitting).exit_code == 0
-
-
 def test_limits_are_what_was_measured_times_the_margin() -> None:
     """Per kernel, format and tensor: b errs 1.4 times as much, and has its own. Ten per cent beyond
     each limit is caught."""
@@ -86,25 +72,6 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
             beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
             rows = tuple(beyond if r is these[0] else r for r in found.rows)
             assert judge_report(found.model_copy(update={"rows": rows}), rules).exit_code == 1
-
-
-def test_the_worst_of_several_sets_of_options_sets_the_limit() -> None:
-    """Whichever stands first."""
-    sets = [row(options={"tile": n}, expected_ratio=x) for n, x in ((64, 3.0), (128, 1.0))]
-    for rows in (sets, sets[::-1]):
-        found = report(*rows)
-        assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
-
-
-def test_the_file_says_what_it_holds_for_and_who_must_run() -> None:
-    """The machine's kind, and kernels that ran in every call; not one that was skipped once."""
-    skipped = row(None, kernel="b", case="d", status="skipped", reason="x")
-    there = report(row(), row(kernel="b"), skipped, cpu_capability="AVX512")
-    rules = read(fitted(there, "r"))
-    assert (rules.holds_for, rules.required) == ({"cpu_capability": "AVX512"}, ("mine",))
-    gpu = read(fitted(report(row(), gpu="NVIDIA [X]", cpu_capability="AVX2"), "r"))
-    assert gpu.holds_for == {"gpu": "NVIDIA [[]X]"}
-    assert judge_report(report(row(), gpu="NVIDIA [X]"), gpu).exit_code == 0
 
 
 @pytest.mark.parametrize("seed", range(15))

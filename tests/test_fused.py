@@ -20,7 +20,7 @@ from oracles import FEATURES, make_case
 
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused
-from numdev.kernels import find, reference
+from numdev.kernels import reference
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference.results import Gradients, Reference
 
@@ -77,17 +77,6 @@ def test_the_bounds_reject_planted_mistakes(interpreted: dict[str, Any]) -> None
             if found["case"] in usual:
                 assert min(there[x] for x in VALUES) > 100.0, (found["case"], mistake, there)
     assert count > 200
-
-
-@pytest.mark.slow
-def test_groups_of_heads_and_runs_of_rows_agree(interpreted: dict[str, Any]) -> None:
-    """So do gradients that are put together from one kv head at a time and 9 rows at a time; the
-    forward pass is then the same bit by bit, and that of `attend` alone."""
-    assert all(found["runs"] >= 3 for found in interpreted["in_parts"])
-    assert sum(found["parts"] == 2 for found in interpreted["in_parts"]) == 7
-    for found in interpreted["in_parts"]:
-        assert found["same"], found["case"]
-        assert max(*found["shares"].values(), *found["forward"].values()) <= 1.0, found
 
 
 @pytest.mark.slow
@@ -259,15 +248,6 @@ def test_rows_that_a_mask_lifts_beyond_fp64() -> None:
 
 
 # --- which path a result came by -----------------------------------------------------------------
-
-
-def test_results_say_how_they_were_made() -> None:
-    """On a CPU by the blocked path, without a reason, since none is faster; so says the kernel."""
-    case = step(dtype=torch.float32)
-    assert reference.attend(case).by == reference.gradients(case).by == "blocked"
-    assert find("reference").attend(case).ran == "blocked"
-    found = find("reference").gradients(case)
-    assert (found.ran, found.ran_backward) == ("blocked", "blocked")
 
 
 def test_what_the_fast_path_refuses_the_plain_one_computes() -> None:

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 from gate_rows import report_of, row
-from hostile import NAMES, judged, names, rows
+from hostile import NAMES, judged, rows
 from hypothesis import given, settings
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -24,10 +24,8 @@ from numdev.gate.rules import default_rules
 from numdev.report import DeviationRow, write
 from numdev.report.foreign import plain
 from numdev.report.renderers.github import commands
-from numdev.report.renderers.markdown import escaped as markdown
 from numdev.report.renderers.markdown import text_of
-from numdev.report.views.gate import Spot, document, problems_of, spots_of
-from numdev.yamlfile import bundled
+from numdev.report.views.gate import Spot, document, problems_of
 
 # --- the runner ----------------------------------------------------------------------------------
 
@@ -61,18 +59,6 @@ def runner(lines: Iterable[str]) -> list[Command]:
     return commands
 
 
-def test_the_runner_is_one() -> None:
-    """Of the stand-in: it obeys both forms, not what is stopped, and undoes GitHub's escapes."""
-    found = runner(
-        ["::error file=a%2Cb,line=7::50 %25%0Ax", "text ##[warning]y", "said ::error::no",
-         "::stop-commands::word", "::error::no", "##[error]no", "::word::", "  ::notice::z"]
-    )  # fmt: skip
-    assert found == [("error", {"file": "a,b", "line": "7"}, "50 %\nx"), ("warning", {}, "y"),
-                     ("notice", {}, "z")]  # fmt: skip
-    with pytest.raises(AssertionError, match="still stopped"):
-        runner(["::stop-commands::word", "::other::"])
-
-
 # --- annotations ---------------------------------------------------------------------------------
 
 
@@ -93,14 +79,6 @@ def test_an_annotation_points_at_the_rule(tmp_path: Path) -> None:
     (command,) = runner([line])
     assert command.properties["title"] == "mine: error"
     assert command.data.startswith("mine errs beyond what bfloat16 explains")
-
-
-def test_a_file_elsewhere_is_not_named(tmp_path: Path) -> None:
-    """GitHub has no page of the rules inside an installed package, nor of what is not there."""
-    for file in (bundled("gate/default.yaml"), tmp_path / "gone.yaml"):
-        spots = {"error": Spot(file=file, line=33)}
-        (line,) = lines_of([row(expected_ratio=1.31)], spots=spots, root=tmp_path)
-        assert line.startswith("::error title=")
 
 
 @pytest.mark.parametrize(("count", "more"), [(9, None), (10, None), (11, 1), (25, 15)])
@@ -137,32 +115,6 @@ def test_a_name_commands_nothing(name: str) -> None:
     assert command.name == "error"
     assert command.properties == {"title": f"{plain(name)}: error"}
     assert command.data.startswith(plain(name))
-
-
-@given(rows())
-@settings(max_examples=100, deadline=None)
-def test_one_command_a_problem(found: list[DeviationRow]) -> None:
-    """The runner obeys as many commands as there are problems, and there are problems exactly
-    where the gate does not pass."""
-    judgement, findings, _ = judged(found)
-    problems = list(problems_of(judgement, findings))
-    told = runner(commands(judgement, findings))
-    assert {c.name for c in told} <= {"error", "warning"}
-    assert len(told) == min(len(problems), 11)
-    assert bool(told) == (judgement.exit_code != 0)
-
-
-# --- where a rule stands -------------------------------------------------------------------------
-
-
-def test_spots_of_the_default_rules() -> None:
-    """Each name stands on the line that is said, and no line is said twice."""
-    lines = bundled("gate/default.yaml").read_text().splitlines()
-    found = spots_of(judge([row()]))
-    assert found.keys() == {t.name for t in default_rules().thresholds}
-    for name, spot in found.items():
-        assert spot.line is not None
-        assert lines[spot.line - 1].strip() == f"- name: {name}"
 
 
 # --- Markdown ------------------------------------------------------------------------------------
@@ -218,45 +170,8 @@ def cells(text: str) -> list[list[str]]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["<b>", "`x`", "**x** and [x](y)", "![x](y)", "a\n\n# b", "a\n\n---", "a\n\n1. b", "- b", "# b",
-     "~~x~~", "<!-- x -->", "http://x", "www.x", "a@b", "@x", ":tada:", "$x$", "a\n\n> b", "*x*",
-     "~~~", "[x]: y\n\n[x]"],
-)  # fmt: skip
-def test_the_check_on_markdown_is_one(name: str) -> None:
-    """It sees every kind of markup in a name that is not escaped."""
-    assert what_a_name_began(f"### x\n\n- {name}\n") is not None
-    assert what_a_name_began(f"### x\n\n- {markdown(name)}\n") is None
-
-
-@given(names)
-@settings(max_examples=300, deadline=None)
-def test_a_name_reads_as_itself(name: str) -> None:
-    """In a list and in a cell of a table, for whoever reads the rendered page."""
-    shown = markdown(name)
-    text = f"### x\n\n- {shown}\n\n| a | b |\n|---|---|\n| {shown} | y |\n"
-    assert what_a_name_began(text) is None
-    expected = plain(name).strip()
-    assert cells(text) == [["a", "b"], [expected, "y"]]
-
-
 def summary(found: list[DeviationRow]) -> str:
     return text_of(document(*judged(found), Places(found)), level=3)
-
-
-def test_a_summary_says_it_all() -> None:
-    """The outcome first, then what is wrong, a row for each rule, and what was judged."""
-    text = summary([row(0), row(5, layer=2, expected_ratio=1.31)])
-    start = "### numdev gate\n\nEXCEEDED, by the rules default.\n\n- mine errs beyond what bfloat16"
-    assert text.startswith(start)
-    heads, beyond, *table = cells(text)
-    assert heads == ["over", "kernel", "in", "where", "number", "limit", "rule"]
-    assert beyond[0] == "1.19 x"
-    assert table[0] == ["rule", "outcome", "heads", "worst", "limit", "in"]
-    assert table[3] == ["error", "exceeded", "1/2", "1.31", "≤ 1.1", "mine out bfloat16"]
-    assert len(table) == 1 + len(default_rules().thresholds)
-    assert "Judged: mine in bfloat16" in text
 
 
 def test_a_summary_is_never_too_long() -> None:

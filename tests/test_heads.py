@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from diagnosed_rows import cured, delta, guilty, innocent, real, running
 from rich.console import Console
 
 from numdev.diagnose import heads
-from numdev.diagnose.curves import axis_of, figures, onsets
-from numdev.diagnose.heads import answer, at_fault, percent, ranked, shares
+from numdev.diagnose.curves import axis_of, figures
+from numdev.diagnose.heads import answer, ranked, shares
 from numdev.diagnose.report import (
     Bias,
     Checkpoint,
@@ -23,26 +22,13 @@ from numdev.diagnose.report import (
     DiagnoseSummary,
     HeadRow,
 )
-from numdev.report import Provenance, read, write
-from numdev.report.renderers import html, terminal
-from numdev.report.views import diagnose as view
+from numdev.report import Provenance
+from numdev.report.renderers import terminal
 
 COSTS = {"delta from dP": "one more pass over the keys"}
 
 
 # --- conditions and order ------------------------------------------------------------------------
-
-
-def test_a_head_meets_all_conditions_or_none() -> None:
-    """What could not be measured (V at ties, without ties) is neither met nor missing."""
-    (found,) = ranked([guilty()], ())
-    assert (found.conditions, found.missing) == (tuple(heads.CONDITIONS), ())
-    assert found.score == pytest.approx(1.2 * 0.031)
-    assert at_fault(found)
-    (found,) = ranked([innocent()], ())
-    assert found.conditions == ()
-    assert found.missing == tuple(name for name in heads.CONDITIONS if name != heads.SIGN)
-    assert not at_fault(found)
 
 
 BEYOND = Bias(outward=1.0, t=3.9)
@@ -96,28 +82,6 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
     expected = [0.5, 0.08 / size, 0.015, 0.03 / size, 0.015 / size]
     assert [r.score for r in found] == pytest.approx(expected, rel=1e-12)
     assert [r.rank for r in found] == [1, 2, 3, 4, 5]
-
-
-def test_equals_are_in_the_order_of_layer_and_head() -> None:
-    """However the rows came; layer 10 after layer 9."""
-    places = [(10, 0), (9, 1), (0, 2), (9, 0), (0, 3), (10, 1)]
-    found = ranked([innocent(layer, head) for layer, head in places], ())
-    assert [(r.layer, r.head) for r in found] == sorted(places)
-
-
-def test_without_w_q_the_mean_error_of_delta_decides() -> None:
-    """Such heads come after those whose W_Q is known; a head without delta comes last, at 0."""
-    unknown = {"dw_q_error": None, "dw_q_unbalanced": None, "dw_q_norm": None}
-    rows = [
-        guilty(0, 0, delta=(), **unknown),
-        guilty(0, 1, moved=None),
-        guilty(0, 2, delta=(delta(dw_q=None, mean=-0.02),), **unknown),
-        innocent(0, 3),
-    ]
-    found = ranked(rows, ())
-    assert [(r.head, r.score) for r in found] == [(3, 3e-4), (2, 0.02), (1, 0.004), (0, 0.0)]
-    assert heads.WRONG not in (*found[2].conditions, *found[2].missing)
-    assert at_fault(found[2])
 
 
 def test_cures_that_take_more_than_half_are_named_best_first() -> None:
@@ -215,25 +179,6 @@ def test_the_cure_that_helps_most() -> None:
     )
 
 
-def test_limits_passed_over_training() -> None:
-    """In their order, and those that never were; falling below again undoes it, on the limit
-    counts."""
-    assert said([guilty()], None, x=20, y=5, w=None).endswith(
-        "Limits passed over training: y at step 5, x at step 20, w never."
-    )
-    for tied, step in (((0.1, 0.01, 0.05, 0.2), 30), ((0.1, 0.2), 10), ((0.9, 0.0), None)):
-        rows = grown(*tied)
-        assert onsets(rows, ranked(rows[-2:], ())[0])["Rows with tied maxima"] == step
-
-
-def test_shares_in_words() -> None:
-    """Per cent in two digits; a dash for what is not known."""
-    assert [percent(x) for x in (None, 0.0, 0.031, 0.42, -2e-7)] == [
-        "–", "0 %", "3.1 %", "42 %", "-2.0e-5 %"
-    ]  # fmt: skip
-    assert [percent(x, sign=True) for x in (0.25, -0.25, 0.0)] == ["+25 %", "-25 %", "0 %"]
-
-
 # --- shown ---------------------------------------------------------------------------------------
 
 
@@ -245,21 +190,6 @@ def grown(*tied: float) -> list[HeadRow]:
         for share, place in zip(tied, places, strict=True)
     ]
     return [row for pair in pairs for row in pair]
-
-
-def test_figures_by_step() -> None:
-    """The first head, the worst where that is another, and the median of all."""
-    rows = grown(0.1, 0.4)
-    first, other = ranked(rows[-2:], ())
-    axis = axis_of(rows)
-    assert axis is not None
-    assert [tick.x for tick in axis.ticks] == [10, 20]
-    found = {figure.metric: figure for figure in figures(rows, first)}
-    curves = {c.label: [p.mean for p in c.points] for c in found["tied"].curves}
-    assert curves == {"L0H0": [0.1, 0.4], "median head": [0.05, 0.2]}
-    labels = [c.label for c in figures(rows, other)[0].curves]
-    assert labels == ["L0H1", "worst head", "median head"]
-    assert axis_of(rows[:2]) is None
 
 
 def report(rows: list[HeadRow], /, **changes: Any) -> DiagnoseReport:
@@ -286,36 +216,6 @@ def shown(found: DiagnoseReport, width: int) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("width", [60, 120, 200])
-def test_the_terminal_says_all_at_any_width(width: int) -> None:
-    """The answer first, then heads, map, cures, kernels, training and notes; no line is too long,
-    and the legend is of the columns that are there."""
-    text = shown(report(grown(0.1, 0.4)), width)
-    parts = ("L0H0: rounding", "Heads by", "Layer by head", "one thing",
-             "real kernels", "Over training", "a note & more")  # fmt: skip
-    flat = " ".join(text.split())
-    places = [flat.index(part) for part in parts]
-    assert places == sorted(places)
-    assert max(map(len, text.splitlines())) <= width
-    for column in view.HEAD:
-        if column.says:
-            assert (f"{column.title.strip()}: {column.says}" in flat) == (column.width <= width)
-
-
-def test_the_page_holds_all_and_nothing_foreign(tmp_path: Path) -> None:
-    """It is read again from its file, escapes names, loads nothing, and has the picture."""
-    write(report(grown(0.1, 0.4)), tmp_path)
-    page = html.page(read(tmp_path))
-    assert "<run>" not in page
-    assert "<script" not in page
-    assert "http" not in page.replace("http-equiv", "")
-    assert 'class="c0 dashed"' in page.replace("series ", "")
-    for part in ("&lt;run&gt;", "Running sum of delta", "dO∘O", "dP∘P", *COSTS, *COSTS.values()):
-        assert part in page
-    assert page.count("tied maxima: met") == 1
-    assert all(column.says in page.replace("&#39;", "'") for column in view.HEAD)
-
-
 def test_a_report_without_anything() -> None:
     """No head, no running sum, no cure: it can be shown, and says that nothing was measured."""
     empty = {"heads": (), "cures": (), "kernels": (), "running": (), "figures": ()}
@@ -331,19 +231,3 @@ def test_conditions_that_could_not_be_judged_are_not_counted() -> None:
     """`meets` is of those that are known."""
     found = shown(report([guilty(moved=None, similarity=None, spectral_ratio=None)]), 200)
     assert "5 of 5" in found
-
-
-def test_the_map() -> None:
-    """Of dW_Q where that is known of any head; calls of one layer by their names."""
-
-    def cells(*rows: HeadRow) -> list[list[str]]:
-        (node,) = (x for x in view.blocks(report(list(rows))) if getattr(x, "kind", "") == "map")
-        return [[cell.text for cell in row.cells] for row in node.rows]  # type: ignore[union-attr]
-
-    without, known = innocent(moved=None), innocent(1, 0, moved=0.01)
-    assert "Heads by |mean error of delta|" in shown(report([without]), 100)
-    assert cells(without) == [["0", "2.0e-3"]]
-    assert cells(without, known) == [["0", "–"], ["1", "1"]]
-    assert [row[0] for row in cells(guilty(0, 0, case="self"), innocent(0, 0, case="cross"))] == [
-        "self", "cross"
-    ]  # fmt: skip

@@ -4,8 +4,6 @@ colours that stay apart, the keyboard, drawings."""
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import random
 import re
 import xml.etree.ElementTree as ET
@@ -172,34 +170,6 @@ def test_a_page_loads_nothing(path: Path) -> None:
     assert "default-src 'none'" in page
 
 
-def test_words_in_backticks_are_code() -> None:
-    """And nothing else is: what stands in them is text as everywhere."""
-    page = html.page(audit(findings=(finding("the `fa2`, `<b>x</b>` and `two words`"),)))
-    assert "the <code>fa2</code>, <code>&lt;b&gt;x&lt;/b&gt;</code> and `two words`" in page
-
-
-@pytest.mark.parametrize("name", ["..", "../x", "/etc/passwd", "a/../../b", "."])
-def test_a_reproducer_is_looked_for_nowhere_else(tmp_path: Path, name: str) -> None:
-    """A kernel's name is no path: what lies beside the folder of reproducers is not shown."""
-    (tmp_path / "reproducers").mkdir()
-    (tmp_path / "reproduce.py").write_text("secret")
-    bad = finding("s", kernel=name, rule="", formats=())
-    assert "/" not in bad.folder
-    assert "secret" not in html.page(audit(findings=(bad,)), tmp_path)
-
-
-def test_a_finding_has_its_reproducer(tmp_path: Path) -> None:
-    """The command to copy, and the script, escaped; a finding without one has neither."""
-    with_one = finding("first", kernel="mine", tensor="out")
-    folder = tmp_path / "reproducers" / with_one.folder
-    folder.mkdir(parents=True)
-    (folder / "reproduce.py").write_text("print('<b>')\n")
-    page = html.page(audit(findings=(with_one, finding("second"))), tmp_path)
-    assert f"python reproducers/{with_one.folder}/reproduce.py" in page
-    assert "print(&#39;&lt;b&gt;&#39;)" in page
-    assert page.count("To see it again") == 1
-
-
 # --- colours, the keyboard, size -----------------------------------------------------------------
 
 LINES = [f"c{i}" for i in range(6)]
@@ -278,27 +248,6 @@ def test_lines_are_told_apart_by_everybody(theme: str) -> None:
     assert not re.search(r"#[0-9a-fA-F]{3,8}\b|rgb|hsl", rules)
 
 
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
-def test_a_page_is_read_without_a_mouse(path: Path) -> None:
-    """A wide table scrolls in its box, which the keyboard reaches and a screen reader names; what
-    pointing at a drawing shows is in a table too; the answer is the first sentence."""
-    page = html.page(reports.read(path))
-    boxes = [a for tag, a in Seen(page).elements if tag == "div" and a.get("class") == "scroll"]
-    assert boxes
-    assert all(b["tabindex"] == "0" and b["role"] == "region" and b["aria-label"] for b in boxes)
-    assert all(a.get("tabindex") == "0" for tag, a in Seen(page).elements if tag == "pre")
-    outside = re.sub(r'<div class="scroll".*?</div>', "", page, flags=re.DOTALL)
-    assert "<table" not in outside
-    assert "<svg" not in outside
-    for drawn in re.findall(r"<figure>.*?</figure>", page, re.DOTALL):
-        assert "<summary>The numbers</summary>" in drawn
-        assert re.search(r'<svg role="img" aria-label="[^"]+"', drawn)
-    told = re.findall(r"<(h1|li|p)\b", page[page.index("<body") :])
-    assert told[:2] == ["h1", "li"]
-    assert re.findall("<h2>(.*?)</h2>", page)[-1] == "Where this comes from"
-    assert {json.loads(p.read_text())["kind"] for p in SAMPLES} == set(reports.KINDS)
-
-
 def test_a_large_audit_is_a_small_page() -> None:
     """32 layers of 32 heads, eight kernels in three formats, 20 findings: under 300 kB."""
     rng = random.Random(0)
@@ -319,17 +268,6 @@ def test_a_large_audit_is_a_small_page() -> None:
     assert len(page.encode()) < 300_000
 
 
-def test_findings_stand_under_the_answer() -> None:
-    """And what was tested under them; but a different function comes first."""
-    other = finding("It computes a different function.", metric="suspicion")
-    text = Seen(
-        html.page(audit(findings=(other, finding("It errs.")), tested=("Judged: x.",)))
-    ).text
-    order = ("a different function", "bfloat16: flash", "It errs", "Judged", "×floor")
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)
-
-
 # --- drawings ------------------------------------------------------------------------------------
 
 
@@ -344,32 +282,6 @@ def dots(curve: ET.Element) -> list[tuple[float, float]]:
     moved = [path.get("transform", "") for path in curve.iter("path") if path.get("transform")]
     places = [re.findall(r"[-\d.]+", each) for each in moved]
     return [(float(x), float(y)) for x, y in places]
-
-
-def heights(svg: ET.Element, kind: str) -> list[float]:
-    return [float(text.get("y", 0)) for text in svg.iter("text") if text.get("class") == kind]
-
-
-def test_a_drawing_names_every_curve_beside_its_end() -> None:
-    """No legend to look things up in; and every point says its number and interval, which the
-    table below the drawing has too."""
-    page = html.page(sweep())
-    svg = ET.fromstring(re.findall(r"<svg.*?</svg>", page, re.DOTALL)[0])
-    texts = {t.text for t in svg.iter("text")}
-    assert {"flash", "baseline", "sequence length", "max error", "64", "1024"} <= texts
-    assert "flash at 64: 1 [0.4 to 1.6]" in [t.text for t in svg.iter("title")]
-    row = re.findall(r"<tr><th scope=row>flash</th>(.*?)</tr>", page)[1]
-    assert re.findall("<td>(.*?)</td>", row) == ["128", "0.5 [0.2 to 0.8]", "5"]
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 13])
-def test_labels_cover_each_other_nowhere(count: int) -> None:
-    """However close the lines end, and however long the names; all are within the drawing."""
-    curves = [line(f"kernel number {i} with block_kv=128", 1.0 + i / 1000) for i in range(count)]
-    (svg,) = drawn([figure(*curves)])
-    places = sorted(heights(svg, "name"))
-    assert all(b - a >= chart.LINE - 0.1 for a, b in itertools.pairwise(places))
-    assert 0 < places[0] <= places[-1] <= float(svg.get("viewBox", "").split()[-1])
 
 
 @pytest.mark.parametrize("scale", ["log", "linear"])
@@ -387,31 +299,6 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     assert all(chart.TOP <= y <= chart.BOTTOM for y in (point[1], *ends))
 
 
-def test_a_power_law_is_straight_on_log_axes() -> None:
-    """Halving with each doubling: equal steps down for equal steps to the right."""
-    (svg,) = drawn([figure(line("flash", 1.0))])
-    (x0, y0), (x1, y1), (x2, y2), _ = dots(svg)
-    assert y1 - y0 == pytest.approx(y2 - y1, abs=0.2)
-    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
-    assert y1 > y0
-
-
-def test_figures_of_one_metric_share_their_range_and_colours() -> None:
-    """Else a small effect looks as large as a large one; colour and marker go with the name, not
-    with the place in a figure, and two kernels differ."""
-    two, one, other = drawn(
-        [figure(line("a", 1.0), line("b", 2.0)), figure(line("b", 100.0)),
-         figure(line("a", 5.0), metric="rms")]
-    )  # fmt: skip
-    ticks = [[t.text for t in svg.iter("text") if t.get("text-anchor") == "end"]
-             for svg in (two, one, other)]  # fmt: skip
-    assert ticks[0] == ticks[1] != ticks[2]
-    (a, b), (alone,) = ([(g.get("class"), g.findall("path")[-1].get("d")) for g in svg.iter("g")]
-                        for svg in (two, one))  # fmt: skip
-    assert a != b
-    assert alone[0] == b[0]
-
-
 def test_a_constant_runs_all_along() -> None:
     """What the axis does not move is a level, without points that were never measured."""
     point = Point(x=None, label="", mean=1.0, low=None, high=None, seeds=1)
@@ -420,18 +307,6 @@ def test_a_constant_runs_all_along() -> None:
     floor = svg.findall("g")[1]
     (path,) = floor.iter("path")
     assert re.fullmatch(rf"M{chart.LEFT:g} ([\d.]+)L{chart.RIGHT:g} \1", path.get("d", ""))
-
-
-@pytest.mark.parametrize("low", [1e-16, 3e-9, 0.02, 0.9, 40.0, 0.0])
-@pytest.mark.parametrize("span", [1.3, 4.0, 90.0, 1e12])
-def test_an_axis_has_readable_ticks(low: float, span: float) -> None:
-    """At least two to read off, few enough to stand apart, and on a linear axis round steps."""
-    high = low * span or span
-    ticks = chart._y_ticks((low, high), low > 0)
-    assert 2 <= len(ticks) <= 12
-    assert all(low <= t <= high for t in ticks)
-    step = ticks[1] / 10 ** math.floor(math.log10(ticks[1]) + 1e-9)
-    assert low > 0 or any(step == pytest.approx(s) for s in (1, 2, 5))
 
 
 @pytest.mark.parametrize("curves", [(), (line("a", 1.0, points=()),), (line("a", 1.0),) * 2])

@@ -67,30 +67,6 @@ def prepared(regime: str = "normal", *, causal: bool, batch: int = 1) -> Any:
     return find("sdpa-flash").attend(case).out, y, emulation(case, claim)
 
 
-def test_a_formula_of_all_rows_is_the_metric() -> None:
-    """From the sums of all rows every formula gives what `deviation.measure` gives, to fp64
-    rounding, so that an interval is about the number beside it: of n of n rows it has no width. The
-    same of a log-sum-exp, of which one is infinite."""
-    out, y, expected = prepared(causal=True, batch=2)
-    y.empty[:, :, :5] = True
-    out[0, 1, 7, 3] = math.nan
-    lse = y.reference[..., 0]
-    got = lse + 1e-6 * expected[..., 0].double()
-    got[0, 0, 400] = math.inf
-    metrics = [FORMULAS.keys(), {"mean_abs", "rms"}]
-    whole = [measure(out, y, expected).heads, measure_plain(got, lse, y.empty).heads]
-    parts = [
-        measure(out, y, expected, of=LENGTH).heads,
-        measure_plain(got, lse, y.empty, of=LENGTH).heads,
-    ]
-    for names, heads, found in zip(metrics, whole, parts, strict=True):
-        for head, ends in zip(heads, of(found), strict=True):
-            assert ends.keys() == names
-            for metric, (low, high) in ends.items():
-                assert math.isclose(low, head[metric], rel_tol=1e-12), metric
-                assert math.isclose(high, head[metric], rel_tol=1e-12), metric
-
-
 def ends(absolute: Tensor, *, rows_of: int) -> tuple[float, float]:
     """Of mean_abs, of one head whose rows have these sums [rows]."""
     count = min(len(absolute), GROUPS)

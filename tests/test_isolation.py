@@ -116,18 +116,6 @@ def test_a_broken_kernel_costs_its_own_row(
     assert same(find("baseline").attend(case), after)
 
 
-def test_a_worker_is_kept_while_nothing_fails(shared: Isolated, case: AttentionCase) -> None:
-    """Tasks follow each other in one process; after a failure there is another."""
-    first, second = (ran(shared, "broken_kernels:sees", case, {"what": "pid"}) for _ in range(2))
-    assert isinstance(first, Output)
-    assert isinstance(second, Output)
-    assert first.ran == second.ran != str(os.getpid())
-    ran(shared, "broken_kernels:raises", case, {})
-    third = ran(shared, "broken_kernels:sees", case, {"what": "pid"})
-    assert isinstance(third, Output)
-    assert third.ran != first.ran
-
-
 # --- time limits, and no orphans -----------------------------------------------------------------
 
 
@@ -206,21 +194,6 @@ def test_a_worker_that_cannot_start_is_said(
 
 
 # --- the same surroundings -----------------------------------------------------------------------
-
-
-def test_the_import_path_goes_along(
-    shared: Isolated,
-    case: AttentionCase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A kernel that this process can import from a folder added at run time is found there too."""
-    (tmp_path / "only_here.py").write_text("def mine(q, k, v):\n    return q * 2\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with Isolated() as isolated:
-        there = ran(isolated, "only_here:mine", case, {})
-    assert isinstance(there, Output), there
-    assert torch.equal(there.out, case.q * 2)
 
 
 def test_torch_settings_go_along(shared: Isolated, case: AttentionCase) -> None:

@@ -110,23 +110,6 @@ SHAPE, ROWS = (1, 2, 4, 4), (1, 2, 4)
 
 
 @pytest.mark.parametrize(
-    ("returned", "lse"),
-    [
-        (torch.zeros(SHAPE), None),
-        ((torch.zeros(SHAPE), torch.zeros(ROWS)), ROWS),
-        ((torch.zeros(SHAPE), torch.zeros(ROWS), "more", 3), ROWS),
-        ((torch.zeros(SHAPE), torch.zeros(1, 2, 32)), None),  # something else, not to be guessed at
-        (Output(out=torch.zeros(SHAPE), lse=torch.zeros(ROWS)), ROWS),
-    ],
-)
-def test_outputs_that_are_taken(returned: Any, lse: tuple[int, ...] | None) -> None:
-    """A kernel returns an Output, a tensor, or a tuple that begins with the output."""
-    output = Kernel(name="x", function=lambda case: returned).attend(make_case())
-    assert tuple(output.out.shape) == SHAPE
-    assert (None if output.lse is None else tuple(output.lse.shape)) == lse
-
-
-@pytest.mark.parametrize(
     ("returned", "says"),
     [
         ((), "it returned tuple as out"),
@@ -160,23 +143,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
         return name
 
     return write
-
-
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("no_such_module_at_all:f", "cannot import 'no_such_module_at_all'.*ModuleNotFoundError"),
-        (":f", "cannot import ''"),
-        ("{}:atention", "has no function 'atention'; did you mean 'attention'"),
-        ("{}:", "has no function ''"),
-        ("{}:NUMBER", "has no function 'NUMBER'"),
-    ],
-)
-def test_a_path_that_leads_nowhere(path: str, says: str, module: Callable[[str], str]) -> None:
-    """What cannot be imported, or is no function, is said with the path and the closest name."""
-    name = module("NUMBER = 3\ndef attention(q, k, v): return q\n")
-    with pytest.raises(UsageError, match=says):
-        find(path.format(name))
 
 
 # --- plain functions: parameters by their names --------------------------------------------------
@@ -218,16 +184,6 @@ def test_functions_that_are_causal_by_default() -> None:
     assert seen["causal"] is False
 
 
-def test_an_offset_becomes_a_mask() -> None:
-    """`causal` is PyTorch's top-left alignment; another one needs a mask."""
-    found, seen = recorded("q, k, v, is_causal=False, attn_mask=None")
-    found.attend(make_case(is_causal=True, causal_offset=1))
-    assert seen["is_causal"] is False
-    assert torch.equal(seen["attn_mask"], torch.ones(4, 5, dtype=torch.bool).tril(1))
-    found, _ = recorded("q, k, v, is_causal=False")
-    assert "takes no mask" in reason(found, make_case(is_causal=True, causal_offset=1))
-
-
 @pytest.mark.parametrize("name", ["window_size", "window"])
 def test_windows(name: str) -> None:
     """A window is a pair with -1 for no limit, as flash-attention has it."""
@@ -236,38 +192,6 @@ def test_windows(name: str) -> None:
     assert (seen[name], seen["causal"]) == ((3, -1), True)
     found.attend(make_case())
     assert seen[name] == (-1, -1)
-
-
-def test_grouped_heads() -> None:
-    """Keys and values are repeated, unless the function can be told that heads are grouped."""
-    case = make_case(heads=4, kv_heads=2)
-    found, seen = recorded("q, k, v")
-    found.attend(case)
-    assert torch.equal(seen["k"], case.k[:, [0, 0, 1, 1]])
-    assert torch.equal(seen["v"], case.v[:, [0, 0, 1, 1]])
-    found, seen = recorded("q, k, v, enable_gqa=False")
-    found.attend(case)
-    assert seen["enable_gqa"] is True
-    assert torch.equal(seen["k"], case.k)
-    found.attend(make_case())
-    assert seen["enable_gqa"] is False
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"mask": ("bool", "qk")}, "takes no mask: no parameter is named attn_mask or mask or"),
-        ({"is_causal": True}, "takes no mask"),
-        ({"window": (1, 1)}, "takes no mask"),
-        ({"softcap": 5.0}, "takes no softcap: no parameter is named softcap or soft_cap or"),
-        ({"sinks": True}, "takes no sinks"),
-        ({"scale": 0.3}, "takes no scale"),
-    ],
-)
-def test_what_a_function_cannot_be_told_is_refused(fields: dict[str, Any], says: str) -> None:
-    """A case that needs a parameter the function does not have is skipped with that reason."""
-    found, _ = recorded("q, k, v")
-    assert says in reason(found, make_case(**fields))
 
 
 def test_the_usual_scale_needs_no_parameter() -> None:

@@ -119,18 +119,6 @@ def test_the_case_is_the_modules_own_attention(
         assert worst(captured[1], own[1]) < TOLERANCE
 
 
-def test_a_causal_hint_reaches_the_kernels_as_a_flag() -> None:
-    """As SDPA would have had it; with weights asked for, the module applies the mask, and so does
-    the case."""
-    model, x = One(), normal(B, N, E)
-    call = {"attn_mask": CAUSAL, "is_causal": True}
-    flag, _, _ = one_call(model, [x, x, x], need_weights=False, **call)
-    mask, _, _ = one_call(model, [x, x, x], need_weights=True, **call)
-    assert (flag.is_causal, flag.mask) == (True, None)
-    assert not mask.is_causal
-    assert mask.mask is not None
-
-
 def test_a_hint_that_belies_its_mask_is_taken_as_the_module_takes_it() -> None:
     """The module with weights applies the mask, whatever the hint says, and so does the case."""
     model, x = One(), normal(B, N, E)

@@ -276,6 +276,3 @@ def test_dq_is_rounded_with_every_tile() -> None:
     assert torch.equal(step(function, one)["dq"], step(planted.sound, one)["dq"])
     worse, sound = (errors(step(f, many), exact(many))["dq"] for f in (function, planted.sound))
     assert worse > 1.2 * sound
-
-
-# --- as kernels ----------------------------------------------------------------------------------

@@ -141,20 +141,6 @@ def test_dw_q_is_that_of_a_training_step(
         assert agrees(dw_q(projection, dq), dW)
 
 
-def test_calls_handed_over_while_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a loss of the model's, a call is measured in the middle of its forward pass: the
-    projection is there too, and the model's answer is what it would have been."""
-    model, inputs = built(models.gpt2)
-    expected = model(**inputs).logits
-    got: list[Tensor] = []
-    model.register_forward_hook(lambda *call: got.append(call[2].logits))
-    calls = captured(model, inputs, drawn=True)
-    (dq, _), grads = trained(model, inputs, monkeypatch), of_gpt2(model, 0)
-    assert len(calls) == 2
-    assert agrees(dw_q(calls[0][1], dq), grads[1])
-    assert torch.equal(got[0], expected)
-
-
 def test_a_model_is_left_as_it_was() -> None:
     """No hook stays, no parameter changes its place or takes gradients it did not."""
     model, inputs = built(models.llama)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.sources.checkpoint import load_tokenizer
-from numdev.sources.prompts import Prompt, draw, drawn, from_text, read, shifted, wanted
+from numdev.sources.prompts import Prompt, draw, from_text, read, shifted, wanted
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 
@@ -45,28 +44,11 @@ def rows(prompt: Any) -> list[list[int]]:
     return prompt.inputs["input_ids"].tolist()
 
 
-def test_text_is_cut_into_whole_chunks(tmp_path: Path) -> None:
-    """Ten words make three chunks of three; the word left over is not used; nothing is padded."""
-    file = text(tmp_path, "a.txt", range(10))
-    prompt = from_text([file], tokenizer(), length=3, sequences=8)
-    assert rows(prompt) == [[10, 11, 12], [13, 14, 15], [16, 17, 18]]
-    assert prompt.inputs.keys() == {"input_ids"}
-    assert prompt.description == "3 x 3 tokens of a.txt"
-
-
 def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
     """They count for the length."""
     file = text(tmp_path, "a.txt", range(6))
     prompt = from_text([file], tokenizer(special=True), length=4, sequences=8)
     assert rows(prompt) == [[CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)]
-
-
-def test_files_take_turns(tmp_path: Path) -> None:
-    """Chunks are drawn evenly; a file that has run out leaves its turns to the others."""
-    files = [text(tmp_path, "a", range(8)), text(tmp_path, "b", range(20, 23))]
-    prompt = from_text(files, tokenizer(), length=2, sequences=4)
-    assert [row[0] for row in rows(prompt)] == [10, 30, 12, 14]
-    assert prompt.description == "4 x 2 tokens of a and b"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -82,33 +64,6 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     mask = prompt.inputs["attention_mask"].tolist()
     assert mask == [[1] * 6, [0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0]]
     assert prompt.description == "2 x up to 6 tokens of a and b"
-
-
-def test_the_demo_reads_its_own_prompt() -> None:
-    """Eight sequences of 256 tokens, as statistics over sequences need, each with its first token.
-
-    And they say what the file says.
-    """
-    demo = Path(__file__).parent.parent / "numdev" / "data" / "demo"
-    reads = load_tokenizer(demo)
-    prompt = from_text([demo / "prompt.txt"], reads, length=256, sequences=8)
-    assert prompt.description == "8 x 256 tokens of prompt.txt"
-    assert {row[0] for row in rows(prompt)} == {reads.bos_token_id}
-    said = "".join(reads.decode(row[1:]) for row in rows(prompt))
-    assert (demo / "prompt.txt").read_text(encoding="utf-8").startswith(said)
-
-
-def test_drawn_ids_follow_the_seed() -> None:
-    """Repeatable, within the vocabulary, and the whole of it."""
-    prompt = drawn(7, length=50, sequences=4, seed=3)
-    ids = prompt.inputs["input_ids"]
-    assert ids.shape == (4, 50)
-    assert set(ids.flatten().tolist()) == set(range(7))
-    assert prompt.description == "4 x 50 token ids drawn with seed 3"
-    state = torch.get_rng_state()
-    assert prompt.digest == drawn(7, length=50, sequences=4, seed=3).digest
-    assert prompt.digest != drawn(7, length=50, sequences=4, seed=4).digest
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- what is wrong ------------------------------------------------------------------------------
@@ -207,14 +162,6 @@ def test_the_decoder_reads_the_text_shifted() -> None:
     unnamed = models.t5_seq2seq()  # as T5's own configuration has it
     del unnamed.config.decoder_start_token_id
     assert shifted(text, unnamed).inputs["decoder_input_ids"][0, 0] == 0
-
-
-def test_a_file_gives_the_arguments_it_names(tmp_path: Path) -> None:
-    given = {"pixel_values": torch.randn(2, 3, 12, 12), "input_ids": torch.ones(2, 4).long()}
-    prompt = read(file(tmp_path, **given), models.clip())
-    assert prompt.inputs.keys() == given.keys()
-    assert all(torch.equal(prompt.inputs[n], x) for n, x in given.items())
-    assert prompt.description == "input_ids and pixel_values of in.safetensors"
 
 
 @pytest.mark.parametrize(

@@ -397,22 +397,6 @@ def test_the_flag_is_kept_while_the_fault_needs_it() -> None:
     assert small.k.shape == (1, 1, 34, 4)
 
 
-def test_a_square_call_never_shows_another_alignment() -> None:
-    """A kernel that aligns causality at the last key is right where q and k are as long: no smaller
-    call is made in which it would be wrong for that."""
-    case = make_case(heads=1, q_len=24, kv_len=24, is_causal=True)
-    asked: list[AttentionCase] = []
-
-    def shows(c: AttentionCase) -> bool:
-        asked.append(c)
-        return not c.is_causal or c.causal_offset == 0
-
-    reduce(case, shows, 10)
-    flagged = [c for c in asked if c.is_causal]
-    assert len(flagged) > 4
-    assert all(c.q_len == c.kv_len for c in flagged)
-
-
 def test_every_form_is_the_same_call() -> None:
     """Each row of a smaller call sees what it saw among the keys that are left: scores agree with
     those of the whole call wherever both exist."""
@@ -433,12 +417,6 @@ def test_every_form_is_the_same_call() -> None:
     one = part(case, head=[3], kv_head=[1], batch=[1])
     # fp64 sums of 11 terms of size 1 in another order.
     assert torch.allclose(attend(one).out, attend(case).out[1:, 3:], rtol=0, atol=1e-14)
-
-
-def test_the_budget_holds() -> None:
-    """Once it is spent no candidate is tried, and what was reached until then is returned."""
-    case, shows = marked((0, 1, 70), 37, heads=2, q_len=90, kv_len=90)
-    assert reduce(case, shows, 0.0) is case
 
 
 def test_a_finding_that_comes_and_goes() -> None:

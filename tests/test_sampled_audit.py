@@ -13,14 +13,13 @@ from click.testing import CliRunner, Result
 from on_bench import prepare
 
 from numdev.audit.bench import Bench
-from numdev.audit.examine import examine
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli
 from numdev.gate.judging import judge
 from numdev.kernels import Kernel, Output, find
-from numdev.kernels.reference import attend, gradients
+from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample
 from numdev.report import AuditReport, DeviationRow, read
 from numdev.sources.synthetic import Shapes, draw
@@ -79,35 +78,6 @@ def invoked(*arguments: str) -> Result:
 # --- the numbers ---------------------------------------------------------------------------------
 
 
-def test_numbers_are_those_of_the_sampled_rows() -> None:
-    """Of each head: max, mean and rms error over the rows that were drawn, from a reference of the
-    whole call; the kernel has seen the whole call."""
-    case, kernel = drawn(), find("sdpa-flash")
-    seen: list[int] = []
-    spy = Kernel(
-        name="spy",
-        function=lambda c: seen.append(c.q_len) or kernel.function(c),
-        claims=kernel.claims,
-    )
-    bench = bench_of(case)
-    rows = [r for r in rows_of(spy, bench) if r.tensor == "out"]
-    assert seen == [200]
-    assert bench.selection.queries is not None
-    whole = case.rounded_to(bench.format)
-    error = (kernel.attend(whole).out.double() - attend(whole).out)[:, :, bench.selection.queries]
-    for head, row in enumerate(rows):
-        assert (row.sampled, row.rows_measured, row.elements) == (True, 40, 2 * 40 * 16)
-        mine = error[:, head]
-        assert math.isclose(row.max_abs or 0, float(mine.abs().max()), rel_tol=1e-9)
-        assert math.isclose(row.mean_abs or 0, float(mine.abs().mean()), rel_tol=1e-9)
-        assert math.isclose(row.rms or 0, float(mine.square().mean().sqrt()), rel_tol=1e-9)
-        assert 0.95 < (row.expected_ratio or 0) < 1.05
-        for metric in ("rms", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"):
-            low, high = row.interval[metric]
-            assert low <= getattr(row, metric) <= high
-            assert low < high or metric == "expected_ratio"
-
-
 def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     """dq in query rows, dk and dv in key rows of the whole call's gradients, of query heads 2 and 3
     alone. dk and dv are not predicted, and the rows say why."""
@@ -150,33 +120,6 @@ def test_one_bad_element_anywhere_is_counted() -> None:
     for row_index in (outside, inside):
         rows = rows_of(spoiling((1, 2, row_index), math.nan), bench_of(case))
         assert [r.nonfinite for r in rows] == [0, 0, 1, 0]
-
-
-# --- what is said of rows ------------------------------------------------------------------------
-
-
-def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
-    """A sampled row that is spoiled is named by its position, of so many; one that was not drawn is
-    not seen."""
-    case, bench = drawn(grad_out=None), bench_of(drawn(grad_out=None))
-    assert bench.selection.queries is not None
-    at = bench.selection.queries.tolist()
-    outside = next(i for i in range(100, 200) if i not in at)
-    for row_index, head in ((at[25], 3), (outside, 1)):
-        kernel = spoiling((1, head, row_index), 9.0)
-        bench = bench_of(case)
-        task = Task(
-            case=case.ref, role="kernel", kernel="spoiled", format="bfloat16", sample=SAMPLE
-        )
-        measured = measure_task(task, kernel, bench, HERE)
-        worst = examine(task, kernel, measured, bench, HERE)
-        assert {w.rows for w in worst} == {200}
-        assert {w.row for w in worst} <= set(at)
-        if row_index in at:
-            first = worst[0]
-            assert (first.row, first.head, first.batch) == (row_index, head, 1)
-            assert first.sees == row_index + 1
-            assert f"row {row_index} (of 200" in first.sentence
 
 
 # --- the gate ------------------------------------------------------------------------------------

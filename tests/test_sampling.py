@@ -15,8 +15,6 @@ from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS
 from numdev.kernels import Kernel, find
-from numdev.kernels.emulation import kernel as emulated
-from numdev.kernels.emulation.recipe import PRESETS
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.key_gradients import key_gradients
 from numdev.metrics.sampling import Sample, draw
@@ -143,29 +141,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_over_many_tiles(kind: str, preset: str) -> None:
-    """Over lengths of several tiles the output and dq of sampled rows are the call's, bit for bit,
-    in every preset; also in the fp32 arithmetic of predictions, but for the 1 % of elements that
-    its own roundings may carry over a boundary."""
-    case, options = long(**KINDS[kind]), {"preset": preset, "block_q": 64, "block_kv": 32}
-    if preset in ("eager", "exact"):
-        options = {"preset": preset}
-    rows = draw(case.q_len, 40, 1, "queries")
-    part = case.select_rows(rows)
-    rounded = preset != "exact"
-    for compute in (None, "float32"):
-        given = options | ({"compute": compute} if compute else {})
-        whole, few = emulated.gradients(case, **given), emulated.gradients(part, **given)
-        for name in ("out", "dq"):
-            a, b = getattr(few, name).double(), getattr(whole, name)[:, :, rows].double()
-            if not rounded:
-                assert torch.allclose(a, b, rtol=1e-12, atol=1e-4 if compute else 1e-13), name
-            else:
-                assert (a != b).double().mean() < 0.01 if compute else same(a, b), name
-
-
 @pytest.mark.parametrize("kind", ["full", "both sides"])
 def test_truncation_tells_the_blocks_and_they_are_the_calls(kind: str) -> None:
     """Rounding toward zero O shrinks at every tile its block takes part in, so that there the
@@ -180,19 +155,6 @@ def test_truncation_tells_the_blocks_and_they_are_the_calls(kind: str) -> None:
         assert same(part, whole[:, :, rows])
         outs.append(whole)
     assert kind == "full" or not same(*outs)
-
-
-def test_selections_compose() -> None:
-    """Rows of rows are the rows they name, heads and roundings keep them, and the mask follows."""
-    mask = torch.rand(1, 4, 300, 300, generator=torch.Generator().manual_seed(0)) < 0.7
-    case = long(is_causal=True, mask=mask)
-    outer, inner = torch.arange(3, 300, 7), torch.tensor([0, 4, 11])
-    twice, once = case.select_rows(outer).select_rows(inner), case.select_rows(outer[inner])
-    assert twice.positions is not None
-    assert torch.equal(twice.positions, outer[inner])
-    a, b = (attend(c.select_heads([1, 3]).rounded_to(FORMATS["float16"])) for c in (twice, once))
-    assert torch.equal(a.out, b.out)
-    assert not torch.equal(a.out, attend(case.select_rows(inner).select_heads([1, 3])).out)
 
 
 def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
@@ -230,19 +192,3 @@ def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
         assert ((found - terms).abs() <= 1e-14 * terms + 1e-300).all()
     assert torch.equal(part.unseen, whole.unseen[:, :, keys])
     assert torch.allclose(part.lse, whole.lse, rtol=1e-15)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
-def test_what_is_not_finite_spreads_as_in_the_reference(name: str) -> None:
-    """A NaN or infinity in one row reaches the same gradients of keys, and no others."""
-    for value in (float("nan"), float("inf")):
-        case = long(is_causal=True, length=40)
-        x = getattr(case, name).clone()
-        x[0, 0, 20, 3] = value
-        changed: dict[str, Any] = {name: x}
-        case = dataclasses.replace(case, **changed)
-        keys = torch.tensor([0, 5, 19, 20, 21, 39])
-        whole, part = gradients(case), key_gradients(case, keys)
-        for tensor in ("dk", "dv"):
-            a, b = getattr(part, tensor), getattr(whole, tensor)[:, :, keys]
-            assert torch.equal(a.isfinite(), b.isfinite()), (tensor, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -58,21 +57,6 @@ def test_equal_probabilities() -> None:
         found = of_queries(case, 0, torch.zeros_like(rows), rows)
         assert found["carriers"].tolist() == [n * 9 // 10] * 2
         assert found["tied"].tolist() == found["sees"].tolist() == [n, n]
-
-
-def test_infinite_and_hidden_scores() -> None:
-    """A row that sees nothing has no probability at all; of one whose score is infinite nothing is
-    known, and its neighbour is as it was."""
-    case = make_case(heads=1, q_len=3, kv_len=4, is_causal=True, causal_offset=-1)
-    k = case.k.clone()
-    k[0, 0, 1] = math.inf
-    rows = torch.tensor([0, 1, 2])
-    found = of_queries(
-        dataclasses.replace(case, k=k, q=case.q.abs()), 0, torch.zeros_like(rows), rows
-    )
-    assert found["sees"].tolist() == [0, 1, 2]
-    assert (found["max_probability"][0], found["first_key"][1]) == (0, 1)
-    assert found["max_probability"][2].isnan()
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -36,26 +36,6 @@ def test_the_step_is_told_or_in_the_name(
     assert step_of(path) == step
 
 
-def test_a_training_run_is_its_checkpoints_by_step(tmp_path: Path) -> None:
-    """By number, not by letter, whatever else is in the directory."""
-    for step in (1000, 5, 200):
-        checkpoint(tmp_path / "checkpoints" / f"fa2-seed0-step{step}")
-    (tmp_path / "report.json").write_text('{"kind": "train"}')
-    (tmp_path / "checkpoints" / "notes.txt").write_text("")
-    for target in (tmp_path, tmp_path / "checkpoints"):
-        stages, left_out = series([str(target)])
-        assert [stage.step for stage in stages] == [5, 200, 1000]
-        assert len({stage.sha256 for stage in stages}) == 1
-        assert left_out == ()
-
-
-def test_several_targets_are_one_series(tmp_path: Path) -> None:
-    """Without steps they stay in the order given, and of one name they go by their paths."""
-    a, b = checkpoint(tmp_path / "a" / "model"), checkpoint(tmp_path / "b" / "model")
-    stages, _ = series([str(b), str(a)])
-    assert [(stage.name, stage.step) for stage in stages] == [(str(b), None), (str(a), None)]
-
-
 def test_a_checkpoint_that_broke_is_left_out(tmp_path: Path) -> None:
     """With its name, its tensor and how many elements; alone it is an error."""
     good = checkpoint(tmp_path / "m-step1")

@@ -8,7 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import numdev.sources.opening
@@ -169,18 +169,6 @@ def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> Non
     assert same_numbers(ours, audit(target, "b", "--no-stream", *flags))
 
 
-# --- gradients ----------------------------------------------------------------------------------
-
-
-def test_the_loss_of_a_streamed_model_is_not_used(tmp_path: Path) -> None:
-    """Its graph would hold every layer: gradients are drawn, and the report says so and why."""
-    found = audit(saved("llama", tmp_path), "a", "--stream", "--backward")
-    said = found.provenance.source["grad_out"]
-    assert said.startswith("drawn from N(0, 1), seed 0")
-    assert "streamed" in said
-    assert any(row.tensor == "dq" and row.status == "ok" for row in found.rows)
-
-
 # --- when it is streamed ------------------------------------------------------------------------
 
 
@@ -205,27 +193,6 @@ def test_what_is_too_large_is_streamed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 # --- what cannot be streamed --------------------------------------------------------------------
-
-
-def test_missing_left_over_and_misshapen_weights_are_named(tmp_path: Path) -> None:
-    """In the words of the ordinary path."""
-    directory = saved("llama", tmp_path)
-    path = directory / "model.safetensors"
-    whole = load_file(path)
-    name = "model.layers.1.mlp.up_proj.weight"
-    for state in (
-        {n: x for n, x in whole.items() if n != name},
-        {**whole, "model.layers.1.mlp.gate.weight": torch.ones(2)},
-        {**whole, name: whole[name][:-1].clone()},
-    ):
-        save_file(state, path, {"format": "pt"})
-        checkpoint = open_checkpoint(directory)
-        with pytest.raises(MeasurementError) as ours:
-            checkpoint.deferred_model(dtype=torch.float32)
-        with pytest.raises(MeasurementError) as ordinary:
-            checkpoint.load_model(dtype=torch.float32, device="cpu")
-        assert str(ours.value) == str(ordinary.value)
-        assert "model.layers.1.mlp" in str(ours.value)
 
 
 def test_a_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,13 +237,3 @@ def test_a_streamed_model_on_a_gpu_is_the_whole_one(tmp_path: Path) -> None:
         inputs = {name: x.cuda() for name, x in IDS.items()}
         with torch.no_grad(), ours.running():
             assert torch.equal(ours.model(**inputs).logits, whole(**inputs).logits)
-
-
-def test_a_shard_that_is_lost_on_the_way_is_named(tmp_path: Path) -> None:
-    """The error comes out where the layer would have run."""
-    directory = saved("llama", tmp_path)
-    ours = streamed(directory)
-    (directory / "model.safetensors").write_bytes(b"")
-    with torch.no_grad(), pytest.raises(MeasurementError) as caught, ours.running():
-        ours.model(**IDS)
-    assert "model.safetensors" in str(caught.value)

@@ -14,18 +14,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from on_bench import measured_rows
-from oracles import make_case
 
-from numdev.audit.plan import Task
-from numdev.explain.probe import MAX_ROWS, blocks_of
 from numdev.explain.wrong_function import CUT, far_off, suspect
-from numdev.formats import format_named, round_to
-from numdev.gate.findings import findings_of
-from numdev.kernels import Kernel, Output, find
+from numdev.formats import round_to
+from numdev.kernels import find
 from numdev.kernels.reference import attend
-from numdev.report import DeviationRow
-from numdev.system import System
 
 
 def _rates() -> ModuleType:
@@ -81,14 +74,6 @@ def test_noise_is_not_a_function() -> None:
     assert rates.judge(case, out.to(case.q.dtype), exact, always=False) == ["none"]
 
 
-def test_what_coincides_is_not_accused() -> None:
-    """With one query that sees every key, an ignored causal mask changes nothing."""
-    case = rates.make(rates.SHAPES["decode"], "normal", "float32", 0)
-    case = dataclasses.replace(case, is_causal=True, causal_offset=case.kv_len - 1)
-    out = attend(dataclasses.replace(case, is_causal=False)).out.float()
-    assert rates.judge(case, out, attend(case), always=False) == ["not far off"]
-
-
 def test_causes_that_coincide_are_all_named() -> None:
     """With two kv heads the next one is the previous one: mappings that agree are one cause; and
     one query head per kv head cannot tell a rolled from a reversed order."""
@@ -133,41 +118,3 @@ def test_outputs_that_are_not_finite() -> None:
 def test_when_a_search_begins(floors: float | None, baselines: float | None, far: bool) -> None:
     """Ten floors are needed for a tenfold cut; what the baseline errs as well is rounding."""
     assert far_off({"floor_ratio": floors, "baseline_ratio": baselines}) == far
-
-
-@pytest.mark.parametrize("length", [1, 8, 64, 65, 1000])
-@pytest.mark.parametrize("worst", [0, 0.5, 1])
-def test_the_rows_that_are_looked_at(length: int, worst: float) -> None:
-    """At most MAX_ROWS distinct rows, in order, among them the first, the last and the worst."""
-    at = int(worst * (length - 1))
-    rows = [i for b in blocks_of(length, MAX_ROWS, at) for i in range(b.start, b.stop)]
-    assert rows == sorted(set(rows))
-    assert len(rows) <= MAX_ROWS
-    assert {0, length - 1, at} <= set(rows)
-
-
-# --- in an audit ---------------------------------------------------------------------------------
-
-
-def _rows(function, **fields) -> list[DeviationRow]:
-    case = make_case(q_len=48, kv_len=48, heads=4, head_dim=16, **fields).rounded_to(
-        format_named("bfloat16")
-    )
-    task = Task(case=case.ref, role="kernel", kernel="mine", format="bfloat16")
-    kernel = Kernel(name="mine", function=function)
-    return measured_rows(task, kernel, case, System.here("cpu"))
-
-
-def test_rows_and_the_report_say_it() -> None:
-    """Every accused head's row has the cause and the cut; there is one finding."""
-    rows = _rows(
-        lambda case: Output(out=attend(dataclasses.replace(case, is_causal=False)).out),
-        is_causal=True,
-    )
-    assert [row.suspicion for row in rows] == ["the causal mask is ignored"] * 4
-    assert all(row.suspicion_cut and row.suspicion_cut >= CUT for row in rows)
-    (finding,) = [f for f in findings_of(rows)[0] if f.rule == "function"]
-    assert finding.sentence.startswith(
-        "mine computes a different function: the causal mask is ignored (residual "
-    )
-    assert "4 of 4 heads, bfloat16; first at" in finding.sentence

@@ -130,26 +130,6 @@ def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport])
     assert len(found.cases) == 2, "a case is described once, whatever its seeds"
 
 
-def test_rows_of_cells_alone(tmp_path: Path) -> None:
-    """`rows: cell` leaves the heads out, and changes nothing else."""
-    whole = sweep(plan(request(tmp_path)), tmp_path / "head")
-    short = sweep(plan(request(tmp_path, rows="cell")), tmp_path / "cell")
-    assert whole.rows
-    assert not short.rows
-    assert (short.cells, short.figures) == (whole.cells, whole.figures)
-
-
-def test_what_is_only_shown_otherwise_is_not_measured_again(tmp_path: Path) -> None:
-    """Another x, y or title continues the same run."""
-    said: list[str] = []
-    sweep(plan(request(tmp_path)), tmp_path / "out")
-    changed = request(tmp_path, x="seq_len", y=["rel"], title="T", rows="cell")
-    sweep(plan(changed), tmp_path / "out", say=said.append)
-    assert said == ["Every task was finished before; --overwrite measures them again."]
-    with pytest.raises(UsageError, match="different request"):
-        sweep(plan(request(tmp_path, seeds=3)), tmp_path / "out")
-
-
 # --- from rows to curves -------------------------------------------------------------------------
 
 
@@ -158,19 +138,6 @@ def row(head: int, seed: int, kernel: str = "k", **metrics: Any) -> DeviationRow
         case="a", source="", module="a", layer=None, call=0, seed=seed, head=head, role="kernel",
         kernel=kernel, format="bfloat16", tensor="out", status="ok", **metrics,
     )  # fmt: skip
-
-
-def test_heads_are_pooled_before_seeds() -> None:
-    """The largest max, the root mean square by elements, the median ratio: one value per seed."""
-    rows = [
-        row(0, 0, elements=1, max_abs=3.0, rms=1.0, mean_abs=2.0, floor_ratio=1.0),
-        row(1, 0, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
-    ]
-    metrics = ("max_abs", "rms", "mean_abs", "floor_ratio")
-    found = {e.metric: e.by_seed[0] for e in estimates(rows, metrics, ("k", {}))}
-    assert found == pytest.approx(
-        {"max_abs": 5.0, "rms": math.sqrt((1 + 3 * 9) / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
-    )
 
 
 def test_ratios_are_taken_seed_by_seed() -> None:
@@ -219,12 +186,6 @@ def test_a_case_can_be_in_any_format(name: str, dtype: torch.dtype) -> None:
     assert rounded.format.contains(fmt)
     assert fmt.contains(rounded.format)
     assert rounded.rounded_to(FORMATS["bfloat16"]).working is None, "and back to one with a dtype"
-
-
-def test_an_axis_of_numbers_ascends(run: Callable[..., SweepReport]) -> None:
-    """In whatever order its values were asked for."""
-    found = run(cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len")
-    assert [tick.x for tick in found.summary.axis.ticks] == [4.0, 8.0, 16.0]
 
 
 def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:

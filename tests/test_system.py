@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from numdev import system
 
@@ -27,24 +26,3 @@ def test_the_driver_is_what_its_module_says(
     for text, version in SAYS.items():
         (tmp_path / "version").write_text(text)
         assert system._driver_version() == version
-
-
-@pytest.mark.parametrize(("capability", "runs"), [((8, 0), True), ((9, 0), True), ((7, 5), False)])
-def test_a_capability_is_enough_from_its_own_on(capability: tuple[int, int], runs: bool) -> None:
-    """On the device it is about, and on no CPU."""
-    need = system.Requirement(device="cuda", capability=(8, 0))
-    gpu = system.System(device="cuda", gpu="a card", capability=capability)
-    assert (need.missing(gpu) is None) is runs
-    assert need.missing(system.System(device="cpu")) == "needs CUDA, and this audit runs on CPU"
-
-
-def test_settings_are_those_of_torch_now() -> None:
-    """Of the precision of products in fp32: results depend on it."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        for precision in ("medium", "highest"):
-            torch.set_float32_matmul_precision(precision)
-            settings = system.System.here("cpu").settings
-            assert settings["float32_matmul_precision"] == precision
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -152,22 +152,6 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read[0].q.stride()[1:] == (64, 512, 1)
 
 
-def test_a_layout_is_that_of_the_stored_axes(tmp_path: Path) -> None:
-    """bshd is flash-attention's, sbhd Megatron's; a call may differ from its file."""
-    q = drawn(2, 4, 6, 8)
-    orders = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
-    for layout, order in orders.items():
-        tensors = {
-            f"0.{n}": q.permute(order).clone(memory_format=torch.contiguous_format) for n in "qkv"
-        }
-        path = third_party(tmp_path / f"{layout}.safetensors", tensors, layout=layout)
-        assert torch.equal(only(path).q, q)
-    path = third_party(
-        tmp_path / "own.safetensors", tensors, layout="bshd", calls=[{"layout": "sbhd"}]
-    )
-    assert torch.equal(only(path).q, q)
-
-
 def test_a_mask_of_bytes_is_bool_where_the_header_says_so(tmp_path: Path) -> None:
     shown = drawn(6, 6) > 0
     tensors = {f"0.{n}": drawn(2, 4, 6, 8) for n in "qkv"} | {"0.mask": shown.to(torch.uint8)}

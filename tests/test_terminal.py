@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from numdev.gate.findings import Places, findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
 from numdev.report import AuditReport, AuditSummary, HeadMap, KernelSummary, WeightSummary, numbers
-from numdev.report.document import headed
 from numdev.report.renderers import terminal
-from numdev.report.views import kernels as kernel_views
 from numdev.report.views.gate import document
 
 WIDTHS = (80, 120)
@@ -71,13 +68,6 @@ def assert_fits(text: str, width: int) -> None:
     assert "…" not in text
 
 
-def test_the_last_line_says_where_the_time_went() -> None:
-    """Where a report has times; one by an earlier version has none, and is shown all the same."""
-    timed = report().model_copy(update={"timings": {"kernels": 1.26, "metrics": 0.0, "total": 2.0}})
-    assert shown(timed).splitlines()[-1] == "2.0 s: kernels 1.3"
-    assert shown(report()).splitlines()[-1].endswith("numdev 0.")
-
-
 # --- the width -----------------------------------------------------------------------------------
 
 
@@ -86,49 +76,6 @@ def test_the_check_of_widths_rejects() -> None:
     for text in ("x" * 81, "長" * 41, "kern…"):
         with pytest.raises(AssertionError):
             assert_fits(text, 80)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("nonfinite", [0, 123456])
-def test_the_default_audit_fits(width: int, nonfinite: int) -> None:
-    """All default kernels, their table whole in 80 columns, all columns in it; every name
-    stands on one line."""
-    kernels = (
-        kernel(kernel=name, nonfinite=nonfinite, mean_abs=i * 1e-3, ok=144, biased_heads=144)
-        for i, name in enumerate(DEFAULT)
-    )
-    text = shown(report(*kernels, heads=head_map(4, 4)), width)
-    assert_fits(text, width)
-    for name in (*DEFAULT, "floor", "baseline"):
-        assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
-    header = next(line for line in text.splitlines() if line.startswith("kernel "))
-    columns = ("×floor", "worst", "×base", "×pred", "mean err", "max err", "×format", "biased")
-    assert all(column in header for column in (*columns, "NaN/inf"))
-
-
-@pytest.mark.parametrize("width", [40, *WIDTHS])
-@pytest.mark.parametrize("heads", [1, 12, 128])
-def test_a_map_of_many_heads_is_broken_into_blocks(width: int, heads: int) -> None:
-    """Every head of every layer is shown, none cut off, at any width."""
-    text = shown(report(heads=head_map(3, heads)), width)
-    after = text[text.index("sdpa-flash in bfloat16: times the floor") :]
-    assert_fits(after, width)
-    values = [f"{1 + i + j / 100:.2f}" for i in range(3) for j in range(heads)]
-    assert all(after.split().count(v) >= values.count(v) for v in set(values))
-
-
-@pytest.mark.parametrize(
-    ("sentence", "head", "rest"),
-    [
-        ("bfloat16: a errs: much", "bfloat16:", "a errs: much"),
-        ("my (x: y) and z: w", "my (x: y) and z:", "w"),
-        ("module:function errs.", "module:function errs.", ""),
-        ("open (a: b", "open (a: b", ""),
-    ],
-)
-def test_what_a_sentence_is_about(sentence: str, head: str, rest: str) -> None:
-    """Up to the first colon that is not inside brackets; all of it where there is none."""
-    assert (headed(sentence).lead, headed(sentence).text) == (head, rest)
 
 
 @pytest.mark.parametrize(
@@ -191,38 +138,7 @@ def test_markup_is_shown_as_it_is(name: str) -> None:
     assert text.count(visible) >= 15
 
 
-def test_colours_come_from_the_shade_alone() -> None:
-    """On a colour terminal the only escape sequences are rich's own: the same text in plain has
-    none, and a name with [red] is not red."""
-    made = report(kernel(kernel="[red]mine[/red]"), heads=head_map(2, 2))
-    coloured = shown(made, colour=True)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == shown(made)
-    assert f"{ESCAPE}[1;36mbfloat16:{ESCAPE}[0m sdpa-flash differs" in coloured
-
-
-def test_a_report_without_numbers_can_be_shown() -> None:
-    """Nothing measured, no map, no weights, a system that says nothing of itself."""
-    none = KernelSummary(kernel="k", options={}, role="kernel", format="bfloat16", ok=0, skipped=0,
-                         failed=1, reasons=("x",), ran=())  # fmt: skip
-    made = report(none).model_copy(update={"provenance": provenance(system={})})
-    assert "a.yaml" in shown(made)
-
-
 # --- the table of kernels, progress, a gate ------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_table_of_kernels_fits(width: int, capsys: Any, monkeypatch: Any) -> None:
-    """Every kernel with its reason in words; hostile names are text."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    table = [
-        {"name": name, "missing": name, "summary": name, "options": {name: 1}} for name in HOSTILE
-    ]
-    terminal.print_document(kernel_views.table(table, "[red]CPU"))
-    text = capsys.readouterr().out
-    assert_fits(text, width)
-    assert "[red]CPU" in text
-    assert [c for c in text if not c.isprintable() and c != "\n"] == []
 
 
 def test_progress_is_drawn_on_a_terminal_alone(capsys: Any, monkeypatch: Any) -> None:

@@ -110,14 +110,6 @@ def test_sampled_rows_have_no_interval_of_a_ratio() -> None:
         assert judge([sampled, beside], book).exit_code == 3
 
 
-@pytest.mark.parametrize("role", ["floor", "precision", "baseline"])
-def test_what_is_no_kernel_can_be_judged_on_request(role: str) -> None:
-    """What the format costs, for one; beside it the kernel itself is not."""
-    book = rules(metric="rms", at_most=1, where={"role": role})
-    assert judge([row(rms=5.0), row(role=role, kernel=role)], book).exit_code == 0
-    assert judge([row(), row(role=role, kernel=role, rms=5.0)], book).exit_code == 1
-
-
 def test_a_regime_is_what_the_request_drew() -> None:
     """By the case's name in the request; a model's case has none, which matches no pattern."""
     request = {"cases": [{"name": "a", "inputs": {"name": "sink"}}, {"name": "b", "inputs": {}}, 3]}
@@ -177,21 +169,6 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
     assert [(t.name, t.at_most, t.line) for t in found] == [("a", 1, 2), ("b", 1, 3), ("c", 2, 4)]
 
 
-@pytest.mark.parametrize(
-    ("where", "said"),
-    [
-        ({"format": "bf16"}, "no row matches; format bf16 is none of bfloat16"),
-        ({"kernel": ["sdpa-*", "!x"]}, "no row matches; kernel sdpa-*, !x is none of mine"),
-        ({"tensor": "dq"}, "no row matches; tensor dq is none of out"),
-        ({"layer": 7}, "no row matches"),
-    ],
-)
-def test_what_matches_no_row_is_told_beside_what_there_is(where: Any, said: str) -> None:
-    """So that a slip of the pen is seen."""
-    judgement = judge([row()], rules(metric="rms", at_most=1, where=where))
-    assert (judgement.exit_code, only(judgement).reasons) == (3, (said,))
-
-
 # --- what the gate must catch --------------------------------------------------------------------
 
 
@@ -214,18 +191,6 @@ def test_a_gate_can_be_asked_to_prove_what_it_catches(
     assert [v.reasons for v in judged.verdicts if v.rule == "catches scale"] == (
         [(why,)] if why else []
     )
-
-
-def test_a_fault_must_be_caught_in_each_format() -> None:
-    """In one in which kernels ran and it was not planted, nobody knows."""
-    found = [row(), row(format="float16"), control("scale", 0.01, 9.0)]
-    asked = rules(metric="expected_ratio", at_most=1.1).model_copy(
-        update={"catches": {"scale": 0.01}}
-    )
-    (*_, verdict) = judge(found, asked).verdicts
-    assert (verdict.outcome, verdict.reasons) == ("unmeasured", ("not planted in float16",))
-    planted = [*found, control("scale", 0.01, 9.0, format="float16")]
-    assert judge(planted, asked).exit_code == 0
 
 
 def test_the_ci_file_is_the_default_rules_and_asks_for_proof() -> None:

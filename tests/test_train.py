@@ -26,7 +26,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.report import read
 from numdev.training.config import Optimiser, TrainConfig, TrainRequest, recorded_steps, resolve
 from numdev.training.data import load
-from numdev.training.lane import Lane, largest_score, rate
+from numdev.training.lane import largest_score, rate
 from numdev.training.lockstep import STATE, WORKSPACE, deterministic
 from numdev.training.measure import distances, is_spike, spectral_norms
 from numdev.training.models import build
@@ -172,22 +172,6 @@ def test_a_lane_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
         assert r.lr == pytest.approx(lr, rel=1e-12)
 
 
-def test_other_variants_differ_where_they_say(tmp_path: Path) -> None:
-    """Another seed from the start, another order from the first batch, an ulp by an ulp."""
-    report = run(tmp_path, *OTHERS)
-    at_0 = {v["name"]: weights_of(report, v["name"], "attention")[0] for v in OTHERS}
-    assert all(d.step == 0 for d in at_0.values())
-    assert at_0["other"].rel == pytest.approx(math.sqrt(2), rel=0.1)  # independent weights
-    assert 0 < at_0["ulp"].rel < 2**-23
-    assert at_0["pure"].rel == pytest.approx(2**-9, rel=0.5)
-    same = {"repeat", "flash", "half", "fp32 attention", "order", "noise", "sgd"}
-    assert {name for name, d in at_0.items() if d.equal == 1.0} == same
-    gradients = {d.variant: d for d in report.distances if d.of == "gradient" and d.group == "all"}
-    assert all(d.step == 0 for d in gradients.values())
-    assert gradients["repeat"].equal == gradients["sgd"].equal == 1.0
-    assert 0 < gradients["noise"].rel < 0.1 < gradients["order"].rel
-
-
 def test_the_denoiser_trains_too(tmp_path: Path) -> None:
     model = {"kind": "dit", "layers": 2, "width": 16, "heads": 2, "image": 8, "patch": 2}
     data = {"source": "images", "images": 8}
@@ -235,18 +219,6 @@ def test_a_kernel_that_raises_anything_is_named(tmp_path: Path) -> None:
     """In backward too: foreign code is not taken for a bug of numdev."""
     with pytest.raises(MeasurementError, match=r"variant odd.*KeyError: 'back.*leave the variant"):
         run(tmp_path, {"name": "odd", "kernel": f"{__name__}:raises_backward"})
-
-
-def test_the_first_sentences_are_of_the_figures(tmp_path: Path) -> None:
-    """Of every variant how far it is from the golden run, beside chance: the means over seeds of
-    the curves. One that changes nothing is said to be the golden run."""
-    found = run(tmp_path, OTHERS[0], OTHERS[5], OTHERS[7], seeds=[0, 1])
-    same, other, noise = found.summary.answer
-    [rel] = [f for f in found.figures if f.metric == "rel"]
-    last = {c.label: c.points[-1].mean for c in rel.curves}
-    assert same.startswith("repeat: its weights are the golden run's, bit for bit")
-    assert f"by {last['other']:.2g} at step 6 (" in other
-    assert noise.startswith("re-rounded at random: its weights are off the golden run's")
 
 
 def test_a_state_that_cannot_be_saved_is_named(
@@ -403,16 +375,6 @@ def test_a_resumed_run_goes_on_from_its_state(tmp_path: Path) -> None:
     assert seen[4] == 0
 
 
-def test_rows_newer_than_the_state_are_computed_again(tmp_path: Path) -> None:
-    """As after a kill: the state is of step 1, and the journal has step 4."""
-    asked = request(config(tmp_path, *STATEFUL))
-    state = cut(asked, tmp_path / "o", 1)
-    content = state.read_bytes()
-    cut(asked, tmp_path / "o", 5)
-    state.write_bytes(content)
-    assert ends_as_one_that_was_not_cut(asked, tmp_path / "o")
-
-
 def test_a_repeat_draws_what_the_golden_run_drew(tmp_path: Path) -> None:
     """So it is that run bit for bit also where that rounds at random; another seed of the recipe
     draws other numbers."""
@@ -422,27 +384,6 @@ def test_a_repeat_draws_what_the_golden_run_drew(tmp_path: Path) -> None:
     report = run(tmp_path, variants=[golden, *others])
     assert weights_of(report, "repeat")[-1].max_abs == 0.0
     assert weights_of(report, "another")[-1].max_abs > 0.0
-
-
-def test_a_step_that_was_broken_off_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second Ctrl-C, between two lanes of step 4: the state stays that of step 3."""
-    asked = request(config(tmp_path, *STATEFUL))
-    state = cut(asked, tmp_path / "o", 3)
-    content, step = state.read_bytes(), Lane.step
-
-    def breaks_off(lane: Lane, *given: Any) -> None:
-        if lane.variant.name == "noise":
-            raise KeyboardInterrupt
-        step(lane, *given)
-
-    monkeypatch.setattr(Lane, "step", breaks_off)
-    with pytest.raises(KeyboardInterrupt):
-        train(asked, tmp_path / "o")
-    monkeypatch.undo()
-    assert state.read_bytes() == content
-    assert ends_as_one_that_was_not_cut(asked, tmp_path / "o")
 
 
 class Harm:
@@ -576,29 +517,6 @@ def command(*arguments: Any) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
-
-
-def test_the_command_shows_and_writes_its_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, output = config(tmp_path, *OTHERS, title="A <b>bold</b> run"), tmp_path / "o"
-    assert command(path, "-o", output, "--device", "cpu") == 0
-    shown = capsys.readouterr().out
-    assert "bit for bit" in shown
-    assert "Distance of all weights" in shown
-    page = (output / "report.html").read_text()
-    assert "A &lt;b&gt;bold&lt;/b&gt; run" in page
-    assert page.count("<svg") == 6
-    assert {p.name for p in output.iterdir()} >= {"rows.csv", "distances.csv", "report.json"}
-    report = read(output)
-    assert isinstance(report, TrainReport)
-    cli.main(["report", str(output)])
-    assert capsys.readouterr().out == shown
-    assert [v.name for v in report.variants] == [v["name"] for v in (GOLDEN, *OTHERS)]
-    assert report.variants[2].ran == "_scaled_dot_product_flash_attention_for_cpu"
-    assert report.variants[-1].differs["optimiser"] == {
-        "name": "sgd", "lr": 0.1, "momentum": 0.5
-    }  # fmt: skip
 
 
 def test_a_run_in_parts_ends_with_the_same_report(

@@ -5,21 +5,18 @@ What the device does is in `test_triton_flash_gpu.py`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
 import pytest
 import torch
-from interpreted import HERE, python
 
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused, UsageError
 from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulated
-from numdev.kernels.emulation.recipe import SITES, recipe
 from numdev.kernels.output import Output
-from numdev.kernels.triton_flash.kernel import CHOICES, EMULATED, Call, Size, tiles
+from numdev.kernels.triton_flash.kernel import Call, Size, tiles
 from numdev.system import System
 
 KERNEL = find("triton-flash")
@@ -34,16 +31,6 @@ def case(**changes: Any) -> AttentionCase:
 
 def call(here: AttentionCase, **options: Any) -> Call:
     return Call.of(here, KERNEL.with_options(options))
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    """`triton_flash_cases.py` passes, in a process of its own."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
-    cases = str(HERE / "triton_flash_cases.py")
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
 
 
 @pytest.mark.parametrize(
@@ -68,15 +55,6 @@ def test_senseless_options_are_refused(options: dict[str, Any], words: str) -> N
     """Before anything runs, with the option's name and what it could be."""
     with pytest.raises(UsageError, match=words):
         KERNEL.with_options(options)
-
-
-@pytest.mark.parametrize("name", EMULATED)
-def test_shared_options_are_those_of_the_emulation(name: str) -> None:
-    """An option that `emulated` has too takes none but values that `emulated` takes."""
-    for value in CHOICES.get(name, (64,)):
-        given = {name: value}
-        made = recipe(sites=given) if name in SITES else recipe(**given)
-        assert (made.sites[name] if name in SITES else getattr(made, name)) == value
 
 
 def test_the_claim_is_what_ran() -> None:

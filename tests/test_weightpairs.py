@@ -12,7 +12,7 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
-from numdev.sources.kinds import KINDS, kind_of, layer_of
+from numdev.sources.kinds import KINDS, kind_of
 from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled
 
 RELATIVE = 1e-12
@@ -63,15 +63,6 @@ def test_one_tensor_against_numpy_and_scipy() -> None:
     assert found["nulls"] == {}
 
 
-def test_a_cast_is_once_what_a_cast_changes() -> None:
-    """Weights against themselves cast to bfloat16 differ by exactly one cast to bfloat16, also
-    where they are stored in that format."""
-    b = normal(64, 64, seed=2)
-    found = measured(b.to(torch.bfloat16), b)
-    assert found["bfloat16_times"] == 1
-    assert found["mean_abs"] == found["w1"] == found["bfloat16_w1"]
-
-
 def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     """Every paired number of several tensors is that of their concatenation; W1 is the mean of
     theirs, which is never below W1 of the concatenation."""
@@ -91,32 +82,6 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     mean = sum(n * w for n, w in each) / sum(n for n, _ in each)
     assert found["w1"] == pytest.approx(mean, rel=1e-6)  # scipy adds float32 up in float32
     assert found["w1"] >= of_all
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
-    """NaN and infinity of either side are counted for it, and the rest gives the numbers that the
-    finite pairs give alone."""
-    a, b = normal(50, seed=4), normal(50, seed=5)
-    clean = measured(a[3:], b[3:])
-    a[0] = a[1] = b[1] = b[2] = bad
-    found = measured(a, b)
-    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (2, 2, 50)
-    same = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
-    assert {k: found[k] for k in same} == {k: clean[k] for k in same}
-
-
-def test_what_means_nothing_is_null_with_a_reason() -> None:
-    """No elements, nothing finite, zeros and a cast that changes nothing."""
-    empty = measured(torch.zeros(0, 3), torch.zeros(0, 3))
-    assert empty["mean_abs"] is None
-    assert set(empty["nulls"].values()) == {"holds no elements"}
-    lost = measured(torch.full((3,), math.nan), torch.ones(3))
-    assert lost["nulls"]["w1"] == "no element is finite in both"
-    zeros = measured(torch.ones(3), torch.zeros(3))
-    assert zeros["nulls"]["rel"] == "against is 0 everywhere"
-    assert zeros["nulls"]["bfloat16_times"] == "a cast to bfloat16 changes nothing"
-    assert zeros["mean_abs"] == 1
 
 
 def test_formats_of_8_bits_and_of_64() -> None:
@@ -155,18 +120,3 @@ KINDS_OF = {
 def test_kinds_by_common_names(kind: str) -> None:
     assert kind in KINDS
     assert {kind_of(name) for name in KINDS_OF[kind].split()} == {kind}
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("transformer.wte.weight", None),
-        ("transformer.h.3.attn.c_attn.weight", "transformer.h.3"),
-        ("model.layers.10.mlp.experts.7.down_proj.weight", "model.layers.10"),
-        ("layers.0.attention.wk.weight", "layers.0"),
-        ("encoder.block.0.layer.0.SelfAttention.o.weight", "encoder.block.0"),
-        ("0.weight", "0"),
-    ],
-)
-def test_layers_by_common_names(name: str, layer: str | None) -> None:
-    assert layer_of(name) == layer

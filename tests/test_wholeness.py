@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from compared_reports import case
-from gate_rows import control, lse, report, row
+from gate_rows import lse, report, row
 
 from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report
@@ -76,57 +76,3 @@ def test_a_seed_of_a_sweep_that_is_missing_is_no_pass() -> None:
     assert judged(told(both, seeds=[0, 1])) == 0
     with pytest.raises(MeasurementError, match="the case d, seed 1"):
         judged(told(without(both, case="d", seed=1), seeds=[0, 1]))
-
-
-@pytest.mark.parametrize("tensor", ["out", "dq"])
-@pytest.mark.parametrize("status", ["skipped", "failed"])
-def test_a_call_that_says_why_it_has_no_rows_is_whole(status: str, tensor: str) -> None:
-    """One row stands for all of the pass: skipped calls pass, failed ones do not."""
-    lost = ("out", "dq", "dk", "dv", "lse") if tensor == "out" else ("dq", "dk", "dv")
-    kept = [r for r in rows() if (r.kernel, r.case) != ("b", "d") or r.tensor not in lost]
-    bare = row(None, kernel="b", case="d", tensor=tensor, status=status, reason="why")
-    assert judged(told([*kept, bare])) == (0 if status == "skipped" else 3)
-
-
-def test_what_need_not_be_there() -> None:
-    """The log-sum-exp of a kernel that returns none, heads that were not asked for, and dk and dv
-    of planted faults where rows are sampled."""
-    assert judged(told(without(rows(), kernel="a", tensor="lse"))) == 0
-    two = [r for r in rows() if r.head is None or r.head < 1]
-    assert judged(told(two, heads=[0])) == 0
-    planted = [
-        control("scale", dose, 5.0, head=h, case=c, tensor=t)
-        for dose in (0.01, 0.03) for h in range(4) for c in ("c", "d") for t in ("out", "dq")
-    ]  # fmt: skip
-    assert judged(told([*rows(), *planted])) == 0
-    with pytest.raises(MeasurementError, match="control:scale"):
-        judged(told([*rows(), *planted[:-1]]))
-
-
-def test_the_older_report_must_be_whole_too() -> None:
-    """Else what it lacks would be new, and what it has twice would narrow its spread."""
-    change = Rules(thresholds=(Threshold(name="r", metric="rms", over="before", at_most=1.1),))
-    found = told(rows())
-    assert judge_report(found, change, found).exit_code == 0
-    with pytest.raises(MeasurementError, match="the older report is not whole"):
-        judge_report(found, change, told(without(rows(), head=3, tensor="out")))
-
-
-def test_a_call_of_a_strange_number_of_heads_is_not_whole() -> None:
-    """At once, whatever the number is."""
-    found = told(rows())
-    many = tuple(c.model_copy(update={"heads": 10**30}) for c in found.cases)
-    with pytest.raises(MeasurementError, match="no kernel has a row for out of c head 4"):
-        judged(found.model_copy(update={"cases": many}))
-
-
-@pytest.mark.parametrize("seeds", [None, 3, "x", [], ["x", {}], [[0]], {"a": 1}])
-def test_a_strange_request_is_no_error(seeds: Any) -> None:
-    """It is whatever a file says."""
-    assert judged(told(rows(), seeds=seeds, heads=None)) == 0
-
-
-def test_a_call_out_of_a_model_has_no_seed() -> None:
-    """A request that says seeds for what it draws does not ask for them of captured calls."""
-    found = told(rows(seed=None), seeds=[0])
-    assert judged(found) == 0

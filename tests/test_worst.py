@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
 from oracles import FEATURES, make_case
-from rich.console import Console
 from torch import Tensor
 
-from numdev.audit.examine import NOTABLE, SHOWN, most, remarkable
-from numdev.cases import AttentionCase, CaseRef
+from numdev.audit.examine import NOTABLE, SHOWN, most
+from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.metrics.deviation import measure
 from numdev.metrics.special import NOTHING
 from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
-from numdev.report import AuditReport, AuditSummary, DeviationRow, Provenance, WorstRow
-from numdev.report.renderers import html, terminal
+from numdev.report import WorstRow
 
 BFLOAT16 = FORMATS["bfloat16"]
 
@@ -123,33 +119,6 @@ def check_query(case: AttentionCase, w: WorstRow, S: Tensor, P: Tensor) -> None:
     assert {name: getattr(w, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "feature",
-    ["grouped", "sinks", "soft cap", "batch", "additive mask per head", "sliding window, offset"],
-)
-@pytest.mark.parametrize("tensor", ["dk", "dv"])
-def test_facts_of_keys(feature: str, tensor: str) -> None:
-    """What a key receives, from how many queries, and how many see it."""
-    case = make_case(**{"seed": 4, **FEATURES[feature]})
-    case = dataclasses.replace(case, grad_out=normal(1, *case.q.shape[:3], case.v.shape[-1]))
-    y, lse = yardstick(case, tensor)
-    S, P = dense(case)
-    out = y.reference + 1e-3 * y.term_scale * normal(5, *y.reference.shape)
-    count = case.kv_len * case.q.shape[0]
-    for w in worst_rows(case, out, y, range(case.kv_heads), tensor=tensor, lse=lse, count=count):
-        group = slice(w.head * case.group, (w.head + 1) * case.group)
-        column = P[w.batch, group, :, w.row].flatten()
-        assert (w.rows, w.lse, w.tied) == (case.kv_len, None, None)
-        assert w.mass == pytest.approx(float(column.sum()), rel=1e-9)
-        assert w.max_probability == pytest.approx(float(column.max()), rel=1e-9)
-        shown = S[w.batch, group, :, w.row] != -math.inf
-        assert w.sees == int(shown.sum())
-        assert w.position == int(shown[:, : max(0, w.row - case.causal_offset)].sum())
-        if w.sees:
-            descending = column.sort(descending=True).values.cumsum(dim=0)
-            assert w.carriers == int((descending < 0.9 * column.sum()).sum()) + 1
-
-
 # --- which rows ----------------------------------------------------------------------------------
 
 
@@ -173,27 +142,6 @@ def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
     assert len({(w.batch, w.row) for w in found}) == 3
     assert {w.head for w in found} == {1}
     assert found[1].ratio > found[2].ratio
-
-
-def test_selected_heads_keep_their_names() -> None:
-    """Where only some heads were measured they keep their names and their keys."""
-    case = make_case(heads=4, kv_heads=2, q_len=24, kv_len=30, seed=1)
-    out, y, _ = spoiled(case.select_heads([1, 3]), (0, 1, 7), by=0.3)
-    first = worst_rows(case, out, y, [1, 3])[0]
-    assert (first.head, first.row) == (3, 7)
-    assert first.lse == pytest.approx(float(attend(case).lse[0, 3, 7]))
-
-
-def test_the_ratio_is_that_of_worst_row() -> None:
-    """With a prediction the worst row's ratio is the metric of that name."""
-    case = make_case(q_len=30, kv_len=30, seed=2)
-    out, y, _ = spoiled(case, (0, 1, 4), by=0.01)
-    predicted = y.reference + 1e-3 * y.term_scale * normal(8, *y.reference.shape)
-    metric = measure(out, y, predicted).heads
-    first = worst_rows(case, out, y, range(2), predicted=predicted)[0]
-    assert (first.head, first.row, first.predicted) == (1, 4, True)
-    assert first.ratio == pytest.approx(max(head["worst_row"] for head in metric))
-    assert f"errs {first.ratio:.3g} x what is predicted for it" in first.sentence
 
 
 def test_what_is_not_finite_comes_first_and_what_says_nothing_is_left_out() -> None:
@@ -320,46 +268,3 @@ def test_the_worst_rows_are_shown() -> None:
     assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
     assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
     assert most([kept(0, ratio=50.0, predicted=False)]) == ()
-
-
-@pytest.mark.parametrize(
-    ("looked_for", "changes"),
-    [
-        (True, {"worst_row": NOTABLE * (1 - 1e-12)}),
-        (False, {"worst_row": NOTABLE * 0.99}),
-        (True, {"worst_row": None}),
-        (True, {"nonfinite": 1}),
-        (False, {"tensor": "lse", "worst_row": None}),
-        (False, {"status": "skipped", "worst_row": None}),
-    ],
-)
-def test_worst_rows_are_looked_for_where_one_may_be_shown(looked_for, changes) -> None:
-    """From what is shown on, to rounding, and where nothing is known."""
-    there: Any = {"status": "ok", "tensor": "out", "worst_row": 1.0, "nonfinite": 0} | changes
-    assert remarkable([DeviationRow.model_construct(**there)]) is looked_for
-
-
-# --- shown ---------------------------------------------------------------------------------------
-
-
-def test_the_report_shows_them() -> None:
-    """Both renderers name kernel, place and row; names are foreign text; JSON holds it all."""
-    case = planted(ref=CaseRef(case="c", module="layers.8", layer=8))
-    out, y, _ = spoiled(case, (0, 0, 17))
-    identity = {"kernel": "[red]<b>k", "options": {"tile": 64}}
-    rows = worst_rows(case, out, y, [0], identity=identity)
-    found = AuditReport(
-        provenance=Provenance(numdev="0", command="c", created="", system={}, source={}),
-        request={"target": "t"},
-        summary=AuditSummary(answer=(), kernels=(), worst_rows=tuple(rows)),
-        rows=(),
-    )
-    assert AuditReport.model_validate_json(found.model_dump_json()) == found
-    file = io.StringIO()
-    terminal.show(found, Console(file=file, width=400))
-    place = " (bfloat16), layer 8, head 0, out: "
-    assert f"[red]<b>k[tile=64]{place}{rows[0].sentence}" in file.getvalue()
-    assert "\n\nThe rows that err most\n" in file.getvalue()
-    page = html.page(found)
-    assert "<h2>The rows that err most</h2>" in page
-    assert f"<strong>[red]&lt;b&gt;k[tile=64]</strong> <span>{place.lstrip()}row 17" in page
