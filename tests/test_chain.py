@@ -1,5 +1,5 @@
-"""The numbers of a diagnosis, against loops over rows and keys of one head, matrices that are
-really made, and autograd of a layer that is really there."""
+"""The numbers of a diagnosis against known answers and loops over rows and keys; a dense
+computation of all of them is in test_diagnose_again.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from numdev.formats import FORMATS, round_to, ulp
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.kernels.emulation.rounding import Rounder
-from numdev.report import Record
 from numdev.sources.projection import Projection
 
 BF16 = FORMATS["bfloat16"]
@@ -70,15 +69,6 @@ def assert_same(found: Any, expected: Any, rel: float = 1e-9) -> None:
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None), (found, expected)
         assert x is None or x == pytest.approx(y, rel=rel, abs=1e-13), (found, expected)
-
-
-def flat(record: Any) -> list[Any]:
-    """All numbers of a record, those of its parts too."""
-    parts = record if isinstance(record, tuple) else vars(record).values()
-    numbers = []
-    for x in parts:
-        numbers += flat(x) if isinstance(x, tuple | Record) else [x]
-    return [x for x in numbers if isinstance(x, int | float | None)]
 
 
 def assert_explained(row: HeadRow) -> None:
@@ -268,8 +258,6 @@ def test_biases_are_means_of_errors_in_ulps(name: str) -> None:
     product, rounded = found.product_exact[0, 0, 1:], found.product[0, 0, 1:]
     l = (truth.exact.lse - found.kept.m)[0, 0, 1:, None].exp()
     assert_bias(row.pv, rounded - product, product, scale * (1.0 if name == "plain" else l))
-    with pytest.raises(AssertionError):
-        assert_bias(row.out, exact - found.out[0, 0, 1:], exact, scale)
 
 
 def assert_bias(bias: Bias, error: Tensor, exact: Tensor, scale: Tensor) -> None:

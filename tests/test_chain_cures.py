@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 from test_chain import (
+    assert_same,
     drawn,
+    numbers,
     plain_projection,
     tying,
 )
@@ -34,6 +36,19 @@ def rows(found: Diagnosis) -> tuple[CureRow, ...]:
 def of(rows: tuple[CureRow, ...], cure: str, head: int = 0) -> CureRow:
     (row,) = (row for row in rows if (row.cure, row.head) == (cure, head))
     return row
+
+
+def test_gradients_err_as_those_of_the_kernel(found: Diagnosis, rows: tuple[CureRow, ...]) -> None:
+    """|error| / |exact| of dq, dk and dv of `emulated`; of a kv head for each that reads it."""
+    case = found.truth.case
+    given, exact = (find(n).gradients(case, **o) for n, o in
+                    (("emulated", {"preset": "qiu2025"}), ("reference", {})))  # fmt: skip
+    for head in range(4):
+        expected = []
+        for name, place in (("dq", head), ("dk", head // 2), ("dv", head // 2)):
+            a, b = (getattr(x, name)[:, place].double() for x in (given, exact))
+            expected.append(float((a - b).norm() / b.norm()))
+        assert_same(numbers(of(rows, NONE, head), "dq_rel", "dk_rel", "dv_rel"), expected)
 
 
 def test_a_contradiction_has_its_reason() -> None:

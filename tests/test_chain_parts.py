@@ -1,5 +1,5 @@
-"""Blocks of rows and their t, running sums, and the largest eigenvalue: the parts of a diagnosis
-that numbers without attention can test."""
+"""Blocks of rows and their t, and the largest eigenvalue: the parts of a diagnosis that numbers
+without attention can test."""
 
 from __future__ import annotations
 

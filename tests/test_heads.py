@@ -5,27 +5,71 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
-from diagnosed_rows import cured, delta, guilty, innocent, real, running
 from rich.console import Console
 
 from numdev.diagnose import heads
-from numdev.diagnose.curves import axis_of, figures
-from numdev.diagnose.heads import answer, ranked, shares
+from numdev.diagnose.curves import onsets
+from numdev.diagnose.heads import answer, at_fault, ranked, shares
 from numdev.diagnose.report import (
     Bias,
-    Checkpoint,
     CureRow,
+    DeltaError,
     DiagnoseReport,
     DiagnoseSummary,
     HeadRow,
+    Imbalance,
 )
-from numdev.report import Provenance
-from numdev.report.renderers import terminal
+from numdev.report import read
+from numdev.report.renderers import html, terminal
 
-COSTS = {"delta from dP": "one more pass over the keys"}
+SAMPLE = Path(__file__).parent / "data" / "reports" / "diagnose.json"
+
+
+def delta(**changes: Any) -> DeltaError:
+    made = {"formula": "dO*O", "mean": -0.004, "rms": 0.005, "t": -14.0, "run": 12.0, "dw_q": 0.03}
+    return DeltaError(**{**made, **changes})
+
+
+def guilty(
+    layer: int = 3, head: int = 5, *, moved: float | None = 0.031, **changes: Any
+) -> HeadRow:
+    """A head that meets every condition."""
+    made: dict[str, Any] = {
+        "checkpoint": "run-step100", "step": 100, "case": f"layers.{layer}#0", "layer": layer,
+        "head": head, "rows": 2040, "tied": 0.42, "ones": 0.42, "powers": 0.81, "one_signed": 0.9,
+        "pv": Bias(t=-11.0, outward=0.11), "out": Bias(t=12.0, outward=0.09), "ds_row_sum": 0.004,
+        "delta": (delta(dw_q=moved),), "similarity": 0.55, "dw_q_unbalanced": moved,
+        "delta_unbalanced": Imbalance(mean=-0.004, rms=0.005, t=-13.0, run=11.0),
+        "dw_q_error": None if moved is None else 1.2 * moved,
+        "dw_q_norm": None if moved is None else 2.0, "spectral_norm": 31.0, "spectral_ratio": 2.6,
+    }  # fmt: skip
+    return HeadRow(**{**made, **changes})
+
+
+def innocent(
+    layer: int = 0, head: int = 0, *, moved: float | None = 3e-4, **changes: Any
+) -> HeadRow:
+    """A head that meets no condition, but rounds as usual."""
+    own = delta(mean=2e-5, rms=0.002, t=0.6, run=1.2, dw_q=moved)
+    made: dict[str, Any] = {
+        "tied": 0.0, "ones": 0.0, "powers": 0.06, "one_signed": None,
+        "pv": Bias(t=0.3, outward=0.001), "out": Bias(t=-0.7, outward=-0.002), "delta": (own,),
+        "similarity": 0.04, "dw_q_error": moved, "spectral_ratio": 1.0,
+    }  # fmt: skip
+    return guilty(layer, head, moved=moved, **{**made, **changes})
+
+
+def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
+    """A cure that leaves this share of the head's trouble."""
+    made: dict[str, Any] = {
+        "delta_mean": (row.delta[0].mean or 0.0) * left, "delta_t": row.delta[0].t,
+        "dw_q_error": None if row.dw_q_error is None else row.dw_q_error * left,
+    }  # fmt: skip
+    return CureRow(**row.place, cure=name, **{**made, **changes})
 
 
 # --- conditions and order ------------------------------------------------------------------------
@@ -82,6 +126,21 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
     expected = [0.5, 0.08 / size, 0.015, 0.03 / size, 0.015 / size]
     assert [r.score for r in found] == pytest.approx(expected, rel=1e-12)
     assert [r.rank for r in found] == [1, 2, 3, 4, 5]
+
+
+def test_without_w_q_the_mean_error_of_delta_decides() -> None:
+    """Such heads come after those whose W_Q is known; a head without delta comes last, at 0."""
+    unknown = {"dw_q_error": None, "dw_q_unbalanced": None, "dw_q_norm": None}
+    rows = [
+        guilty(0, 0, delta=(), **unknown),
+        guilty(0, 1, moved=None),
+        guilty(0, 2, delta=(delta(dw_q=None, mean=-0.02),), **unknown),
+        innocent(0, 3),
+    ]
+    found = ranked(rows, ())
+    assert [(r.head, r.score) for r in found] == [(3, 3e-4), (2, 0.02), (1, 0.004), (0, 0.0)]
+    assert heads.WRONG not in (*found[2].conditions, *found[2].missing)
+    assert at_fault(found[2])
 
 
 def test_cures_that_take_more_than_half_are_named_best_first() -> None:
@@ -179,35 +238,36 @@ def test_the_cure_that_helps_most() -> None:
     )
 
 
+def test_limits_passed_over_training() -> None:
+    """In their order, and those that never were; falling below again undoes it, on the limit
+    counts."""
+    assert said([guilty()], None, x=20, y=5, w=None).endswith(
+        "Limits passed over training: y at step 5, x at step 20, w never."
+    )
+    for tied, step in (((0.1, 0.01, 0.05, 0.2), 30), ((0.1, 0.2), 10), ((0.9, 0.0), None)):
+        rows = grown(*tied)
+        assert onsets(rows, ranked(rows[-2:], ())[0])["Rows with tied maxima"] == step
+
+
 # --- shown ---------------------------------------------------------------------------------------
 
 
 def grown(*tied: float) -> list[HeadRow]:
     """One head whose share of tied rows is this at steps 10, 20, ..., beside one without."""
     places = [{"checkpoint": f"c{i}", "step": 10 * i} for i in range(1, len(tied) + 1)]
-    pairs = [
-        (guilty(0, 0, tied=share, ones=None, **place), innocent(0, 1, **place))
+    return [
+        row
         for share, place in zip(tied, places, strict=True)
+        for row in (guilty(0, 0, tied=share, ones=None, **place), innocent(0, 1, **place))
     ]
-    return [row for pair in pairs for row in pair]
 
 
-def report(rows: list[HeadRow], /, **changes: Any) -> DiagnoseReport:
-    last = [h for h in rows if h.step == rows[-1].step]
-    row, axis = last[0], axis_of(rows)
-    cures = [cured("none", row, 1.0), cured("delta from dP", row, 0.02)]
-    ranking = ranked(last, cures)
-    provenance = Provenance(numdev="0", command="numdev diagnose run", created="now",
-                            system={"cpu": "a laptop"}, source={"checkpoint": "run"})  # fmt: skip
-    made: dict[str, Any] = {
-        "provenance": provenance, "request": {"target": "<run>", "format": "bfloat16"},
-        "summary": DiagnoseSummary(answer=answer(ranking, last, cures), ranking=ranking,
-                                   notes=("a note & more",), axis=axis),
-        "attention": {"preset": "qiu2025"}, "checkpoints": (Checkpoint(name="c"),), "heads": rows,
-        "cures": cures, "costs": COSTS, "kernels": [real("sdpa-flash", row)],
-        "running": running(row, 0.5), "figures": figures(rows, ranking[0]) if axis else (),
-    }  # fmt: skip
-    return DiagnoseReport(**{**made, **changes})
+def report(*rows: HeadRow) -> DiagnoseReport:
+    sample = read(SAMPLE)
+    assert isinstance(sample, DiagnoseReport)
+    ranking = ranked(rows, ())
+    summary = DiagnoseSummary(answer=answer(ranking, rows, ()), ranking=ranking)
+    return sample.model_copy(update={"heads": rows, "summary": summary})
 
 
 def shown(found: DiagnoseReport, width: int) -> str:
@@ -216,18 +276,24 @@ def shown(found: DiagnoseReport, width: int) -> str:
     return out.getvalue()
 
 
+def test_the_page_has_the_picture() -> None:
+    """Running sums by both formulas, the other dashed, and what each cure costs."""
+    found = read(SAMPLE)
+    assert isinstance(found, DiagnoseReport)
+    page = html.page(found)
+    assert 'class="c0 dashed"' in page.replace("series ", "")
+    for part in ("Running sum of delta", "dO∘O", "dP∘P", "tied maxima: ", *found.costs):
+        assert part in page
+
+
 def test_a_report_without_anything() -> None:
-    """No head, no running sum, no cure: it can be shown, and says that nothing was measured."""
-    empty = {"heads": (), "cures": (), "kernels": (), "running": (), "figures": ()}
-    summary = DiagnoseSummary(answer=answer((), (), ()), ranking=())
-    found = report([guilty()], **empty, summary=summary)
+    """It can be shown, and says that nothing was measured."""
+    found = report()
     assert not found.measured
     assert "Nothing was diagnosed" in shown(found, 100)
-    found = report([guilty(), NULL]).model_copy(update={"heads": (NULL,)})
-    assert found.unmeasured.endswith("could be measured: no query sees more than one key")
+    assert report(NULL).unmeasured.endswith("could be measured: no query sees more than one key")
 
 
 def test_conditions_that_could_not_be_judged_are_not_counted() -> None:
     """`meets` is of those that are known."""
-    found = shown(report([guilty(moved=None, similarity=None, spectral_ratio=None)]), 200)
-    assert "5 of 5" in found
+    assert "5 of 5" in shown(report(guilty(moved=None, similarity=None, spectral_ratio=None)), 200)

@@ -68,14 +68,11 @@ def dw_q(projection: Projection, dq: Tensor) -> Tensor:
     return torch.einsum("bto,btw->ow", pulled, projection.x)
 
 
-def worst(a: Tensor, b: Tensor) -> float:
-    """The largest difference, over the largest element of b."""
-    assert a.shape == b.shape
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
-
-
 def agrees(a: Tensor, b: Tensor) -> bool:
-    return worst(a, b) < TOLERANCE
+    """Whether the largest difference is small beside the largest element of b."""
+    assert a.shape == b.shape
+    error = (a.double() - b.double()).abs().max() / b.double().abs().max()
+    return bool(error < TOLERANCE)
 
 
 def of_rows(name: str) -> Callable[[nn.Module, int], tuple[Tensor, Tensor]]:
