@@ -12,7 +12,6 @@ from gate_rows import row
 
 from numdev.gate.compare import Compared, compared
 from numdev.gate.compare_report import Move
-from numdev.gate.compare_words import answer
 from numdev.gate.movement import Noise, Pair, least, repeats, standard_error
 from numdev.report import DeviationRow
 
@@ -30,7 +29,7 @@ def moves(a: DeviationRow, b: DeviationRow) -> tuple[Move, ...]:
 
 def first(a: tuple[DeviationRow, ...], b: tuple[DeviationRow, ...]) -> str:
     """The first sentence."""
-    return answer(found(a, b), (), (), audit(*b).rows)[0]
+    return found(a, b).summary.answer[0]
 
 
 # --- what moved ----------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def on(inputs: float, *rows: DeviationRow) -> tuple[DeviationRow, ...]:
     ("other", "told"), [(1e-3, "same"), (1e-3 * (1 + 5e-5), "nearly the same"), (1.1e-3, "other")]
 )
 def test_inputs_are_told_by_their_floors(other: float, told: str) -> None:
-    assert found(on(1e-3, *HEADS), on(other, *HEADS)).inputs == {told: 4}
+    assert found(on(1e-3, *HEADS), on(other, *HEADS)).summary.inputs == {told: 4}
 
 
 def test_an_error_below_half_its_prediction_is_luck_on_other_inputs() -> None:
@@ -230,8 +229,7 @@ def test_rows_that_are_gone_and_why() -> None:
         ("gone", "mine", 4, "skipped: it needs sm_90"),
         ("gone", "theirs", 2, "failed: illegal access"),
         ("gone", "third", 3, "the kernel is not in the other report"),
+        ("failed", "theirs", 1, "in B: illegal access"),
     ]
-    assert {p.what for p in found(b, a).presences} == {"new"}
+    assert {p.what for p in found(b, a).presences} == {"new", "failed"}
     assert "9 rows (mine: skipped: it needs sm_90; theirs: failed" in first(a, b)
-    (failed,) = found(a, b).failed
-    assert (failed.side, failed.kernel, failed.reason) == ("B", "theirs", "illegal access")

@@ -122,7 +122,7 @@ def test_another_seed_allowed(
     found = CompareReport.model_validate_json(capsys.readouterr().out)
     assert found.summary.answer[0] == "Compared although they differ: seed (0 and 1)."
     assert set(found.summary.inputs) == {"other"}
-    assert any("The inputs are not the same in" in note for note in found.summary.notes)
+    assert any("The inputs differ in" in note for note in found.summary.notes)
     assert not any(g.same_bits for g in found.groups if g.kernel != "baseline")
 
 
@@ -134,9 +134,10 @@ def test_a_kernel_that_fails_now(audited: dict[str, Path], tmp_path: Path, out: 
     assert command(sound, broken, "-o", out, "-q") == 1
     found = reports.read(out)
     assert isinstance(found, CompareReport)
-    (gone,) = found.presences
+    gone, failed = found.presences
     assert (gone.what, gone.rows) == ("gone", 4)
     assert "illegal memory access" in gone.why
+    assert (failed.what, failed.why[:5]) == ("failed", "in B:")
     assert command(broken, broken, "-o", tmp_path / "o", "-q") == 3
     assert command(broken, sound, "-o", tmp_path / "p", "-q") == 3
 
@@ -183,7 +184,7 @@ def test_what_is_no_audit(tmp_path: Path) -> None:
     a = written(tmp_path / "a", audit(head()))
     found = compare(a, a)
     other = written(tmp_path / "other", found)
-    with pytest.raises(UsageError, match="is a report of numdev compare, and compare takes"):
+    with pytest.raises(UsageError, match="expected a report of an audit or a sweep, got compare"):
         compare(a, other)
     with pytest.raises(UsageError, match="cannot read a report there"):
         compare(a, tmp_path / "nothing")

@@ -40,5 +40,5 @@ def compare(
     results.hand_over(found, directory)
     if found.exit_code == 3:
         first = found.failed[0]
-        raise MeasurementError(f"{first.kernel} failed in {first.side}: {first.reason}")
+        raise MeasurementError(f"{first.kernel} failed {first.why}")
     context.exit(found.exit_code)

@@ -1,8 +1,8 @@
-"""`numdev compare`: two audits of the same request, or two sweeps, on two versions, machines or
-commits, row by row: what moved, what ran, what is new, what is gone.
+"""`numdev compare`: two audits of one request, or two sweeps, on two versions, machines or commits.
 
-Reads rows alone; needs neither torch nor a GPU. Which change is beyond noise is `movement`'s to
-say; what the two must have in common `change`'s. Planted faults (`role: control`) are left out.
+Rows are paired by what they say of themselves, and each pair's numbers are held to what noise
+explains (`movement`). What the two requests must have in common is decided in `change`. Planted
+faults (`role: control`) are left out. Reads rows alone: no torch, no GPU.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numdev
 from numdev.errors import UsageError, closest
@@ -24,31 +23,27 @@ from numdev.gate.change import MUST, Difference, differences, flat, unequal
 from numdev.gate.compare_report import (
     CompareReport,
     CompareSummary,
-    Failed,
     Group,
     Inputs,
     Move,
-    NewsOfFinding,
     Presence,
-    Ran,
     Side,
 )
-from numdev.gate.compare_words import answer, notes, threshold
-from numdev.gate.movement import FAR, Change, Noise, Pair
+from numdev.gate.findings import Places, label, listed
+from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise, Pair
 from numdev.gate.rows import GRADIENTS, Key, Measured, grouped, spelt
 from numdev.report import (
     AuditReport,
     CaseRecord,
     DeviationRow,
-    Finding,
     Place,
     Provenance,
     SweepReport,
     read,
 )
 
-# By how much the numbers of two floors may differ, each of them, for nearly the same inputs: drawn
-# anew they differ by some 1 / sqrt(elements), and all at once by so little never.
+# Floors of the same inputs differ by at most this much, relatively, where a model's own layers
+# differ by an ulp here and there; floors of other inputs differ by about 1 / sqrt(elements).
 NEARLY = 1e-4
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 # Fields that rows may differ in though all their numbers are equal.
@@ -59,15 +54,28 @@ UNITS = {
     "worst_row": " x what is predicted for its worst row",
     "rms": " (rms)",
 }
+NAMED = 3  # kernels or reasons named in a sentence
+THRESHOLD = (
+    f"Beyond noise is what {ALPHA:.0%} of comparisons would show somewhere by chance, over the "
+    f"{{tests}} numbers judged; a change of less than {LEAST - 1:.0%} never is (of a worst row: "
+    f"less than a factor of {WORST_ELSE:g}, of dq and dk {WORST['dq']:g})."
+)
+OTHER = (
+    "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
+    "beside what each report predicts for its own inputs, and by how heads scatter."
+)
+NEARLY_THE_SAME = (
+    "The inputs are nearly, and not quite, the same in {count} rows, as those of a model run by "
+    "another version are."
+)
 _numbers = attrgetter(*(name for name in DeviationRow.model_fields if name not in IDENTITY))
-_call = attrgetter("case", "module", "layer", "call", "phase")
 
 
 def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
-    """B beside A, each a report.json of an audit or a sweep, or a directory with one.
+    """Report B beside report A, each a report.json of an audit or a sweep, or its directory.
 
-    Raises UsageError where either is none, or they differ in a key of `MUST` that is not in
-    `allow`; MeasurementError for a report that cannot be understood.
+    Raises UsageError where either is something else, or they differ in a key of `MUST` that is not
+    in `allow`; MeasurementError for a report that cannot be understood.
     """
     for key in allow:
         if key not in MUST:
@@ -82,8 +90,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
             f"the two do not measure the same: they differ in {words}",
             hint=f"measure the same{f', or {hint}' if hint else ''}",
         )
-    result = compared(old, new)
-    findings = news(old, new, result.moves)
+    result = compared(old, new, apart)
     return CompareReport(
         provenance=Provenance(
             numdev=numdev.__version__,
@@ -92,34 +99,24 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
             system=new.provenance.system,
             source={"config": str(b), "run": new.provenance.source},
         ),
-        request={"a": str(a), "b": str(b), "sha256": [_sha256(a), _sha256(b)]}
-        | {"allow": sorted(allow)},
-        summary=CompareSummary(
-            answer=answer(result, apart, findings, new.rows),
-            notes=tuple(notes(result)),
-            inputs={str(k): v for k, v in result.inputs.items()},
-            threshold=threshold(result),
-        ),
+        request={
+            "a": str(a),
+            "b": str(b),
+            "sha256": [_sha256(a), _sha256(b)],
+            "allow": sorted(allow),
+        },
+        **result._asdict(),
         a=_side(a, old),
         b=_side(b, new),
         allowed=apart,
         changes=_changes(old, new),
-        ran=result.ran,
-        groups=result.groups,
-        moves=result.moves,
-        presences=result.presences,
-        news=findings,
-        failed=result.failed,
     )
 
 
 def _read(path: Path) -> Measured:
     report = read(path)
     if not isinstance(report, AuditReport | SweepReport):
-        raise UsageError(
-            f"{path}: is a report of numdev {report.kind}, and compare takes audits or sweeps",
-            hint="give reports of `numdev audit` or `numdev sweep`",
-        )
+        raise UsageError(f"{path}: expected a report of an audit or a sweep, got {report.kind}")
     if isinstance(report, SweepReport) and not report.rows:
         raise UsageError(
             f"{path}: is a sweep that kept cells, and no rows of heads to compare",
@@ -139,7 +136,8 @@ def _sha256(path: Path) -> str:
 
 
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
-    """What else differs in where the numbers come from: versions, machine, settings, options."""
+    """What else differs: versions, machine, settings, and options of kernels that ran with one set
+    of them in each report."""
     sides = []
     for report in (a, b):
         system = dict(report.provenance.system)
@@ -150,18 +148,19 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     keys = dict.fromkeys((*sides[1], *sides[0]))
     found = [d for key in keys for d in unequal(key, *(side.get(key) for side in sides))]
     here, there = (_options(report.rows) for report in (a, b))
-    for kernel in here.keys() & there.keys():
-        if len(here[kernel]) == len(there[kernel]) == 1:
-            (old,), (new,) = here[kernel].values(), there[kernel].values()
+    for role, kernel in here.keys() & there.keys():
+        sets = here[role, kernel], there[role, kernel]
+        if all(len(its) == 1 for its in sets):
+            (old,), (new,) = (its.values() for its in sets)
             for key in dict.fromkeys((*new, *old)):
-                found += unequal(f"{kernel[1]}: {key}", old.get(key), new.get(key))
+                found += unequal(f"{kernel}: {key}", old.get(key), new.get(key))
     return tuple(found)
 
 
 def _options(
     rows: Sequence[DeviationRow],
 ) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
-    """Role and kernel to the sets of options it ran with, by what tells them apart."""
+    """By role and kernel: the sets of options it ran with, by their text."""
     sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         sets.setdefault((row.role, row.kernel), {}).setdefault(spelt(row.options), row.options)
@@ -172,10 +171,10 @@ def _options(
 
 
 class Names:
-    """What rows are called in both reports, so that they find each other.
+    """The keys by which rows of both reports are paired.
 
-    A kernel's options are part of its name where it ran with several sets of them; else they may
-    have changed. So with the seed.
+    A kernel's options are part of its name only where it ran with several sets of them, since
+    otherwise they may have changed from A to B. So it is with the seed.
     """
 
     def __init__(self, a: Sequence[DeviationRow], b: Sequence[DeviationRow]) -> None:
@@ -184,21 +183,25 @@ class Names:
         self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
 
     def kernel(self, row: DeviationRow) -> Key:
+        """Role, kernel, options and format."""
         several = (row.role, row.kernel) in self._several
         return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
 
     def call(self, row: DeviationRow) -> Key:
-        return (*_call(row), row.seed if self._seeds else None)
+        """Case, place and seed."""
+        seed = row.seed if self._seeds else None
+        return (row.case, row.module, row.layer, row.call, row.phase, seed)
 
-    def step(self, row: DeviationRow, tensor: str) -> Key:
-        """The forward or backward pass of a call, whichever the tensor comes from."""
-        return (self.kernel(row), self.call(row), tensor in GRADIENTS)
+    def step(self, row: DeviationRow) -> Key:
+        """The forward or backward pass of a call."""
+        return (self.kernel(row), self.call(row), row.tensor in GRADIENTS)
 
     def row(self, row: DeviationRow) -> Key:
+        """One head of one tensor."""
         return (self.kernel(row), self.call(row), row.tensor, row.head)
 
     def inputs(self, row: DeviationRow) -> Key:
-        """The floor of a row: the exact result rounded once depends on the inputs alone."""
+        """The row of the floor that tells of this row's inputs."""
         tensor = "out" if row.tensor == "lse" else row.tensor
         return (row.format, self.call(row), tensor, row.head)
 
@@ -217,7 +220,7 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
 
 
 def equal(a: DeviationRow, b: DeviationRow) -> bool:
-    """Whether two rows are equal in every number, and every reason for not having one."""
+    """Whether two rows are equal in every number, and in every reason for not having one."""
     return bool(_numbers(a) == _numbers(b))
 
 
@@ -230,66 +233,61 @@ def _widths(cases: Sequence[CaseRecord]) -> dict[tuple[str, str], int]:
 # --- what moved ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What there is to say of two lists of rows."""
+class Compared(NamedTuple):
+    """What a comparison found."""
 
+    summary: CompareSummary
     groups: tuple[Group, ...]
     moves: tuple[Move, ...]
-    ran: tuple[Ran, ...]
     presences: tuple[Presence, ...]
-    failed: tuple[Failed, ...]
-    inputs: dict[Inputs, int]
-    tests: int
-    """Numbers that were judged."""
 
 
-def compared(a: Measured, b: Measured) -> Compared:
-    """B beside A. Rows are told apart by what they say of themselves; a row that is there twice
-    counts once."""
+def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Compared:
+    """The rows of B beside those of A. A row that is there twice counts once."""
     old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))
     names, width = Names(old, new), _widths(b.cases)
     sides = [{names.row(r): r for r in rows if r.status == "ok"} for rows in (old, new)]
     floors = [{names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides]
-    known: dict[Key, Inputs] = {}
-    pairs: list[Pair] = []
-    for key, row in sides[1].items():
-        if key in sides[0] and row.role in ("kernel", "baseline"):
-            place = names.inputs(row)
-            if place not in known:
-                known[place] = _inputs(*(floor.get(place) for floor in floors))
-            wide = width.get((row.case, row.tensor), 1)
-            pairs.append(Pair(sides[0][key], row, known[place], wide))
+    pairs = [
+        Pair(
+            sides[0][key],
+            row,
+            _inputs(*(floor.get(names.inputs(row)) for floor in floors)),
+            width.get((row.case, row.tensor), 1),
+        )
+        for key, row in sides[1].items()
+        if key in sides[0] and row.role in ("kernel", "baseline")
+    ]
     noise = Noise(pairs)
-    by_tensor: dict[Key, list[Pair]] = {}
-    for pair in pairs:
-        by_tensor.setdefault((*names.kernel(pair.b), pair.b.tensor), []).append(pair)
-    groups, moves = [], []
-    for members in by_tensor.values():
+    groups: list[Group] = []
+    moves: list[Move] = list(_ran(pairs, names))
+    for members in grouped(pairs, lambda p: (*names.kernel(p.b), p.b.tensor)).values():
         judged = [noise.judged(pair) for pair in members]
         here = [m for p, numbers in zip(members, judged, strict=True) for m in _moves(p, numbers)]
         here += _reproducible(members)
         groups.append(_group(members, judged, here))
         moves += here
-    return Compared(
-        groups=tuple(groups),
-        moves=tuple(sorted(moves, key=lambda move: -move.excess)),
-        ran=tuple(_ran(pairs, names)),
-        presences=(
-            *_lacking("gone", sides[0], sides[1], new, names),
-            *_lacking("new", sides[1], sides[0], old, names),
-        ),
-        failed=tuple(_failed(old, new)),
-        inputs=dict(Counter(pair.inputs for pair in pairs)),
-        tests=noise.tests,
+    moves.sort(key=lambda move: -move.excess)
+    presences = (
+        *_lacking("gone", sides[0], sides[1], new, names),
+        *_lacking("new", sides[1], sides[0], old, names),
+        *_failed(old, new),
     )
+    inputs = Counter(pair.inputs for pair in pairs)
+    summary = CompareSummary(
+        answer=answer(groups, moves, presences, allowed, new),
+        notes=tuple(_notes(inputs, groups)),
+        inputs={str(k): v for k, v in inputs.items()},
+        threshold=THRESHOLD.format(tests=noise.tests),
+    )
+    return Compared(summary, tuple(groups), tuple(moves), presences)
 
 
 def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
     """What moved in one head: facts first; of its numbers the one farthest beyond noise."""
     a, b = pair.a, pair.b
     counts = a.nonfinite or 0, b.nonfinite or 0
-    # Two counts may be equal but for chance; none and some are never.
+    # Two counts may differ by chance (4 standard deviations); none and some never do.
     chance = min(counts) > 0 and abs(counts[0] - counts[1]) <= 4 * math.sqrt(sum(counts))
     if counts[0] != counts[1] and not chance:
         words = f"elements that are not finite: {counts[0]}, now {counts[1]}"
@@ -305,7 +303,7 @@ def _moves(pair: Pair, judged: Sequence[Change]) -> Iterator[Move]:
 
 
 def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
-    """A kernel that returned the same bits in all heads, and no longer does in most; or the
+    """A kernel that returned the same bits in all heads and no longer does in most, or the
     reverse. In a few heads runs may agree, or not, by luck."""
     known = [p for p in members if p.a.noise is not None and p.b.noise is not None]
     noisy = [sum(bool(getattr(p, side).noise) for p in known) for side in ("a", "b")]
@@ -317,29 +315,36 @@ def _reproducible(members: Sequence[Pair]) -> Iterator[Move]:
     yield _move(pair, "noise", words, a=pair.a.noise, b=pair.b.noise)
 
 
+def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Move]:
+    """Another operator than before, for each kernel and pass."""
+    calls = {names.step(p.b): p for p in pairs if p.b.role == "kernel" and p.a.ran and p.b.ran}
+    by_pass = grouped(calls.values(), lambda p: (names.kernel(p.b), p.b.tensor in GRADIENTS))
+    for passes in by_pass.values():
+        for (a, b), its in grouped(passes, lambda p: (p.a.ran, p.b.ran)).items():
+            if a != b:
+                yield _move(its[0], "ran", f"{a} ran, now {b} ({len(its)} of {len(passes)} calls)")
+
+
 def _who(row: DeviationRow) -> dict[str, Any]:
     return {n: getattr(row, n) for n in ("role", "kernel", "options", "format")}
 
 
-def _move(pair: Pair, metric: str, words: str, **numbers: Any) -> Move:
-    """A fact, or a number of which there are more."""
-    nothing: dict[str, Any] = {"a": None, "b": None, "change": None, "noise": None, "excess": FAR}
+def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: Any) -> Move:
     return Move(
         **_who(pair.b),
         tensor=pair.b.tensor,
         place=Place.of(pair.b),
         metric=metric,
-        **(nothing | numbers),
-        floor_a=pair.a.floor_ratio,
-        floor_b=pair.b.floor_ratio,
+        excess=excess,
         inputs=pair.inputs,
         words=words,
+        **numbers,
     )
 
 
 def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: list[Move]) -> Group:
-    """One tensor of one kernel, told by the floor ratio, which a reader knows; else by whatever
-    most heads have."""
+    """One tensor of one kernel, described by the floor ratio, or else by the metric that most of
+    its heads have."""
     named = [change.metric for changes in judged for change in changes]
     metric = max(("floor_ratio", *dict.fromkeys(named)), key=named.count) if named else None
     told = [
@@ -372,22 +377,6 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
 # --- what only one of them has -------------------------------------------------------------------
 
 
-def _ran(pairs: Sequence[Pair], names: Names) -> Iterator[Ran]:
-    """Other code than before, by kernel and pass."""
-    passes: dict[Key, dict[Key, Pair]] = {}
-    for pair in pairs:
-        if pair.b.role == "kernel" and pair.a.ran and pair.b.ran:
-            kernel, call, backward = names.step(pair.b, pair.b.tensor)
-            passes.setdefault((kernel, backward), {}).setdefault(call, pair)
-    for (_, backward), calls in passes.items():
-        for (a, b), count in Counter((p.a.ran, p.b.ran) for p in calls.values()).items():
-            if a != b:
-                row = next(p.b for p in calls.values() if p.a.ran != p.b.ran)
-                who = {n: getattr(row, n) for n in ("kernel", "options", "format")}
-                yield Ran(**who, backward=backward, a=a or "", b=b or "", calls=count,
-                          of=len(calls))  # fmt: skip
-
-
 def _lacking(
     what: Literal["gone", "new"],
     mine: Mapping[Key, DeviationRow],
@@ -395,56 +384,117 @@ def _lacking(
     others: Sequence[DeviationRow],
     names: Names,
 ) -> Iterator[Presence]:
-    """What was measured in one and not in the other, of which `others` are all rows; by kernel and
+    """What was measured in one report and not in the other, whose rows are `others`, by kernel and
     reason."""
-    bare = {names.step(r, r.tensor): r for r in others if r.status != "ok"}
+    bare = {names.step(r): r for r in others if r.status != "ok"}
     kernels = {names.kernel(r) for r in others}
 
     def why_of(row: DeviationRow) -> str:
         if names.kernel(row) not in kernels:
             return "the kernel is not in the other report"
-        other = bare.get(names.step(row, row.tensor)) or bare.get(names.step(row, "out"))
+        kernel, call, _ = step = names.step(row)
+        other = bare.get(step) or bare.get((kernel, call, False))
         return f"{other.status}: {other.reason}" if other else "there is no such row"
 
     rows = (row for key, row in mine.items() if key not in theirs)
     for (_, why), members in grouped(rows, lambda r: (names.kernel(r), why_of(r))).items():
-        tensors = tuple(dict.fromkeys(r.tensor for r in members))
-        place = Place.of(members[0])
-        yield Presence(
-            what=what, **_who(members[0]), tensors=tensors, rows=len(members), why=why, place=place
-        )
+        yield _presence(what, members, why)
 
 
-def _failed(old: Sequence[DeviationRow], new: Sequence[DeviationRow]) -> Iterator[Failed]:
-    counts: dict[Key, Counter[str]] = {}
+def _failed(old: Sequence[DeviationRow], new: Sequence[DeviationRow]) -> Iterator[Presence]:
+    """Calls that failed in either report: nothing can be said of them."""
     for side, rows in (("A", old), ("B", new)):
-        for row in rows:
-            if row.status == "failed":
-                key = (row.kernel, row.format, row.reason or "")
-                counts.setdefault(key, Counter())[side] += 1
-    for (kernel, fmt, reason), sides in counts.items():
-        both: Any = " and ".join(sides)
-        yield Failed(side=both, kernel=kernel, format=fmt, calls=max(sides.values()), reason=reason)
+        failed = (row for row in rows if row.status == "failed")
+        by_reason = grouped(failed, attrgetter("kernel", "format", "reason"))
+        for (_, _, reason), members in by_reason.items():
+            yield _presence("failed", members, f"in {side}: {reason}")
 
 
-def news(a: Measured, b: Measured, moves: Sequence[Move]) -> tuple[NewsOfFinding, ...]:
-    """Findings that only one of the two has. That one is beyond its limit and the other not does
-    not say that anything moved."""
-    named = {(m.kernel, m.format, m.tensor) for m in moves}
+def _presence(what: Any, rows: Sequence[DeviationRow], why: str) -> Presence:
+    tensors = tuple(dict.fromkeys(r.tensor for r in rows))
+    return Presence(
+        what=what, **_who(rows[0]), tensors=tensors, rows=len(rows), why=why,
+        place=Place.of(rows[0]),
+    )  # fmt: skip
 
-    def key(f: Finding) -> Key:
-        return (f.rule, f.kernel, spelt(f.options), f.formats, f.tensor)
 
-    def only(what: Literal["new", "gone"], x: Measured, y: Measured) -> list[NewsOfFinding]:
-        others = {key(f) for f in y.findings}
-        return [
-            NewsOfFinding(
-                what=what,
-                moved=any((f.kernel, fmt, f.tensor) in named for fmt in f.formats),
-                finding=f,
-            )
-            for f in x.findings
-            if key(f) not in others
-        ]
+# --- sentences -----------------------------------------------------------------------------------
 
-    return (*only("new", b, a), *only("gone", a, b))
+
+def answer(
+    groups: Sequence[Group],
+    moves: Sequence[Move],
+    presences: Sequence[Presence],
+    allowed: Sequence[Difference],
+    rows: Sequence[DeviationRow],
+) -> tuple[str, ...]:
+    """The first sentences; `rows` are those of B, by which places are named."""
+    place = Places(rows)
+    sentences = [f"{_name(m)}, {m.tensor}: {m.words}." for m in moves if m.metric == "ran"]
+    if allowed:
+        keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
+        sentences.insert(0, f"Compared although they differ: {keys}.")
+    there = _presences(presences)
+    if not any(group.pairs for group in groups):
+        sentences.append(f"Nothing was measured in both reports; {there}.")
+    elif not any(group.moved for group in groups):
+        sentences.append(f"Nothing moved beyond noise; {there}.")
+    else:
+        told = []
+        for kernel, its in grouped(groups, _name).items():
+            tensors = [_tensor(g, moves, place) for g in its if g.moved]
+            if tensors:
+                told.append(f"{kernel} moved beyond its noise in {listed(tensors)}")
+        more = [f"{len(told) - NAMED} more kernels moved"] if len(told) > NAMED else []
+        sentences.append(f"{'; '.join((*told[:NAMED], *more))}; {there}.")
+    for kernel, its in grouped(groups, _name).items():
+        if not any(g.moved for g in its):
+            sentences.append(f"{kernel}: {_how_equal(its)}.")
+    return tuple(sentences)
+
+
+def _notes(inputs: Mapping[Inputs, int], groups: Sequence[Group]) -> Iterator[str]:
+    """What a reader must know of how it was judged."""
+    if other := inputs.get("other"):
+        yield OTHER.format(count=other, every=sum(inputs.values()))
+    if nearly := inputs.get("nearly the same"):
+        yield NEARLY_THE_SAME.format(count=nearly)
+    for kernel, its in grouped(groups, _name).items():
+        if unjudged := sum(g.unjudged for g in its):
+            yield f"{kernel}: {unjudged} rows have no number that could be judged."
+
+
+def _name(of: Group | Move) -> str:
+    return f"{label(of)} ({of.format})"
+
+
+def _tensor(group: Group, moves: Sequence[Move], place: Places) -> str:
+    """`dq (3 of 16 heads, most in layer 2 head 1, from 1.06 to 1.41 x the floor)`."""
+    about = (_name(group), group.tensor)
+    first = next(m for m in moves if m.metric != "ran" and (_name(m), m.tensor) == about)
+    most = "most in " if group.moved > 1 else ""
+    what = f"{most}{place(first.place)}, {first.words}"
+    return f"{group.tensor} ({group.moved} of {group.pairs} heads, {what})"
+
+
+def _presences(presences: Sequence[Presence]) -> str:
+    """`3 rows (mine: skipped: no GPU) gone`, and the same of new and failed ones."""
+    words = []
+    for what, these in grouped(presences, attrgetter("what")).items():
+        count = sum(p.rows for p in these)
+        who = list(dict.fromkeys(f"{p.kernel}: {p.why}" for p in these))
+        more = f" and {len(who) - NAMED} more" if len(who) > NAMED else ""
+        words.append(f"{count} row{'s' * (count != 1)} ({'; '.join(who[:NAMED])}{more}) {what}")
+    return listed(words) if words else "nothing new, nothing gone"
+
+
+def _how_equal(groups: Sequence[Group]) -> str:
+    """How sure it is that nothing moved."""
+    pairs, bits, numbers = (
+        sum(getattr(g, name) for g in groups) for name in ("pairs", "same_bits", "same_numbers")
+    )
+    if bits == pairs:
+        return f"the same bits in all {pairs} rows, by their checksums"
+    if numbers == pairs:
+        return f"equal numbers in all {pairs} rows; {bits} of them known to be the same bits"
+    return f"within noise in all {pairs} rows, equal numbers in {numbers}"

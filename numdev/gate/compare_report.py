@@ -1,7 +1,7 @@
-"""What `numdev compare` found, as a report holds it.
+"""The records of a report of `numdev compare`: report B beside the earlier report A.
 
-A is the report that was, B the one that is now. A row is one head of one tensor of one kernel in
-one call; rows of A and B that say the same of themselves are a pair.
+A row is one head of one tensor of one kernel in one call. Rows of A and B that agree in these are a
+pair.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from numdev.gate.change import Difference
-from numdev.report import Finding, Place, Record, Report, Role
+from numdev.report import Place, Record, Report, Role
 
 Inputs = Literal["same", "nearly the same", "other", "unknown"]
-"""Whether both reports measured the same inputs, told by their floors: the exact result rounded
-once. `same`: the same bits, or numbers; `nearly`: all its numbers within 1e-4."""
+"""Whether both rows were measured on the same inputs, told by their floors (the exact result
+rounded once): equal bits or numbers are `same`, numbers within 1e-4 `nearly the same`."""
 
 
 class Side(Record):
@@ -30,35 +30,27 @@ class Side(Record):
 
 
 class Group(Record):
-    """One tensor of one kernel in one format, over all its heads and calls."""
+    """One tensor of one kernel in one format, over all heads and calls."""
 
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
     format: str
     tensor: str
-    pairs: int
-    """Measured in both."""
-    same_bits: int
-    """Of them the output is the same, by its checksum."""
-    same_numbers: int
-    """Of them all numbers are equal (whatever is known of the bits)."""
-    moved: int
-    """Of them a number moved beyond noise."""
-    metric: str | None
-    """The metric of the four below: what the group's moves are told by."""
-    a: float | None = None
-    """The median over pairs."""
+    pairs: int  # measured in both reports
+    same_bits: int  # pairs whose outputs have the same checksum
+    same_numbers: int  # pairs whose numbers are all equal
+    moved: int  # pairs in which something moved beyond noise
+    metric: str | None  # of the four fields below
+    a: float | None = None  # median over pairs
     b: float | None = None
-    change: float | None = None
-    """The pair whose ratio B / A is farthest from 1, and where it is."""
-    where: Place | None = None
-    unjudged: int = 0
-    """Pairs without a number that could be judged."""
+    change: float | None = None  # the ratio B / A farthest from 1
+    where: Place | None = None  # the pair that has this ratio
+    unjudged: int = 0  # pairs without a number that could be judged
 
 
 class Move(Record):
-    """A number of one pair that changed by more than noise explains."""
+    """Something about one pair that changed by more than noise explains."""
 
     role: Role
     kernel: str
@@ -67,40 +59,20 @@ class Move(Record):
     tensor: str
     place: Place
     metric: str
-    a: float | None
-    """None where there is no number: a suspicion's words are in `words`."""
-    b: float | None
-    change: float | None
-    """B / A; null where either is 0 or has no number."""
-    noise: float | None
-    """Up to which factor, either way, noise explains a change."""
-    excess: float
-    """ln |change| over ln noise: how far beyond; above 1. 100 where there is no ratio."""
-    floor_a: float | None = None
-    """The floor ratio, whatever the metric."""
-    floor_b: float | None = None
+    """A metric of rows, or `ran`: another operator ran."""
+    a: float | None = None
+    b: float | None = None
+    change: float | None = None  # B / A; null where either is 0 or there is no number
+    noise: float | None = None  # the factor, either way, that noise explains
+    excess: float  # ln(change) / ln(noise): above 1; 100 where there is no ratio
     inputs: Inputs
-    words: str
-    """The numbers, as part of a sentence."""
-
-
-class Ran(Record):
-    """What a kernel ran, where that is not the same."""
-
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
-    backward: bool
-    a: str
-    b: str
-    calls: int
-    of: int
+    words: str  # what changed, as part of a sentence
 
 
 class Presence(Record):
-    """Rows that one of the reports has and the other lacks."""
+    """Rows that were measured in one report and not in the other, or failed in either."""
 
-    what: Literal["gone", "new"]
+    what: Literal["gone", "new", "failed"]
     role: Role
     kernel: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -108,38 +80,16 @@ class Presence(Record):
     tensors: tuple[str, ...]
     rows: int
     why: str
-    """`skipped: REASON` or `failed: REASON` of the other report; else that it has no such row."""
     place: Place
 
 
-class NewsOfFinding(Record):
-    """A finding that only one of the reports has."""
-
-    what: Literal["gone", "new"]
-    moved: bool
-    """Whether its number moved beyond noise, too; if not, it crossed a limit it was near."""
-    finding: Finding
-
-
-class Failed(Record):
-    """Calls of a kernel that failed in a report: nothing can be said of them."""
-
-    side: Literal["A", "B", "A and B"]
-    kernel: str
-    format: str
-    calls: int
-    reason: str
-
-
 class CompareSummary(Record):
-    """What a reader wants first."""
+    """The first sentences, and how it was judged."""
 
     answer: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    inputs: dict[str, int] = Field(default_factory=dict)
-    """How many pairs were measured on inputs that are the same, nearly so, other."""
-    threshold: str
-    """What counts as beyond noise, in a sentence."""
+    inputs: dict[str, int] = Field(default_factory=dict)  # pairs by `Inputs`
+    threshold: str  # what counts as beyond noise, in a sentence
 
 
 class CompareReport(Report):
@@ -149,27 +99,25 @@ class CompareReport(Report):
     summary: CompareSummary
     a: Side
     b: Side
-    allowed: tuple[Difference, ...] = ()
-    """What is different and would have been refused."""
-    changes: tuple[Difference, ...] = ()
-    """In where the numbers come from: versions, machine, settings, kernels' options."""
-    ran: tuple[Ran, ...] = ()
+    allowed: tuple[Difference, ...] = ()  # differences of the requests that `--allow` let pass
+    changes: tuple[Difference, ...] = ()  # versions, machine, settings, options of kernels
     groups: tuple[Group, ...]
-    moves: tuple[Move, ...] = ()
-    """The farthest beyond noise first."""
+    moves: tuple[Move, ...] = ()  # the farthest beyond noise first
     presences: tuple[Presence, ...] = ()
-    news: tuple[NewsOfFinding, ...] = ()
-    failed: tuple[Failed, ...] = ()
 
     @property
     def moved(self) -> bool:
-        """Whether anything is not as it was: a number, beyond noise; what ran; a row, gone."""
-        return bool(self.moves or self.ran or any(p.what == "gone" for p in self.presences))
+        """Whether a number moved beyond noise, another operator ran, or a row is gone."""
+        return bool(self.moves) or any(p.what == "gone" for p in self.presences)
+
+    @property
+    def failed(self) -> tuple[Presence, ...]:
+        """Calls that failed in either report."""
+        return tuple(p for p in self.presences if p.what == "failed")
 
     @property
     def exit_code(self) -> int:
-        """1 something moved; 3 something failed, so that nothing is known of it; else 0. What moved
-        is certain, whatever else failed."""
+        """1: something moved, which is certain whatever else failed; 3: a call failed; else 0."""
         return 1 if self.moved else 3 if self.failed else 0
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from numdev.errors import MeasurementError
 from numdev.gate.rules import Judgeable, Kernel, Limit, Over, Selector, Value, value_of, whose
@@ -22,6 +22,7 @@ from numdev.report import AuditReport, DeviationRow, SweepReport
 Measured = AuditReport | SweepReport
 GRADIENTS = ("dq", "dk", "dv")
 NOT_MEASURED = "not measured"
+T = TypeVar("T")
 Key = tuple[Any, ...]
 Groups = dict[Any, list[DeviationRow]]
 cell_of = attrgetter("case", "module", "layer", "call", "seed", "phase", "head", "format", "tensor")
@@ -32,11 +33,11 @@ def spelt(options: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
-def grouped(rows: Iterable[DeviationRow], key: Callable[[DeviationRow], Any]) -> Groups:
-    """Rows of equal keys, in the order they first came."""
-    groups: Groups = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Items of equal keys, in the order they first came."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 

@@ -10,7 +10,6 @@ from numdev.report import Place
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column
 from numdev.report.numbers import NONE, ratio, si
-from numdev.report.views import SEVERITIES
 
 SHOWN = 12
 """Moves listed in the terminal; the page has ON_PAGE and moves.csv all."""
@@ -52,7 +51,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         ("", "kernel", "", "rows", "first at", "why"),
         (
             (
-                Cell(p.what, style="bad" if p.what == "gone" else "strong"),
+                Cell(p.what, style="strong" if p.what == "new" else "bad"),
                 doc.labelled(p.kernel, p.options),
                 f"{', '.join(p.tensors)} {p.format}",
                 str(p.rows),
@@ -61,11 +60,8 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
             )
             for p in report.presences
         ),
-        title="Gone and new",
+        title="Gone, new and failed",
     )
-    if report.news:
-        yield doc.Heading("Findings that only one of them has")
-        yield doc.Bullets(tuple(_news(report)), "findings")
     if report.summary.notes:
         yield doc.Heading("Notes", doc.TEXT)
         yield doc.bullets(report.summary.notes)
@@ -121,13 +117,6 @@ def _group(g: Group, several: bool) -> tuple[str | Cell, ...]:
         *(write(g.a), write(g.b), ratio(g.change)),
         place(g.where) if g.where else "",
     )
-
-
-def _news(report: CompareReport) -> Iterator[doc.Item]:
-    for news in report.news:
-        still = "" if news.moved else " (its number did not move beyond noise)"
-        style = SEVERITIES[news.finding.severity][1] if news.what == "new" else "soft"
-        yield doc.Item(news.finding.sentence, lead=f"{news.what}{still}:", style=style)
 
 
 def place(where: Place) -> str:
