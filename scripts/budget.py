@@ -23,7 +23,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/audit": (3100, 4298),
     "numdev/gate": (1900, 3276),
     "numdev/training": (3000, 3730),
-    "numdev/diagnose": (1500, 1677),
+    "numdev/diagnose": (1500, 1669),
     "numdev/report": (2900, 4578),
     "numdev": (28000, 35322),
     "tests": (20000, 32293),

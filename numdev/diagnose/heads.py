@@ -82,23 +82,17 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
             return True, _mean_of(head)
         return False, error * norm / layer if layer > 0 else _mean_of(head)
 
-    def order(head: HeadRow) -> tuple[bool, float, str, int, str, int, int]:
-        unknown, value = score(head)
-        layer = -1 if head.layer is None else head.layer
-        return unknown, -value, head.checkpoint, layer, head.case, head.call, head.head
-
+    places = sorted(heads, key=lambda h: (h.checkpoint, h.layer or 0, h.case, h.call, h.head))
+    places.sort(key=lambda h: (score(h)[0], -score(h)[1]))  # equals stay in this order
     ordered = []
-    for rank, head in enumerate(sorted(heads, key=order), start=1):
+    for rank, head in enumerate(places, start=1):
         verdicts = {name: meets(head, name) for name in CONDITIONS}
-        ranked_head = Ranked(
-            **head.place,
-            rank=rank,
-            score=score(head)[1],
-            conditions=tuple(name for name, verdict in verdicts.items() if verdict),
-            missing=tuple(name for name, verdict in verdicts.items() if verdict is False),
-            cured_by=_cured_by([cure for cure in cures if cure.is_of(head)]),
-        )
-        ordered.append(ranked_head)
+        met, missing = (tuple(n for n, v in verdicts.items() if v is x) for x in (True, False))
+        by = _cured_by([cure for cure in cures if cure.is_of(head)])
+        ordered.append(
+            Ranked(**head.place, rank=rank, score=score(head)[1], conditions=met, missing=missing,
+                   cured_by=by)
+        )  # fmt: skip
     return tuple(ordered)
 
 
