@@ -16,19 +16,16 @@ from typing import Any
 
 import pytest
 import scipy.stats
-import torch
-from safetensors.torch import save_file
 from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
 
 from numdev import report as reports
-from numdev.cli.main import main
 from numdev.errors import MeasurementError, UsageError
 from numdev.report.document import Table
 from numdev.report.renderers import html
 from numdev.report.views import bounds as views
+from numdev.training.bounds import study
 from numdev.training.bounds.report import BoundsReport, Comparison
-from numdev.training.bounds.saturation import Track, delays, first_passage, ratios, saturation
-from numdev.training.bounds.study import of_checkpoints, of_run
+from numdev.training.bounds.saturation import Track, saturation
 from numdev.training.report import DistanceRow, TrainReport
 
 
@@ -69,7 +66,7 @@ def changed(rows: list[DistanceRow], which: Any, **update: Any) -> list[Distance
 def bounds_of(run: TrainReport, directory: Path) -> BoundsReport:
     directory.mkdir(exist_ok=True, parents=True)
     reports.write(run, directory)
-    return of_run(directory)
+    return study.bounds(directory)
 
 
 def comparison(
@@ -171,39 +168,12 @@ def test_a_seed_in_which_chance_decides_early_ends_the_window(tmp_path: Path) ->
     assert "chance begins to decide</text>" in html.page(bounds)
 
 
-# --- ratios and delays ---------------------------------------------------------------------------
-
-
-def test_first_passage_is_exact_on_power_laws() -> None:
-    """Between points a curve is a power of the step, which the line in log-log axes is exactly."""
-    series = {s: 3e-7 * s**1.7 for s in (1, 4, 50, 200)}
-    for step in (1.0, 2.5, 7.0, 130.0, 200.0):
-        assert first_passage(series, 3e-7 * step**1.7) == pytest.approx(step, rel=1e-9)
-    assert first_passage(series, 1.0) is None  # never reached
-    assert first_passage(series, 1e-7) is None  # passed before it was recorded
-    assert first_passage({0: 1.0}, 1.0) is None  # step 0 is on no logarithmic axis
-
-
-def test_a_delay_survives_merging() -> None:
-    """It is the same from a run that ends before curves merge and one that ends long after, while
-    the plain ratio of distances has gone to 1."""
-    short, long, early = tuple(range(1, 90)), tuple(range(1, 400)), tuple(range(1, 40))
-    both = [
-        delays(grown("flash", 3e-7, s), grown("low_precision", 1e-6, s), early)[0]
-        for s in (short, long)
-    ]
-    assert both[0] == pytest.approx(both[1], rel=1e-9)
-    late = ratios(grown("flash", 3e-7, long), grown("low_precision", 1e-6, long), (300, 399))
-    assert late[0] == pytest.approx(1.0, abs=1e-3)
-
-
 # --- a whole run ---------------------------------------------------------------------------------
 
 
 def test_the_known_ratios_come_back(tmp_path: Path) -> None:
     """Early ratios are those of the starts, to what the last early steps have lost (at most half of
-    the largest curve's lead, at the last alone); late ones are 1. Delays too, at the few steps that
-    a run records, whose lines in log-log axes lie above the curve. One seed has no interval. A null
+    the largest curve's lead, at the last alone); late ones are 1. One seed has no interval. A null
     of flash's size, and a late curve that stays apart, are seen."""
     bounds = bounds_of(report(curves()), tmp_path)
     for against in ("low-precision", "attention-precision"):
@@ -218,9 +188,6 @@ def test_the_known_ratios_come_back(tmp_path: Path) -> None:
         assert comparison(bounds, "flash", null, "first").ratio == pytest.approx(
             3e-7 / start, rel=1e-3
         )
-    later = {(d.variant, d.against): d.steps for d in bounds.delays if d.metric == "mean_abs"}
-    for against, start in (("low-precision", 1e-6), ("null: one ulp", 1e-9)):
-        assert later["flash", against] == pytest.approx(math.log(start / 3e-7) / RATE, rel=0.2)
     [by_step] = [f for f in bounds.figures if f.relative]
     assert [c.label for c in by_step.curves] == [
         f"flash over {kind}-precision" for kind in ("low", "attention")
@@ -382,93 +349,8 @@ def test_what_is_no_run_with_distances_is_refused(tmp_path: Path) -> None:
     """A report of bounds, and a run of the golden variant alone."""
     bounds = bounds_of(report(curves()), tmp_path / "run")
     reports.write(bounds, tmp_path)
-    with pytest.raises(UsageError, match="not of a training run"):
-        of_run(tmp_path)
+    with pytest.raises(UsageError, match="expected the report of a training run"):
+        study.bounds(tmp_path)
     reports.write(report(curves(), ["golden"]), tmp_path)
     with pytest.raises(MeasurementError, match="no distance between weights"):
-        of_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["somewhere", "--golden", "a"], ["--golden", "a"], ["--flash", "a"]]
-)
-def test_a_run_or_checkpoints_but_not_both(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Anything else is a usage error in one line."""
-    with pytest.raises(SystemExit) as stop:
-        main(["bounds", *arguments])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("numdev: error: ")
-
-
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
-def weights(seed: int, moved: float = 0.0) -> dict[str, torch.Tensor]:
-    """A small state dict; `moved` adds noise of that size from a stream of its own."""
-    g, noise = (torch.Generator().manual_seed(s) for s in (seed, seed + 1000))
-    shapes = {"wte.weight": (40, 8), "h.0.attn.q_proj.weight": (8, 8), "h.0.ln_1.weight": (8,)}
-    state = {n: torch.randn(s, generator=g) * 0.02 for n, s in shapes.items()}
-    return {n: x + moved * torch.randn(x.shape, generator=noise) for n, x in state.items()}
-
-
-def stored(path: Path, state: dict[str, torch.Tensor]) -> Path:
-    if path.suffix == ".pt":
-        torch.save({"model": {f"_orig_mod.{n}": x for n, x in state.items()}}, path)
-    else:
-        save_file(state, path)
-    return path
-
-
-def test_checkpoints_are_compared_by_role(tmp_path: Path) -> None:
-    """Two seeds, safetensors against torch.save under torch.compile's names; distances against
-    numpy on all weights at once."""
-    golden = [stored(tmp_path / f"g{s}.safetensors", weights(s)) for s in (0, 1)]
-    flash = [stored(tmp_path / f"f{s}.pt", weights(s, 1e-6)) for s in (0, 1)]
-    low = [stored(tmp_path / f"l{s}.safetensors", weights(s, 4e-6)) for s in (0, 1)]
-    null = [stored(tmp_path / f"n{i}.safetensors", weights(i % 2, 1e-7 * i)) for i in range(4)]
-    bounds = of_checkpoints(golden, {"flash": flash, "low_precision": low, "null": null})
-    c = comparison(bounds, "flash", "low_precision", "given")
-    for seed in (0, 1):
-        a, b, base = (
-            torch.cat([x.flatten().double() for x in weights(seed, m).values()])
-            for m in (1e-6, 4e-6, 0.0)
-        )
-        exact = float((a - base).abs().mean() / (b - base).abs().mean())
-        assert c.by_seed[seed] == pytest.approx(exact, rel=1e-9)
-        assert exact == pytest.approx(0.25, rel=0.05)
-    assert bounds.summary.answer[0].startswith("These checkpoints: flash changes weights 0.25 x")
-    assert (bounds.saturations, bounds.summary.axis, bounds.delays) == ((), None, ())
-    assert {n.runs for n in bounds.null_runs} == {4}
-    assert {c.group for c in bounds.comparisons} == {"all", "embedding", "attention", "norm"}
-    assert any("another seed" in words for words in bounds.summary.missing)
-    html.page(bounds)
-
-
-def test_a_checkpoint_with_a_nan_has_no_distance(tmp_path: Path) -> None:
-    """One NaN is not averaged away: the groups it is in have no number, and the answer says so.
-    What is no plain array is left out."""
-    odd = {"s": torch.eye(2).to_sparse(), "m": torch.empty(3, device="meta")}
-    golden, flash, low = (weights(0, moved) for moved in (0.0, 1e-6, 4e-6))
-    flash["wte.weight"][0, 0] = math.nan
-    paths = [tmp_path / f"{name}.pt" for name in "gfl"]
-    for path, state in zip(paths, (golden, flash, low), strict=True):
-        torch.save({**state, **odd}, path)
-    bounds = of_checkpoints([paths[0]], {"flash": [paths[1]], "low_precision": [paths[2]]})
-    pair = ("flash", "low_precision", "mean_abs")
-    here = [c for c in bounds.comparisons if (c.variant, c.against, c.metric) == pair]
-    assert {c.group for c in here} == {"attention", "norm"}
-    assert bounds.summary.answer[0].startswith("NOT FINITE: flash has no finite distance in seed 0")
-
-
-def test_checkpoints_that_do_not_pair_are_refused(tmp_path: Path) -> None:
-    """Another model, another shape, too few of a role: each is named."""
-    golden = stored(tmp_path / "g.safetensors", weights(0))
-    more = stored(tmp_path / "more.safetensors", {**weights(0), "extra": torch.ones(2)})
-    wide = stored(tmp_path / "wide.safetensors", {**weights(0), "wte.weight": torch.ones(2, 8)})
-    for path, words in ((more, "extra"), (wide, r"wte\.weight is \[2, 8\], and \[40, 8\]")):
-        with pytest.raises(UsageError, match=words):
-            of_checkpoints([golden], {"flash": [path]})
-    with pytest.raises(UsageError, match="1 checkpoints of flash for 2 golden"):
-        of_checkpoints([golden, golden], {"flash": [golden]})
+        study.bounds(tmp_path)

@@ -153,7 +153,7 @@ USAGE = [
     ("audit a b", "unexpected extra argument", "numdev audit --help"),
     ("report none", "none: cannot read a report", "give"),
     ("weights demo", "nothing to compare it with", ""),
-    ("bounds", "expected the report of a training run", "give RUN"),
+    ("bounds", "Missing argument 'RUN'", "numdev bounds --help"),
     ("gate out --init --json", "--init judges nothing", "-o"),
     ("report out --json --format csv", "exclude each other", ""),
     ("audit \x1b[2Jevil", "[2Jevil: no such file", ""),  # no escape sequence is sent on

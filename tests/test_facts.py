@@ -19,7 +19,6 @@ from numdev.kernels.reference import attend
 from numdev.kernels.triton_flash.kernel import Launch
 from numdev.system import System
 from numdev.training.measure import is_spike
-from numdev.training.models import kept_of_image
 
 H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
 
@@ -176,14 +175,6 @@ def test_a_worst_row_moves_from_twice_or_four_times_on(tensor: str, least: float
 
 
 # --- training ------------------------------------------------------------------------------------
-
-
-def test_the_denoisers_schedule_is_the_cosine_one() -> None:
-    """Nichol and Dhariwal's, of 1000 times with s = 0.008, counted from 1; never quite 0."""
-    times = torch.tensor([0, 1, 250, 500, 998, 999])
-    share = ((times.double() + 1) / 1000 + 0.008) / 1.008
-    expected = (torch.cos(share * math.pi / 2) ** 2).clamp(min=1e-5)
-    torch.testing.assert_close(kept_of_image(times).double(), expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Writing a network as others read it: a Hugging Face directory, or a state dict with its factory.
+"""Writing a network as a Hugging Face directory.
 
-Decoders are written as LlamaForCausalLM and GPT2LMHeadModel have them, in float32; what GPT-2 has
-and ours has not (biases) is zero. A denoiser's directory holds its weights, the configuration that
-`numdev.training.models:denoiser` takes, and inputs for an audit.
+It is written as LlamaForCausalLM or GPT2LMHeadModel have it, in float32; what GPT-2 has and ours
+has not (biases) is zero.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from torch import Tensor
 
 from numdev.errors import MeasurementError
 from numdev.training.config import ModelConfig, folder_of
-from numdev.training.data import BOS_ID, EOS_ID, Data
-from numdev.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network, noisy
+from numdev.training.data import BOS_ID, EOS_ID, Tokens
+from numdev.training.models import LAYER_EPS, RMS_EPS, ROPE_THETA, SPREAD, Network
 
 FOLDER = "checkpoints"
-AUDITED = 8  # images among a denoiser's inputs for an audit
 NAMES = {
     "llama": {
         "tokens": "model.embed_tokens", "blocks": "model.layers", "final": "model.norm",
@@ -36,7 +34,6 @@ NAMES = {
         "final": "transformer.ln_f", "norm_1": "ln_1", "norm_2": "ln_2",
         "attention": "attn", "qkv": "c_attn", "out": "c_proj", "up": "c_fc", "down": "c_proj",
     },
-    "dit": {},
 }  # fmt: skip
 """transformers' names of our parts."""
 
@@ -47,26 +44,20 @@ def place(directory: Path, variant: str, seed: int, step: int) -> Path:
 
 
 def write(
-    network: Network, model: ModelConfig, data: Data, path: Path, about: Mapping[str, Any]
+    network: Network, model: ModelConfig, data: Tokens, path: Path, about: Mapping[str, Any]
 ) -> None:
     """Write the network into the directory `path`, with its tokenizer if it has one of its own and
     how it was trained (`training.json`). Raises MeasurementError where there is no room."""
     path.mkdir(parents=True, exist_ok=True)
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
-    if model.kind == "dit":
-        _write_json(path / "config.json", model.model_dump(exclude_none=True))
-        batch = {name: x[:AUDITED].cpu() for name, x in data.batch(0, 1).items()}
-        images, times = noisy(**batch).contiguous(), batch["times"].contiguous()
-        _save({"images": images, "times": times}, path / "inputs.safetensors")
-    else:
-        _transformers_config(model, data).save_pretrained(path)
+    _transformers_config(model, data).save_pretrained(path)
     _save(_as_transformers(network, model.kind), path / "model.safetensors")
     (path / "model.safetensors").chmod(0o644)  # written readable by its owner alone
     _write_json(path / "training.json", about)
 
 
-def _transformers_config(model: ModelConfig, data: Data) -> Any:
+def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
     import transformers
 
     library: Any = transformers

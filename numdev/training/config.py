@@ -27,11 +27,6 @@ Above = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=0, strict=True)]
 Keys = tuple[Set[str], Set[str]]  # keys that must be given, and those that may be
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
-OF_MODEL: dict[str, Keys] = {
-    "llama": ({"context"}, {"kv_heads"}),
-    "gpt2": ({"context"}, {"biases"}),
-    "dit": ({"image", "patch"}, set()),
-}
 DIFFERENCES = {
     *("kernel", "backward_kernel", "format", "attention_format", "seed", "data_order"),
     "optimiser",
@@ -58,31 +53,27 @@ def _check_keys(what: str, given: Set[str], keys: Keys) -> None:
 
 class ModelConfig(Strict):
     """The network. `llama`: RMSNorm, rotary positions, SwiGLU. `gpt2`: LayerNorm, learned
-    positions, GELU. Both have tied embeddings. `dit`: a denoiser of images in patches."""
+    positions, GELU. Both have tied embeddings."""
 
-    kind: Literal["llama", "gpt2", "dit"]
+    kind: Literal["llama", "gpt2"]
     layers: Positive
     width: Positive
     heads: Positive
     kv_heads: Positive | None = None
-    context: Positive | None = None  # tokens in a window
+    context: Positive  # tokens in a window
     mlp: Positive | None = None
     """Its hidden width. None: 8/3 of the width, rounded up to a multiple of 32, in llama, else 4
     times the width."""
     biases: bool | None = None  # of gpt2: whether its projections and norms have them. None: no
-    image: Annotated[int, Field(gt=1, strict=True)] | None = None  # pixels on a side
-    patch: Positive | None = None  # pixels on a side of a token
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
-        needed, more = OF_MODEL[self.kind]
-        special = set().union(*(a | b for a, b in OF_MODEL.values()))
-        given = {name for name in special if getattr(self, name) is not None}
-        _check_keys(self.kind, given, (needed, more))
+        for name, kind in (("kv_heads", "llama"), ("biases", "gpt2")):
+            if getattr(self, name) is not None and self.kind != kind:
+                raise ValueError(f"{name}: expected with {kind} alone, got {self.kind}")
         for name, value, factor in (
             ("width", self.width, 2 * self.heads),  # rotary positions pair a head's features
             ("heads", self.heads, self.kv_heads or 1),
-            ("image", self.image or 0, self.patch or 1),
         ):
             if value % factor:
                 raise ValueError(f"{name}: expected a multiple of {factor}, got {value}")
@@ -91,11 +82,6 @@ class ModelConfig(Strict):
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
-
-    @property
-    def has_biases(self) -> bool:
-        """Whether its projections have them."""
-        return self.kind == "dit" or bool(self.biases)
 
     @property
     def hidden(self) -> int:
@@ -107,15 +93,14 @@ class ModelConfig(Strict):
 
 class DataConfig(Strict):
     """What is learned. `stdlib`: the source of the Python standard library that runs this; `text`:
-    UTF-8 files; `tokens`: binary files of token ids; `images`: smooth random fields, drawn."""
+    UTF-8 files; `tokens`: binary files of token ids."""
 
-    source: Literal["stdlib", "text", "tokens", "images"]
+    source: Literal["stdlib", "text", "tokens"]
     files: tuple[str, ...] = ()
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     vocabulary: Positive | None = None
     """Of bpe: how many tokens it may have (2048). Of `tokens`: how many ids there are."""
     dtype: Literal["uint16", "uint32"] = "uint16"  # of `tokens`
-    images: Positive = 1024  # how many are drawn
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -232,8 +217,6 @@ class TrainConfig(_Run):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if (self.model.kind == "dit") != (self.data.source == "images"):
-            raise ValueError("data.source: expected images with a dit, and with no other model")
         names = [v.name for v in self.variants]
         golden = sum(v.role == "golden" for v in self.variants)
         if golden != 1:

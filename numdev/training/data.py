@@ -1,4 +1,4 @@
-"""What networks learn: text as token ids, token files, and images drawn from a seed.
+"""What networks learn: text as token ids, and token files.
 
 A batch is a function of a seed and the number of its step, and of nothing else: there is no
 position in the data to be saved, and every device sees the same batches.
@@ -18,19 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from numdev.errors import MeasurementError, UsageError
 from numdev.training.config import DataConfig, ModelConfig
-from numdev.training.models import TIMES
 
 # Third-party code, tests, programs bundled with Python, and tables written by other programs.
 EXCLUDED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test"),
     *("idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"),
 }
-COARSE = 4  # into how many cells on a side the random values of an image are drawn
 # Spelled so that no text contains them by chance, as "<s>" might be.
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
@@ -66,38 +63,9 @@ class Tokens:
         return {"inputs": torch.cat([first, window[:, :-1]], dim=1), "targets": window}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Images:
-    """Images [images, 1, side, side], float32, of mean 0 and variance 1 each, to be made noisy."""
-
-    images: Tensor
-    count: int
-    about: dict[str, Any]
-    vocabulary: int = 0
-    tokenizer: Any = None
-
-    def batch(self, seed: int, step: int) -> dict[str, Tensor]:
-        """`images` and `noise` [count, 1, side, side], float32, and `times` [count], int64."""
-        made = torch.Generator().manual_seed(seed_of("batch", seed, step))
-        chosen = torch.randint(len(self.images), (self.count,), generator=made)
-        times = torch.randint(TIMES, (self.count,), generator=made)
-        noise = torch.randn(self.count, *self.images.shape[1:], generator=made)
-        where = self.images.device
-        images = self.images[chosen.to(where)]
-        return {"images": images, "noise": noise.to(where), "times": times.to(where)}
-
-
-Data = Tokens | Images
-
-
-def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Data:
+def load(config: DataConfig, model: ModelConfig, count: int, device: torch.device) -> Tokens:
     """The data of a configuration, in batches of `count`. Raises UsageError for a file that cannot
     be read, for data shorter than a window, and for ids beyond the vocabulary."""
-    if config.source == "images":
-        side = model.image or 0
-        about = {"prompt": f"{config.images} smooth random fields of {side} x {side} pixels"}
-        return Images(images=fields(config.images, side).to(device), count=count, about=about)
-    assert model.context is not None
     tokenizer, unit = None, "tokens"
     if config.source == "tokens":
         ids, vocabulary = _token_files(config), config.vocabulary or 0
@@ -167,17 +135,6 @@ def _token_files(config: DataConfig) -> Tensor:
             if largest >= (config.vocabulary or 0):
                 raise ValueError(f"got {largest}")
     return torch.from_numpy(np.concatenate(parts).astype(np.int32))
-
-
-def fields(count: int, side: int) -> Tensor:
-    """Smooth random fields [count, 1, side, side], float32, each of mean 0 and variance 1: a few
-    random values, interpolated. The same for everybody."""
-    made = torch.Generator().manual_seed(seed_of("images"))
-    coarse = torch.randn(count, 1, COARSE, COARSE, generator=made)
-    smooth = F.interpolate(coarse, size=(side, side), mode="bicubic", align_corners=True)
-    flat = smooth.flatten(1)
-    flat = flat - flat.mean(dim=1, keepdim=True)
-    return (flat / flat.std(dim=1, keepdim=True)).view_as(smooth)
 
 
 def _trained(texts: list[str], vocabulary: int, context: int) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from numdev.errors import MeasurementError
 from numdev.training.config import TrainRequest
-from numdev.training.data import Data
+from numdev.training.data import Tokens
 from numdev.training.lane import Lane
 from numdev.training.measure import distances, row_of
 
@@ -28,7 +28,9 @@ class Lockstep:
     """All lanes of a seed at one step, 0 to begin with. They are `whole` but within a step and
     after one that broke off."""
 
-    def __init__(self, request: TrainRequest, data: Data, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, request: TrainRequest, data: Tokens, seed: int, device: torch.device
+    ) -> None:
         self.request, self.data, self.seed = request, data, seed
         self.step, self.whole = 0, True
         self.lanes = [

@@ -1,14 +1,11 @@
-"""The networks that are trained: `llama`, `gpt2`, and `dit`, a denoiser of images.
+"""The networks that are trained: `llama` and `gpt2`.
 
 A network calls one function for attention: attend(q, k, v, causal), q [batch, heads, length,
 head_dim], k and v with kv heads, which returns q's shape. Which one is the whole difference between
 most variants.
 
 `llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without dropout
-and with the output tied to the embedding; `numdev.training.checkpoints` knows their names. `dit`
-(Peebles and Xie, "Scalable Diffusion Models with Transformers") cuts images into patches; the time
-of a noisy image reaches every block through adaLN. It predicts the noise (Ho et al., "Denoising
-Diffusion Probabilistic Models", eq. 14) under the cosine schedule of Nichol and Dhariwal.
+and with the output tied to the embedding; `numdev.training.checkpoints` knows their names.
 
 Under autocast matrix products are in the working format, and sums along the residual stream in
 fp32, as in others' training code. Norms are computed in fp32 either way.
@@ -16,7 +13,6 @@ fp32, as in others' training code. Norms are computed in fp32 either way.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,8 +28,6 @@ LAYER_EPS, RMS_EPS, ROPE_THETA = 1e-5, 1e-6, 10000.0
 SPREAD = 0.02  # the standard deviation of initial weights, as GPT-2 and Llama have it
 NARROW = ("attention.out.weight", "mlp.down.weight")
 """Matrices that end a branch of the residual stream."""
-TIMES = 1000  # how many degrees of noise a denoiser knows
-LONGEST_PERIOD = 10000.0
 # Sums over parameters go in the order in which transformers' models have them.
 PARTS = {
     "llama": ("attention", "mlp", "norm_1", "norm_2"),
@@ -73,11 +67,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        self.head_dim, self.attend, self.causal = config.head_dim, attend, config.kind != "dit"
+        self.head_dim, self.attend = config.head_dim, attend
         wide, kv = config.width, (config.kv_heads or config.heads) * config.head_dim
         widths = {"qkv": 3 * wide} if config.kind == "gpt2" else {"q": wide, "k": kv, "v": kv}
         for name, out in {**widths, "out": wide}.items():
-            self.add_module(name, nn.Linear(wide, out, bias=config.has_biases))
+            self.add_module(name, nn.Linear(wide, out, bias=bool(config.biases)))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> Tensor:
         *projections, out = self.children()
@@ -88,7 +82,7 @@ class Attention(nn.Module):
         if rotation is not None:
             cos, sin = (part.to(q.dtype) for part in rotation)
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        merged: Tensor = out(self.attend(q, k, v, self.causal).transpose(1, 2).flatten(2))
+        merged: Tensor = out(self.attend(q, k, v, True).transpose(1, 2).flatten(2))
         return merged
 
     def query_weight(self) -> Tensor:
@@ -107,13 +101,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU in llama, GELU by tanh in the others."""
+    """SwiGLU in llama, GELU by tanh in gpt2."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         for name in ("gate", "up") if config.kind == "llama" else ("up",):
-            self.add_module(name, nn.Linear(config.width, config.hidden, bias=config.has_biases))
-        self.down = nn.Linear(config.hidden, config.width, bias=config.has_biases)
+            self.add_module(name, nn.Linear(config.width, config.hidden, bias=bool(config.biases)))
+        self.down = nn.Linear(config.hidden, config.width, bias=bool(config.biases))
 
     def forward(self, x: Tensor) -> Tensor:
         first, *up, down = self.children()
@@ -143,38 +137,8 @@ class Block(nn.Module):
         return out
 
 
-class ModulatedBlock(nn.Module):
-    """A denoiser's layer: the time shifts and scales what norms return and gates what is added."""
-
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
-        super().__init__()
-        self.attention = Attention(config, attend)
-        self.mlp = MLP(config)
-        self.modulation = nn.Linear(config.width, 6 * config.width)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(time)[:, None].chunk(
-            6, dim=-1
-        )
-        x = x + gate * self.attention(normed(x) * (1 + scale) + shift)
-        out: Tensor = x + mlp_gate * self.mlp(normed(x) * (1 + mlp_scale) + mlp_shift)
-        return out
-
-
 class Network(nn.Module):
-    """What the training loop needs of a network."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch, a scalar in float32: nats a token, squared error a pixel."""
-        raise NotImplementedError
-
-    def query_weights(self) -> Iterator[Tensor]:
-        """Layer by layer, the rows of W_Q by head: [heads, head_dim, width]."""
-        return (m.query_weight() for m in self.modules() if isinstance(m, Attention))
-
-
-class Decoder(Network):
-    """`llama` or `gpt2`."""
+    """A decoder: `llama` or `gpt2`."""
 
     cos: Tensor
     sin: Tensor
@@ -207,65 +171,13 @@ class Decoder(Network):
         return F.linear(self.final(x), self.tokens.weight)
 
     def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch in nats a token, a scalar in float32."""
         logits = self(batch["inputs"])
         return F.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
 
-
-def kept_of_image(times: Tensor) -> Tensor:
-    """The share of a noisy image's variance that is the image, float32, of times in [0, TIMES):
-    cos²(((t + 1) / T + s) / (1 + s) · π / 2) with s = 0.008, at least 1e-5."""
-    share = ((times.float() + 1) / TIMES + 0.008) / 1.008
-    return (share * math.pi / 2).cos().square().clamp(min=1e-5)
-
-
-def noisy(images: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-    """Images [batch, 1, side, side] with as much noise as their times [batch] say."""
-    kept = kept_of_image(times)[:, None, None, None]
-    return kept.sqrt() * images + (1 - kept).sqrt() * noise
-
-
-class Denoiser(Network):
-    """`dit`."""
-
-    def __init__(self, config: ModelConfig, attend: Attend = sdpa) -> None:
-        super().__init__()
-        assert config.image is not None
-        assert config.patch is not None
-        width, self.patch = config.width, config.patch
-        tokens, pixels = (config.image // config.patch) ** 2, config.patch**2
-        self.patch_embed = nn.Linear(pixels, width)
-        self.position_embed = nn.Parameter(torch.zeros(tokens, width))
-        self.time_embed = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.blocks = nn.ModuleList(ModulatedBlock(config, attend) for _ in range(config.layers))
-        self.head_modulation = nn.Linear(width, 2 * width)
-        self.head = nn.Linear(width, pixels)
-
-    def forward(self, images: Tensor, times: Tensor) -> Tensor:
-        """The noise in noisy images [batch, 1, side, side] at int64 times [batch]."""
-        side = images.shape[-1] // self.patch
-        cut = images[:, 0].unflatten(1, (side, self.patch)).unflatten(3, (side, self.patch))
-        patches = cut.transpose(2, 3).flatten(3).flatten(1, 2).to(self.patch_embed.weight.dtype)
-        x = self.patch_embed(patches) + self.position_embed
-        time = F.silu(self.time_embed(_waves(times, x.shape[-1]).to(x.dtype)))
-        for block in self.blocks:
-            x = block(x, time)
-        shift, scale = self.head_modulation(time)[:, None].chunk(2, dim=-1)
-        out = self.head(normed(x) * (1 + scale) + shift)
-        out = out.unflatten(1, (side, side)).unflatten(3, (self.patch, self.patch))
-        whole: Tensor = out.transpose(2, 3).flatten(3).flatten(1, 2)[:, None]
-        return whole
-
-    def loss(self, batch: Batch) -> Tensor:
-        out = self(noisy(batch["images"], batch["noise"], batch["times"]), batch["times"])
-        return F.mse_loss(out.float(), batch["noise"])
-
-
-def _waves(times: Tensor, width: int) -> Tensor:
-    """[batch, width]: cosines and sines of the times, with periods up to LONGEST_PERIOD."""
-    half = width // 2
-    place = torch.arange(half, device=times.device, dtype=torch.float32)
-    angles = times.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * place / half)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    def query_weights(self) -> Iterator[Tensor]:
+        """Layer by layer, the rows of W_Q by head: [heads, head_dim, width]."""
+        return (m.query_weight() for m in self.modules() if isinstance(m, Attention))
 
 
 @torch.no_grad()
@@ -274,11 +186,9 @@ def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend
     on every machine. Without a seed weights are whatever PyTorch makes.
 
     Matrices are drawn from a normal distribution, those that end a branch of the residual stream
-    narrower by sqrt(2 layers), as GPT-2 has them; those of adaLN and a denoiser's head are 0, so
-    that blocks add nothing at first (adaLN-Zero). Biases are 0, gains 1.
+    narrower by sqrt(2 layers), as GPT-2 has them. Biases are 0, gains 1.
     """
-    is_dit = config.kind == "dit"
-    network = Denoiser(config, attend) if is_dit else Decoder(config, vocabulary, attend)
+    network = Network(config, vocabulary, attend)
     if seed is None:
         return network
     generator = torch.Generator().manual_seed(seed)
@@ -288,12 +198,4 @@ def build(config: ModelConfig, vocabulary: int, seed: int | None, attend: Attend
         elif parameter.ndim >= 2:
             spread = SPREAD / (2 * config.layers) ** 0.5 if name.endswith(NARROW) else SPREAD
             parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(spread))
-        if "modulation" in name or name == "head.weight":
-            parameter.zero_()
     return network
-
-
-def denoiser(config: Mapping[str, Any]) -> nn.Module:
-    """The factory of a saved denoiser, for `numdev audit --model numdev.training.models:denoiser`.
-    `config` is the `config.json` beside its weights."""
-    return Denoiser(ModelConfig.model_validate(dict(config)))

@@ -26,7 +26,7 @@ from numdev.system import System
 from numdev.training import checkpoints, figures
 from numdev.training.answer import answer
 from numdev.training.config import TrainRequest, Variant
-from numdev.training.data import Data, load
+from numdev.training.data import Tokens, load
 from numdev.training.lockstep import STATE, Lockstep, deterministic, partly, read_state
 from numdev.training.measure import number, with_spikes
 from numdev.training.models import build
@@ -96,7 +96,7 @@ class _Run:
     def __init__(
         self,
         request: TrainRequest,
-        data: Data,
+        data: Tokens,
         device: torch.device,
         journal: Journal,
         progress: Progress,

@@ -12,7 +12,6 @@ from numdev.report.numbers import NONE, times
 from numdev.training.bounds.report import BoundsReport, Comparison
 
 WINDOWS = {
-    "given": "checkpoints",
     "first": "step",
     "early": "early",
     "saturated": "merged",
@@ -24,8 +23,7 @@ LEGEND = (
     "Mean |difference| of weights from those of the golden run, which all others are held against, "
     "over another run's: the geometric mean over steps and seeds [95 %]. early: before chance "
     "decides or curves begin to merge; merged: from where they have; gradient: of the first step's "
-    "gradients instead of weights; steps later: how many steps after the other a run reaches the "
-    "same distance. W1 does not know which weight moved. All of these are proxies."
+    "gradients instead of weights. W1 does not know which weight moved. All of these are proxies."
 )
 MARKS = ("chance begins to decide", "curves begin to merge", "merged")
 
@@ -92,7 +90,7 @@ def _table(
     mean alone where it is brief."""
     known = [c for c in report.comparisons if c.ratio is not None and c.group == group]
     cells = {(c.variant, c.against, c.window, c.metric): c for c in known}
-    spans = {c.window: c.steps for c in known if c.window not in ("given", "start")}
+    spans: dict[str, tuple[int, ...]] = {c.window: c.steps for c in known if c.window != "start"}
     columns: list[str | Column] = ["distance of", Column("over that of", align="left")]
     windows = [window for window in WINDOWS if window in {c.window for c in known}]
     for window in windows:
@@ -100,8 +98,6 @@ def _table(
         ends = "–".join(str(step) for step in dict.fromkeys((*steps[:1], *steps[-1:])))
         name = f"{WINDOWS[window]} {ends}".strip()
         columns += [Column(name if m == "mean_abs" else f"{name}, {METRICS[m]}") for m in metrics]
-    later = {(d.variant, d.against): d.steps for d in report.delays
-             if (d.group, d.metric) == (group, "mean_abs")}  # fmt: skip
     rows: list[tuple[str | Cell, ...]] = []
     for pair in dict.fromkeys((c.variant, c.against) for c in known):
         numbers = [
@@ -109,9 +105,8 @@ def _table(
             for window in windows
             for m in metrics
         ]
-        steps_later = later.get(pair)
-        rows.append((*pair, *numbers, NONE if steps_later is None else f"{steps_later:.2g}"))
-    return doc.table([*columns, "steps later"], rows, title=title, only=only)
+        rows.append((*pair, *numbers))
+    return doc.table(columns, rows, title=title, only=only)
 
 
 def _ratio(c: Comparison | None, *, whole: bool) -> str:

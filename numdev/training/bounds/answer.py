@@ -46,11 +46,11 @@ PROXIES = (
 )
 
 
-def missing(variants: Sequence[BoundsVariant], *, curves: bool) -> tuple[str, ...]:
-    """What cannot be said, and for want of what. Of checkpoints a null run is just one."""
+def missing(variants: Sequence[BoundsVariant]) -> tuple[str, ...]:
+    """What cannot be said, and for want of which run."""
     roles = {v.role for v in variants if v.runs}
     some_null = bool(roles & set(NULLS))
-    asked = [role for role in MISSING if role not in NULLS or (curves and some_null)]
+    asked = [role for role in MISSING if role not in NULLS or some_null]
     lacking = [MISSING[role] for role in asked if role not in roles]
     return tuple(lacking if some_null else [*lacking, NO_NULL])
 
@@ -58,8 +58,7 @@ def missing(variants: Sequence[BoundsVariant], *, curves: bool) -> tuple[str, ..
 def answer(report: BoundsReport, lost: Mapping[str, Mapping[int, int]]) -> Iterator[str]:
     """Sentences, `WHERE: what was found`. `lost`: of a kind of run, the seeds in which it was not
     finite, and from which step on."""
-    mark = next((s for s in report.saturations if s.group == WHOLE), None)
-    window = "given" if mark is None else "early"
+    mark = next(s for s in report.saturations if s.group == WHOLE)
     if report.summary.deterministic is False:
         off = max(n.largest for n in report.null_runs if n.role == "null_repeat")
         yield NOT_DETERMINISTIC.format(off=si(off))
@@ -67,18 +66,17 @@ def answer(report: BoundsReport, lost: Mapping[str, Mapping[int, int]]) -> Itera
         where = [f"seed {seed} from step {step} on" for seed, step in sorted(seeds.items())]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
     for label in (v.label for v in report.summary.variants if v.role == "flash"):
-        here = _of(report, window, label)
+        here = _of(report, "early", label)
         if beside := "; ".join(_beside(report, c) for c in here if c.ratio is not None):
             yield RATIO.format(lead=_early(mark), label=label, beside=beside)
-        elif here and mark is not None:
+        elif here:
             yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
-    if mark is not None:
-        if mark.reason is not None:
-            yield NO_MARK.format(reason=mark.reason)
-        elif mark.saturated is None:
-            yield NOT_MERGED.format(step=mark.steps[-1])
-        else:
-            yield MERGED_FROM.format(step=mark.saturated)
+    if mark.reason is not None:
+        yield NO_MARK.format(reason=mark.reason)
+    elif mark.saturated is None:
+        yield NOT_MERGED.format(step=mark.steps[-1])
+    else:
+        yield MERGED_FROM.format(step=mark.saturated)
     if report.summary.deterministic:
         yield REPEATED
     yield from (f"Not known: {words}." for words in report.summary.missing)
@@ -104,10 +102,8 @@ def _beside(report: BoundsReport, c: Comparison) -> str:
     return f"{words} (W1 {times(w1)} x){PAPER if c.against_role == 'low_precision' else ''}"
 
 
-def _early(mark: Saturation | None) -> str:
+def _early(mark: Saturation) -> str:
     """Which steps the first window is."""
-    if mark is None:
-        return "These checkpoints"
     if mark.reason is not None:
         return f"At step {mark.steps[0]}"
     if mark.chance is not None and (mark.bends is None or mark.chance < mark.bends):

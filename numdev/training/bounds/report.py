@@ -13,9 +13,9 @@ from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
 Of = Literal["weights", "gradient"]
-Window = Literal["first", "early", "saturated", "start", "given"]
+Window = Literal["first", "early", "saturated", "start"]
 """Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
-from where they have merged; the first gradient, before any update; the one step of checkpoints."""
+from where they have merged; the first gradient, before any update."""
 
 
 class BoundsVariant(Record):
@@ -45,35 +45,24 @@ class Saturation(Record):
     reason: str | None = None  # why it is not known
 
 
-class Pair(Record):
-    """A number of one kind of run beside another, in the same seed: the mean over seeds."""
+class Comparison(Record):
+    """The distance of one kind of run over that of another, in the same seed: the geometric mean
+    over seeds."""
 
+    of: Of
     group: str
     metric: str
     variant: str
     role: VariantRole
     against: str
     against_role: VariantRole
-    low: float | None  # 95 % over seeds, of a ratio by logarithms; null for one seed
-    high: float | None
-    by_seed: dict[int, float] = Field(default_factory=dict)
-    nulls: dict[str, str] = Field(default_factory=dict)
-
-
-class Comparison(Pair):
-    """The distance of one kind of run over that of another: geometric means."""
-
-    of: Of
     window: Window
     steps: tuple[int, ...]
     ratio: float | None
-
-
-class Delay(Pair):
-    """How many steps later one curve reaches the values that another has early: the median over
-    values; negative: earlier."""
-
-    steps: float | None
+    low: float | None  # 95 % over seeds, by logarithms; null for one seed
+    high: float | None
+    by_seed: dict[int, float] = Field(default_factory=dict)
+    nulls: dict[str, str] = Field(default_factory=dict)
 
 
 class NullRow(Record):
@@ -84,7 +73,7 @@ class NullRow(Record):
     of: Of
     group: str
     metric: str
-    step: int | None  # null for checkpoints
+    step: int
     runs: int
     mean: float
     smallest: float
@@ -100,7 +89,7 @@ class BoundsSummary(Record):
     missing: tuple[str, ...]  # what cannot be said, for want of what
     deterministic: bool | None
     """Whether the golden run, repeated, gave the same bits; null where it was not repeated."""
-    axis: Axis | None  # of the figures; null for checkpoints, which are one step
+    axis: Axis | None  # of the figures; null for one step
 
 
 class BoundsReport(Report):
@@ -110,7 +99,6 @@ class BoundsReport(Report):
     summary: BoundsSummary
     saturations: tuple[Saturation, ...]
     comparisons: tuple[Comparison, ...]
-    delays: tuple[Delay, ...] = ()
     null_runs: tuple[NullRow, ...] = ()
     figures: tuple[Figure, ...] = ()
 
@@ -124,5 +112,5 @@ class BoundsReport(Report):
         return "no distance could be set beside another"
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        more = {"delays": self.delays, "null_runs": self.null_runs}
-        return {"comparisons": self.comparisons, **{k: rows for k, rows in more.items() if rows}}
+        more = {"null_runs": self.null_runs} if self.null_runs else {}
+        return {"comparisons": self.comparisons, **more}

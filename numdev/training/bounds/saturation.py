@@ -24,7 +24,6 @@ begins to scatter would be chosen for its answer.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,39 +136,3 @@ def ratios(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
         if usable:
             found[seed] = statistics.geometric_mean(positive) if positive else 0.0
     return found
-
-
-def delays(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
-    """By how many steps a is later than b in reaching the same values, in each seed: those that the
-    curve which starts higher has at `steps`, and the median over them. When the other first reaches
-    one is found on straight lines between recorded points in log-log axes; a seed in which it
-    reaches none is left out."""
-    found = {}
-    for seed in sorted(a.by_seed.keys() & b.by_seed.keys()):
-        x, y = a.by_seed[seed], b.by_seed[seed]
-        shared = [s for s in steps if x.get(s, 0.0) > 0 and y.get(s, 0.0) > 0]
-        if not shared:
-            continue
-        sign, upper, lower = (1, y, x) if y[shared[0]] >= x[shared[0]] else (-1, x, y)
-        passed = [
-            (first_passage(upper, v), first_passage(lower, v)) for v in (upper[s] for s in shared)
-        ]
-        known = [t - s for s, t in passed if s is not None and t is not None]
-        if known:
-            found[seed] = sign * statistics.median(known)
-    return found
-
-
-def first_passage(series: Series, value: float) -> float | None:
-    """The step at which a curve first reaches a value; None if it never does, or had passed it
-    when it was first recorded. Both axes are logarithmic, and step 0 is not on them."""
-    points = [(step, v) for step, v in sorted(series.items()) if step > 0 and v > 0]
-    if not points or points[0][1] > value:
-        return None
-    if points[0][1] == value:
-        return float(points[0][0])
-    for (s, v), (t, w) in itertools.pairwise(points):
-        if w >= value:
-            share = math.log(value / v) / math.log(w / v)
-            return float(s * (t / s) ** share)
-    return None

@@ -1,4 +1,4 @@
-"""From the distances of a training run, or of checkpoints, to the tables of `numdev bounds`: curves
+"""From the distances of a training run to the tables of `numdev bounds`: curves
 of every kind of run, and in each window whose distance over whose.
 
 A window is decided by the paired mean |difference| alone, group by group, and holds for every
@@ -11,17 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from numdev.report.statistics import factor, interval
+from numdev.report.statistics import factor
 from numdev.training.bounds.report import (
     BoundsVariant,
     Comparison,
-    Delay,
     NullRow,
     Of,
     Saturation,
     Window,
 )
-from numdev.training.bounds.saturation import NULLS, Track, delays, ratios
+from numdev.training.bounds.saturation import NULLS, Track, ratios
 from numdev.training.report import DistanceRow, VariantRecord, VariantRole
 
 METRICS = ("mean_abs", "max_abs", "rel", "w1")
@@ -137,30 +136,17 @@ def comparisons(tracks: Sequence[Track], spans: Iterable[Span]) -> Iterator[Comp
                 if mean is not None and low is None:
                     nulls = dict.fromkeys(("low", "high"), "one seed has no interval")
                 pair |= {"ratio": mean, "low": low, "high": high, "by_seed": by_seed}
-                steps = () if span.window == "given" else span.steps
-                yield Comparison(**pair, of=span.of, window=span.window, steps=steps, nulls=nulls)
+                pair |= {"of": span.of, "window": span.window, "steps": span.steps}
+                yield Comparison(**pair, nulls=nulls)
 
 
-def delayed(weights: Sequence[Track], marks: Iterable[Saturation]) -> Iterator[Delay]:
-    """By how many steps curves are apart, before they merge."""
-    for mark in marks:
-        for metric in METRICS:
-            for a, b, pair in _pairs(of_group(weights, mark.group, metric)):
-                if b.role == "other_seed":  # it starts apart, and nothing ever reaches it in time
-                    continue
-                by_seed = delays(a, b, mark.early)
-                mean, low, high = interval(list(by_seed.values())) if by_seed else (None,) * 3
-                why = {} if by_seed else {"steps": "neither reaches what the other has early"}
-                yield Delay(**pair, steps=mean, low=low, high=high, by_seed=by_seed, nulls=why)
-
-
-def null_rows(tracks: Sequence[Track], *, curves: bool) -> Iterator[NullRow]:
-    """How far null runs go, by step if there are `curves`."""
+def null_rows(tracks: Sequence[Track]) -> Iterator[NullRow]:
+    """How far null runs of one kind are from the golden run, step by step."""
     for track in (t for t in tracks if t.role in NULLS):
         place: dict[str, Any] = {"label": track.label, "role": track.role, "of": track.of}
         place |= {"group": track.group, "metric": track.metric}
         for step in track.steps:
             values = [v for seed in track.members.values() for v in seed.get(step, ())]
-            place |= {"step": step if curves else None, "runs": len(values)}
+            place |= {"step": step, "runs": len(values)}
             mean = sum(values) / len(values)
             yield NullRow(**place, mean=mean, smallest=min(values), largest=max(values))
