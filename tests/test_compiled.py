@@ -70,12 +70,3 @@ def tile_there(width: int) -> fused.Tile:
         x = torch.empty(1, 2, 8, width, device="cuda:0")
         case = AttentionCase(ref=CaseRef(case="there"), q=x, k=x, v=x, scale=1.0)
         return fused._forward_tile(case)
-
-
-def test_another_maker_s_gpu_is_not_asked_for_what_nvidia_s_tell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """PyTorch does not say there how much shared memory a block may have."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(fused, "_of_gpu", None)
-    assert tile_there(128) == fused.FORWARD[128]

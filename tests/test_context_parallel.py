@@ -139,19 +139,6 @@ def test_on_gpus_it_is_sharded(balance: str, convert_to_f32: bool) -> None:
         assert found[t] == pytest.approx(expected[t], rel=0.01), t
 
 
-@pytest.mark.gpu
-@two_gpus
-def test_on_gpus_a_dead_rank_is_one_failed_row() -> None:
-    """As on a CPU, where the other rank waits inside NCCL."""
-    case = on_cuda(drawn(1024, head_dim=64))
-    assert isinstance(attempt(PARALLEL, case, {}), Output)
-    os.kill(together(2, "cuda").pids[1], signal.SIGKILL)
-    failed = attempt(PARALLEL, case, {})
-    assert isinstance(failed, Failure)
-    assert "killed by SIGKILL" in failed.reason
-    assert isinstance(attempt(PARALLEL, case, {}), Output)
-
-
 def on_cuda(case: Any) -> Any:
     import dataclasses
 

@@ -76,27 +76,6 @@ def test_compiled_equals_the_oracle(feature: str) -> None:
     assert found.lse is None
 
 
-@pytest.mark.parametrize(
-    ("feature", "wrong"),
-    [
-        ("causal", {"causal_offset": 1}),
-        ("causal, more keys, bottom-right", {"causal_offset": 0}),
-        ("sliding window", {"window": (3, 0)}),
-        ("bool mask", {"mask": None}),
-        ("additive mask", {"mask": None}),
-        ("soft cap", {"softcap": None}),
-        ("negative scale", {"scale": 0.7}),
-    ],
-)
-def test_comparing_rejects_the_neighbouring_function(feature: str, wrong: dict[str, Any]) -> None:
-    """The tests above fail on a kernel that is given the wrong restriction, cap, mask or scale."""
-    case = make_case(**CAN[feature])
-    exact = attention(case)
-    found = FLEX.attend(dataclasses.replace(case, **wrong), compiled=False)
-    with pytest.raises(AssertionError, match="are off"):
-        assert_within(found.out, exact.out, error_bounds(case, exact, U64)[0])
-
-
 # --- what it refuses -----------------------------------------------------------------------------
 
 
@@ -225,41 +204,6 @@ def test_the_triton_kernel_rounds_where_it_claims_to(dtype: torch.dtype, feature
     for options in ({}, {"block_m": 64, "block_n": 32}, {"backend": "TRITON"}):
         for ratio in ratios(case, **options):
             assert ratio == pytest.approx(1.0, abs=0.05), options
-
-
-@pytest.mark.gpu
-@gpu
-@pytest.mark.parametrize("changes", ["bool", "bfloat16", "keys", "one query", "grouped"])
-def test_masks_and_decoding_on_a_gpu(changes: str) -> None:
-    """Masks that differ by batch and head, and one query against many keys, split over the GPU, are
-    the right function there: within 3 floors of fp64."""
-    case = drawn("cuda", torch.bfloat16)
-    shown = torch.rand(2, 4, 300, 300, generator=torch.Generator().manual_seed(0)).cuda() < 0.6
-    kv = 2 if changes == "grouped" else 4
-    fields: dict[str, dict[str, Any]] = {
-        "bool": {"mask": shown},
-        "bfloat16": {"mask": shown.to(torch.bfloat16)},
-        "keys": {"mask": shown[:, :1, :1]},
-    }
-    case = dataclasses.replace(
-        case,
-        **fields.get(changes, {"q": case.q[:, :, :1], "k": case.k[:, :kv], "v": case.v[:, :kv]}),
-    )
-    exact = attend(case)
-    error = (FLEX.attend(case).out.double() - exact.out).norm()
-    assert error <= 3 * (floor_of(exact, case.format).out.double() - exact.out).norm()
-
-
-@pytest.mark.gpu
-@gpu
-def test_a_prescaled_q_is_less_exact() -> None:
-    """PRESCALE_QK reaches the kernel: its error is larger, and still within 4 floors."""
-    case = drawn("cuda", torch.bfloat16, 1024)
-    r = attend(case)
-    plain, prescaled = (
-        (FLEX.attend(case, prescale_qk=x).out.double() - r.out).norm() for x in (None, True)
-    )
-    assert plain < prescaled <= 4 * (floor_of(r, case.format).out.double() - r.out).norm()
 
 
 @pytest.mark.gpu

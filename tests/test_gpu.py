@@ -10,7 +10,6 @@ from on_bench import prepare
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import Refused
 from numdev.kernels import find
 from numdev.kernels.emulation.predict import emulation
 from numdev.kernels.reference import floor_of, gradients
@@ -79,13 +78,6 @@ def test_backward_runs_alone_and_is_near_the_truth(name, dtype, causal):
         assert error <= 8 * least, (tensor, float(error / least))
 
 
-def test_refusals_carry_pytorchs_own_reason():
-    """A soft refusal is Refused with words, not a fallback to another backend."""
-    with pytest.raises(Refused) as refusal:
-        find("sdpa-flash").attend(case(mask=torch.ones(200, 200, dtype=torch.bool, device="cuda")))
-    assert "mask" in str(refusal.value).lower()
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_reference_agrees_with_the_cpu(kv_heads):
     """The fp64 reference is the same on both devices to a few fp64 roundings per term, over several
@@ -100,26 +92,6 @@ def test_the_reference_agrees_with_the_cpu(kv_heads):
         most = 2 * bound * getattr(b, f"{tensor}_terms").amax()
         assert ((getattr(a, tensor).cpu() - getattr(b, tensor)).abs() <= most).all()
     assert torch.equal(a.unseen.cpu(), b.unseen)
-
-
-def test_metrics_agree_with_the_cpu():
-    """The same output measured on either device gives the same metrics. Those in units of the term
-    scale differ as that does, by 2^-7 at most; and an ulp of it now and then by a factor of 2."""
-    here = case(is_causal=True)
-    out = find("sdpa-flash").attend(here).out
-    there = case("cpu", is_causal=True)
-    a = deviation.measure(out, prepare(here, "bfloat16").yardsticks["out"]).heads
-    b = deviation.measure(out.cpu(), prepare(there, "bfloat16").yardsticks["out"]).heads
-    for x, y in zip(a, b, strict=True):
-        for name in ("max_abs", "mean_abs", "rms", "w1"):
-            assert x[name] == pytest.approx(y[name], rel=1e-9, abs=1e-15), name
-        for name in ("row_rel", "bias"):
-            assert x[name] == pytest.approx(y[name], rel=2.0**-7, abs=1e-3), name
-        assert x["max_ulp"] / y["max_ulp"] == pytest.approx(1.0, rel=1e-9) or math.isclose(
-            abs(math.log2(x["max_ulp"] / y["max_ulp"])), 1.0
-        )
-        assert x["nonfinite"] == y["nonfinite"]
-        assert x["elements"] == y["elements"]
 
 
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"])

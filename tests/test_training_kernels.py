@@ -89,13 +89,6 @@ def test_autocast_changes_nothing_in_either_pass(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
 
 
-def test_a_kernel_with_nothing_but_a_whole_step_is_run_again_in_backward() -> None:
-    """The reference: its gradients are its own step's, in the dtype of the inputs."""
-    kernel, given = find("reference"), case(torch.float32)
-    for ours, theirs in zip(in_network(kernel, given, {}), alone(kernel, given, {}), strict=True):
-        assert torch.equal(ours, theirs.to(ours.dtype))
-
-
 def test_what_cannot_be_trained_with_is_refused() -> None:
     """A kernel without a backward, one whose gradients stop on the way, and one that declines."""
     given = case()
@@ -133,32 +126,6 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *KERNELS,
-        ("triton-flash", {}),
-        ("triton-flash", {"softmax": "stabilised"}),
-    ],
-    ids=str,
-)
-def test_on_the_gpu_the_numbers_are_those_of_the_kernels_own_step(
-    name: str, options: dict[str, Any]
-) -> None:
-    """bf16, under autocast, deterministic. `emulated` computes in large blocks here, whose products
-    a GPU sums in other orders: one in a thousand casts goes to the other side."""
-    from numdev.training.lockstep import deterministic
-
-    kernel, given = find(name), case(BF16, "cuda", 200)
-    made = kernel.with_options(options)
-    with deterministic(wanted=True):
-        ours, theirs = in_network(kernel, given, made), alone(kernel, given, made)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b) if name != "emulated" else apart(a, b) < 0.1 * 2**-9
 
 
 # --- the output of one kernel, the gradients of another ------------------------------------------

@@ -9,8 +9,7 @@ import pytest
 import torch
 from scipy.stats import wasserstein_distance
 
-from numdev.errors import UsageError
-from numdev.metrics.wasserstein import _of_counts, sorted_rows, w1, w1_of_sorted
+from numdev.metrics.wasserstein import sorted_rows, w1, w1_of_sorted
 
 # Differences of sorted float64 values are correctly rounded, and so is each step of both sums:
 # pairwise summation of 10^6 terms and scipy's integral agree far better than this.
@@ -70,37 +69,12 @@ def test_agrees_with_scipy(dtype: torch.dtype, length: int) -> None:
     assert all(float(row) == by_scipy(x, y) for row, x, y in zip(rows, a, b, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "m"), [(1, 7), (64, 96), (1000, 999)])
-def test_lengths_may_differ(dtype: torch.dtype, n: int, m: int) -> None:
-    """Then it is the integral of |F - G|, as scipy has it."""
-    a, b = normal(n).to(dtype), (2 * normal(m, seed=1)).to(dtype)
-    assert w1(a, b) == by_scipy(a, b)
-
-
 def test_a_permutation_is_at_distance_zero() -> None:
-    """W1 does not see which value was where, in whatever shape and stride; the samples stay."""
-    a = normal(8, 125)
+    """W1 does not see which value was where; the samples stay as they are."""
+    a = normal(1000)
     before = a.clone()
-    shuffled = a.flatten()[torch.randperm(1000, generator=seeded())]
-    assert w1(a, shuffled) == w1(a.T, shuffled) == 0.0
+    assert w1(a, a[torch.randperm(1000, generator=seeded())]) == 0.0
     assert torch.equal(a, before)
-    b = normal(8, 125, seed=1)
-    assert torch.equal(w1_rows(a.T, b.T), w1_rows(a.T.clone(), b.T.clone()))
-    assert w1(torch.tensor(1.0), torch.tensor(3.0)) == 2.0
-    assert w1(a.requires_grad_(), b) > 0.0
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_laws(seed: int) -> None:
-    """A shift is at its own distance, a power of two comes out; W1 <= mean |a - b|, since the
-    pairing at hand is one plan and W1 that of the best; a detour is never shorter."""
-    a, b, c = (normal(300, seed=3 * seed + k) * (k + 1) for k in range(3))
-    few = torch.randint(-1000, 1000, (999,), generator=seeded(seed)).double()
-    assert w1(few, few + 2.0**-30) == 2.0**-30
-    assert w1(a * 2.0**-40, b * 2.0**-40) == w1(a, b) * 2.0**-40
-    assert 0.0 < w1(a, b) <= float((a - b).abs().mean()) * (1 + RELATIVE)
-    assert w1(a, c) <= (w1(a, b) + w1(b, c)) * (1 + RELATIVE)
 
 
 def test_another_seed_looks_like_one_cast() -> None:
@@ -131,33 +105,6 @@ def test_what_is_not_finite_shows(dtype: torch.dtype) -> None:
     many = normal(100_000).to(dtype)
     many[777] = nan
     assert math.isnan(w1(normal(100_000), many))
-
-
-@pytest.mark.parametrize(
-    ("b", "says"),
-    [
-        (torch.zeros(0), "no values"),
-        (torch.zeros(3, dtype=torch.int64), "int64"),
-        (torch.zeros(3, dtype=torch.complex64), "complex64"),
-        (torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4"),
-        (torch.zeros(3, device="meta"), "different devices"),
-    ],
-)
-def test_refuses_with_a_reason(b: torch.Tensor, says: str) -> None:
-    """What has no distance here is refused in words."""
-    for x, y in ((torch.zeros(3), b), (b, torch.zeros(3))):
-        with pytest.raises(UsageError, match=says):
-            w1(x, y)
-
-
-def test_weights_are_integers_or_refused() -> None:
-    """In units of 1 / lcm(n, m), exact however often a value occurs: here beyond 2^53."""
-    n, m = 2**28, 2**27 - 1
-    values, twice = np.array([0.0, 1.0]), np.array([n - 1, 1])
-    assert _of_counts(values, twice, np.array([0.0]), np.array([m])) == 1 / n
-    too_long = np.array([2**33])
-    with pytest.raises(UsageError, match="least common multiple"):
-        _of_counts(np.array([0.0]), too_long, np.array([1.0]), too_long - 1)
 
 
 def test_threads_change_nothing() -> None:

@@ -15,7 +15,8 @@ from numdev.audit.examine import NOTABLE, SHOWN, most
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients
-from numdev.metrics.special import NOTHING
+from numdev.metrics.row_facts import of_queries
+from numdev.metrics.row_words import NOTHING
 from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import WorstRow
@@ -119,6 +120,51 @@ def check_query(case: AttentionCase, w: WorstRow, S: Tensor, P: Tensor) -> None:
     assert {name: getattr(w, name) for name in expected} == expected
 
 
+def test_equal_keys_tie_wherever_they_stand() -> None:
+    """Two equal keys share the maximum, at any two places and although the terms of their score are
+    10^9 times as large as it, so that its rounding is 10^6 times what counts as equal: it depends
+    on the key alone."""
+    n, d = 131, 16
+    k = normal(0, 1, 1, n, d)
+    k[..., 0], k[..., 1] = -400.0, 1880.0 * 2.0**20
+    q = normal(1, 1, 1, n, d)
+    q[..., 0], q[..., 1] = 1880.0 * 2.0**20, 400.0
+    case = make_case(heads=1, q_len=n, kv_len=n, head_dim=d, v_dim=d, scale=1.0)
+    for one, other in ((0, 1), (0, 130), (3, 67), (64, 65), (127, 128), (129, 130)):
+        twin = k.clone()
+        twin[0, 0, [one, other], 2:] = 40.0 * q[0, 0, 5, 2:]
+        tensors = {"q": q, "k": twin}
+        rows = torch.tensor([5, 17])
+        found = of_queries(dataclasses.replace(case, **tensors), 0, torch.zeros_like(rows), rows)
+        assert found["tied"].tolist() == [2, 1]
+
+
+def test_equal_probabilities() -> None:
+    """Of n equal scores, n a multiple of ten, exactly nine in ten carry 90 %, and all are tied."""
+    for n in range(10, 400, 30):
+        case = make_case(heads=1, q_len=2, kv_len=n)
+        case = dataclasses.replace(case, q=torch.zeros_like(case.q))
+        rows = torch.tensor([0, 1])
+        found = of_queries(case, 0, torch.zeros_like(rows), rows)
+        assert found["carriers"].tolist() == [n * 9 // 10] * 2
+        assert found["tied"].tolist() == found["sees"].tolist() == [n, n]
+
+
+def test_infinite_and_hidden_scores() -> None:
+    """A row that sees nothing has no probability at all; of one whose score is infinite nothing is
+    known, and its neighbour is as it was."""
+    case = make_case(heads=1, q_len=3, kv_len=4, is_causal=True, causal_offset=-1)
+    k = case.k.clone()
+    k[0, 0, 1] = math.inf
+    rows = torch.tensor([0, 1, 2])
+    found = of_queries(
+        dataclasses.replace(case, k=k, q=case.q.abs()), 0, torch.zeros_like(rows), rows
+    )
+    assert found["sees"].tolist() == [0, 1, 2]
+    assert (found["max_probability"][0], found["first_key"][1]) == (0, 1)
+    assert found["max_probability"][2].isnan()
+
+
 # --- which rows ----------------------------------------------------------------------------------
 
 
@@ -152,7 +198,7 @@ def test_what_is_not_finite_comes_first_and_what_says_nothing_is_left_out() -> N
     out[0, 0, 8, :2] = math.nan
     first = worst_rows(case, out, y, range(2))[0]
     assert (first.head, first.row, first.nonfinite) == (0, 8, 2)
-    assert "has two elements not finite where the exact result is" in first.sentence
+    assert "is not finite in 2 elements where the exact result is" in first.sentence
     out[0, 0, 8] = math.nan
     assert worst_rows(case, out, y, range(2))[0].error is None
     case = make_case(q_len=6, kv_len=6, is_causal=True, causal_offset=-2)
@@ -169,7 +215,7 @@ def test_what_is_not_finite_comes_first_and_what_says_nothing_is_left_out() -> N
     assert len({w.row for w in worst_rows(case, out, y, range(2))}) == 3
 
 
-# --- what is special -----------------------------------------------------------------------------
+# --- what stands out -----------------------------------------------------------------------------
 
 
 def planted(n: int = 64, **fields: Any) -> AttentionCase:
@@ -177,71 +223,70 @@ def planted(n: int = 64, **fields: Any) -> AttentionCase:
     return make_case(**{"heads": 1, "q_len": n, "kv_len": n, "head_dim": 16, "seed": 7, **fields})
 
 
-def described(case: AttentionCase, row: int, **changes: Tensor) -> str:
-    case = dataclasses.replace(case, **changes)  # type: ignore[arg-type]
+def described(case: AttentionCase, row: int, **changes: Any) -> str:
+    case = dataclasses.replace(case, **changes)
     out, y, _ = spoiled(case, (0, 0, row))
     first = worst_rows(case, out, y, [0])[0]
     assert first.row == row
     return first.sentence.partition(": ")[2]
 
 
-def test_ties_are_named() -> None:
-    """Two keys of the same score, or nearly, far above all others; and V of one sign at both. Of
-    one query nothing is usual, but a tie is a tie."""
-    case = planted()
+def changes_of(what: str, case: AttentionCase) -> dict[str, Tensor]:
+    """Inputs that give row 17 of `planted` one peculiarity."""
     q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
-    q[0, 0, 17] = 12 * k[0, 0, 40]
-    k[0, 0, 9] = k[0, 0, 40] * (1 + 1e-6)
-    assert described(case, 17, q=q, k=k).startswith("two keys are within 0.001 of its maximum")
-    k[0, 0, 9] = k[0, 0, 40]
-    said = described(case, 17, q=q, k=k)
-    assert said.startswith("two keys share its maximum, P = 0.5 each")
-    assert "one sign" not in said
-    v[0, 0, [9, 40]] = v[0, 0, [9, 40]].abs()
-    said = described(case, 17, q=q, k=k, v=v)
-    assert "; V has one sign at the two keys that carry 90 % of it" in said
+    if what in ("near tie", "tie", "tie, one sign"):
+        q[0, 0, 17] = 12 * k[0, 0, 40]
+        k[0, 0, 9] = k[0, 0, 40] * (1 + 1e-6 * (what == "near tie"))
+        if what == "tie, one sign":
+            v[0, 0, [9, 40]] = v[0, 0, [9, 40]].abs()
+    elif what == "one sign":
+        k[0, 0, :8, 0] = 30.0
+        v[0, 0, :8] = v[0, 0, :8].abs()
+        q[..., 0] = 0.0
+        q[0, 0, 17, 0] = 1.0
+    elif what == "cancels":
+        k[0, 0, 20] = k[0, 0, 21]
+        v[0, 0, 20] = -v[0, 0, 21]
+        q[0, 0, 17] = 20 * k[0, 0, 20]
+    elif what == "first key":
+        q[0, 0, 17] = 40 * k[0, 0, 0]
+    else:
+        k[0, 0, :, 0] = 1.0
+        q[..., 0] = 0.0
+        q[0, 0, 17, 0] = -60.0
+        return {"q": q, "k": k, "sinks": torch.tensor([-4.0]).double()}
+    return {"q": q, "k": k, "v": v}
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("near tie", "2 keys are within 0.001 of its maximum"),
+        ("tie", "2 keys share its maximum, P = 0.5 each"),
+        ("tie, one sign", "V keeps one sign (1.00; median 0."),
+        ("one sign", "V keeps one sign (1.00; median 0."),
+        ("cancels", "its terms cancel to"),
+        ("first key", "key 0 has P = 1 (median 0.0"),
+        ("sink", "the sink has P = 1 (median 0.0"),
+        ("sink", "its log-sum-exp is -3.99"),
+    ],
+)
+def test_what_was_planted_stands_out(what: str, says: str) -> None:
+    """Each peculiarity of a row is named; with a tie alone V keeps no one sign."""
+    case = planted()
+    said = described(case, 17, **changes_of(what, case))
+    assert says in said
+    assert what != "tie" or "one sign (1.00" not in said
+
+
+def test_few_rows_tell_of_ties_alone() -> None:
+    """Of one query nothing is usual, but a tie is a tie; rows that see few keys stand out."""
     case = planted(1, kv_len=64)
     assert described(case, 0) == f"{NOTHING} (with 0 rows to compare it with)."
     k = case.k.clone()
     k[0, 0, 3] = k[0, 0, 60]
-    assert described(case, 0, k=k, q=12 * k[:, :, 3:4]).startswith("two keys share its maximum")
-
-
-def test_v_of_one_sign_and_cancellation_are_named() -> None:
-    """Without a tie: the keys that a row attends to are those where V is positive. And V that comes
-    in pairs of opposite sign, at keys that have the same score."""
-    case = planted()
-    k, v, q = case.k.clone(), case.v.clone(), case.q.clone()
-    k[0, 0, :8, 0] = 30.0
-    v[0, 0, :8] = v[0, 0, :8].abs()
-    q[..., 0] = 0.0
-    q[0, 0, 17, 0] = 1.0
-    assert "V has one sign at the" in described(case, 17, q=q, k=k, v=v)
-    k, v, q = case.k.clone(), case.v.clone(), case.q.clone()
-    k[0, 0, 20] = k[0, 0, 21]
-    v[0, 0, 20] = -v[0, 0, 21]
-    q[0, 0, 17] = 20 * k[0, 0, 20]
-    assert "its terms cancel to" in described(case, 17, q=q, k=k, v=v)
-
-
-def test_sinks_and_places_are_named() -> None:
-    """Key 0 that takes nearly everything, an attention sink that does, rows that see few keys and
-    those at an end."""
-    case = planted()
-    q, k = case.q.clone(), case.k.clone()
-    q[0, 0, 17] = 40 * k[0, 0, 0]
-    assert described(case, 17, q=q).startswith("key 0 has P = 1 (median row 0.0")
-    k[0, 0, :, 0] = 1.0
-    q = case.q.clone()
-    q[..., 0] = 0.0
-    q[0, 0, 17, 0] = -60.0
-    said = described(case, 17, q=q, k=k, sinks=torch.tensor([-4.0]).double())
-    assert "the sink has P = 1 (median row 0.0" in said
-    assert "its log-sum-exp is -3.99" in said
-    case = planted(is_causal=True)
-    assert "it sees two keys (median row 3" in described(case, 1)
-    assert "it is the first row" in described(case, 0)
-    assert "it is the last row" in described(case, 63)
+    assert described(case, 0, k=k, q=12 * k[:, :, 3:4]).startswith("2 keys share its maximum")
+    assert "keys that it sees: 2 (median 3" in described(planted(is_causal=True), 1)
 
 
 # --- which of them -------------------------------------------------------------------------------
@@ -268,3 +313,6 @@ def test_the_worst_rows_are_shown() -> None:
     assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
     assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
     assert most([kept(0, ratio=50.0, predicted=False)]) == ()
+
+
+# --- shown ---------------------------------------------------------------------------------------

@@ -230,25 +230,18 @@ def to_host(x: RowSums, bins: Tensor | None = None) -> Totals:
     )
 
 
-def typical_row(predicted: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
-    """[H]: the predicted row_rel, or that of an error of u |r_i| / sqrt(12) if it is larger.
-    `predicted` is 0 where it is not usable."""
-    rows = y.rows_where(y.usable & usable)
-    sizes = torch.stack([rows.predicted(row_norm(predicted)), rows.least])
-    return _typical(rows.relative(sizes).square(), rows)
-
-
-def row_ratios(
-    error: Tensor, predicted: Tensor, typical: Tensor, usable: Tensor, y: Yardstick
-) -> Tensor:
+def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: Yardstick) -> Tensor:
     """[B, H, rows]: |error_i| over what is predicted for the row; 0 in a row without an error.
 
-    What is predicted is at least typical of the head (`typical_row` times |term scale_i|): that
-    one row's roundings happen to cancel is no prediction. It is also at least u |r_i| / sqrt(12),
-    and u SMALLEST_SCALE. `error` and `predicted` are 0 where they are not usable.
+    What is predicted is at least typical of the head (the rms over rows of what is predicted
+    relative to |term scale_i|): that one row's roundings happen to cancel is no prediction. It is
+    also at least u |r_i| / sqrt(12), and u SMALLEST_SCALE. `error` and `predicted` are 0 where they
+    are not usable.
     """
     rows = y.rows_where(y.usable & usable)
-    return _ratios(row_norm(error), rows.predicted(row_norm(predicted)), typical, rows)
+    sizes = rows.predicted(row_norm(predicted))
+    typical = _typical(rows.relative(torch.stack([sizes, rows.least])).square(), rows)
+    return _ratios(row_norm(error), sizes, typical, rows)
 
 
 def _for_bias(rows: RowScales, y: Yardstick) -> Tensor:

@@ -1,13 +1,11 @@
-"""What single rows of a call look like, recomputed in fp64: all rows of one head at once.
+"""What single rows of a call look like, recomputed in fp64: some rows of one head at once.
 
 Of a query's row: its scores, and what the literature makes responsible for errors of attention
 (ties of the maximum with V of one sign, arXiv 2510.04212; sinks). Of a key: what it receives from
 all queries that read it. Which rows are worth it is decided in `numdev.metrics.worst_rows`.
 
-Everything stays on the case's device, and nothing waits for it: the rows are int64 tensors, and
-what is found are columns, a value for each row. Scores of n rows are made with the keys of every
-batch entry, of which each row keeps its own: one product of matrices. No more of a call is ever in
-fp64 than one kv head, and scores of n rows with it.
+Scores of n rows are computed against the keys of every batch entry, of which each row keeps its
+own: one matrix product. No more of a call is ever in fp64 than one kv head and these scores.
 
 Legend: S scores, P probabilities, m row maximum, L log-sum-exp.
 """
@@ -24,13 +22,12 @@ from torch import Tensor
 from numdev.cases import AttentionCase, Places, additive, visible
 
 CARRIED = 0.9
-EQUAL, NEAR = 1e-12, 1e-3
-"""Scores are equal within fp64's own rounding (times 1 or |m|), nearly so within 1e-3."""
+EQUAL, NEAR = 1e-12, 1e-3  # scores are equal within fp64's own rounding (times 1 or |m|)
 
 
 def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str, Tensor]:
-    """Of rows i [n] of batch entries b [n] in a query head, the fields of `report.WorstRow` that
-    follow from their scores, [n] each. Of a row that sees no key only `sees`, `position` and
+    """The fields of `report.WorstRow` that follow from the scores of rows i [n] of batch entries
+    b [n] in a query head, fp64 [n] each. Of a row that sees no key only `sees`, `position` and
     `max_probability` mean something."""
     part = _part(case, slice(head, head + 1))
     own = (b, 0, _counted(len(b), b))
@@ -63,7 +60,7 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
 
 
 def of_keys(case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor) -> dict[str, Tensor]:
-    """The same of keys j [n] of batch entries b [n] in a kv head, over all queries that read it.
+    """The fields of keys j [n] of batch entries b [n] in a kv head, over all queries that read it.
     `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _scores(_part(case, heads), slice(0, case.q_len), j)

@@ -1,0 +1,129 @@
+"""What sets a row that errs apart from the usual rows of its head, in words.
+
+A property stands out when it lies from the median of the usual rows by at least three standard
+deviations, taken from the median absolute deviation (1.4826 MAD), and by at least a step that is
+worth mentioning whatever the spread. Of a normal property some 0.3 % of rows stand out by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from numdev.report import WorstRow
+
+LEAST = 8  # usual rows it takes to say what is unusual; a tie is one beside any number of them
+DEVIATIONS = 3 * 1.4826
+NOTHING = "nothing stands out"
+
+
+@dataclass(frozen=True)
+class Property:
+    """When a property of a row stands out, and what is then said of it."""
+
+    step: float  # nats for lse and entropy; a factor of two where `logarithmic`
+    query: str = ""  # template of the row's fields and `usual`, their median; empty: not said
+    key: str = ""
+    logarithmic: bool = False
+    side: int = 0  # 1: only above what is usual, -1: only below
+    hides: tuple[str, ...] = ()  # properties that need no mention beside it
+
+
+SHARP = ("max_probability", "entropy")
+CANCELS = "its terms cancel to {cancellation:.2g} of their size (median {usual:.3g})"
+LARGEST = "its largest P is {max_probability:.2g} (median {usual:.3g})"
+PROPERTIES = {
+    "tied": Property(
+        1.0,
+        "{tied} keys share its maximum, P = {max_probability:.2g} each",
+        side=1,
+        hides=("nearly_tied", *SHARP),
+    ),
+    "nearly_tied": Property(1.0, "{nearly_tied} keys are within 0.001 of its maximum", side=1),
+    # Together with a tie this makes rounding errors of P one-sided (arXiv 2510.04212).
+    "one_sign": Property(
+        0.2,
+        "V keeps one sign ({one_sign:.2f}; median {usual:.2f}) at the {carriers} keys that carry "
+        "90 % of it",
+        side=1,
+    ),
+    "first_key": Property(0.1, "key 0 has P = {first_key:.2g} (median {usual:.3g})", hides=SHARP),
+    "sink": Property(0.1, "the sink has P = {sink:.2g} (median {usual:.3g})", hides=SHARP),
+    "mass": Property(
+        1.0,
+        key="it receives P = {mass:.3g} in all (median {usual:.3g}), 90 % of it from {carriers} of "
+        "the queries",
+        logarithmic=True,
+        hides=("carriers",),
+    ),
+    "carriers": Property(
+        1.0,
+        key="queries that give 90 % of its probability: {carriers} (median {usual:.3g})",
+        logarithmic=True,
+    ),
+    "max_probability": Property(0.1, LARGEST, LARGEST, hides=("entropy",)),
+    "entropy": Property(0.5, "its entropy is {entropy:.3g} nats (median {usual:.3g})"),
+    "lse": Property(1.0, "its log-sum-exp is {lse:.4g} (median {usual:.3g})"),
+    "cancellation": Property(1.0, CANCELS, CANCELS, logarithmic=True, side=-1),
+    "sees": Property(
+        1.0,
+        "keys that it sees: {sees} (median {usual:.3g})",
+        "queries that see it: {sees} (median {usual:.3g})",
+        logarithmic=True,
+    ),
+}
+
+
+def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:
+    """How much the row errs, and what stands out beside the usual rows of its head."""
+    is_key = row.tensor in ("dk", "dv")
+    if row.sees == 0:
+        said = ["no query sees it" if is_key else "it sees no key"]
+    else:
+        fields, medians = row.model_dump(), outstanding(row, usual)
+        templates = {n: p.key if is_key else p.query for n, p in PROPERTIES.items()}
+        hidden = {other for name in medians for other in PROPERTIES[name].hides}
+        said = [
+            templates[name].format(**fields, usual=middle)
+            for name, middle in medians.items()
+            if templates[name] and name not in hidden
+        ]
+    few = f" (with {len(usual)} rows to compare it with)" if len(usual) < LEAST else ""
+    name = f"{'key' if is_key else 'row'} {row.row} (of {row.rows}; batch entry {row.batch})"
+    return f"{name} {_error(row)}: {'; '.join(said) or NOTHING + few}."
+
+
+def outstanding(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The properties of a row that stand out, with their medians over usual rows."""
+    medians = {}
+    for name, rule in PROPERTIES.items():
+        value = getattr(row, name)
+        others = [x for other in usual if (x := other.get(name)) is not None]
+        if name == "tied" and len(others) < LEAST:
+            others = [1.0]  # scores are seldom equal by chance
+        elif len(others) < LEAST:
+            continue
+        if value is None:
+            continue
+        own, *rest = (
+            math.log2(max(x, 2.0**-60)) if rule.logarithmic else x for x in (value, *others)
+        )
+        middle = median(rest)
+        spread = median(abs(x - middle) for x in rest)
+        away = own - middle
+        if abs(away) >= max(DEVIATIONS * spread, rule.step) and away * rule.side >= 0:
+            medians[name] = median(others)
+    return medians
+
+
+def _error(row: WorstRow) -> str:
+    if row.nonfinite:
+        return f"is not finite in {row.nonfinite} elements where the exact result is"
+    if row.ratio is None:
+        return f"errs by {row.error or 0.0:.2g} where nothing is predicted or added up"
+    if row.predicted:
+        return f"errs {row.ratio:.3g} x what is predicted for it"
+    return f"errs by {row.ratio:.2g} of the size of its terms"
