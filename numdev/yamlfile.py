@@ -6,6 +6,7 @@ where a scalar belongs is a grid: the entry is repeated for every value, and sev
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from numdev.errors import UsageError, closest
 
 Scalar = bool | int | float | str | None
 MOST_CELLS = 100_000  # of a grid in one file: more are a slip of the pen, and would fill the memory
-MOST_VALUES = 200_000  # of one file, aliases written out
 FILES = "see the files under configs/"
 
 
@@ -67,11 +67,12 @@ def read_yaml(path: Path, model: type[M]) -> M:
         node = loader.get_single_node()
         raw = loader.construct_document(node) if node is not None else None
     except FileNotFoundError as error:
-        raise UsageError(f"{path}: cannot be read (no such file)", hint=_shipped(path)) from error
-    except (OSError, ValueError) as error:  # not text, or a value such as the date 2024-13-01
+        hint = "give a YAML file"
+        with contextlib.suppress(UsageError, ValueError):  # as the documentation writes it
+            hint = f"numdev's own is {bundled(path.relative_to('configs').as_posix())}"
+        raise UsageError(f"{path}: cannot be read (no such file)", hint=hint) from error
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: the date 2024-13-01
         raise UsageError(f"{path}: cannot be read ({error})", hint="give a YAML file") from error
-    except RecursionError as error:
-        raise UsageError(f"{path}: is nested too deeply", hint=FILES) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -79,55 +80,38 @@ def read_yaml(path: Path, model: type[M]) -> M:
         raise UsageError(f"{path}{line}: not valid YAML: {problem}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: holds no mapping of keys", hint=FILES)
-    if _count(raw) > MOST_VALUES:
-        what = f"{path}: comes to more than {MOST_VALUES:,} values"
-        raise UsageError(what, hint="see to its aliases (*name)")
     return validated(raw, model, str(path), node)
-
-
-def _count(raw: Any) -> int:
-    """The values in a file, up to MOST_VALUES and one list more. Aliases that repeat aliases are
-    small in memory, until something writes them out."""
-    waiting, count = [raw], 0
-    while waiting and count <= MOST_VALUES:
-        value = waiting.pop()
-        count += 1
-        if isinstance(value, dict | list):
-            waiting += value.values() if isinstance(value, dict) else value
-    return count
 
 
 def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = None) -> M:
     """A mapping as a validated model, its grids expanded; raises UsageError that names `where` it
     stands, the key, and the line in `node`, the file's tree."""
-    origins: dict[Any, list[int]] = {}
+    origins: dict[Any, list[int]] = {}  # of each cell of a grid, the index of its entry
     for part, cells_of in (("cases", expand), ("kernels", expand_options)):
         if isinstance(raw.get(part), list):
-            found = (
-                (i, cell)
-                for i, entry in enumerate(raw[part])
-                for cell in cells_of(entry, f"{where}{_line(node, (part, i))}")
-            )
-            cells = list(itertools.islice(found, MOST_CELLS + 1))
-            if len(cells) > MOST_CELLS:
-                line = _line(node, (part,))
-                raise UsageError(f"{where}{line}: {part}: a grid of more than {MOST_CELLS:,} cells")
-            origins[part] = [i for i, _ in cells]
-            raw = {**raw, part: [cell for _, cell in cells]}
+            cells: list[Any] = []
+            origins[part] = []
+            for i, entry in enumerate(raw[part]):
+                line = _line(node, (part, i))
+                room = MOST_CELLS + 1 - len(cells)
+                cells += itertools.islice(cells_of(entry, f"{where}{line}"), room)
+                origins[part] += [i] * (len(cells) - len(origins[part]))
+                if len(cells) > MOST_CELLS:
+                    what = f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
+                    raise UsageError(f"{where}{line}: {what}")
+            raw = {**raw, part: cells}
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         # An unknown key comes first: a misspelt one is also missed under its right name.
-        errors = error.errors()
-        first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
         place = first["loc"]
         named = ".".join(map(str, place))
         if first["type"] == "extra_forbidden":
             hint = closest(str(place[-1]), _model_at(place, model).model_fields)
             what = f"unknown key {named!r}; {hint}"
         else:
-            message = first["msg"].removeprefix("Value error, ")
-            what = f"{named}: {message}" if named else message
+            what = f"{named}: {first['msg']}".removeprefix(": ").replace("Value error, ", "", 1)
         if len(place) > 1 and place[0] in origins and isinstance(place[1], int):
             place = (place[0], origins[place[0]][place[1]], *place[2:])
         raise UsageError(f"{where}{_line(node, place)}: {what}") from error
@@ -172,9 +156,12 @@ def expand(entry: Any, where: str) -> Iterator[Any]:
         yield entry
         return
     inputs = entry.get("inputs")
-    axes = {key: value for key, value in entry.items() if isinstance(value, list)}
     inner = inputs if isinstance(inputs, dict) else {}
+    axes = {key: value for key, value in entry.items() if isinstance(value, list)}
     axes |= {f"inputs.{key}": value for key, value in inner.items() if isinstance(value, list)}
+    if not axes:
+        yield entry
+        return
     for cell in _product(axes, where):
         case = {**entry, "inputs": {**inner}} if inner else dict(entry)
         place = {}
@@ -182,15 +169,11 @@ def expand(entry: Any, where: str) -> Iterator[Any]:
             _, nested, name = path.rpartition("inputs.")
             (case["inputs"] if nested else case)[name] = value
             place[name] = _shown(value)
-        if place:
-            case["axes"] = {**case.get("axes", {}), **place}
+        case["axes"] = {**case.get("axes", {}), **place}
+        if "name" in case:  # else its absence is what validation reports
             shown = ",".join(f"{axis}={value}" for axis, value in place.items())
-            if "name" in case:  # else its absence is what validation reports
-                case["name"] = f"{case['name']}/{shown}"
-        if isinstance(case.get("inputs"), dict) and case["inputs"] != inputs:
-            yield from expand(case, where)
-        else:
-            yield case
+            case["name"] = f"{case['name']}/{shown}"
+        yield from expand(case, where) if isinstance(cell.get("inputs"), dict) else (case,)
 
 
 def expand_options(entry: Any, where: str) -> Iterator[Any]:
@@ -230,14 +213,6 @@ def bundled(name: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise UsageError(f"the bundled configuration {name} is missing", hint="reinstall numdev")
-
-
-def _shipped(path: Path) -> str:
-    """Where a file is of which the documentation speaks as it is called in the source tree."""
-    try:
-        return f"numdev's own is {bundled(path.relative_to('configs').as_posix())}"
-    except (UsageError, ValueError):
-        return "give a YAML file"
 
 
 def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseModel]:

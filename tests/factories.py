@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import models
 import torch
 import torch.nn.functional as F
 import transformers
@@ -88,36 +87,9 @@ def raises() -> nn.Module:
     raise KeyError("no such\nthing")
 
 
-def exits() -> nn.Module:
-    raise SystemExit(0)
-
-
 def returns_nothing() -> None:
     return None
 
 
-def returns_a_class() -> type:
-    return GPT
-
-
 def needs_two(a: int, b: int) -> nn.Module:
     return gpt()
-
-
-class HalfLearning(nn.Module):
-    """Two attentions, of which the first runs without gradients; returns a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(96, 16)
-        self.first, self.second = (models.Attending.Layer("sdpa", 16, 2) for _ in "ab")
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.first(self.embed(input_ids))
-        return self.second(x).square().sum()
-
-
-def half_learning() -> nn.Module:
-    torch.manual_seed(0)
-    return HalfLearning()

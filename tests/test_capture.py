@@ -24,7 +24,7 @@ from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.kernels import find
 from numdev.sources.capture import attention_implementation, capture, handed_over
-from numdev.sources.watch import Layers, attention_modules
+from numdev.sources.watch import attention_modules
 
 B, N, STEPS = 3, 12, 3
 IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
@@ -402,31 +402,6 @@ def test_projections_are_known_by_their_names(children: str, owns: bool) -> None
 
 
 # --- layers that are asked for --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("asked", "met", "said"),
-    [
-        (None, (0, 1), ()),
-        ((1,), (0, 1), ()),
-        (
-            (1, 7, 9),
-            (0, 1),
-            ("--layers: no attention call in layers 7, 9; there are calls in layers 0, 1.",),
-        ),
-        ((9,), (), ("--layers: no attention call in layers 9.",)),
-    ],
-)
-def test_what_is_said_of_layers(asked: Any, met: Any, said: Any) -> None:
-    """Layers without a call are named; with none left, it is an error."""
-    layers = Layers(asked)
-    chosen = [layer for layer in met if layers.choose(layer)]
-    assert chosen == [layer for layer in met if asked is None or layer in asked]
-    assert layers.notes("x") == said
-    none = Layers((9,))
-    none.choose(0)
-    with pytest.raises(MeasurementError, match="x: no attention call in layers 9"):
-        none.notes("x")
 
 
 def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import factories
 import models
 import pytest
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from numdev.cases import AttentionCase
 from numdev.config import AuditRequest, Choice
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError
 from numdev.formats import format_named
 from numdev.sources.capture import capture
 from numdev.sources.loss import LANGUAGE, OWN, Upstream, find_upstream, with_drawn
@@ -308,21 +307,3 @@ def cases_of(told: Source) -> list[AttentionCase]:
     found: list[AttentionCase] = []
     found += [located.load() for located in told]
     return found
-
-
-def test_a_generation_with_gradients_is_refused() -> None:
-    with pytest.raises(UsageError, match="--generate 2: a generation has no backward pass"):
-        source(checkpoint="demo", generate=2)
-
-
-def test_a_note_names_the_calls_without_a_gradient(tmp_path: Path) -> None:
-    """Known after the run, and so only then among the notes."""
-    torch.save(factories.half_learning().state_dict(), tmp_path / "w.pt")
-    told = source(checkpoint=str(tmp_path / "w.pt"), model="factories:half_learning")
-    before = told.notes
-    cases_of(told)
-    (note,) = told.notes[len(before) :]
-    assert note == (
-        "The loss has no usable gradient for 1 of 2 calls (first#0); theirs is drawn from N(0, 1), "
-        "seed 0."
-    )

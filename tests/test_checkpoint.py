@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import socket
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -111,39 +109,6 @@ def test_opening_says_how_much_the_model_reads() -> None:
     ):  # fmt: skip
         assert opened(**config).max_length == length
     assert opened(text_config={"vocab_size": 7}).vocab_size == 7
-
-
-class Listener(logging.Handler):
-    def __init__(self, heard: list[str]) -> None:
-        super().__init__()
-        self.heard = heard
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
-def test_nothing_is_said_and_nothing_stays_switched_off(
-    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loading prints and logs nothing, and leaves log level, bars and warnings as they were."""
-    import transformers.utils.logging as chatter
-
-    logger, logged = logging.getLogger("transformers"), []
-    monkeypatch.setattr(logger, "handlers", [Listener(logged)])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    chatter.enable_progress_bar()
-    before = warnings.filters[:]
-    # A head left over: transformers would report it.
-    rewrite(llama, lambda state: state.update({"score.weight": torch.zeros(2, 32)}))
-    capfd.readouterr()
-    load(llama)
-    edit(llama / "config.json", architectures=["NoSuchModel"])
-    failure(llama, MeasurementError)
-    assert (capfd.readouterr(), logged) == (("", ""), [])
-    assert (logger.level, chatter.is_progress_bar_enabled()) == (logging.INFO, True)
-    assert warnings.filters[:] == before
-    logger.warning("heard")
-    assert logged == ["heard"]
 
 
 def test_loading_never_asks_the_network(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

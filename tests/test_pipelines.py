@@ -11,7 +11,6 @@ import pipelines
 import pytest
 import torch
 
-from numdev import report
 from numdev.cases import AttentionCase
 from numdev.cli.main import main
 from numdev.config import AuditRequest, Choice
@@ -229,36 +228,3 @@ def audited(unet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ("--kernel", "sdpa-flash", "--denoise", "3", "--steps", "0,2", "-q")
     main(["audit", str(unet), *SMALL, *flags, "-o", str(output)])
     return output
-
-
-def test_deviation_by_step_is_that_of_its_rows(audited: Path) -> None:
-    """A part's median is the median over the rows of its step and kind."""
-    found = report.read(audited)
-    assert isinstance(found, report.AuditReport)
-    part = next(
-        p
-        for p in found.summary.parts
-        if (p.kernel, p.step, p.attends) == ("sdpa-flash", 2, "cross")
-    )
-    ratios = sorted(
-        r.floor_ratio or 0
-        for r in found.rows
-        if (r.kernel, r.step, r.attends, r.tensor) == ("sdpa-flash", 2, "cross", "out")
-    )
-    assert (part.calls, part.ok) == (BLOCKS, len(ratios))
-    assert part.floor_ratio == pytest.approx((ratios[3] + ratios[4]) / 2)
-    assert part.floor_ratio_worst == ratios[-1]
-
-
-def test_saved_calls_give_the_same_rows(unet: Path, tmp_path: Path) -> None:
-    """--save-cases keeps step and kind: the rows of an audit of the files are the pipeline's."""
-    flags = (*SMALL, "--denoise", "2", "-q")
-    main(
-        ["audit", str(unet), *flags, "-o", str(tmp_path / "a"), "--save-cases", str(tmp_path / "c")]
-    )
-    main(["audit", str(tmp_path / "c"), *SMALL, "-q", "-o", str(tmp_path / "b")])
-    first, second = report.read(tmp_path / "a"), report.read(tmp_path / "b")
-    assert isinstance(first, report.AuditReport)
-    assert isinstance(second, report.AuditReport)
-    assert first.rows == second.rows
-    assert first.summary.parts == second.summary.parts

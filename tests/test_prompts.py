@@ -15,8 +15,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from numdev.errors import MeasurementError, NumdevError, UsageError
-from numdev.sources.prompts import Prompt, draw, from_text, read, shifted, wanted
+from numdev.sources.prompts import Prompt, draw, from_text, shifted, wanted
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 
@@ -64,22 +63,6 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     mask = prompt.inputs["attention_mask"].tolist()
     assert mask == [[1] * 6, [0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0]]
     assert prompt.description == "2 x up to 6 tokens of a and b"
-
-
-# --- what is wrong ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [(None, "cannot be read"), ("", "holds no token"), (" \n", "holds no token")],
-)
-def test_text_files_that_cannot_be_used(tmp_path: Path, content: str | None, says: str) -> None:
-    """Also among files that have some: every file contributes."""
-    if content is not None:
-        (tmp_path / "b.txt").write_text(content)
-    files = [text(tmp_path, "a.txt", range(4)), tmp_path / "b.txt"]
-    with pytest.raises(UsageError, match=rf"b\.txt: {says}"):
-        from_text(files, tokenizer(), length=4, sequences=2)
 
 
 # --- the other arguments of a model --------------------------------------------------------------
@@ -139,15 +122,6 @@ def test_images_and_spectrograms_have_the_configs_size(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [(models.wav2vec2, "input_values"), (Plain, "idx"), (models.llama, "pixel_values")],
-)
-def test_what_cannot_be_drawn_is_named(model: Any, name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name}, which numdev cannot draw .*--inputs"):
-        draw(name, model(), count=1, length=1, seed=0)
-
-
 def test_the_decoder_reads_the_text_shifted() -> None:
     """The start token first, and the mask along with it."""
     ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
@@ -162,28 +136,3 @@ def test_the_decoder_reads_the_text_shifted() -> None:
     unnamed = models.t5_seq2seq()  # as T5's own configuration has it
     del unnamed.config.decoder_start_token_id
     assert shifted(text, unnamed).inputs["decoder_input_ids"][0, 0] == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "kind", "says"),
-    [
-        (None, UsageError, "no such file"),
-        (b"not tensors at all", MeasurementError, "not a whole safetensors file"),
-        ({}, UsageError, "holds no tensor"),
-        ({"pixel_value": torch.zeros(1)}, UsageError, "'pixel_value'.*'pixel_values'"),
-        ({"kwargs": torch.zeros(1)}, UsageError, "'kwargs'"),
-        ({"pixel_values": torch.tensor(1.0)}, UsageError, r"shape \[\]"),
-        ({"pixel_values": torch.zeros(0, 3, 12, 12)}, UsageError, r"\[0, 3, 12, 12\]"),
-    ],
-)
-def test_files_that_cannot_be_used(
-    content: Any, kind: type[NumdevError], says: str, tmp_path: Path
-) -> None:
-    """Each in one line that names the file and what is wrong."""
-    path = tmp_path / "in.safetensors"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        file(tmp_path, **content)
-    with pytest.raises(kind, match=rf"in\.safetensors: .*{says}"):
-        read(path, models.vit())

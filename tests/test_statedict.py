@@ -163,14 +163,9 @@ def failure(action: Callable[[], Any], kind: type[NumdevError], *words: str) -> 
     ("factory", "kind", "words"),
     [
         ("factories:raises", MeasurementError, ("factories:raises", "KeyError", "no such")),
-        ("factories:exits", MeasurementError, ("factories:exits", "SystemExit")),
         ("factories:returns_nothing", UsageError, ("expected a torch.nn.Module, got NoneType",)),
-        ("factories:returns_a_class", UsageError, ("Module, got type",)),
-        ("factories:needs_two", UsageError, ("cannot be called", "'a'")),
         ("factories:nanogpt", UsageError, ("cannot be called", "'model_args'")),
-        ("factories:nanogtp", UsageError, ("no function 'nanogtp'", "'nanogpt'")),
         ("no_such_package:build", UsageError, ("no_such_package", "PYTHONPATH")),
-        ("factories", UsageError, ("package.module:factory",)),
         (None, UsageError, ("--model",)),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import numdev.sources.opening
@@ -34,18 +33,6 @@ def audit(target: Path, name: str, *flags: str) -> report.AuditReport:
     output = target.parent / name
     main(["audit", str(target), *SMALL, *flags, "--output", str(output), "-q"])
     return report.read(output)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], code: int, target: Path, *flags: str) -> str:
-    """The one line that refuses the request."""
-    capsys.readouterr()  # saving the model shows a progress bar
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", str(target), *SMALL, *flags, "--output", str(target.parent / "refused")])
-    err = capsys.readouterr().err
-    assert stop.value.code == code, err
-    assert err.count("\n") == 1
-    assert "unexpected" not in err
-    return err
 
 
 def same_numbers(a: report.AuditReport, b: report.AuditReport) -> bool:
@@ -86,32 +73,15 @@ def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "gemma2", "gpt_neox", "mixtral"])
 def test_logits_are_those_of_the_whole_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In every format of the model, renamed and converted weights too: bit for bit, twice."""
-    directory = saved(name, tmp_path)
-    assert_same_bits(streamed(directory, dtype), directory, dtype)
-
-
-def test_tied_weights_and_buffers_are_right(tmp_path: Path) -> None:
-    """The head of a tied model is its embedding; rotary frequencies, which no file stores, are
-    those of the whole model."""
-    directory = saved("llama", tmp_path, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
-    ours = streamed(directory)
-    whole = assert_same_bits(ours, directory, torch.float32)
-    kept = dict(ours.model.named_buffers())
-    assert kept.keys() == dict(whole.named_buffers()).keys()
-    assert all(torch.equal(kept[name], x) for name, x in whole.named_buffers())
-
-
-def assert_same_bits(ours: Streamed, directory: Path, dtype: torch.dtype) -> nn.Module:
-    """The logits of two streamed runs are the whole model's; returns that."""
+    """In every format of the model, renamed, converted and tied weights too: bit for bit, twice."""
+    directory = saved(name, tmp_path, tie_word_embeddings=name == "llama")
+    ours = streamed(directory, dtype)
     whole = open_checkpoint(directory).load_model(dtype=dtype, device="cpu")
     with torch.no_grad():
         wanted = whole(**IDS).logits
         for _ in range(2):
             with ours.running():
                 assert torch.equal(ours.model(**IDS).logits, wanted)
-    return whole
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -144,7 +114,7 @@ def test_one_layer_has_values_at_a_time(tmp_path: Path) -> None:
 # --- a part of the model ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]) -> None:
     """With --layers 0 the run ends after layer 0: neither the next one nor the head is read."""
     target = saved(name, tmp_path)
@@ -193,15 +163,6 @@ def test_what_is_too_large_is_streamed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 # --- what cannot be streamed --------------------------------------------------------------------
-
-
-def test_a_pickle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Asked for, it names the file; where it is not asked for, pickles are loaded whole."""
-    target = saved("llama", tmp_path)
-    torch.save(load_file(target / "model.safetensors"), target / "pytorch_model.bin")
-    (target / "model.safetensors").unlink()
-    assert "pytorch_model.bin" in refusal(capsys, 2, target, "--stream")
-    assert "streamed" not in audit(target, "a").provenance.source
 
 
 class Reaching(nn.Module):

@@ -284,21 +284,3 @@ def test_what_is_wrong_is_named(
 ) -> None:
     """Before anything is measured, in one line, with the file, the call and what to do."""
     failure(third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "kind", "words"),
-    [
-        ("{version: 1}", UsageError, ("not valid JSON",)),
-        ("[1]", UsageError, ("expected an object",)),
-        ("{}", UsageError, ("version",)),
-        ('{"version": 2}', MeasurementError, ("expected version 1, got 2",)),
-        ("[" * 100_000, UsageError, ("not valid JSON",)),
-    ],
-    ids=["not JSON", "list", "no version", "version 2", "nested"],
-)
-def test_a_header_that_cannot_be_read(
-    tmp_path: Path, metadata: str, kind: type[NumdevError], words: tuple[str, ...]
-) -> None:
-    save_file(QKV, tmp_path / "x.safetensors", metadata={"numdev": metadata})
-    failure(tmp_path / "x.safetensors", kind, *words)

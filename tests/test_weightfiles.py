@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError
 from numdev.sources.dcp import read_metadata
 from numdev.training.weights.files import open_weights
 
@@ -98,25 +98,6 @@ def test_tied_weights_of_a_pickle_once(tmp_path: Path) -> None:
     assert found.find("embed") is found.tensors["head"]
     assert torch.equal(found.tensors["head"].read(), x)
     assert found.find("none") is None
-
-
-def test_what_is_not_clear_is_a_usage_error(tmp_path: Path) -> None:
-    for name in ("a.pt", "b.pt"):
-        torch.save(STATE, tmp_path / name)
-    (tmp_path / "notes.txt").write_text("")
-    for name in ("empty", "twice"):
-        (tmp_path / name).mkdir()
-    for name in ("x", "y"):
-        save_file(STATE, tmp_path / "twice" / f"{name}.safetensors")
-    for path, words in (
-        ("nowhere", "no such file"),
-        ("", "2 sets of weights"),
-        ("notes.txt", "no file of weights"),
-        ("empty", "no weights that numdev reads"),
-        ("twice", "in another file too"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            open_weights(str(tmp_path / path))
 
 
 # --- distributed checkpoints in pieces -----------------------------------------------------------

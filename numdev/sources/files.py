@@ -45,9 +45,8 @@ def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path
 def shards(index: Path) -> tuple[Path, ...]:
     """The files an index names, all present and all in its own directory."""
     files = tuple(sorted(set(weight_map(index).values())))
-    for file in files:
-        if not file.is_file():
-            raise MeasurementError(f"{index}: the shard {file.name} is missing", hint=FETCH)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise MeasurementError(f"{index}: the shard {some(missing)} is missing", hint=FETCH)
     return files
 
 
@@ -87,14 +86,6 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         with open_safetensors(path) as file:
             yield name, file.get_tensor(name)
-
-
-def names_in(path: Path) -> list[str]:
-    """The names of a file's tensors, by its header alone where it has one."""
-    if path.suffix in PICKLES:
-        return [name for name, _ in read(path)]
-    with open_safetensors(path) as file:
-        return list(file.keys())
 
 
 def open_safetensors(path: Path) -> Any:
@@ -167,7 +158,7 @@ def identity(files: Iterable[Path]) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Of the file's content, in hexadecimal."""
+    """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

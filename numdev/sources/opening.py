@@ -4,7 +4,7 @@ source hands its cases over one at a time and keeps none of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.layouts import laid_out, transposed
-from numdev.sources.capture import Captured, capture, check_writes, handed_over
+from numdev.sources.capture import Captured, Enough, capture, check_writes, handed_over
 from numdev.sources.checkpoint import Checkpoint, open_checkpoint
 from numdev.sources.dcp import is_distributed
 from numdev.sources.files import FETCH, some
@@ -162,8 +162,7 @@ def with_upstream(stored: StoredCase, seed: int) -> Located:
     """A stored case that is loaded with a grad_out: its own, else a drawn one."""
     if "grad_out" in stored.tensors:
         return stored
-    load = lambda: with_drawn(stored.load(), seed)  # noqa: E731
-    return Captured(ref=stored.ref, axes=stored.axes, load=load)
+    return Captured(ref=stored.ref, axes=stored.axes, load=lambda: with_drawn(stored.load(), seed))
 
 
 class ConfigSource(Source):
@@ -289,18 +288,24 @@ class CheckpointSource(Source):
     def _run(self, handle: Callable[[Located], None]) -> None:
         made = Projections()
         layers = Layers(self.request.layers)
+        numbers = set(self.numbers.values())
+        ends = False
+        # A streamed run ends with its last call, so that no later weight is read: unless a layer
+        # may run twice, or the model writes, which takes its head.
+        if self.streamed and not self.request.generate:
+            config: Any = self.model.config
+            depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+            ends = len(numbers) == len(self.numbers) == depth
+        wanted = set(self.request.layers or numbers)
 
         def chosen(case: AttentionCase) -> None:
             if layers.choose(case.ref.layer):
                 projection = partial(made.of, case) if self.projections else None
                 handle(Captured(ref=case.ref, load=case.detached, projection=projection))
+            if ends and wanted <= layers.met:
+                raise Enough
 
-        with ExitStack() as stack:
-            if self.streamed:
-                wanted = self.request.layers or tuple(self.numbers.values())
-                stack.enter_context(
-                    self.streamed.running(None if self.request.generate else wanted)
-                )
+        with self.streamed.running() if self.streamed else nullcontext():
             calls, drawn = capture(
                 self.model,
                 self.prompt.inputs,

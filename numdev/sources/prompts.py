@@ -25,7 +25,7 @@ from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest
 from numdev.sources.checkpoint import Checkpoint, load_tokenizer
 from numdev.sources.files import read_safetensors
-from numdev.sources.statedict import StateDict, longest, vocabulary
+from numdev.sources.statedict import StateDict, text_sizes
 
 # What stands for an input: given the one, the other is not needed.
 INSTEAD = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_embeds"}
@@ -88,8 +88,7 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
     if not texts and request.checkpoint == "demo":
         texts = [demo_checkpoint() / "prompt.txt"]
     if isinstance(checkpoint, StateDict):
-        vocab_size = vocabulary(model, checkpoint.config)
-        positions = longest(model, checkpoint.config)
+        vocab_size, positions = text_sizes(model, checkpoint.config)
     else:
         vocab_size, positions = checkpoint.vocab_size, checkpoint.max_length
     room = positions
@@ -227,8 +226,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
             what = f"{path}: {type(model).__name__} takes no input {name!r}"
             raise UsageError(what, hint=closest(name, takes))
         if tensor.ndim == 0 or 0 in tensor.shape:
-            what = f"{path}: {name} has shape {list(tensor.shape)}"
-            raise UsageError(what, hint="its first axis is the batch, and none may be empty")
+            raise UsageError(f"{path}: {name}: expected [batch, ...], got {list(tensor.shape)}")
     return Prompt(inputs=inputs, description=f"{' and '.join(inputs)} of {path.name}")
 
 
@@ -239,10 +237,8 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
         text = config.get_text_config(decoder=True)
-        limits = (
-            getattr(text, f"max_{n}", None) for n in ("target_positions", "position_embeddings")
-        )
-        length = min(length, next(filter(None, limits), length))
+        limits = ("max_target_positions", "max_position_embeddings")
+        length = min(length, next((n for x in limits if (n := getattr(text, x, 0))), length))
         ids = drawn(text.vocab_size, length=length, sequences=count, seed=seed)
         words = f"{ids.description} for the decoder"
         return Prompt(inputs={name: ids.inputs["input_ids"]}, description=words)
@@ -256,11 +252,9 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
             hint="give it with --inputs FILE, a safetensors file with a tensor of that name",
         )
     generator = torch.Generator().manual_seed(seed)
-    size = " x ".join(map(str, shape))
-    return Prompt(
-        inputs={name: torch.randn(count, *shape, generator=generator)},
-        description=f"{count} {what} of {size} drawn with seed {seed}",
-    )
+    x = torch.randn(count, *shape, generator=generator)
+    words = f"{count} {what} of {' x '.join(map(str, shape))} drawn with seed {seed}"
+    return Prompt(inputs={name: x}, description=words)
 
 
 def shifted(prompt: Prompt, model: nn.Module) -> Prompt:

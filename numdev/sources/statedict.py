@@ -64,16 +64,13 @@ class StateDict(Weights):
         try:
             signature = inspect.signature(self.build)
             required = [p for p in signature.parameters.values() if p.default is p.empty]
-            variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            if all(p.kind in variadic for p in required):
+            if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required):
                 arguments = ()
             signature.bind(*arguments)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: no signature, it is written in C
             what = f"the factory {self.factory} cannot be called for {self.path}: {error}"
             hint = "write one that takes no argument, or the configuration stored with the weights"
             raise UsageError(what, hint=hint) from error
-        except ValueError:  # a callable written in C
-            arguments = ()
         try:
             model = self.build(*arguments)
         except (Exception, SystemExit) as error:
@@ -124,23 +121,20 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     if is_distributed(path):
         return StateDict.opened(path, **own)
     files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
-    names = [name for file in files for name in storage.names_in(file)]
+    names = [name for file in files for name, _ in storage.read(file)]
     if not names:
         raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
     return StateDict.opened(path, files, prefix=storage.common_prefix(names), **own)
 
 
-def vocabulary(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:
-    """How many token ids a model knows: by the stored configuration, else its first embedding."""
+def text_sizes(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
+    """How many token ids a model knows (by the stored configuration, else its first embedding), and
+    the longest sequence it has positions for (by the stored configuration or its own)."""
     tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-    return size(config or {}, "vocab_size") or next(tables, None)
-
-
-def longest(model: nn.Module, config: Mapping[str, Any] | None) -> int | None:
-    """The longest sequence a model has positions for, by the stored configuration or its own."""
-    own = getattr(model, "config", None)
-    its = {name: getattr(own, name, None) for name in LENGTHS}
-    return size(config or {}, *LENGTHS) or size(its, *LENGTHS)
+    own = {name: getattr(getattr(model, "config", None), name, None) for name in LENGTHS}
+    stored = config or {}
+    vocabulary = size(stored, "vocab_size") or next(tables, None)
+    return vocabulary, size(stored, *LENGTHS) or size(own, *LENGTHS)
 
 
 def _config(path: Path) -> Mapping[str, Any] | None:

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from numdev.errors import MeasurementError
 from numdev.sources import files as storage
-from numdev.sources.capture import Enough
-from numdev.sources.watch import numbered
 
 CANNOT = "this model cannot be streamed; load it whole with --no-stream"
 
@@ -128,16 +126,8 @@ class Streamed:
             self._fill(list(slots(module)))
 
     @contextmanager
-    def running(self, layers: Sequence[int] | None = None) -> Iterator[None]:
-        """Let the model be run. Where only the attention of these layers matters, the run ends
-        after the last of them (`Enough`), and no later weight is read. None: all of the model is
-        run."""
-        waited_for = self._with(layers)
-
-        def stop(unit: nn.Module, *_: Any) -> None:
-            waited_for.discard(unit)
-            if not waited_for:
-                raise Enough
+    def running(self) -> Iterator[None]:
+        """Let the model be run."""
 
         def leave(unit: nn.Module, *_: Any) -> None:
             for places, name, _weight, empty in self.units[unit]:
@@ -148,8 +138,6 @@ class Streamed:
                 enter = unit.register_forward_pre_hook(lambda *_, slots=slots: self._fill(slots))
                 stack.callback(enter.remove)
                 stack.callback(unit.register_forward_hook(leave, always_call=True).remove)
-                if waited_for:
-                    stack.callback(unit.register_forward_hook(stop).remove)
             yield
 
     @torch.no_grad()
@@ -163,18 +151,6 @@ class Streamed:
         with storage.open_safetensors(stored.file) as file:
             value: Tensor = file.get_tensor(stored.name)
             return value.to(self.device)
-
-    def _with(self, layers: Sequence[int] | None) -> set[nn.Module]:
-        """The units that hold the attention of these layers; none where that cannot be told: where
-        a layer has no number of its own, or may run more than once."""
-        numbers = numbered(self.model)
-        config: Any = self.model.config
-        depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-        if layers is None or numbers is None or len(set(numbers.values())) != depth:
-            return set()  # layers is None: a generation chooses its next token by the head
-        modules = dict(self.model.named_modules())
-        asked = {modules[name] for name, number in numbers.items() if number in layers}
-        return {unit for unit in self.units if not asked.isdisjoint(unit.modules())}
 
 
 def _divided(module: nn.Module) -> Iterator[nn.Module]:
