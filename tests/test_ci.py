@@ -22,7 +22,7 @@ from gate_rows import report_of, row
 
 from numdev.audit import rows as audit_rows
 from numdev.cli.main import cli, main
-from numdev.gate.rules import Rules, read_rules
+from numdev.gate.rules import read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.kernels import find
 from numdev.report import Finding, write
@@ -190,12 +190,3 @@ def test_a_trial(rates: ModuleType, seed: int) -> None:
     }  # fmt: skip
     assert "error" in found["p_truncated"].by
     assert "typical head" in found["ds_truncated"].by
-
-
-def test_broken_kernels_never_pass_where_they_are_required(rates: ModuleType) -> None:
-    """Of the rules the benchmark gives them: a required kernel that is not measured is no pass."""
-    rules = Rules(required=("*:raises",), thresholds=read_rules(
-        ROOT / "configs" / "gate" / "default.yaml").thresholds)  # fmt: skip
-    failed = row(kernel="broken_kernels:raises", status="skipped", reason="declined")
-    assert rates.trial("broken", "raises", [row(), failed]).outcome == "passed"
-    assert rates.trial("broken", "raises", [row(), failed], rules).outcome == "unmeasured"

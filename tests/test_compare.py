@@ -130,7 +130,7 @@ def test_float64_is_not_judged() -> None:
 
 def on(inputs: float, *rows: DeviationRow) -> tuple[DeviationRow, ...]:
     """Rows with their floors, whose numbers tell of the inputs."""
-    floors = (floor(r.head or 0, tensor=r.tensor, rms=inputs, bits=None) for r in rows)
+    floors = (floor(r.head or 0, tensor=r.tensor, rms=inputs, bits=str(inputs)) for r in rows)
     return (*rows, *floors)
 
 

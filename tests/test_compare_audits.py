@@ -91,7 +91,7 @@ def test_the_same_audit_twice(audited: dict[str, Path], out: Path) -> None:
     found = reports.read(out)
     assert isinstance(found, CompareReport)
     assert found.summary.answer[0] == "Nothing moved beyond noise; nothing new, nothing gone."
-    assert all(g.same_bits == g.same_numbers == g.pairs == 4 for g in found.groups)
+    assert all(g.same_bits == g.pairs == 4 for g in found.groups)
     assert {g.kernel for g in found.groups} == {"baseline", "sdpa-flash", own().name}
     assert found.changes == ()
     assert set(found.summary.inputs) == {"same"}
@@ -172,11 +172,6 @@ def test_every_key_that_must_be_the_same(tmp_path: Path, key: str) -> None:
     found = of(tmp_path, a, b, allow=(key,))
     assert [d.root for d in found.allowed] == [key]
     assert found.summary.answer[0].startswith(f"Compared although they differ: {key}")
-
-
-def test_a_key_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such key; did you mean 'seeds'"):
-        of(tmp_path, audit(head()), audit(head()), allow=("seds",))
 
 
 def test_what_is_no_audit(tmp_path: Path) -> None:
@@ -264,9 +259,6 @@ def test_where_it_is_written(tmp_path: Path, out: Path) -> None:
     assert command(a, a, "-q", "-o", out) == 0
     assert command(a, a, "-q", "-o", out) == 0
     assert command(a, a, "-q", "-o", a) == 2
-    b = written(tmp_path / "b", audit(head(), head(1)))
-    assert command(a, b, "-q", "-o", out) == 2
-    assert command(a, b, "-q", "-o", out, "--overwrite") == 0
 
 
 # --- sweeps ---------------------------------------------------------------------------------------

@@ -14,13 +14,12 @@ import pytest
 from gate_rows import SOUND, control, lse, report, row
 
 from numdev.cli.main import main
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError
 from numdev.gate.findings import _not_run
 from numdev.gate.judging import judge, judge_report
-from numdev.gate.rules import Rules, Threshold, default_rules, read_rules
+from numdev.gate.rules import Rules, Threshold, default_rules
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
-from numdev.yamlfile import bundled
 
 
 def rules(**threshold: Any) -> Rules:
@@ -336,37 +335,6 @@ def test_losing_numbers_never_turns_a_verdict_into_a_pass(seed: int) -> None:
 # --- selectors and files -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("thresholds: []", "thresholds"),
-        ("threshold: []", "did you mean 'thresholds'"),
-        ("thresholds: [{name: a, metric: rsm, at_most: 1}]", "no metric 'rsm'; did you mean 'rms'"),
-        ("thresholds: [{name: a, metric: w1, at_most: 1}]", "no metric 'w1'"),
-        ("thresholds: [{name: a, metric: rms}]", "exactly one of"),
-        ("thresholds: [{name: a, metric: rms, at_most: 1, below: 1}]", "exactly one of"),
-        ("thresholds: [{name: a, metric: rms, at_most: .nan}]", "at_most"),
-        ("thresholds: [{name: a, metric: rms, at_most: -1}]", "at_most"),
-        ("thresholds: [{name: a, metric: rms, absent: true}]", "suspicion"),
-        ("thresholds: [{name: a, metric: suspicion, at_most: 1}]", "suspicion"),
-        (
-            "thresholds: [{name: a, metric: rms, at_most: 1, where: {kernl: x}}]",
-            "unknown key 'thresholds.0.where.kernl'; did you mean 'kernel'",
-        ),
-        (
-            "thresholds: [{name: a, metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2}]",
-            "two thresholds are called 'a'",
-        ),
-    ],
-)
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    """Exit code 2, with the key and what it may have been meant to be."""
-    (tmp_path / "rules.yaml").write_text(text)
-    with pytest.raises(UsageError) as error:
-        read_rules(tmp_path / "rules.yaml")
-    assert said in str(error.value)
-
-
 # --- planted faults ------------------------------------------------------------------------------
 
 
@@ -423,10 +391,3 @@ def test_rules_hold_for_one_system() -> None:
     for system in ({"cpu_capability": "DEFAULT"}, {}):
         with pytest.raises(MeasurementError, match="hold for cpu_capability"):
             judge_report(report(row(), **system), book)
-
-
-def test_the_default_file_is_bundled_and_read() -> None:
-    """The rules everybody gets are the file's, whose name does not depend on where it lies."""
-    here, default = read_rules(bundled("gate/default.yaml")), default_rules()
-    assert [t.model_dump() for t in here.thresholds] == [t.model_dump() for t in default.thresholds]
-    assert {t.file for t in default.thresholds} == {"configs/gate/default.yaml"}

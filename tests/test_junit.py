@@ -45,13 +45,6 @@ def shape_is_wrong(root: ElementTree.Element) -> str | None:
     return None if root.tag == "testsuites" else f"the root is {root.tag}"
 
 
-def one(root: ElementTree.Element, classname: str, name: str, outcome: str) -> ElementTree.Element:
-    """The one outcome of the case of this name."""
-    cases = root.findall(f".//testcase[@classname='{classname}'][@name='{name}']/{outcome}")
-    assert len(cases) == 1
-    return cases[0]
-
-
 @pytest.mark.parametrize(
     ("tests", "inner"), [(1, ""), (0, "<a/>"), (0, "<testcase name='' classname='' time=''/>")]
 )

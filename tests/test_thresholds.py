@@ -130,6 +130,14 @@ def test_a_regime_is_what_the_request_drew() -> None:
     ("text", "said"),
     [
         ("metric: rms / w1, at_most: 1", "no metric 'w1'"),
+        ("metric: rsm, at_most: 1", "no metric 'rsm'; did you mean 'rms'"),
+        ("metric: rms", "exactly one of"),
+        ("metric: rms, at_most: 1, below: 1", "exactly one of"),
+        ("metric: rms, at_most: .nan", "at_most"),
+        ("metric: rms, at_most: -1", "at_most"),
+        ("metric: rms, absent: true", "suspicion"),
+        ("metric: rms, at_most: 1, where: {kernl: x}", "0.where.kernl'; did you mean 'kernel'"),
+        ("metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2", "two thresholds are call"),
         ("metric: a/b/c, at_most: 1", "no metric 'a'"),
         ("metric: rms / rms / rms, at_most: 1", "no ratio of two"),
         ("metric: suspicion / rms, at_most: 1", "no ratio of two"),
@@ -153,6 +161,14 @@ def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> N
     with pytest.raises(UsageError) as error:
         read_rules(tmp_path / "t.yaml")
     assert said in str(error.value)
+
+
+def test_a_file_without_thresholds_is_refused(tmp_path: Path) -> None:
+    """It would pass whatever it is given."""
+    for text in ("thresholds: []", "threshold: [{name: a, metric: rms, at_most: 1}]"):
+        (tmp_path / "t.yaml").write_text(text)
+        with pytest.raises(UsageError, match="thresholds"):
+            read_rules(tmp_path / "t.yaml")
 
 
 def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:

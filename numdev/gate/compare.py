@@ -46,8 +46,6 @@ from numdev.report import (
 # differ by an ulp here and there; floors of other inputs differ by about 1 / sqrt(elements).
 NEARLY = 1e-4
 FLOOR = ("rms", "mean_abs", "max_abs", "rel")
-# Fields that rows may differ in though all their numbers are equal.
-IDENTITY = frozenset({"source", "seed", "options", "ran", "bits"})
 UNITS = {
     "floor_ratio": " x the floor",
     "expected_ratio": " x what its roundings predict",
@@ -68,7 +66,6 @@ NEARLY_THE_SAME = (
     "The inputs are nearly, and not quite, the same in {count} rows, as those of a model run by "
     "another version are."
 )
-_numbers = attrgetter(*(name for name in DeviationRow.model_fields if name not in IDENTITY))
 
 
 def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
@@ -210,7 +207,7 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
     """Whether two rows were measured on the same inputs, by their floors."""
     if a is None or b is None:
         return "unknown"
-    if (a.bits is not None and a.bits == b.bits) or (None in (a.bits, b.bits) and equal(a, b)):
+    if same_bits(a, b):
         return "same"
     pairs = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
     close = all(
@@ -219,9 +216,9 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
     return "nearly the same" if close and a.elements == b.elements else "other"
 
 
-def equal(a: DeviationRow, b: DeviationRow) -> bool:
-    """Whether two rows are equal in every number, and in every reason for not having one."""
-    return bool(_numbers(a) == _numbers(b))
+def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
+    """Whether two outputs have the same checksum."""
+    return a.bits is not None and a.bits == b.bits
 
 
 def _widths(cases: Sequence[CaseRecord]) -> dict[tuple[str, str], int]:
@@ -359,8 +356,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         **_who(pairs[0].b),
         tensor=pairs[0].b.tensor,
         pairs=len(pairs),
-        same_bits=sum(p.a.bits is not None and p.a.bits == p.b.bits for p in pairs),
-        same_numbers=sum(equal(p.a, p.b) for p in pairs),
+        same_bits=sum(same_bits(p.a, p.b) for p in pairs),
         moved=len({(m.place, m.tensor) for m in moves}),
         metric=metric,
         a=statistics.median(x.a for _, x in told) if told else None,
@@ -449,7 +445,10 @@ def answer(
         sentences.append(f"{'; '.join((*told[:NAMED], *more))}; {there}.")
     for kernel, its in grouped(groups, _name).items():
         if not any(g.moved for g in its):
-            sentences.append(f"{kernel}: {_how_equal(its)}.")
+            pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
+            sentences.append(
+                f"{kernel}: within noise in all {pairs} rows, the same bits in {same}."
+            )
     return tuple(sentences)
 
 
@@ -486,15 +485,3 @@ def _presences(presences: Sequence[Presence]) -> str:
         more = f" and {len(who) - NAMED} more" if len(who) > NAMED else ""
         words.append(f"{count} row{'s' * (count != 1)} ({'; '.join(who[:NAMED])}{more}) {what}")
     return listed(words) if words else "nothing new, nothing gone"
-
-
-def _how_equal(groups: Sequence[Group]) -> str:
-    """How sure it is that nothing moved."""
-    pairs, bits, numbers = (
-        sum(getattr(g, name) for g in groups) for name in ("pairs", "same_bits", "same_numbers")
-    )
-    if bits == pairs:
-        return f"the same bits in all {pairs} rows, by their checksums"
-    if numbers == pairs:
-        return f"equal numbers in all {pairs} rows; {bits} of them known to be the same bits"
-    return f"within noise in all {pairs} rows, equal numbers in {numbers}"

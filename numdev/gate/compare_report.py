@@ -39,7 +39,6 @@ class Group(Record):
     tensor: str
     pairs: int  # measured in both reports
     same_bits: int  # pairs whose outputs have the same checksum
-    same_numbers: int  # pairs whose numbers are all equal
     moved: int  # pairs in which something moved beyond noise
     metric: str | None  # of the four fields below
     a: float | None = None  # median over pairs

@@ -16,7 +16,7 @@ SHOWN = 12
 ON_PAGE = 500
 LEGEND = (
     "A is the first report, B the second. heads: measured in both, one head of one call each; "
-    "moved: beyond noise; same bits: equal outputs, by a checksum of them; equal: in every number. "
+    "moved: beyond noise; same bits: equal outputs, by a checksum of them. "
     "A, B: medians, in multiples of the floor (lse: rms; where the inputs are not the same, in "
     "multiples of what is predicted); largest: the ratio B / A farthest from 1."
 )
@@ -38,7 +38,7 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         (
             "kernel",
             Column("", align="left"),
-            *("heads", "moved", "same bits", "equal"),
+            *("heads", "moved", "same bits"),
             Column("metric", align="left", width=120),
             *("A", "B", "largest"),
             Column("where", align="left", width=140),
@@ -113,7 +113,7 @@ def _group(g: Group, several: bool) -> tuple[str | Cell, ...]:
         f"{g.tensor} {g.format}" if several else g.tensor,
         str(g.pairs),
         Cell(str(g.moved), style="bad" if g.moved else ""),
-        *(str(g.same_bits), str(g.same_numbers), g.metric or NONE),
+        *(str(g.same_bits), g.metric or NONE),
         *(write(g.a), write(g.b), ratio(g.change)),
         place(g.where) if g.where else "",
     )
