@@ -87,3 +87,10 @@ def test_it_fails_exactly_where_the_gate_does(found: list[DeviationRow]) -> None
     assert bool(list(root.iter("failure"))) == (judgement.exit_code == 1)
     bad = [*root.iter("failure"), *root.iter("error")]
     assert bool(bad) == (judgement.exit_code != 0)
+
+
+def test_a_failure_says_how_many_heads_of_how_many() -> None:
+    """Beside the number and its limit."""
+    root = parsed([row(h, expected_ratio=9.0 if h < 2 else 1.0) for h in range(8)])
+    (failure,) = root.findall(".//testcase[@name='error (out, bfloat16)']/failure")
+    assert failure.get("message") == "9, and the limit is expected_ratio ≤ 1.1 (2 of 8 heads)"
