@@ -12,7 +12,7 @@ from gate_rows import row
 
 from numdev.gate.compare import Compared, compared
 from numdev.gate.compare_report import Move
-from numdev.gate.movement import Noise, Pair, least, repeats, standard_error
+from numdev.gate.movement import Noise, Pair, _scatter, least, repeats, standard_error
 from numdev.report import DeviationRow
 
 HEADS = tuple(head(h) for h in range(4))
@@ -154,6 +154,13 @@ def test_too_few_heads_to_know_their_scatter() -> None:
     a, b = on(1e-3, head()), on(2e-3, times(head(), 3.0))
     (group,) = found(a, b).groups
     assert (group.unjudged, group.moved) == (1, 0)
+
+
+def test_the_scatter_of_two_heads_has_one_degree_of_freedom_in_each_report() -> None:
+    """Logarithms 0 and 1 have a variance of 1/2, by n - 1; two reports alike give two degrees."""
+    heads = [head(h, expected_ratio=math.exp(h)) for h in range(2)]
+    pairs = [Pair(h, h, inputs="other", width=1) for h in heads]
+    assert _scatter(pairs, "expected_ratio") == (pytest.approx(0.5), 2)
 
 
 # --- the noise -----------------------------------------------------------------------------------

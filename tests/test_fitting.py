@@ -132,6 +132,14 @@ def test_names_from_elsewhere_stay_names(name: str) -> None:
     assert judge_report(found, rules).exit_code == 0
 
 
+def test_all_options_of_a_kernel_share_the_widest_limit() -> None:
+    """Whichever comes last in the report."""
+    found = report(
+        *(row(options={"b": b}, expected_ratio=x) for b, x in enumerate((1.0, 1.4, 1.0)))
+    )
+    assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
+
+
 def test_rounding_never_goes_down() -> None:
     """Nor by more than a tenth, over all sizes."""
     draw = random.Random(0)
