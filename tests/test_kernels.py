@@ -18,7 +18,7 @@ from oracles import assert_within, attention, error_bounds, make_case
 from numdev import kernels
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
-from numdev.kernels import Kernel, Output, Refused, all_kernels, find, kernel
+from numdev.kernels import Kernel, Output, all_kernels, find, kernel
 from numdev.kernels.plain import adapt
 from numdev.system import System
 
@@ -159,12 +159,6 @@ def recorded(parameters: str) -> tuple[Kernel, dict[str, Any]]:
         scope,
     )
     return adapt("plain", scope["f"]), seen
-
-
-def reason(found: Kernel, case: AttentionCase) -> str:
-    with pytest.raises(Refused) as refused:
-        found.attend(case)
-    return refused.value.message
 
 
 @pytest.mark.parametrize("name", ["bias", "attn_bias"])

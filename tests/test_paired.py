@@ -122,6 +122,3 @@ def test_refuses_with_a_reason(b: torch.Tensor, says: str) -> None:
     """What is no pair is refused in words."""
     with pytest.raises(UsageError, match=says):
         paired(torch.zeros(3), b)
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

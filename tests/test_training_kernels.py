@@ -125,9 +125,6 @@ def test_graphs_are_freed_without_the_garbage_collector() -> None:
             gc.enable()
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
 # --- the output of one kernel, the gradients of another ------------------------------------------
 
 

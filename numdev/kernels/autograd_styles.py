@@ -12,7 +12,7 @@ no key is 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -25,9 +25,9 @@ Way = Callable[[AttentionCase], Tensor]
 HIDDEN = -1e30  # the score of a hidden key: exp of it is 0 beside any other, and no row is NaN
 
 
-def _plainly(case: AttentionCase, scores: bool, softmax: bool, product: bool) -> Tensor:
-    """Plain attention, in fp32 where said: the product Q Kᵀ, the softmax, the product P V."""
-    dtype = case.q.dtype
+def _plainly(case: AttentionCase, wide: tuple[bool, bool, bool]) -> Tensor:
+    """Plain attention; `wide` says which are in fp32: the product Q Kᵀ, the softmax, P V."""
+    dtype, (scores, softmax, product) = case.q.dtype, wide
     k, v = _repeated(case)
     S = _scores(case, *((case.q.float(), k.float()) if scores else (case.q, k)))
     P = (S.float() if softmax else S).softmax(dim=-1)
@@ -72,32 +72,40 @@ def _scores(case: AttentionCase, q: Tensor, k: Tensor) -> Tensor:
     return S.masked_fill(~mask, max(HIDDEN, torch.finfo(S.dtype).min))
 
 
-def _ways() -> Iterator[tuple[str, Way]]:
-    yield "all in fp32", partial(_plainly, scores=True, softmax=True, product=True)
-    words = "a softmax in fp32, cast before P V"
-    yield words, partial(_plainly, scores=True, softmax=True, product=False)
-    words = "a softmax in the working format"
-    yield words, partial(_plainly, scores=False, softmax=False, product=False)
-    words = "S in the working format and the rest in fp32"
-    yield words, partial(_plainly, scores=False, softmax=True, product=True)
-    through = {
-        "amax": "the maximum's gradient included",
-        "max": "the gradient of the first maximum included",
-        "constant": "the maximum detached",
-    }
-    for tile in (None, 64, 128, 32):
-        tiled = "" if tile is None else f" in tiles of {tile} keys"
-        for maximum, said in through.items():
-            words = f"exp(S - m), cast before P V{tiled}, {said}"
-            yield words, partial(_online, tile=tile, maximum=maximum)
-
-
 def _of_seen_rows(way: Way) -> Way:
     """The way, whose rows that see no key are 0 and have no gradient."""
     return lambda case: way(case).masked_fill(empty_rows(case)[..., None], 0.0)
 
 
+PLAIN = {  # in fp32: the product Q Kᵀ, the softmax, the product P V
+    "all in fp32": (True, True, True),
+    "a softmax in fp32, cast before P V": (True, True, False),
+    "a softmax in the working format": (False, False, False),
+    "S in the working format and the rest in fp32": (False, True, True),
+}
+MAXIMUM = {
+    "amax": "the maximum's gradient included",
+    "max": "the gradient of the first maximum included",
+    "constant": "the maximum detached",
+}
+TILES = {
+    None: "",
+    64: " in tiles of 64 keys",
+    128: " in tiles of 128 keys",
+    32: " in tiles of 32 keys",
+}
 WAYS: Mapping[str, Way] = {
-    f"as autograd rounds {words}": _of_seen_rows(way) for words, way in _ways()
+    f"as autograd rounds {words}": _of_seen_rows(way)
+    for words, way in (
+        *((words, partial(_plainly, wide=wide)) for words, wide in PLAIN.items()),
+        *(
+            (
+                f"exp(S - m), cast before P V{tiled}, {through}",
+                partial(_online, tile=tile, maximum=maximum),
+            )
+            for tile, tiled in TILES.items()
+            for maximum, through in MAXIMUM.items()
+        ),
+    )
 }
 """By what is said of a kernel that rounds so, the likeliest first."""

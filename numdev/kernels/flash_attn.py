@@ -64,25 +64,34 @@ class Version:
     def attend(self, case: AttentionCase, *, varlen: bool, **options: Any) -> Output:
         """One call, on the whole batch or on its sequences packed."""
         package = importlib.import_module(self.module)
-        sinks = {"learnable_sink": case.sinks} if self.number == 4 else {}
-        arguments = {
+        arguments: dict[str, Any] = {
             "softmax_scale": case.scale,
             "causal": case.is_causal,
             "window_size": self.window(case),
             "softcap": case.softcap or 0.0,
             self.with_lse: True,
-            **sinks,
+            **({"learnable_sink": case.sinks} if self.number == 4 else {}),
             **options,
         }
-        name = "flash_attn_varlen_func" if varlen else "flash_attn_func"
-        attend, tensors, batch = getattr(package, name), (case.q, case.k, case.v), case.q.shape[0]
-        if varlen:
-            out, lse, *_ = attend(*map(pack, tensors), **packing(case), **arguments)
-            out, lse = lengths_first(out.unflatten(0, (batch, -1))), unpack_lse(lse, batch)
+        q, k, v = map(lengths_first, (case.q, case.k, case.v))
+        if not varlen:
+            name = "flash_attn_func"
+            out, lse, *_ = package.flash_attn_func(q, k, v, **arguments)
         else:
-            out, lse, *_ = attend(*map(lengths_first, tensors), **arguments)
-            out = lengths_first(out)
-        return Output(out=out, lse=lse, ran=f"{self.module}.{name}", did={"packed": varlen})
+            name, batch = "flash_attn_varlen_func", case.q.shape[0]
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=case.q.device)
+            out, lse, *_ = package.flash_attn_varlen_func(
+                *(x.flatten(0, 1) for x in (q, k, v)),
+                cu_seqlens_q=starts * case.q_len,
+                cu_seqlens_k=starts * case.kv_len,
+                max_seqlen_q=case.q_len,
+                max_seqlen_k=case.kv_len,
+                **arguments,
+            )
+            out = out.unflatten(0, (batch, -1))
+            lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)  # from [heads, batch * length]
+        ran = f"{self.module}.{name}"
+        return Output(out=lengths_first(out), lse=lse, ran=ran, did={"packed": varlen})
 
     def window(self, case: AttentionCase) -> tuple[int | None, int | None]:
         """The window (left, right) in its words. Causality closes the right side."""
@@ -111,28 +120,6 @@ class Version:
 def lengths_first(x: Tensor) -> Tensor:
     """[batch, heads, length, head_dim] to [batch, length, heads, head_dim] and back: a view."""
     return x.transpose(1, 2)
-
-
-def pack(x: Tensor) -> Tensor:
-    """[batch, heads, length, head_dim] to [batch * length, heads, head_dim]."""
-    return lengths_first(x).flatten(0, 1)
-
-
-def unpack_lse(lse: Tensor, batch: int) -> Tensor:
-    """[heads, batch * length], as packed calls return it, to [batch, heads, length]."""
-    rows: Tensor = lse.unflatten(1, (batch, -1))
-    return rows.transpose(0, 1)
-
-
-def packing(case: AttentionCase) -> dict[str, Any]:
-    """Where each of the packed sequences begins, and where the last one ends, and their length."""
-    starts = torch.arange(case.q.shape[0] + 1, dtype=torch.int32, device=case.q.device)
-    return {
-        "cu_seqlens_q": starts * case.q_len,
-        "cu_seqlens_k": starts * case.kv_len,
-        "max_seqlen_q": case.q_len,
-        "max_seqlen_k": case.kv_len,
-    }
 
 
 def misaligned(case: AttentionCase, package: str) -> str | None:

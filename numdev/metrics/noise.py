@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from numdev.errors import MeasurementError
-from numdev.metrics.yardstick import finite, widened
+from numdev.metrics.yardstick import finite
 
-ELEMENTS = (
-    1 << 24
-)  # of one run that are compared at a time: 128 MiB in fp64, some six times that in all
+# Elements of one run compared at a time: 128 MiB in fp64, some six times that in all.
+ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +50,16 @@ class Noise:
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise of each head of one tensor [B, H, rows, ...] over several runs.
 
-    Runs that are equal bit for bit, as nearly all are, are compared as they are; others are brought
-    to fp64 two at a time, some heads at a time. Raises MeasurementError for fewer than two runs,
-    and for runs that differ in shape or dtype.
+    Runs are brought to fp64 two at a time, some heads at a time. Raises MeasurementError for fewer
+    than two runs, and for runs that differ in shape or dtype.
     """
     if len(runs) < 2:
         raise MeasurementError(f"noise: expected at least 2 runs, got {len(runs)}")
     if len({(x.shape, x.dtype) for x in runs}) > 1:
         raise MeasurementError("runs on the same inputs differ in their shape or dtype")
-    runs = [x.detach() for x in runs]
-    if not all(torch.equal(widened(runs[0]), widened(x)) for x in runs[1:]):
-        return _in_parts(runs)
-    some_finite = finite(widened(runs[0])).transpose(0, 1).flatten(1).any(dim=1).tolist()
-    return [Noise(noise=0.0 if some else None, flickering=0) for some in some_finite]
-
-
-def _in_parts(runs: Sequence[Tensor]) -> list[Noise]:
     heads = runs[0].shape[1]
     step = max(1, ELEMENTS * heads // max(1, runs[0].numel()))
-    parts = ([x[:, at : at + step] for x in runs] for at in range(0, heads, step))
+    parts = ([x.detach()[:, at : at + step] for x in runs] for at in range(0, heads, step))
     return [head for part in parts for head in _compared(part)]
 
 

@@ -59,42 +59,31 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     if not (a.is_floating_point() and b.is_floating_point()):
         raise UsageError(f"only floating-point tensors are paired, not {a.dtype} and {b.dtype}")
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
-    sums = _sums(a, b) if a.numel() else None
-    if sums is None or not sums.kept:
+    count, apart, squares, aa, bb, ab, equal, largest, spread = (
+        _sums(a, b) if a.numel() else [0.0] * 9
+    )
+    if not count:
         fields = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
         return Paired(elements=a.numel(), nonfinite=a.numel(), **dict.fromkeys(fields))
-    of_a, of_b = math.sqrt(sums.aa), math.sqrt(sums.bb)
-    kept = (a, b) if sums.kept == a.numel() else _finite(a, b)
+    finite = (a, b) if count == a.numel() else _finite(a, b)
     return Paired(
         elements=a.numel(),
-        nonfinite=a.numel() - int(sums.kept),
-        max_abs=_ratio(sums.largest, 1.0),
-        mean_abs=_ratio(sums.apart, sums.kept),
-        rel=_ratio(math.sqrt(sums.apart_squared), of_b),
-        cosine=_ratio(sums.ab, of_a * of_b),
-        w1=_ratio(w1(*kept), 1.0),
-        spread=_ratio(sums.spread, sums.kept),
-        equal=_ratio(sums.equal, sums.kept),
+        nonfinite=a.numel() - int(count),
+        max_abs=_ratio(largest, 1.0),
+        mean_abs=_ratio(apart, count),
+        rel=_ratio(math.sqrt(squares), math.sqrt(bb)),
+        cosine=_ratio(ab, math.sqrt(aa) * math.sqrt(bb)),
+        w1=_ratio(w1(*finite), 1.0),
+        spread=_ratio(spread, count),
+        equal=_ratio(equal, count),
     )
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Over the elements that are finite in both."""
+def _sums(a: Tensor, b: Tensor) -> list[float]:
+    """Over the elements that are finite in both: how many; the sums of |a - b|, (a - b)^2, a^2,
+    b^2, a b and a = b; the largest |a - b|; the sum of |b - mean b|.
 
-    kept: float
-    apart: float
-    apart_squared: float
-    aa: float
-    bb: float
-    ab: float
-    equal: float
-    largest: float
-    spread: float
-
-
-def _sums(a: Tensor, b: Tensor) -> _Sums:
-    """In two passes, as the spread needs the mean; waits for the device once, at the end."""
+    In two passes, as the last needs the mean; waits for the device once, at the end."""
     found, of_b, largest, spread = [], [], [], []
     for x, y, kept in _blocks(a, b):
         gap = (x - y).abs_()
@@ -108,7 +97,8 @@ def _sums(a: Tensor, b: Tensor) -> _Sums:
     for _, y, kept in _blocks(a, b):
         spread.append(total(torch.where(kept, y - mean, 0.0).abs_()))
     rest = torch.stack([torch.stack(largest).max(), torch.stack(spread).sum()])
-    return _Sums(*torch.cat([sums, rest]).tolist())
+    numbers: list[float] = torch.cat([sums, rest]).tolist()
+    return numbers
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
