@@ -19,7 +19,7 @@ from numdev.errors import UsageError
 from numdev.gate import check_words as checkwords
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gate.verdict import Judgement
-from numdev.kernels import find, of_function
+from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.plain import takes
 from numdev.report import AuditReport
 from numdev.system import System
@@ -34,6 +34,7 @@ class CheckResult:
     """What a check found. As a string, its sentences."""
 
     kernel: str  # `module:function`, where it can be imported as that; else the function's name
+    passed: bool
     report: AuditReport = field(repr=False)  # as `numdev audit` makes it
     judgement: Judgement = field(repr=False)  # as `numdev gate` makes it
     skipped: tuple[str, ...] = ()  # what was not tested, a sentence for each reason
@@ -93,32 +94,64 @@ def check_attention(
     Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
     measured; UsageError for wrong arguments, MeasurementError for rules made for another system."""
     __tracebackhide__ = True
-    name = name_of(function)
-    kernel, rules = of_function(name, function), _rules(thresholds)
+    name, rules = name_of(function), _rules(thresholds)
+    kernel = of_function(name, function)
     if claims is not None:
         find("emulated").with_options(claims)  # refuses what is no option
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
-    numbers = (seeds,) if isinstance(seeds, int) else tuple(seeds)
-    wanted = (formats,) if isinstance(formats, str) else tuple(formats)
-    if not wanted:
-        raise UsageError("formats: expected at least one, got none")
     one = isinstance(cases, str | Path | Mapping | AttentionCase)
     listed: Any = [cases] if one else cases
+    result = check_kernel(
+        kernel,
+        cases=listed,
+        formats=(formats,) if isinstance(formats, str) else tuple(formats),
+        backward=backward,
+        device=device,
+        seeds=(seeds,) if isinstance(seeds, int) else tuple(seeds),
+        rules=rules,
+        claims=claims,
+        reproducers=reproducers,
+        folder=folder_of(function),
+        name=name,
+    )
+    if not result.passed:
+        raise CheckFailed(result)
+    return result
+
+
+def check_kernel(
+    kernel: Kernel,
+    *,
+    cases: Sequence[Named] | None,
+    formats: Sequence[str] = ("bfloat16", "float16"),
+    backward: Backward = "auto",
+    device: str = "auto",
+    seeds: Sequence[int] = (0,),
+    rules: Rules | None = None,
+    claims: Mapping[str, Any] | None = None,
+    reproducers: str | Path | None = None,
+    folder: Path | None = None,
+    name: str | None = None,
+) -> CheckResult:
+    """`check_attention` of a registered kernel, passed or not; `folder` is where a reproducer finds
+    its module, `name` what it is called instead of the kernel's own name."""
+    if not formats:
+        raise UsageError("formats: expected at least one, got none")
+    name, rules = name or kernel.name, rules or default_rules_for_checks()
     asked = {
         "target": name,
-        "formats": list(wanted),
+        "formats": list(formats),
         "backward": backward,
-        "seeds": list(numbers),
+        "seeds": list(seeds),
         "rules": rules.name,
         "claims": None if claims is None else dict(claims),
     }
     with one_thread():
         system = System.here(device)
-        source = CheckSource(listed, numbers, system.device, gradients=backward is not False)
+        source = CheckSource(cases, seeds, system.device, gradients=backward is not False)
         found = check(
-            kernel, source, formats=wanted, rules=rules, backward=backward, system=system,
-            folder=folder_of(function), asked=asked,
-            reproducers=lambda: _directory(reproducers, name),
+            kernel, source, formats=formats, rules=rules, backward=backward, system=system,
+            folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
         )  # fmt: skip
     parts = (name, found.report, found.judgement)
     left_out = tuple(checkwords.not_tested(found.report))
@@ -127,13 +160,10 @@ def check_attention(
     words = checkwords.success(*parts, left_out)
     if not found.passed:
         words = checkwords.failure(*parts, found.scripts, found.said, left_out)
-    result = CheckResult(
-        kernel=name, report=found.report, judgement=found.judgement, skipped=left_out,
-        reproducer=next(iter(found.scripts), None), words=words,
+    return CheckResult(
+        kernel=name, passed=found.passed, report=found.report, judgement=found.judgement,
+        skipped=left_out, reproducer=next(iter(found.scripts), None), words=words,
     )  # fmt: skip
-    if not found.passed:
-        raise CheckFailed(result)
-    return result
 
 
 def _rules(thresholds: Thresholds) -> Rules:

@@ -25,9 +25,7 @@ from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import (
     Axis,
-    ConformanceReport,
     Curve,
-    FeatureRecord,
     GradientSummary,
     KernelSummary,
     PartSummary,
@@ -308,19 +306,13 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
 
 
 def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
-    """The name, whether it runs here, what it is; a check's feature, verdict, counts and cause."""
+    """The name, whether it runs here, what it is."""
     kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
     there = {**kernel, "missing": None, "options": {}}
     listed = kernels_view.table((kernel, there), "CPU").blocks
     assert cells(listed, "CPU") == [("kernel", "k"), ("here", "no: needs CUDA"),
                                     ("what it is", "Fused. Options: b.")]  # fmt: skip
     assert cells(listed, "CPU", 1)[1:] == [("here", "available"), ("what it is", "Fused.")]
-    feature = FeatureRecord(feature="gqa", verdict="refuses", words="no groups", right=2, checks=3)
-    checked = ConformanceReport(kernel="k", options={}, system={}, conforms=True, sentence="s",
-                                features=(feature,), checks=())  # fmt: skip
-    assert cells(kernels_view.conformance(checked).blocks, "") == [
-        ("feature", "gqa"), ("", "refuses"), ("checks", "2/3"), ("why", "no groups")
-    ]  # fmt: skip
 
 
 def test_each_point_of_a_sweep_has_its_own_number() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from numdev.audit.attempt import attempt, one_line
+from numdev.audit.attempt import attempt, copied, one_line
 from numdev.audit.check_cases import CheckSource
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
 from numdev.audit.records import recorded
@@ -24,6 +24,7 @@ from numdev.audit.reproduce.making import reproduce
 from numdev.audit.run import provenance
 from numdev.audit.task import Rows, measured_here
 from numdev.audit.timing import stopwatch
+from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.gate.findings import findings_of
 from numdev.gate.judging import judge_report
@@ -145,8 +146,8 @@ def _scripts(
 
 
 def declining(kernel: Kernel) -> Kernel:
-    """The kernel, with a NotImplementedError taken for a refusal; one in the backward pass is that
-    of a kernel that has none."""
+    """The kernel, with a NotImplementedError taken for a refusal, and failing where it writes into
+    its inputs. A NotImplementedError in the backward pass is that of a kernel that has none."""
     step = kernel.backward
     if step == "autograd":
 
@@ -155,7 +156,7 @@ def declining(kernel: Kernel) -> Kernel:
 
     return dataclasses.replace(
         kernel,
-        function=_refusing(kernel.function),
+        function=_intact(_refusing(kernel.function)),
         backward=_refusing(step) if callable(step) else None,
     )
 
@@ -167,5 +168,20 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **options)
         except NotImplementedError as error:
             raise Refused(one_line(error)) from error
+
+    return run
+
+
+def _intact(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(case: AttentionCase, **options: Any) -> Any:
+        before = copied(case)
+        result = function(case, **options)
+        names = ("q", "k", "v", "mask", "sinks")
+        both = {name: (getattr(case, name), getattr(before, name)) for name in names}
+        written = [n for n, (x, was) in both.items() if x is not None and not x.equal(was)]
+        if written:
+            raise RuntimeError(f"it writes into its inputs ({', '.join(written)})")
+        return result
 
     return run

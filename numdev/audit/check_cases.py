@@ -29,6 +29,9 @@ Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or 
 SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of one that does not say
 
 
+FEATURES = bundled("check/features.yaml")  # one feature a case
+
+
 def default_cases() -> tuple[CaseConfig, ...]:
     """configs/check/default.yaml."""
     return read_yaml(bundled("check/default.yaml"), CheckConfig).cases

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from numdev.cli.options import DEVICES
 from numdev.cli.session import command
+from numdev.errors import MeasurementError
+
+if TYPE_CHECKING:
+    from numdev.kernels import Kernel
+    from numdev.system import System
 
 CHECK = (
-    "Put one kernel, a name or package.module:function, through small cases with known answers. "
-    "Exit code 1 if it is wrong somewhere, 3 if it cannot run here."
+    "Check one kernel, a name or package.module:function, on small cases, one feature each, by the "
+    "gate's rules. Exit code 1 if it exceeds a limit, 3 if it cannot run here."
 )
 
 
@@ -29,22 +35,14 @@ CHECK = (
 @click.option("--json", "as_json", is_flag=True, help="The table, or the check, as JSON.")
 def kernels(device: str, checked: str | None, as_json: bool) -> None:
     """List the kernels: which can run here, and why the others cannot."""
-    from numdev.audit.conformance import conformance
     from numdev.kernels import all_kernels, find
-    from numdev.report.foreign import json_text
     from numdev.report.renderers import terminal
     from numdev.report.views import kernels as views
     from numdev.system import System
 
     system = System.here(device)
     if checked is not None:
-        with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
-            found = conformance(find(checked), system)
-        if as_json:
-            click.echo(json_text(found.model_dump_json()))
-        else:
-            terminal.print_document(views.conformance(found))
-        click.get_current_context().exit(0 if found.conforms else 1)
+        click.get_current_context().exit(_check(find(checked), system, as_json=as_json))
     table = [
         {"name": k.name, "missing": k.missing(system), "summary": k.summary, "options": k.options}
         for k in all_kernels().values()
@@ -53,3 +51,22 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
         click.echo(json.dumps(table, default=str))
     else:
         terminal.print_document(views.table(table, system.gpu or system.cpu))
+
+
+def _check(kernel: Kernel, system: System, *, as_json: bool) -> int:
+    """Print what the check of a kernel found; the exit code."""
+    from numdev.audit.check_cases import FEATURES
+    from numdev.report.foreign import json_text
+    from numdev.testing import check_kernel
+
+    if missing := kernel.missing(system):
+        raise MeasurementError(f"{kernel.name} cannot run here: {missing}")
+    with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
+        result = check_kernel(kernel, cases=[str(FEATURES)], device=system.device)
+    if as_json:
+        found = {"kernel": result.kernel, "passed": result.passed, "skipped": result.skipped}
+        report = json.loads(result.report.model_dump_json())
+        click.echo(json_text(json.dumps({**found, "words": str(result), "report": report})))
+    else:
+        click.echo(str(result))
+    return result.judgement.exit_code

@@ -426,12 +426,6 @@ def default_rules_for_checks() -> Rules:
     return rules.model_copy(update={"thresholds": (*more.thresholds, *rules.thresholds)})
 
 
-@lru_cache(maxsize=1)
-def conformance_limits() -> dict[str, float]:
-    """The numbers of configs/gate/conformance.yaml, by the names of their rules."""
-    return {t.name: t.bound or 0.0 for t in _bundled("conformance.yaml").thresholds}
-
-
 def _bundled(name: str) -> Rules:
     """By a name that does not depend on where the package is installed."""
     return _read(bundled(f"gate/{name}"), f"configs/gate/{name}")

@@ -1,4 +1,4 @@
-"""The reports: of an audit, of a sweep, of a conformance check; and what every report has, whatever
+"""The reports: of an audit, of a sweep; and what every report has, whatever
 its kind: where its numbers come from, and what is wrong."""
 
 from __future__ import annotations
@@ -123,40 +123,6 @@ class AuditReport(Report):
         bins = [line for profile in self.summary.profiles for line in profile.bins()]
         more: dict[str, Sequence[Line]] = {"weights": self.weights, "profiles": bins}
         return {"rows": self.rows, **{name: lines for name, lines in more.items() if lines}}
-
-
-class CheckRecord(Record):
-    """One small case in one format, in a conformance check."""
-
-    feature: str
-    check: str
-    format: str
-    verdict: Literal["right", "wrong", "raises", "refuses"]
-    words: str = ""
-
-
-class FeatureRecord(Record):
-    """One feature of a kernel: the worst verdict of its checks."""
-
-    feature: str
-    verdict: Literal["right", "wrong", "raises", "refuses", "partly"]
-    words: str  # the cause, the reason, or a convention; may be empty
-    right: int
-    checks: int
-
-
-class ConformanceReport(Record):
-    """The result of `numdev kernels --check`."""
-
-    kind: Literal["conformance"] = "conformance"
-    schema_version: Literal[2] = 2
-    kernel: str
-    options: dict[str, str]
-    system: dict[str, Any]
-    conforms: bool
-    sentence: str
-    features: tuple[FeatureRecord, ...]
-    checks: tuple[CheckRecord, ...]
 
 
 class SweepReport(Report):
