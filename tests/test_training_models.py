@@ -82,9 +82,9 @@ def test_query_weights_are_what_makes_the_queries(model: ModelConfig, tmp_path: 
     """Head by head: with those of one head zero, that head's queries are zero, and no other's."""
     data, queries = data_of(model, tmp_path), []
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         queries.append(q)
-        return sdpa(q, k, v, causal)
+        return sdpa(q, k, v)
 
     network = build(model, data.vocabulary, 0, watched)
     weights = list(network.query_weights())

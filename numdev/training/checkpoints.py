@@ -52,9 +52,15 @@ def write(
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(path)
     _transformers_config(model, data).save_pretrained(path)
-    _save(_as_transformers(network, model.kind), path / "model.safetensors")
-    (path / "model.safetensors").chmod(0o644)  # written readable by its owner alone
-    _write_json(path / "training.json", about)
+    weights = path / "model.safetensors"
+    try:
+        save_file(_as_transformers(network, model.kind), weights, metadata={"format": "pt"})
+    except SafetensorError as error:
+        hint = "is there room, and may you write there?"
+        raise MeasurementError(f"{weights}: {error}", hint=hint) from error
+    weights.chmod(0o644)  # safetensors lets its owner alone read it
+    described = json.dumps(about, indent=2, allow_nan=False) + "\n"
+    (path / "training.json").write_text(described, encoding="utf-8")
 
 
 def _transformers_config(model: ModelConfig, data: Tokens) -> Any:
@@ -108,16 +114,3 @@ def _as_transformers(network: Network, kind: str) -> dict[str, Tensor]:
                 state.setdefault(name.removesuffix("weight") + "bias", torch.zeros(x.shape[0]))
     names = NAMES[kind]
     return {".".join(names.get(part, part) for part in n.split(".")): x for n, x in state.items()}
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise MeasurementError(
-            f"{path}: {error}", hint="is there room, and may you write there?"
-        ) from error
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -33,7 +33,7 @@ Chosen = tuple[Kernel, Mapping[str, Any]]
 
 @dataclass(kw_only=True)
 class Attention:
-    """attend(q, k, v, causal) of `numdev.training.models`: a registered kernel as a network calls
+    """attend(q, k, v) of `numdev.training.models`: a registered kernel as a network calls
     it. q, k and v are cast to `dtype` where one is given, and the output comes in q's own dtype."""
 
     kernel: Chosen
@@ -44,10 +44,10 @@ class Attention:
     ran: str | None = None  # what the kernel says it runs, once it was asked
     largest: list[Tensor] | None = None  # if it is a list, every call adds its `largest_score`
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own, dtype, scale = q.dtype, self.dtype or q.dtype, 1 / math.sqrt(q.shape[-1])
         q, k, v = (x.to(dtype) for x in (q, k, v))
-        case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=causal)
+        case = AttentionCase(ref=HERE, q=q, k=k, v=v, scale=scale, is_causal=True)
         if self.largest is not None:
             self.largest.append(largest_score(case))
         kernel, options = self.kernel

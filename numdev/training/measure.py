@@ -23,12 +23,12 @@ NOT_YET = "before the first update"
 NOT_FINITE = "not finite"
 UNDEFINED = "undefined: one of the two is zero"
 KINDS = {
-    "norm": ("norm", "final", "modulation"),
+    "norm": ("norm", "final"),
     "embedding": ("embed", "tokens", "positions"),
     "attention": ("attention",),
     "mlp": ("mlp",),
 }
-"""Kinds of parameters (adaLN with the norms) and what their names contain; the rest is the head."""
+"""Kinds of parameters, and what their names contain. Any other is the head."""
 PAST, LEAST = 20, 3
 TIMES, DEVIATIONS = 1.2, 6.0
 

@@ -1,7 +1,7 @@
 """The networks that are trained: `llama` and `gpt2`.
 
-A network calls one function for attention: attend(q, k, v, causal), q [batch, heads, length,
-head_dim], k and v with kv heads, which returns q's shape. Which one is the whole difference between
+A network calls one function for attention: attend(q, k, v), causal, with q [batch, heads, length,
+head_dim] and k and v with kv heads; it returns q's shape. Which one is the whole difference between
 most variants.
 
 `llama` computes what LlamaForCausalLM does and `gpt2` what GPT2LMHeadModel does, without dropout
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from numdev.training.config import ModelConfig
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Batch = Mapping[str, Tensor]
 LAYER_EPS, RMS_EPS, ROPE_THETA = 1e-5, 1e-6, 10000.0
 SPREAD = 0.02  # the standard deviation of initial weights, as GPT-2 and Llama have it
@@ -35,20 +35,14 @@ PARTS = {
 }
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """PyTorch's own attention."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's own causal attention."""
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-
-
-def normed(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """LayerNorm, in fp32."""
-    weight, bias = (None if p is None else p.float() for p in (weight, bias))
-    return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, LAYER_EPS).to(x.dtype)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class Norm(nn.Module):
-    """RMSNorm of llama, LayerNorm of gpt2."""
+    """RMSNorm of llama, LayerNorm of gpt2; in fp32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -57,9 +51,11 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.width)) if config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.rms:
-            return normed(x, self.weight, self.bias)
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), RMS_EPS).to(x.dtype)
+        wide, shape, weight = x.float(), (x.shape[-1],), self.weight.float()
+        if self.rms:
+            return F.rms_norm(wide, shape, weight, RMS_EPS).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(wide, shape, weight, bias, LAYER_EPS).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -82,7 +78,7 @@ class Attention(nn.Module):
         if rotation is not None:
             cos, sin = (part.to(q.dtype) for part in rotation)
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        merged: Tensor = out(self.attend(q, k, v, True).transpose(1, 2).flatten(2))
+        merged: Tensor = out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return merged
 
     def query_weight(self) -> Tensor:

@@ -48,7 +48,7 @@ class TrainRow(Record):
     seed: int
     variant: str
     step: int
-    loss: float | None  # mean nats a token (squared error a pixel); None once it is not finite
+    loss: float | None  # mean nats a token; None once it is not finite
     grad_norm: float | None  # before clipping
     lr: float | None
     max_logit: float | None  # the largest |scaled score| of any head, computed in fp32
