@@ -125,6 +125,22 @@ def test_float64_is_not_judged() -> None:
     assert not moves(exact, times(exact, 3.0))
 
 
+def test_options_tell_runs_of_one_kernel_apart() -> None:
+    """Where it ran with several sets of them: the first moved, and the last did not."""
+    first, last = (head(options={"block": block}) for block in (32, 64))
+    result = found((first, last), (times(first, 2.0), last))
+    assert [(g.options["block"], g.moved) for g in result.groups] == [(32, 1), (64, 0)]
+
+
+def test_a_group_shows_the_median_head_and_the_largest_change() -> None:
+    """Of floor ratios 1, 2 and 9; the one that fell to a third changed most."""
+    a = tuple(head(h, floor_ratio=x) for h, x in enumerate((1.0, 2.0, 9.0)))
+    b = tuple(head(h, floor_ratio=x) for h, x in enumerate((1.0, 4.0, 3.0)))
+    (group,) = found(a, b).groups
+    assert (group.metric, group.a, group.b) == ("floor_ratio", 2.0, 3.0)
+    assert group.change == pytest.approx(1 / 3)
+
+
 # --- other inputs --------------------------------------------------------------------------------
 
 
@@ -161,6 +177,13 @@ def test_the_scatter_of_two_heads_has_one_degree_of_freedom_in_each_report() -> 
     heads = [head(h, expected_ratio=math.exp(h)) for h in range(2)]
     pairs = [Pair(h, h, inputs="other", width=1) for h in heads]
     assert _scatter(pairs, "expected_ratio") == (pytest.approx(0.5), 2)
+
+
+def test_a_head_that_moved_does_not_excuse_itself() -> None:
+    """On other inputs the scatter is that of the other heads: with its own, three times is luck."""
+    a = tuple(head(h, expected_ratio=1.0 + 0.01 * (h % 3)) for h in range(8))
+    b = (times(a[0], 3.0), *a[1:])
+    assert {m.place.head for m in found(on(1e-3, *a), on(2e-3, *b)).moves} == {0}
 
 
 # --- the noise -----------------------------------------------------------------------------------

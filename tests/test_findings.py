@@ -42,6 +42,14 @@ def test_what_would_have_been_caught() -> None:
     )
 
 
+def test_a_finding_stands_where_it_is_worst() -> None:
+    """Not where it was met first or last."""
+    (finding,) = found(*(row(h, expected_ratio=x) for h, x in enumerate((2.0, 9.0, 3.0))))
+    assert finding.place is not None
+    assert (finding.place.head, finding.observed, finding.count) == (1, 9.0, 3)
+    assert "head 1" in finding.sentence
+
+
 # --- of real audits ------------------------------------------------------------------------------
 
 KERNELS = """

@@ -305,6 +305,25 @@ def test_each_column_of_a_gate_has_its_own_number() -> None:
                      "caught": "0.03", "caught from": "0.03", "by": "error"}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("ratios", "number", "kernel"),
+    [
+        ((1.01, 1.05, 1.02), "1.05", "k1 out bfloat16"),
+        ((1.01, 1.5, 1.02), "1.5", "k1 out bfloat16"),
+    ],
+)
+def test_a_rule_shows_the_number_nearest_to_its_limit(
+    ratios: tuple[float, ...], number: str, kernel: str
+) -> None:
+    """Or farthest beyond it, whichever kernel comes first."""
+    rows = [row(kernel=f"k{i}", expected_ratio=x) for i, x in enumerate(ratios)]
+    limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
+    judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
+    nodes = gate_view.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks
+    rule = dict(cells([list(tables(nodes))[1]], ""))  # after the table of heads beyond a limit
+    assert (rule["worst"], rule["in"]) == (number, kernel)
+
+
 def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
     """The name, whether it runs here, what it is."""
     kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
