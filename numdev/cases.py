@@ -139,8 +139,10 @@ class AttentionCase:
         def cast(x: Tensor, *, saturate: bool = False) -> Tensor:
             if x.dtype == torch.bool:
                 return x
-            wide = x.double() if dtype == torch.float64 else x
-            return strided_as(round_to(wide, fmt, saturate=saturate).to(dtype), x)
+            wide = x.double() if dtype == torch.float64 or saturate else x
+            if saturate:
+                wide = torch.where(x.isinf(), wide, wide.clamp(-fmt.largest, fmt.largest))
+            return strided_as(round_to(wide, fmt).to(dtype), x)
 
         return dataclasses.replace(
             self,

@@ -181,7 +181,6 @@ def round_to(
     format: Format,
     mode: RoundingMode = "nearest",
     *,
-    saturate: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """The values of `x`, of any shape, correctly rounded to `format`, once, as a new tensor on the
@@ -198,11 +197,11 @@ def round_to(
     A magnitude that rounds beyond the largest value, on the grid continued upwards, becomes
     infinity, or NaN in a format without infinity (OCP's non-saturating mode): in `nearest` from
     largest + half a spacing onwards; in float8_e4m3fn that very tie (464) still goes to 448, which
-    is even. `toward_zero` gives the largest value instead, and so does `saturate`, in every mode.
+    is even. `toward_zero` gives the largest value instead.
 
-    Zeros and values that round to zero keep the sign of `x`. NaN stays NaN. Infinity stays, also
-    under `saturate`; in a format without infinity it becomes NaN. Empty gives empty. On a CPU set
-    to flush subnormals (`torch.set_flush_denormal`), subnormals of the dtype of `x` are zero.
+    Zeros and values that round to zero keep the sign of `x`. NaN stays NaN. Infinity stays; in a
+    format without infinity it becomes NaN. Empty gives empty. On a CPU set to flush subnormals
+    (`torch.set_flush_denormal`), subnormals of the dtype of `x` are zero.
 
     Raises `UsageError` for a tensor that is not real floating-point, an unknown mode, stochastic
     rounding without a generator on the device of `x`, and a float32 `x` with a result that only
@@ -222,9 +221,9 @@ def round_to(
         shape, on = wide.shape, wide.device
         uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=on)
     if here.contains(format) and here.emin <= format.emin:
-        return _rounded(wide, format, mode, saturate, uniform)
+        return _rounded(wide, format, mode, uniform)
     # A float32 x and a format with more bits or exponents, on either side, than float32 has.
-    rounded = _rounded(wide.double(), format, mode, saturate, uniform)
+    rounded = _rounded(wide.double(), format, mode, uniform)
     narrow = rounded.to(wide.dtype)
     if not bool(((narrow == rounded) | rounded.isnan()).all()):  # it would be rounded twice
         raise UsageError(
@@ -258,7 +257,6 @@ def _rounded(
     x: torch.Tensor,
     format: Format,
     mode: RoundingMode,
-    saturate: bool,
     uniform: torch.Tensor | None,
 ) -> torch.Tensor:
     """x rounded, in its own dtype, which must hold the format: grid, then overflow, then sign."""
@@ -279,7 +277,7 @@ def _rounded(
             on_grid.add_(uniform >= 1.0 - fraction)
     on_grid.mul_(1.0 / unit).mul_(binade)
     beyond = math.inf if format.has_infinity else math.nan
-    overflow = format.largest if saturate or mode == "toward_zero" else beyond
+    overflow = format.largest if mode == "toward_zero" else beyond
     on_grid.masked_fill_(on_grid > format.largest, overflow)
     if overflow != beyond:  # what was infinite before rounding has not overflowed
         on_grid.masked_fill_(magnitude == math.inf, beyond)

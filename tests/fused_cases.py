@@ -32,7 +32,7 @@ from triton.runtime.interpreter import TensorHandle
 from numdev.cases import AttentionCase
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference import fused_triton as fused_tiles
-from numdev.kernels.reference.fused_triton import exp2, in_bfloat16
+from numdev.kernels.reference.fused_triton import exp2
 
 SINGLE, HALF = torch.float32, torch.float16
 SMALL = fused.Tile(32, 32, 1, 1)
@@ -314,24 +314,6 @@ def worst(x: torch.Tensor, y: torch.Tensor) -> float:
         return float(max(abs(b / mpmath.power(2, a) - 1) for a, b in pairs) * 2**53)
 
 
-@triton.jit
-def narrowed(X, FOUND, SIZE: tl.constexpr):
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(FOUND + at, in_bfloat16(tl.load(X + at)))
-
-
-def narrow() -> Iterator[dict[str, Any]]:
-    """What becomes of 0, of numbers of all sizes, and of some between two bfloat16 numbers."""
-    made = torch.Generator().manual_seed(4)
-    sizes = torch.linspace(-110, 110, 2048, dtype=torch.float64).exp2()
-    x = sizes * (1 + torch.rand(2048, generator=made, dtype=torch.float64))
-    x[:257] = 1 + torch.arange(257, dtype=torch.float64) / 256
-    x[257:260] = torch.tensor([0.0, 2.0**-600, 2.0**-1060], dtype=torch.float64)
-    found = torch.empty(2048, dtype=torch.bfloat16)
-    narrowed[(2,)](x, found, 1024)
-    yield {"x": x.tolist(), "found": found.tolist()}
-
-
 def main() -> None:
     prepare()
     multiply_bfloat16()
@@ -341,7 +323,7 @@ def main() -> None:
     fused.accept = lambda case: None
     fused_tiles.libdevice = Libdevice
     fused.FORWARD, fused.BACKWARD = {256: SMALL}, SMALL
-    parts = {f.__name__: list(f()) for f in (accuracy, in_parts, divided, exponentials, narrow)}
+    parts = {f.__name__: list(f()) for f in (accuracy, in_parts, divided, exponentials)}
     json.dump(parts, sys.stdout)
 
 

@@ -20,14 +20,13 @@ from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli
 from numdev.explain.attribution import PRESETS, Attribution, attribute, rounding_sites
-from numdev.explain.words import explanations
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.kernel import gradients as emulated_gradients
 from numdev.kernels.emulation.predict import emulated_step, emulation
 from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
-from numdev.report import AttributionRow, SiteShare, read
+from numdev.report import AttributionRow, read
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -133,38 +132,6 @@ def test_what_the_data_cannot_tell_apart_is_unknown() -> None:
     found = explained(output, case)
     assert found is not None
     assert found.why_not is not None
-
-
-def test_what_is_left_out() -> None:
-    """NaN in one row hides nothing of the others; with one key the output is V, without error."""
-    case = drawn()
-    output = find("emulated").attend(case).out
-    output[0, 1, 17] = float("nan")
-    found = explained(output, case)
-    assert found is not None
-    assert found.best.preset == "fa2"
-    assert found.best.residual < 0.1
-    assert explained(drawn(length=1).v.clone(), drawn(length=1)) is None
-
-
-def test_shares_are_what_goes_with_a_site() -> None:
-    """Against two emulations by hand: P alone rounded, and the output alone."""
-    case = drawn()
-    exact = attend(case)
-    scale = exact.term_scale.norm(dim=-1, keepdim=True)
-
-    def squared(**sites: str) -> float:
-        out = find("emulated").attend(case, block_kv=128, **sites).out.double()
-        return float(((out - exact.out) / scale).square().sum())
-
-    found = explained(find("emulated").attend(case, block_kv=128).out, case)
-    assert found is not None
-    share = {s.site: s.share for s in found.shares}
-    assert set(share) == {"p", "out"}
-    assert share["p"] == pytest.approx(1 - squared(p="exact") / squared(), abs=0.01)
-    assert share["out"] == pytest.approx(1 - squared(out="exact") / squared(), abs=0.01)
-    assert sum(share.values()) == pytest.approx(1.0, abs=0.05)
-    assert [s.share for s in found.shares] == sorted(share.values(), reverse=True)
 
 
 def test_the_scores_roundings_are_one_site() -> None:
@@ -314,34 +281,6 @@ def test_the_sites_of_a_tensor_are_those_that_change_it(preset: str, tensor: str
 
 
 # --- sentences -----------------------------------------------------------------------------------
-
-
-def said(rows: list[AttributionRow]) -> tuple[str, ...]:
-    return tuple(e.sentence for e in explanations(rows))
-
-
-def row(**parts: Any) -> AttributionRow:
-    shares = (("out", "O as returned", 0.7, 0.8), ("p", "P", 0.299, 0.6), ("scores", "S", 0.001, 0))
-    sites = tuple(SiteShare(site=s, rounds=r, share=x, residual=y) for s, r, x, y in shares)
-    base: dict[str, Any] = {
-        "case": "x", "source": "s", "module": "m", "layer": 0, "call": 0, "seed": 0,
-        "role": "kernel", "kernel": "sdpa-flash", "format": "bfloat16", "heads": (0,),
-        "explained_by": "fa2", "nearest": "fa2", "residual": 0.04, "size": 1.0,
-        "recipe": {"preset": "fa2", "block_kv": 64, "kv_order": "descending"}, "sites": sites,
-        "next_preset": "fa2-consistent", "next_residual": 0.5, "sentence": "",
-    }  # fmt: skip
-    return AttributionRow(**{**base, **parts})
-
-
-def test_calls_are_taken_together() -> None:
-    """The commonest explanation, medians over its calls, and how many calls it is."""
-    rows = [row(residual=r) for r in (0.02, 0.04, 0.3)]
-    rows.append(row(explained_by=None, reason="no known way", residual=0.9))
-    assert said(rows) == (
-        "sdpa-flash (bfloat16) makes the errors of `fa2` with 64 keys a tile, the last first in 3 "
-        "of 4 calls: residual 0.04, next `fa2-consistent` 0.50. The squared error comes 70 % from "
-        "`out` (O as returned), 30 % from `p` (P).",
-    )
 
 
 def test_audit_explains(tmp_path: Path) -> None:

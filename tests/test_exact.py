@@ -88,23 +88,3 @@ def test_unknown_answers_are_not_given(name: str) -> None:
         case = probe(name, is_causal=True, causal_offset=31)
         wrong = attend(dataclasses.replace(case, causal_offset=30)).out
         assert float((answer(name, case) - wrong).abs().max()) > 0.01
-
-
-def test_coded_targets() -> None:
-    """`one_hot`: one key each, of many; every one visible under a bottom-right causal mask; and the
-    margin is at least what was asked and less than twice that. `two_hot`: each query has two keys
-    of the same score, half the length apart."""
-    case = probe("one_hot", options={"margin": 30.0}, fmt="float64")
-    s = case.q @ case.k.repeat_interleave(2, dim=1).transpose(-1, -2) * case.scale
-    top = s.topk(2, dim=-1)
-    margin = top.values[..., 0] - top.values[..., 1]
-    assert 30.0 <= float(margin.min()) == float(margin.max()) < 60.0
-    target = top.indices[..., 0]
-    assert bool((target <= torch.arange(70) + 31).all())
-    assert len(target.unique()) > 50
-    case = probe("two_hot", dataclasses.replace(SHAPES, kv_len=100), fmt="float64")
-    s = case.q @ case.k.repeat_interleave(2, dim=1).transpose(-1, -2)
-    tied = s == s.amax(dim=-1, keepdim=True)
-    assert bool((tied.sum(dim=-1) == 2).all())
-    first, last = tied.long().argmax(dim=-1), 99 - tied.flip(-1).long().argmax(dim=-1)
-    assert bool((last - first == 50).all())

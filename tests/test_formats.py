@@ -265,15 +265,14 @@ def test_nearest_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "e3m2", "e11m3", "e9m20"])
-@pytest.mark.parametrize("saturate", [False, True])
-def test_special_values(name: str, saturate: bool) -> None:
+def test_special_values(name: str) -> None:
     """Signed zeros, NaN and infinities survive every mode; only a format without infinity turns
     them into NaN, and saturation is for finite values."""
     format = format_named(name)
     top = inf if format.has_infinity else nan
     for mode, dtype in itertools.product(MODES, (torch.float64, torch.float32)):
         x = tensor([0.0, -0.0, nan, -nan, inf, -inf], dtype)
-        rounded = round_to(x, format, mode, saturate=saturate, generator=seeded())
+        rounded = round_to(x, format, mode, generator=seeded())
         assert_identical(rounded, tensor([0.0, -0.0, nan, nan, top, -top], dtype))
 
 
@@ -336,20 +335,6 @@ def test_float32_input_rounds_as_float64_input(name: str, mode) -> None:
     assert_identical(one, other)
 
 
-def test_subnormal_float32_is_not_flushed() -> None:
-    """float32 subnormals round as numbers, also to formats whose range goes further down, and to
-    one inside float32 whose normals reach into float32's subnormals."""
-    x = tensor([2.0**-149, 3 * 2.0**-149, 2.0**-134, 3 * 2.0**-134, 0x7FFFFF * 2.0**-149])
-    bf16 = tensor([0.0, 0.0, 0.0, 2.0**-132, 2.0**-126])
-    e9m1 = tensor([2.0**-149, 3 * 2.0**-149, 2.0**-134, 3 * 2.0**-134, 2.0**-126])
-    assert_identical(round_to(x.float(), BF16), bf16.float())
-    assert_identical(round_to(x.float(), format_named("e9m1")), e9m1.float())
-    deep = Format(name="deep", precision=4, emin=-140, emax=10)
-    y = random_near(deep, 5000).float()
-    assert_identical(round_to(y, deep).double(), round_to(y.double(), deep))
-    assert float(round_to(tensor([17 * 2.0**-139]).float(), deep)) == 2.0**-135
-
-
 def test_a_result_float32_cannot_hold_is_refused() -> None:
     """A float32 input with a result outside float32 is a usage error, not a second rounding;
     the same input as float64 rounds."""
@@ -357,24 +342,6 @@ def test_a_result_float32_cannot_hold_is_refused() -> None:
     assert_identical(round_to(near_top, format_named("e9m7")), tensor([2.0**128]))
     with pytest.raises(UsageError, match="float32"):
         round_to(near_top.float(), format_named("e9m7"))
-    beyond = tensor([300.0])  # saturates to 256 - 2^-23, which has 31 bits
-    assert float(round_to(beyond, format_named("e4m30"), saturate=True)) == (2 - 2.0**-30) * 128
-    with pytest.raises(UsageError, match="float64"):
-        round_to(beyond.float(), format_named("e4m30"), saturate=True)
-
-
-def test_overflow_saturates_when_asked() -> None:
-    """With saturate, finite values stop at the largest, in every format and mode."""
-    for name in [*ENUMERATED, *OTHERS]:
-        format = format_named(name)
-        if format.emax == 1023:
-            continue  # no finite float64 lies beyond
-        x = tensor([1.0, -1.0]) * min(2.0 ** (format.emax + 1), 1e308)
-        expected = tensor([format.largest, -format.largest])
-        for mode in MODES:
-            rounded = round_to(x, format, mode, saturate=True, generator=seeded())
-            assert_identical(rounded, expected)
-        assert_identical(round_to(x, format, "toward_zero"), expected)
 
 
 @pytest.mark.parametrize("name", [*ENUMERATED, *OTHERS])
@@ -383,10 +350,11 @@ def test_laws(name: str) -> None:
     half an ulp below overflow, and at most u |x| among normals."""
     format = format_named(name)
     x = random_near(format, 5000).sort().values
-    rounded = round_to(x, format, saturate=True)
+    rounded = round_to(x, format)
     assert_identical(round_to(rounded, format), rounded)
-    assert bool((rounded.diff() >= 0).all())
-    assert_identical(round_to(-x, format, saturate=True), -rounded)
+    held = rounded[rounded.isfinite()]
+    assert bool((held.diff() >= 0).all())
+    assert_identical(round_to(-x, format), -rounded)
     x = x[x.abs() <= format.largest]
     error = (round_to(x, format) - x).abs()
     assert bool((error <= ulp(x, format) / 2).all())
@@ -466,15 +434,6 @@ def test_ulp_is_the_distance_to_the_next_value(name: str) -> None:
     low, high = values[:-1], values[1:]
     for x in (low, -low, np.nextafter(high, 0)):
         assert_identical(ulp(tensor(x), format_named(name)), tensor(high - low))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_ulp_agrees_with_numpy(dtype: torch.dtype) -> None:
-    """numpy's spacing is the ulp in the dtype's own format; it comes as float64."""
-    x = random_near(FP32, 10_000).to(dtype)
-    x = x[x.isfinite() & (x.abs() < 2.0**127)]
-    expected = np.spacing(x.abs().numpy()).astype(np.float64)
-    assert_identical(ulp(x, format_of(dtype)), torch.from_numpy(expected))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import torch
 from gfloat import formats as gformats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import FEATURES, U64, assert_within, attention, error_bounds, make_case
+from oracles import FEATURES, assert_within, attention, error_bounds, make_case
 
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
@@ -162,25 +162,7 @@ def test_equals_the_oracle_in_any_combination(
     assert_is_exact(make_case(**sizes, **fields, heads=heads, mask=kind, dtype=dtype))
 
 
-def test_term_scale_is_never_below_the_output() -> None:
-    """|sum P V| <= sum P |V|, also as computed: the same products, added without cancelling."""
-    answer = attend(make_case(heads=4, q_len=32, kv_len=64, logits=3.0))
-    assert (answer.out.abs() <= answer.term_scale * (1 + 64 * U64)).all()
-
-
 # --- known answers -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("constant", [1.0, -300.0, 1e6])
-def test_adding_a_constant_to_all_scores_changes_nothing(constant: float) -> None:
-    """Softmax is invariant under a shift, and lse moves by it: within the bounds of the shifted
-    case, whose scores are larger and so rounded more coarsely."""
-    case = make_case(kv_len=6)
-    shifted = dataclasses.replace(case, mask=torch.full((4, 6), constant, dtype=torch.float64))
-    exact = attention(case)
-    out_bound, lse_bound = error_bounds(shifted, attention(shifted))
-    assert_within(attend(shifted).out, exact.out, out_bound)
-    assert_within(attend(shifted).lse, exact.lse + constant, lse_bound)
 
 
 @pytest.mark.parametrize("sink", [2000.0, -2000.0, 1e30])

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from numdev.cases import AttentionCase, CaseRef, visible
+from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused, UsageError
 from numdev.kernels import find
 from numdev.kernels.emulation.kernel import emulated
 from numdev.kernels.output import Output
-from numdev.kernels.triton_flash.kernel import Call, Size, tiles
+from numdev.kernels.triton_flash.kernel import Call, tiles
 from numdev.system import System
 
 KERNEL = find("triton-flash")
@@ -91,33 +91,6 @@ def test_what_it_cannot_do_has_a_reason(changes: dict[str, Any], reason: str) ->
     with pytest.raises(Refused, match=reason):
         KERNEL.attend(case(**changes))
     KERNEL.accept(case(sinks=torch.zeros(2), dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"is_causal": True},
-        {"is_causal": True, "causal_offset": -2},
-        {"window": (2, 1)},
-        {"window": (None, 3), "causal_offset": 1},
-        {"window": (1, None)},
-        {"window": (3, 2), "is_causal": True, "causal_offset": 4},
-        {"window": (10**12, 0)},
-    ],
-)
-def test_positions_are_two_limits(changes: dict[str, Any]) -> None:
-    """Causality, offset and window together are a first and a last key beside each row's own
-    number, and show what `visible` shows."""
-    here = case(**changes)
-    plan, size = call(here).plan, Size.of(here)
-    i, j = torch.arange(6)[:, None], torch.arange(9)[None, :]
-    shown = torch.ones(6, 9, dtype=torch.bool)
-    shown = shown & (j >= i + size.first) if plan.left else shown
-    shown = shown & (j <= i + size.last) if plan.right else shown
-    expected = visible(here, slice(0, 6), slice(0, 9))
-    assert torch.equal(shown, torch.ones_like(shown) if expected is None else expected)
-    assert abs(size.first) <= 1 << 30
 
 
 def test_heads_are_padded_to_powers_of_two() -> None:

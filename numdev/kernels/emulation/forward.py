@@ -15,7 +15,7 @@ What the tile changes. P is rounded relative to the running maximum, and the acc
 tile, so `block_kv` and `kv_order` change the numbers. `block_q` does not, in round-to-nearest: to a
 row that sees no key of a tile the tile is P = 0, a = 1, which changes nothing that is rounded
 already. (`fa1` multiplies O by l and divides by l again; once O = round(X / l), round(round(O l) /
-l) is O: a test goes through all significands of bf16.) Rounding toward zero, O shrinks at every
+l) is O, for all significands of bf16.) Rounding toward zero, O shrinks at every
 such tile, so there the size of the block tells. As in real kernels, rows take part in a tile as
 whole blocks of block_q, those of the whole call where a case holds some of its rows, and a tile
 that no row of a block can see by its position is skipped. The outer loop changes nothing but the

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
-from numdev.kernels.output import upstream
+from numdev.kernels.output import key_limits, upstream
 from numdev.kernels.reference.results import Gradients, Reference
 
 LARGEST = 2.0**44
@@ -62,8 +62,6 @@ LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
 """In units of log 2: scores up to this size need no maximum subtracted. P and its sums stay well
 within what bfloat16 and fp32 hold."""
-FAR = (1 << 30) - 1
-"""Beyond every row and key, and yet int32 holds the sum of such a number and a position."""
 BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")
 """Results of query heads; the others are of kv heads."""
 Results = dict[str, Tensor]
@@ -160,7 +158,7 @@ class _Operands:
     k: Tensor
     v: Tensor
     masks: tuple[int, ...]
-    """low and high of `_limits`, and the mask's strides."""
+    """low and high of `key_limits`, and the mask's strides."""
     pointers: tuple[Tensor, Tensor, Tensor]
     """The mask, the positions of query rows, the soft cap."""
     flags: Mapping[str, bool]
@@ -168,7 +166,7 @@ class _Operands:
     @classmethod
     def of(cls, case: AttentionCase) -> _Operands:
         q, k, v = (_padded(x.detach().double()) for x in (case.q, case.k, case.v))
-        mask, positions, (low, high) = case.mask, case.positions, _limits(case)
+        mask, positions, (low, high) = case.mask, case.positions, key_limits(case)
         strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = _in_fp64(mask.detach()).expand(*case.q.shape[:3], case.kv_len)
@@ -199,20 +197,6 @@ class _Operands:
             return case.softcap * LOG2E <= BOUND
         largest = (x.norm(dim=-1).amax() for x in (self.q, self.k))
         return bool(math.prod(largest) <= BOUND)
-
-
-def _limits(case: AttentionCase) -> tuple[int | None, int | None]:
-    """low and high: causality and window let a query at position i see the keys i + low to
-    i + high; None: no limit there. At most FAR: there a limit hides all or nothing."""
-
-    def near(limit: int) -> int:
-        return max(-FAR, min(limit, FAR))
-
-    left, right = case.window or (None, None)
-    ends = [case.causal_offset] if case.is_causal else []
-    ends += [] if right is None else [case.causal_offset + right]
-    low = None if left is None else near(case.causal_offset - left)
-    return low, near(min(ends)) if ends else None
 
 
 def _in_fp64(mask: Tensor) -> Tensor:
@@ -411,7 +395,7 @@ def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
     are i + low to i + high for no row i."""
     if at.flags["MASKED"] or at.flags["AT"]:
         return (seen == 0).view(case.k.shape[:3])
-    low, high = _limits(case)
+    low, high = key_limits(case)
     j = torch.arange(case.kv_len, device=case.k.device)
     first = j.new_zeros(()) if high is None else (j - high).clamp_(min=0)
     last = case.q_len - 1 if low is None else (j - low).clamp_(max=case.q_len - 1)

@@ -23,7 +23,7 @@ from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.kernels import Output, Requirement, kernel
 from numdev.kernels.emulation.recipe import STABILISED, check_stabilised
-from numdev.kernels.output import upstream_in, why_not
+from numdev.kernels.output import FAR, key_limits, upstream_in, why_not
 from numdev.system import System
 
 POWERS = tuple(1 << n for n in range(11))
@@ -60,8 +60,6 @@ EMULATED = ("block_q", "block_kv", *(name for name in CHOICES if name != "expone
 in their last bits alone, which no emulation knows of."""
 LARGEST_HEAD = 256
 LOG2_E = math.log2(math.e)
-FAR = 1 << 30
-"""A distance that no two positions have, and whose sum with a position is a 32-bit number."""
 
 
 # --- what follows from a case and its options ----------------------------------------------------
@@ -99,7 +97,7 @@ Plan = cast(Any, namedtuple)(
 
 def plan_of(case: AttentionCase, options: Mapping[str, Any]) -> Any:
     """What a kernel is compiled for, by a case and all its options in force: constants to it."""
-    first, last = limits(case)
+    first, last = key_limits(case)
     mask, additive = case.mask, case.mask is not None and case.mask.dtype != torch.bool
     # A mask's lowest number, times log2 e, would be -inf.
     folded = options["exponential"] == "exp2" and not additive
@@ -146,19 +144,9 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, case: AttentionCase) -> Size:
         """With a distance nobody has where there is no limit."""
-        first, last = limits(case)
-        first = -FAR if first is None else max(-FAR, min(first, FAR))
-        last = FAR if last is None else max(-FAR, min(last, FAR))
+        first, last = key_limits(case)
+        first, last = -FAR if first is None else first, FAR if last is None else last
         return cls(case.heads, case.group, case.q_len, case.kv_len, first, last)
-
-
-def limits(case: AttentionCase) -> tuple[int | None, int | None]:
-    """How far from its own number the first and the last key are that a row sees by position."""
-    left, right = case.window or (None, None)
-    if case.is_causal:
-        right = 0 if right is None else min(right, 0)
-    first = None if left is None else case.causal_offset - left
-    return first, None if right is None else case.causal_offset + right
 
 
 class Launch(NamedTuple):
