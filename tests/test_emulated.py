@@ -76,31 +76,17 @@ def test_the_page_is_what_the_code_says() -> None:
         ({"preset": "fa3"}, "unknown preset 'fa3'; did you mean 'fa2'"),
         ({"row_sums": "exact"}, "a recipe has no 'row_sums'; did you mean 'row_sum'"),
         ({"p": "bfloat61"}, "site p: unknown format 'bfloat61'; did you mean 'bfloat16"),
-        ({"p": "exakt"}, "did you mean 'exact'"),
-        ({"p": "e8m60"}, "does not fit in float64"),
-        ({"p": 8}, "unknown format '8'"),
-        ({"block_k": 16}, "a recipe has no 'block_k'; did you mean 'block_kv'"),
         ({"loop_order": "k"}, "loop_order is 'k'; did you mean 'kv'"),
-        ({"rounding": "stochastik"}, "did you mean 'stochastic'"),
-        ({"delta_from": "dP"}, "delta_from is 'dP'"),
         ({"block_kv": 0}, "block_kv is 0; expected a positive whole number"),
-        ({"block_q": 1.5}, "block_q is 1.5; expected a positive whole number"),
-        ({"memory": True}, "memory is True"),
-        ({"seed": "one"}, "seed is 'one'"),
         ({"preset": "eager", "block_kv": 64}, "has a single tile"),
-        ({"preset": "eager", "memory": 64}, "has a single tile"),
         ({"preset": "eager", "l_from": "rounded"}, "divides P by l"),
-        ({"preset": "eager", "softmax": "guarded"}, "divides P by l"),
         ({"memory": 64, "block_kv": 64}, "memory and block_kv both set the tile"),
-        ({"softmax": "stable"}, "did you mean 'stabilised'"),
         ({"beta": 2.0}, "beta is of the stabilised softmax"),
         ({"softmax": "guarded", "tie_tolerance": 0.0}, "of the stabilised softmax"),
         *(
             ({"softmax": "stabilised", **wrong}, says)
             for wrong, says in (
                 ({"beta": 0.5}, "from 1.0 on"),
-                ({"beta": True}, "beta is True"),
-                ({"beta": inf}, "from 1.0 on"),
                 ({"tie_tolerance": -1e-3}, "from 0.0 on"),
                 ({"tie_tolerance": nan}, "from 0.0 on"),
             )
@@ -481,18 +467,6 @@ def test_golden2024_grows_with_length_and_falls_with_tile_area() -> None:
     short = drawn(128, heads=8)
     at_128 = max_error(short, preset="golden2024") / max_error(short, preset="eager")
     assert ratio[4096] > 1.2 * at_128
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fa2_is_better_than_eager(dtype: torch.dtype) -> None:
-    """With state in fp32 flash errs less than plain model code: max error 0.2 to 0.6 of eager's
-    (measured 0.29 to 0.39), rms 0.4 to 0.6 (0.50)."""
-    case = drawn(512, heads=8, dtype=dtype)
-    ratio = max_error(case) / max_error(case, preset="eager")
-    assert 0.2 < ratio < 0.6
-    truth = reference(case).out
-    ratios = rms(emulate(case) - truth) / rms(emulate(case, preset="eager") - truth)
-    assert ((ratios > 0.4) & (ratios < 0.6)).all()
 
 
 # --- real kernels --------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ That `triton-flash` means the same is in `test_triton_flash.py`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -76,17 +75,6 @@ def test_weights_are_odd_and_exact() -> None:
     assert (torch.frexp(w).mantissa != 0.5).all()
 
 
-@pytest.mark.parametrize("step_of", [1, 2, 3, 5, 16, 64, 128])
-def test_weights_go_evenly_through_rows(step_of: int) -> None:
-    """Any 256 rows, one after the other or every nth, have each of 16 classes of weights 10
-    to 22 times, of 16 in the mean."""
-    w = guarded_weights(tied(n=60000, v=torch.ones(1, 1, 60000, 1)), torch.float64)
-    for first in range(0, 60000 - 256 * step_of, 4001):
-        some = w[first : first + 256 * step_of : step_of]
-        counts = torch.histc(some, bins=16, min=0.5, max=1.0)
-        assert 10 <= counts.min() <= counts.max() <= 22, (first, counts)
-
-
 def test_weights_belong_to_places() -> None:
     """Rows of a sample have the weights they have in the call, and its outputs. In decoding, where
     the row is always the first, the number of keys decides."""
@@ -100,37 +88,6 @@ def test_weights_belong_to_places() -> None:
 
 
 # --- ties, wherever they are ---------------------------------------------------------------------
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "causal": {"is_causal": True},
-    "window": {"window": (11, 3)},
-    "window across tiles": {"window": (20, None), "is_causal": True, "causal_offset": 5},
-    "bool mask": {"mask": torch.arange(37) % 3 != 1},
-    "additive mask": {"mask": torch.where(torch.arange(37) % 5 == 2, -inf, 0.0).bfloat16()},
-    "lowest mask": {
-        "mask": torch.where(torch.arange(37) < 17, torch.finfo(torch.bfloat16).min, 0.0).bfloat16()
-    },
-    "sink": {"sinks": "shift"},
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("order", ["ascending", "descending"])
-def test_right_whatever_is_tied(name: str, order: str) -> None:
-    """Within 4 roundings of fp64 (P, O, and l where it is of rounded P, in units of the term scale)
-    for ties from 2 to all, shifts from -200 to 200, every tile, and masks, windows and sinks."""
-    for shift, ties, tile in itertools.product((-200, -9, 0, 9, 200), (2, 3, 37), (4, 16, 64)):
-        changes = dict(CHANGES[name])
-        if "sinks" in changes:
-            changes["sinks"] = torch.tensor([float(shift)]).bfloat16()
-        case = tied(shift, ties, **changes)
-        for preset in ("fa2", "fa2-consistent"):
-            out = KERNEL.attend(
-                case, preset=preset, block_kv=tile, kv_order=order, compute="float32", **GUARDED
-            ).out
-            assert worst(out, case) <= 4.0, (shift, ties, tile, preset)
 
 
 def test_where_the_stabilised_softmax_is_nan() -> None:

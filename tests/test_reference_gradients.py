@@ -176,18 +176,6 @@ def test_a_key_of_probability_zero_has_no_part() -> None:
     assert same.unseen[:, :, 1].all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_the_lowest_number_hides(dtype: torch.dtype) -> None:
-    """finfo.min or -inf in an additive mask and False in a bool one give the same gradients."""
-    lowest = torch.zeros(4, 5, dtype=dtype).masked_fill(~LOWER, torch.finfo(dtype).min)
-    lowest[1] = torch.finfo(dtype).min
-    found = gradients(step(mask=lowest, dtype=dtype))
-    assert_same(found, gradients(step(mask=lowest == 0, dtype=dtype)))
-    minus = lowest.masked_fill(lowest < 0, -inf)
-    assert_same(found, gradients(step(mask=minus, dtype=dtype)))
-    assert found.empty[:, :, 1].all()
-
-
 # --- NaN and infinity that are seen --------------------------------------------------------------
 
 

@@ -27,10 +27,6 @@ from numdev.metrics.yardstick import finite
 
 WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed
 LEAST_ROWS = 8  # it takes to estimate a factor on one half and judge it on the other
-# The grid's best point must leave less than the first of the residual of what was asked, or the
-# second part of its square must lie along the slope: next to a right factor nearly all does, of
-# another mistake hardly anything.
-LESS, ALONG = 0.5, 0.1
 
 
 def alternatives(probe: Probe) -> Iterator[Alternative]:
@@ -175,8 +171,8 @@ def _out_factor(p: Probe, fit: Tensor) -> float | None:
 
 def _scale_factor(p: Probe, fit: Tensor) -> float | None:
     """The factor of the scale that leaves the least residual: a coarse grid, a golden-section
-    search around its best point, and three Gauss-Newton steps. None where no factor nearby would
-    leave much less."""
+    search around its best point, and three Gauss-Newton steps. None where the scale is 0 or no row
+    can be compared."""
     where = p.usable & fit[..., None]
     if p.case.scale == 0 or not bool(where.any()):
         return None
@@ -188,23 +184,14 @@ def _scale_factor(p: Probe, fit: Tensor) -> float | None:
     def residual(logarithm: float) -> float:
         return float(error(logarithm).norm())
 
-    def slope(at: float, here: Tensor) -> tuple[float, float]:
-        """The product of the residual `here` with its derivative, and the latter squared."""
-        rise = (error(at + 1e-5) - here) / 1e-5
-        return float((rise * here).sum()), float((rise * rise).sum())
-
     step = 0.5 * math.log(2)
     best = min((i * step for i in range(-10, 11)), key=residual)
-    here = error(best)
-    left = float(here.norm())
-    if left >= LESS * residual(0.0):
-        along, size = slope(best, here)
-        if along**2 < ALONG * size * left**2:
-            return None
     at = _golden(residual, best - step, best + step)
     for _ in range(3):
-        along, size = slope(at, error(at))
-        move = -along / size if size > 0 else 0.0
+        here = error(at)
+        rise = (error(at + 1e-5) - here) / 1e-5
+        size = float((rise * rise).sum())
+        move = -float((rise * here).sum()) / size if size > 0 else 0.0
         if abs(move) > step or residual(at + move) > residual(at):
             break
         at += move
