@@ -169,15 +169,6 @@ def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], paddin
     assert [c.ref.layer for c in cases] == [0, 1]
     assert all((c.mask is not None) == padding for c in cases)
     assert torch.equal(outputs[0], without_capture(model, **given))
-    # What the layer adds to its input is the projection of the case's answer.
-    answer = attend(cases[0]).transpose(1, 2).flatten(2)
-    layer = model.encoder.layers[0]
-    read = given["x"] if options.get("batch_first", True) else x
-    read = layer.norm1(read) if options.get("norm_first") else read
-    call = read.transpose(0, 1) if not layer.self_attn.batch_first else read
-    own = layer.self_attn(call, call, call, key_padding_mask=given.get("padding"))[0]
-    own = own if layer.self_attn.batch_first else own.transpose(0, 1)
-    assert worst(layer.self_attn.out_proj(answer).detach(), own.detach()) < TOLERANCE
 
 
 def test_nothing_of_torch_is_changed() -> None:

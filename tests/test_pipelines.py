@@ -137,7 +137,6 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
     [
         {"_class_name": ["my_pipeline", "MyPipeline"]},
         {"unet": ["my_unet", "MyUNet"]},
-        {"unet": ["diffusers", "UNet2DConditionModel", "more"]},
         {"../unet": ["diffusers", "UNet2DConditionModel"]},
     ],
 )
@@ -155,9 +154,7 @@ def test_code_of_its_own_is_refused(
     ("changes", "says"),
     [
         ({"_class_name": "NoSuchPipeline"}, "has no NoSuchPipeline"),
-        ({"_class_name": "UNet2DConditionModel"}, "has no UNet2DConditionModel"),
         ({"unet": ["diffusers", "DiffusionPipeline"]}, "has no DiffusionPipeline"),
-        ({"text_encoder": ["transformers", "pipeline"]}, "has no pipeline"),
         ({"extra": ["diffusers", "AutoencoderKL"]}, "is missing"),
     ],
 )
@@ -208,8 +205,6 @@ def test_weights_that_are_missing_are_named(
     [
         (("--steps", "0,4"), "--steps: expected steps below 4, got 4"),
         (("--generate", "2"), "is a diffusers pipeline"),
-        (("--inputs", "x"), "is a diffusers pipeline"),
-        (("--model", "m:f"), "is a diffusers pipeline"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

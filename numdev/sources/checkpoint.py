@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,30 +82,6 @@ class Weights:
             named = storage.read(path)
             for name, tensor in named if tied else storage.distinct(path, named):
                 yield name.removeprefix(self.prefix), tensor
-
-    def refuse(
-        self,
-        model: str,
-        missing: Collection[str],
-        unused: Collection[str],
-        misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
-    ) -> None:
-        """Raises MeasurementError, which names them, where any of these weights do not fit."""
-        shapes = [f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen]
-        problems = [
-            f"{problem} {some(sorted(names))}"
-            for problem, names in (
-                ("needs the weights", missing),
-                ("has no place for", unused),
-                ("needs other shapes than the stored", shapes),
-            )
-            if names
-        ]
-        if problems:
-            raise MeasurementError(
-                f"{self.path}: {model} {', and '.join(problems)}",
-                hint="is it the model these weights were saved from?",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +170,8 @@ class Checkpoint(Weights):
                 **options,
             )
         unused = [k for k in loaded["unexpected_keys"] if not _may_be_left_over(k, model)]
-        self.refuse(type(model).__name__, loaded["missing_keys"], unused, loaded["mismatched_keys"])
+        missing, misshapen = loaded["missing_keys"], loaded["mismatched_keys"]
+        storage.refuse_misfits(self.path, type(model).__name__, missing, unused, misshapen)
         # A cache would keep every layer's keys and values, and a capture needs memory for one.
         model.config.get_text_config().use_cache = False
         built: nn.Module = model

@@ -12,7 +12,7 @@ import logging
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,30 @@ def sha256(path: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_misfits(
+    path: Path,
+    model: str,
+    missing: Collection[str],
+    unused: Collection[str],
+    misshapen: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+) -> None:
+    """Raises MeasurementError, which names them, where weights at `path` do not fit their model.
+    `misshapen` has a weight's name, its stored shape and the model's."""
+    shapes = [f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen]
+    problems = [
+        f"{problem} {some(sorted(names))}"
+        for problem, names in (
+            ("needs the weights", missing),
+            ("has no place for", unused),
+            ("needs other shapes than the stored", shapes),
+        )
+        if names
+    ]
+    if problems:
+        hint = "is it the model these weights were saved from?"
+        raise MeasurementError(f"{path}: {model} {', and '.join(problems)}", hint=hint)
 
 
 def refuse_code(path: Path) -> None:

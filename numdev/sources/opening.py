@@ -69,28 +69,32 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     """The request's source, opened and checked, with nothing measured. Its cases carry grad_out
     where the request is for gradients; with `projections`, those of a running model know the layer
     that made their queries. Raises UsageError for an option without meaning for this source."""
-    path = demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
-    meaningless = FOR_PIPELINES
+    path = _path(request)
+    opening: Callable[[], Source]
     if request.cases:
         kind, meaningless = "a configuration", ("layers", *FOR_MODELS)
+        seeds, gradients = (request.seed,), bool(request.gradients)
+        opening = partial(
+            ConfigSource, request.target, request.cases, seeds, system, gradients=gradients
+        )
     elif is_pipeline(path):
         kind, meaningless = "a diffusers pipeline", NOT_FOR_PIPELINES
+        opening = partial(PipelineSource, request, system)
     elif holds_cases(path):
         kind, meaningless = "a file of captured tensors", FOR_MODELS
+        opening = partial(TensorFileSource, request, system)
     else:
-        kind = "no diffusers pipeline"
+        kind, meaningless = "no diffusers pipeline", FOR_PIPELINES
+        opening = partial(CheckpointSource, request, system, projections=projections)
     for name in meaningless:
         if getattr(request, name):
             what = f"{request.target} is {kind}, for which {name!r} means nothing"
             raise UsageError(what, hint=f"leave --{name} out")
-    if request.cases:
-        seeds, gradients = (request.seed,), bool(request.gradients)
-        return ConfigSource(request.target, request.cases, seeds, system, gradients=gradients)
-    if is_pipeline(path):
-        return PipelineSource(request, system)
-    if holds_cases(path):
-        return TensorFileSource(request, system)
-    return CheckpointSource(request, system, projections=projections)
+    return opening()
+
+
+def _path(request: AuditRequest) -> Path:
+    return demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +373,7 @@ def open_model(
 def open_weights(request: AuditRequest) -> Checkpoint | StateDict:
     """The request's weights, opened and not loaded. A directory says itself which model it is; a
     file or a bare distributed checkpoint needs a factory."""
-    path = demo_checkpoint() if request.checkpoint == "demo" else Path(request.checkpoint or "")
+    path = _path(request)
     distributed = is_distributed(path)
     if path.is_dir() and not distributed and any(path.glob("*.distcp")):
         raise MeasurementError(

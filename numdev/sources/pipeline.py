@@ -29,7 +29,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.sources import files as storage
 from numdev.sources.capture import Captured, Enough, capture_run, handed_over
-from numdev.sources.files import blaming, quiet, some
+from numdev.sources.files import blaming, quiet
 from numdev.sources.loss import drawn_from, with_drawn
 from numdev.sources.prompts import read_text
 from numdev.sources.watch import Frame, Layers, Watch, attention_modules
@@ -183,16 +183,10 @@ class PipelineSource:
         if not issubclass(cls, nn.Module):
             return loaded
         model, info = loaded
-        # Only the denoiser may have none left over: others' are older files' (position ids), and
-        # nothing here depends on them.
-        for problem, names in (
-            ("needs weights that are not there", info.get("missing_keys")),
-            ("needs other shapes than the stored", info.get("mismatched_keys")),
-            ("has no place for the weights", name == self.part and info["unexpected_keys"]),
-        ):
-            if names:
-                what = f"{directory}: {kind} {problem}: {some(sorted(map(str, names)))}"
-                raise MeasurementError(what)
+        # What other parts have left over (older files' position ids) changes nothing here.
+        unused = info["unexpected_keys"] if name == self.part else ()
+        missing, misshapen = info.get("missing_keys", ()), info.get("mismatched_keys", ())
+        storage.refuse_misfits(directory, kind, missing, unused, misshapen)
         return model.eval()
 
     # --- running ---------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ class StateDict(Weights):
         stored = {id(x) for name, x in named.items() if name in state}
         tied = {name for name, x in named.items() if id(x) in stored}
         computed = dict(model.named_buffers()).keys()
-        self.refuse(
+        storage.refuse_misfits(
+            self.path,
             f"{type(model).__name__} of {self.factory}",
             missing=own.keys() - state.keys() - tied,
             unused=state.keys() - model.state_dict().keys() - computed,

@@ -109,11 +109,11 @@ def parse(path: Path, text: str | None) -> Header:
     in it, MeasurementError for another version."""
     try:
         raw = json.loads(text or "")
-    except (ValueError, RecursionError) as error:
-        hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
-        raise UsageError(f"{path}: header: is not valid JSON", hint=hint) from error
+    except (ValueError, RecursionError):
+        raw = None
     if not isinstance(raw, dict):
-        raise UsageError(f"{path}: header: expected an object", hint=f'as {{"version": {VERSION}}}')
+        hint = f"give save_file the metadata {{{KEY!r}: '{{\"version\": {VERSION}}}'}}"
+        raise UsageError(f"{path}: header: expected a JSON object", hint=hint)
     if raw.get("version", VERSION) != VERSION:
         what = f"{path}: header: expected version {VERSION}, got {raw['version']!r}"
         raise MeasurementError(what, hint="read it with a newer numdev")
@@ -190,12 +190,13 @@ class StoredCase:
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
         """A view with a case's axes of a tensor whose axes are in the order of its layout."""
-        layouts = self.call.layout
-        by_tensor = isinstance(layouts, dict)
-        layout = layouts.get(name) if isinstance(layouts, dict) else layouts
-        if layout is None or name == "sinks" or (name == "mask" and not by_tensor):
-            return tensor
-        if tensor.ndim != len(layout):  # what is wrong with it is found out with the others
+        layout = self.call.layout
+        if isinstance(layout, dict):
+            layout = layout.get(name)
+        elif name == "mask":
+            layout = None
+        # Where the count of axes is wrong, the case says so.
+        if layout is None or name == "sinks" or tensor.ndim != len(layout):
             return tensor
         return tensor.permute([layout.index(axis) for axis in _axes(name, len(layout))])
 
