@@ -143,17 +143,3 @@ CASE = {"name": "a", "heads": 1, "seq_len": 8, "head_dim": 8}
 def test_what_numdev_rejects_is_rejected(name: str, value: Any) -> None:
     """Wrong types, unknown and missing keys, numbers out of range."""
     assert not valid(value, name)
-
-
-# --- what they are -------------------------------------------------------------------------------
-
-
-def test_fields_are_described() -> None:
-    """By the comment beside them or the docstring under them, for an editor to show."""
-    sweep = schema.schema_of("sweep")["properties"]
-    assert sweep["seeds"]["description"].startswith("A list, or how many, counted from 0.")
-    rows = schema.schema_of("report")["$defs"]["DeviationRow"]["properties"]
-    assert rows["noise"]["description"] == "rms difference of repeated runs; 0 is bitwise the same"
-    case = schema.schema_of("config")["$defs"]["CaseConfig"]["properties"]
-    assert "sliding windows" in case["window"]["description"]
-    assert "axes" not in case

@@ -1,17 +1,15 @@
 """`numdev schema`: of what people write and what numdev writes, for editors and other programs.
 
-They come from the models that validate the files, widened by what a file may say besides: a list
-where a scalar belongs (a grid), a name in place of a mapping, null for a default. What a validator
-decides with code is in no schema. Descriptions stand beside or under the models' fields."""
+They are pydantic's schemas of the models that validate the files, widened by what YAML may also
+hold: a list in place of a scalar (a grid), and a name in place of a mapping. What a validator
+decides with code is in no schema."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import operator
-import re
 from typing import Annotated, Any
 
 import click
@@ -32,12 +30,6 @@ NAMES = (*CONFIGS, "report")
 SCALAR: dict[str, Any] = {"type": ["boolean", "integer", "number", "string", "null"]}
 GRID: dict[str, Any] = {"anyOf": [SCALAR, {"type": "array", "items": SCALAR, "minItems": 1}]}
 CHOICE = "A name, or a mapping of `name` and options. A list of values is a grid."
-OUTSIDE = ("default", "title", "description")
-BESIDE = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
-# The lines of an annotation, then a docstring.
-UNDER = re.compile(
-    r'^    (\w+): [^\n]*\n(?:(?: {8}| {4}[])])[^\n]*\n)*    """(.+?)"""', re.M | re.S
-)
 
 
 @command("Print the JSON Schema of a file numdev reads or writes.", "schema sweep")
@@ -63,7 +55,7 @@ def schema_of(name: str) -> dict[str, Any]:
     else:
         place, title = CONFIGS[name]
         made, number = _model(place).model_json_schema(schema_generator=_AsWritten), ""
-        _widen(made, null_is_default=name in ("config", "sweep"))
+        _widen(made)
     head = {"$schema": DIALECT, "$id": f"urn:numdev:schema:{name}{number}", "title": title}
     return {**head, **{key: value for key, value in made.items() if key not in head}}
 
@@ -76,26 +68,15 @@ def _model(place: str) -> type[BaseModel]:
 
 class _AsWritten(GenerateJsonSchema):
     def function_before_schema(self, schema: Any) -> JsonSchemaValue:
-        """Where something is put into form before it is validated, one value may stand for a
-        list."""
+        """A field with a validator that runs before also accepts one value in place of a list."""
         inner = self.generate_inner(schema["schema"])
         options = inner.get("anyOf", [inner])
         items = [each["items"] for each in options if "items" in each]
         return {"anyOf": [*items, *options]} if items else inner
 
-    def model_schema(self, schema: Any) -> JsonSchemaValue:
-        """With the comment beside a field, or the docstring under it, as its description."""
-        made = super().model_schema(schema)
-        for base in schema["cls"].__mro__:
-            source = inspect.getsource(base) if base.__module__.startswith("numdev") else ""
-            for name, words in (*BESIDE.findall(source), *UNDER.findall(source)):
-                if name in made.get("properties", {}):
-                    made["properties"][name].setdefault("description", " ".join(words.split()))
-        return made
 
-
-def _widen(made: dict[str, Any], *, null_is_default: bool) -> None:
-    """What `yamlfile.read_yaml` expands: a grid in a case, and options beside a name."""
+def _widen(made: dict[str, Any]) -> None:
+    """Add what `yamlfile.read_yaml` expands: a grid in a case, and options beside a name."""
     parts = made.get("$defs", {})
     if "Choice" in parts:
         options = parts["Choice"]["properties"]["options"]
@@ -113,18 +94,5 @@ def _widen(made: dict[str, Any], *, null_is_default: bool) -> None:
         properties = parts["CaseConfig"]["properties"]
         properties.pop("axes")  # filled in when a grid is expanded
         for key in properties.keys() - {"name"}:
-            properties[key] = _or(properties[key], _list_of)
-    if null_is_default:
-        for key, value in made["properties"].items():
-            made["properties"][key] = _or(value, lambda value: {"type": "null"})
-
-
-def _list_of(value: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": value, "minItems": 1}
-
-
-def _or(value: dict[str, Any], other: Any) -> dict[str, Any]:
-    """What is said about a value, and what it may be: that, or what `other` makes of that."""
-    outside = {k: v for k, v in value.items() if k in OUTSIDE}
-    inside = {k: v for k, v in value.items() if k not in outside}
-    return {**outside, "anyOf": [inside, other(inside)]}
+            one = properties[key]
+            properties[key] = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}

@@ -31,7 +31,7 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report.answer import answer
-from numdev.report.profile_summary import pooled, remark
+from numdev.report.profile_summary import pooled
 from numdev.report.statistics import (
     BIAS_ALPHA,
     BIAS_FORMATS,
@@ -73,7 +73,6 @@ def summarise(
     formats = list(table["format"].unique())
     ranked = sorted(kernels, key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])))
     summaries = tuple(summary for summary, _ in ranked)
-    along = pooled(profiles)
     sequences = table["sequences"].min()
     return AuditSummary(
         answer=answer(summaries),
@@ -84,8 +83,7 @@ def summarise(
         explanations=tuple(explanations),
         worst_rows=tuple(worst),
         parts=tuple(_parts(ranked)),
-        profiles=along,
-        along=remark(along),
+        profiles=pooled(profiles),
     )
 
 

@@ -1,7 +1,7 @@
-"""The first sentences of a sweep's report: each curve in words, from its first point to its last.
+"""The first sentences of a sweep's report: one for each curve, from its first point to its last.
 
-Ratios are taken seed by seed, and their geometric mean is given. A change whose interval holds 1 is
-called no clear change.
+Ratios are taken seed by seed; their geometric mean and its interval are shown. If that interval
+contains 1, the sentence says that there is no clear change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SENTENCES = 12
 
 
 def sentences(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[str, ...]:
-    """One for each curve of the first metric, `LABEL (WHERE): what it does`."""
+    """`LABEL (PLACE): TREND` for each curve of the first metric, the baseline last."""
     drawn = [line for line in curves if line.metric == grid.request.y[0]]
     drawn = [line for line in drawn if line.row.role == "kernel" or line.label == baseline]
     text = []
@@ -29,7 +29,7 @@ def sentences(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[str, .
 
 
 def notes(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
-    """Who could not be measured, in which format, and why; each reason once."""
+    """Which kernels could not be measured, in which formats and why; each reason once."""
     formats: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         if row.status != "ok":
@@ -49,49 +49,43 @@ def notes(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
 
 
 def _trend(line: Line, grid: Grid, baseline: str) -> str:
-    """What a curve does between its ends (its least and its largest, where places have no order),
-    and how far it is there from the baseline."""
-    measured = [(called, estimate) for called, estimate in line.at.values() if estimate.by_seed]
-    if not measured:
+    """How a curve changes from its first point to its last, and its ratio to the baseline there.
+    On an axis without an order: its smallest and its largest mean."""
+    points = [(place, estimate) for place, estimate in line.at.values() if estimate.by_seed]
+    if not points:
         return "not measured"
     ordered = grid.axis.scale != "category"
     if not ordered:
-        measured.sort(key=lambda point: interval(list(point[1].by_seed.values()))[0])
-    ends = dict([measured[0], measured[-1]])
-    means = {called: interval(list(e.by_seed.values()))[0] for called, e in ends.items()}
-    numbers = [
-        f"{mean:.2g}" + (f" at {called}" if called else "") for called, mean in means.items()
-    ]
-    text = ", largest ".join(numbers)
-    if len(numbers) > 1 and not ordered:
-        text = f"least {text}"
-    elif len(numbers) > 1:
-        change = _change(measured[0][1], measured[-1][1])
-        text = f"{change} with {grid.axis.title} ({' to '.join(numbers)})"
-    ratios = {called: factor(list(e.ratios.values())) for called, e in ends.items() if e.ratios}
+        points.sort(key=lambda point: _mean(point[1]))
+    ends = list(dict([points[0], points[-1]]).items())
+    means = [f"{_mean(e):.2g}" + (f" at {place}" if place else "") for place, e in ends]
+    text = " to ".join(means)
+    if len(ends) > 1 and ordered:
+        text = f"{_change(ends[0][1], ends[1][1])} with {grid.axis.title} ({text})"
+    ratios = [_times(factor(list(e.ratios.values()))) for _, e in ends if e.ratios]
     if line.label == baseline or not ratios:
         return text
-    return f"{text}; over {baseline} {', '.join(map(_times, ratios.values()))}"
+    return f"{text}; over {baseline} {', '.join(ratios)}"
+
+
+def _mean(estimate: Estimate) -> float:
+    return interval(list(estimate.by_seed.values()))[0]
 
 
 def _change(first: Estimate, last: Estimate) -> str:
-    """How a curve goes, in a word and a factor."""
-    pairs = [(v, last.by_seed.get(s, 0)) for s, v in first.by_seed.items()]
+    """The direction of a curve, and its factor, taken seed by seed."""
+    pairs = [(value, last.by_seed.get(seed, 0)) for seed, value in first.by_seed.items()]
     grown = [b / a for a, b in pairs if a > 0 and b > 0]
     if not grown:
         return "goes"
-    if set(grown) == {1.0}:
-        return "is the same in every seed"
-    ratio = factor(grown)
-    if ratio[1] is not None and ratio[2] is not None and ratio[1] <= 1 <= ratio[2]:
+    mean, low, high = ratio = factor(grown)
+    if low is not None and high is not None and low <= 1 <= high:
         return f"shows no clear change {_times(ratio)}"
-    if ratio[0] >= 1:
+    if mean >= 1:
         return f"grows {_times(ratio)}"
     return f"falls {_times(factor([1 / x for x in grown]))}"
 
 
 def _times(ratio: Mean) -> str:
-    mean, *ends = (
-        f"{x:.2f}" if 0.1 <= abs(x) < 100 else f"{x:.2g}" for x in ratio if x is not None
-    )
+    mean, *ends = (f"{x:.2f}" if 0.1 <= x < 100 else f"{x:.2g}" for x in ratio if x is not None)
     return f"{mean} x [{' to '.join(ends)}]" if ends else f"{mean} x"

@@ -178,7 +178,6 @@ class AuditSummary(Record):
     worst_rows: tuple[WorstRow, ...] = ()
     parts: tuple[PartSummary, ...] = ()  # by phase, or by denoising step and what attends
     profiles: tuple[ProfileSummary, ...] = ()  # of the lengths that most calls have
-    along: str | None = None  # what is remarkable of them, as a sentence
 
 
 class CellRow(Record):

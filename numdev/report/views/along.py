@@ -124,13 +124,12 @@ def _by_step(title: str, kernels: dict[Kernel, list[PartSummary]]) -> Figure:
 # --- positions -----------------------------------------------------------------------------------
 
 
-def positions(profiles: Sequence[ProfileSummary], remark: str | None) -> Iterator[doc.Node]:
+def positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Node]:
     """The profiles as figures, those of gradients folded."""
     out = figures([p for p in profiles if p.tensor == "out"])
     gradients = figures([p for p in profiles if p.tensor != "out"])
     if out or gradients:
         yield doc.Heading("Error against position", doc.TEXT)
-        yield from (doc.Paragraph(text, "warn") for text in (remark,) if text)
         yield doc.Figures(out, doc.TEXT)
         yield doc.Figures(gradients, ("markdown",))
         if gradients:

@@ -53,7 +53,7 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         title = f"{worst.kernel} in {worst.format}: times the floor, layer by head"
         layers = dict(zip(worst.layers, worst.values, strict=True))
         yield doc.heat_map(title, worst.heads, layers, short, ratio, shade)
-    yield from along.positions(summary.profiles, summary.along)
+    yield from along.positions(summary.profiles)
     yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
     yield from _explanations(summary.explanations)
     yield doc.words(
