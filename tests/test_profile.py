@@ -22,7 +22,8 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.kernels import find
 from numdev.metrics.binning import BINS, FEWEST, starts
-from numdev.report import AuditReport
+from numdev.report import AuditReport, ProfileRow
+from numdev.report.profile_summary import pooled
 from numdev.report.renderers import markdown
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
@@ -90,6 +91,22 @@ def test_errors_are_those_of_the_rows_in_each_bin() -> None:
         assert mean == pytest.approx(float(error[..., start:end].square().mean().sqrt()), rel=1e-3)
         assert predicted == pytest.approx(mean, rel=0.5) or mean < 1e-9
     assert not profile(dataclasses.replace(task, role="control"), measured, bench)
+
+
+def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
+    """Median, least and largest over three calls; ratios to the prediction are taken by call."""
+    shared: dict[str, Any] = {
+        "layer": None, "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "out",
+        "length": 4, "starts": (0, 2), "counts": (2, 2),
+    }  # fmt: skip
+    calls = {"a": ((1.0, None), (2.0, None)), "b": ((2.0, 5.0), (1.0, 5.0)), "c": ((9.0, 6.0),) * 2}
+    (summary,) = pooled(
+        ProfileRow(**shared, case=case, errors=errors, predicted=predicted)
+        for case, (errors, predicted) in calls.items()
+    )
+    assert (summary.calls, summary.counts) == (3, (6, 6))
+    assert (summary.errors, summary.lows, summary.highs) == ((2.0, 5.5), (1.0, 5.0), (9.0, 6.0))
+    assert (summary.ratios, summary.ratio_lows) == ((1.0, 1.0), (0.5, 1.0))
 
 
 # --- a report ------------------------------------------------------------------------------------
