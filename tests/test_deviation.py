@@ -361,6 +361,17 @@ def test_flash_attentions_rule_at_its_edge() -> None:
         assert measure(output, y).heads[0]["fa_rule"] is passes
 
 
+def test_a_prediction_is_joined_by_what_fp32_may_err() -> None:
+    """In squares, row by row: with errors of 3 predicted and 4 from arithmetic, 5 is what is
+    expected, and a ratio of 1 is an error of 5."""
+    y = changed(yardstick("float32", (1, 1, 4, 4), empty=False), baseline=None, unrounded=None)
+    step = torch.full((1, 1, 4, 4), 1e-3, dtype=torch.float64)
+    row = 4 * step.norm(dim=-1) / y.term_scale.norm(dim=-1)  # errors of 4 in each element
+    predicted, output = y.reference + 3 * step, y.reference + 5 * step
+    joined = measure(output, changed(y, arithmetic=row), predicted).heads[0]["expected_ratio"]
+    assert joined == pytest.approx(1.0)
+
+
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
     """No metric may divide by zero aloud."""
