@@ -372,6 +372,21 @@ def test_a_prediction_is_joined_by_what_fp32_may_err() -> None:
     assert joined == pytest.approx(1.0)
 
 
+def test_the_worst_row_does_not_change_with_the_unit_of_v() -> None:
+    """Times 2^10, all that is typical of a head grows with the term scale, and ratios stay."""
+    y = changed(yardstick("float32", empty=False), baseline=None, unrounded=None)
+    output = y.reference + 1e-4 * y.term_scale
+    predicted = y.reference + 1e-5 * y.term_scale
+    predicted[:, :, 1] = y.reference[:, :, 1]  # there only what is typical of the head counts
+    ratios = []
+    for unit in (1.0, 2.0**10):
+        scaled = changed(y, reference=y.reference * unit, term_scale=y.term_scale * unit)
+        ratios.append(
+            [h["worst_row"] for h in measure(output * unit, scaled, predicted * unit).heads]
+        )
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-12)
+
+
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
     """No metric may divide by zero aloud."""
