@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import prepare
+from oracles import make_case
 from torch import Tensor
 
 from numdev import report
 from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
+from numdev.kernels.emulation.predict import emulation
 from numdev.report import AuditReport, DeviationRow
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
@@ -284,3 +287,37 @@ def test_a_checkpoint_is_audited_by_layer_and_head(demo: AuditReport) -> None:
     assert all(row.flash_vs_precision > 0 for row in rows)
     assert demo.summary.map is not None
     assert demo.summary.map.layers == ("1", "2")
+
+
+def test_another_machine_is_another_run(tmp_path: Path) -> None:
+    """Rows measured with other threads of torch must not be mixed with those of these."""
+    audit(request("plain"), tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with pytest.raises(UsageError, match="different environment: threads was"):
+            audit(request("plain"), tmp_path)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_kernel_is_held_to_its_own_tiles() -> None:
+    """Whatever was predicted for other tiles before."""
+    bench = prepare(make_case(dtype=torch.bfloat16, q_len=200, kv_len=200))
+    for size in (16, 128):
+        claim = {"preset": "fa2", "block_kv": size}
+        assert torch.equal(bench.predicted(claim)["out"], emulation(bench.measured, claim))
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32", "float64"])
+def test_every_format(run: Run, fmt: str) -> None:
+    """Each format is audited in its own dtype; in float64 every row says reference-limited."""
+    found = run("plain", "sdpa-math", formats=(fmt,))
+    assert {row.format for row in found.rows} == {fmt}
+    rows = rows_of(found, "sdpa-math")
+    assert {row.out_format for row in rows} == {fmt}
+    assert {row.reason for row in rows} == ({"reference-limited"} if fmt == "float64" else {None})
+    unit = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}[fmt]
+    assert all(0 < row.rms < 8 * unit for row in rows)
+    (costs,) = {row.precision_rms == 0 for row in rows}
+    assert costs == (fmt in ("float32", "float64"))  # inputs are drawn in fp32

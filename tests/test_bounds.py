@@ -25,7 +25,7 @@ from numdev.report.renderers import html
 from numdev.report.views import bounds as views
 from numdev.training.bounds import study
 from numdev.training.bounds.report import BoundsReport, Comparison
-from numdev.training.bounds.saturation import Track, saturation
+from numdev.training.bounds.saturation import Track, ratios, saturation
 from numdev.training.report import DistanceRow, TrainReport
 
 
@@ -354,3 +354,13 @@ def test_what_is_no_run_with_distances_is_refused(tmp_path: Path) -> None:
     reports.write(report(curves(), ["golden"]), tmp_path)
     with pytest.raises(MeasurementError, match="no distance between weights"):
         study.bounds(tmp_path)
+
+
+def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:
+    """Over the steps asked for, where neither is zero."""
+    a = track("flash", {0: 0.0, 1: 1.0, 2: 8.0, 3: 5.0}, {1: 3.0})
+    b = track("low_precision", {0: 0.0, 1: 2.0, 2: 4.0, 3: 1.0}, {1: 4.0}, {1: 9.0})
+    assert ratios(a, b, (0, 1, 2)) == pytest.approx({0: math.sqrt(0.5 * 2.0), 1: 0.75})
+    assert ratios(a, b, (7,)) == {}
+    assert ratios(b, track("null_repeat", {1: 0.0}), (1,)) == {}
+    assert ratios(track("flash", {1: 0.0}), b, (1,)) == {0: 0.0}

@@ -14,7 +14,7 @@ from oracles import FEATURES, make_case, sees
 
 from numdev.cases import AttentionCase, visible
 from numdev.errors import UsageError
-from numdev.formats import FORMATS
+from numdev.formats import FORMATS, format_named
 
 BF16, FP16, FP32, FP64 = (FORMATS[n] for n in ("bfloat16", "float16", "float32", "float64"))
 zeros = torch.zeros
@@ -109,3 +109,14 @@ def test_rounding_keeps_the_memory_layout(fmt: Any) -> None:
     q = torch.randn(1, 4, 2, 4).transpose(1, 2)
     case = dataclasses.replace(make_case(dtype=torch.float32), q=q)
     assert case.rounded_to(fmt).q.stride() == q.stride()
+
+
+@pytest.mark.parametrize("name", ["e5m4", "e8m10"])
+def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
+    """A format that is stored in fp32: hidden is then the lowest number of fp32, not of it."""
+    row = torch.tensor([torch.finfo(torch.float64).min, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    rounded = make_case(mask=row).rounded_to(format_named(name))
+    shown = visible(rounded, slice(0, 4), slice(0, 5))
+    assert shown is not None
+    assert not shown[..., 0].any()
+    assert shown[..., 1:].all()

@@ -248,3 +248,13 @@ def test_what_changes_nothing_may_be_left_over(
     directory = models.save(getattr(models, name)(), tmp_path)
     rewrite(directory, lambda state: state.update({n: torch.ones(s) for n, s in extra.items()}))
     assert not load(directory).training
+
+
+def test_identity_is_of_config_and_weights(llama: Path) -> None:
+    """A change of either gives another one."""
+    first = open_checkpoint(llama).identity()
+    assert open_checkpoint(llama).identity() == first
+    edit(llama / "config.json", rms_norm_eps=1e-3)
+    second = open_checkpoint(llama).identity()
+    rewrite(llama, lambda state: state["model.norm.weight"].add_(1))
+    assert len({first, second, open_checkpoint(llama).identity()}) == 3

@@ -376,3 +376,21 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("flag", ["--json", None])
+def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
+    """Every kernel was skipped: the report is there, its first sentence says so, and so does the
+    exit code. Beside one that was measured it is 0."""
+    cuda = ("--device", "cpu", "--kernel", "sdpa-cudnn")
+    ran = run("audit", "tiny.yaml", *cuda, "-o", "out", *([flag] if flag else []))
+    assert ran.code == 3
+    assert ran.err.splitlines()[-1] == (
+        "numdev: error: no kernel under audit could be measured; out/report.json says why"
+    )
+    said = "No kernel under audit could be measured."
+    assert report.read(Path("out")).summary.answer[0].startswith(f"bfloat16: {said}")
+    if flag is None:
+        assert ran.out.split()[:7] == ["bfloat16:", *said.split()][:7]
+    assert run("audit", "tiny.yaml", *cuda, "--kernel", "sdpa-math", "-o", "both").code == 0
+    assert run("audit", "tiny.yaml", "--kernel", "baseline", "-o", "plain").code == 0

@@ -515,3 +515,14 @@ def test_devices_agree(preset: str) -> None:
             assert (a - b).abs().max() < 1e-13
         else:
             assert (a != b).double().mean() < most
+
+
+@pytest.mark.parametrize("block_kv", [1, 16, 200])
+def test_consistent_weights_sum_to_one(block_kv: int) -> None:
+    """With V = 1 and l from the rounded P, O and l go through the same numbers, so O is exactly 1,
+    before any cast. With l from the unrounded P it is not (flash-attention PR 2721)."""
+    case = drawn(200, logits=2.0)
+    case = dataclasses.replace(case, v=torch.ones_like(case.v))
+    consistent = emulate(case, preset="fa2-consistent", block_kv=block_kv, out="exact")
+    assert (consistent == 1).all()
+    assert (emulate(case, preset="fa2", block_kv=block_kv, out="exact") != 1).any()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -286,3 +287,29 @@ def test_masks_and_layouts_change_no_numbers() -> None:
     for case in others:
         for name in ("q", "k", "v", "grad_out"):
             assert torch.equal(getattr(case, name), getattr(first, name))
+
+
+def test_what_each_mask_hides() -> None:
+    """`random`: 6 in 10 keys of the rows that see any; the middle row sees none, a first row always
+    does. `mostly_masked`: about 2 in 100, at least one in every row, which a causal mask leaves.
+    `padding`: another length for each batch entry. Additive ones: finite; -inf in 4 of 10 places
+    but not in a whole row; the lowest number."""
+    mask = {kind: draw_mask(kind, MASKED, seed=0) for kind in MASKS}
+    assert bool(mask["all_true"].all())
+    assert torch.equal(mask["causal"][0, 0], torch.arange(100) <= torch.arange(64)[:, None])
+    empty = ~mask["random"].any(dim=-1)
+    assert bool(empty[:, :, 32].all() & ~empty[:, :, 0].any())
+    assert 3 <= int(empty.sum()) <= 40  # 3 for certain, of 192 rows a tenth more
+    assert float(mask["random"][~empty].double().mean()) == pytest.approx(0.6, abs=0.02)
+    few = mask["mostly_masked"]
+    assert float(few.double().mean()) == pytest.approx(0.03, abs=0.01)
+    assert bool(few.tril().any(dim=-1).all())
+    assert mask["padding"].sum(dim=-1).flatten().tolist() == [25, 50, 75]
+    assert bool((mask["padding"].long().diff(dim=-1) <= 0).all())
+    assert mask["bias"].shape == (1, 4, 64, 100)
+    assert bool(mask["bias"].isfinite().all())
+    holes = mask["bias_inf"] == -math.inf
+    assert not bool(holes.all(dim=-1).any())
+    assert float(holes.double().mean()) == pytest.approx(0.4, abs=0.02)
+    assert set(mask["bias_lowest"].unique().tolist()) == {0.0, LOWEST}
+    assert bool((mask["bias_lowest"] == LOWEST).all(dim=-1).any())

@@ -24,7 +24,7 @@ from numdev.kernels import find
 from numdev.metrics.binning import BINS, FEWEST, starts
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.profile_summary import pooled
-from numdev.report.renderers import markdown
+from numdev.report.renderers import html, markdown
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -132,3 +132,19 @@ def test_tables_for_people_and_spreadsheets(made: AuditReport, tmp_path: Path) -
     last = [x for x in lines if x["kernel"] == "test_profile:late"][-1]
     assert (last["last"], last["calls"], last["tensor"]) == ("63", "2", "out")
     assert float(last["ratio"]) > 5
+
+
+def test_the_page_draws_them(made: AuditReport) -> None:
+    """The error of every kernel beside floor and baseline, and over what is predicted; pointing at
+    a dot tells its rows and the range of calls, and so does the table."""
+    page = html.page(made)
+    assert "bfloat16, out (64 rows): error by position" in page
+    assert "bfloat16, out (64 rows): error over what is predicted, by position" in page
+    (bad,) = (s for s in made.summary.profiles if s.kernel == "test_profile:late")
+    first, last = bad.starts[-1], bad.length - 1
+    error, low, high = (x[-1] or 0 for x in (bad.errors, bad.lows, bad.highs))
+    value = f"{error:.3g} [{low:.3g} to {high:.3g}]"
+    assert f"test_profile:late at rows {first} to {last}: {value}</title>" in page
+    assert f"<td>rows {first} to {last}</td><td>{value}</td><td>2</td>" in page
+    for name in ("floor", "baseline", "test_profile:sound"):
+        assert f"<title>{name} at rows 1 to 1: " in page

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from on_bench import prepare
 
 from numdev.audit.bench import Bench
+from numdev.audit.examine import examine
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
@@ -220,3 +221,27 @@ def test_a_long_call_fits() -> None:
     for row in rows[:4]:
         assert row.baseline_ratio is not None
         assert 0.9 < (row.expected_ratio or 0) < 1.1
+
+
+def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
+    """A sampled row that is spoiled is named by its position, of so many; one that was not drawn is
+    not seen."""
+    case, bench = drawn(grad_out=None), bench_of(drawn(grad_out=None))
+    assert bench.selection.queries is not None
+    at = bench.selection.queries.tolist()
+    outside = next(i for i in range(100, 200) if i not in at)
+    for row_index, head in ((at[25], 3), (outside, 1)):
+        kernel = spoiling((1, head, row_index), 9.0)
+        bench = bench_of(case)
+        task = Task(
+            case=case.ref, role="kernel", kernel="spoiled", format="bfloat16", sample=SAMPLE
+        )
+        measured = measure_task(task, kernel, bench, HERE)
+        worst = examine(task, kernel, measured, bench, HERE)
+        assert {w.rows for w in worst} == {200}
+        assert {w.row for w in worst} <= set(at)
+        if row_index in at:
+            first = worst[0]
+            assert (first.row, first.head, first.batch) == (row_index, head, 1)
+            assert first.sees == row_index + 1
+            assert f"row {row_index} (of 200" in first.sentence

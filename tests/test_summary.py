@@ -6,6 +6,7 @@ Rows are made by hand here; nothing is measured.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from numdev.report import AuditSummary, DeviationRow, KernelSummary
-from numdev.report.statistics import BIAS_SEQUENCES
+from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {
@@ -180,3 +181,51 @@ def test_what_a_ratio_is_missing_for(others: Any, changes: dict[str, Any], end: 
     """Whose error the difference is (half the baseline's or less: mostly its own); without a ratio
     its reason: a format that costs nothing, no plain attention, a truth of zeros."""
     assert said(*others, row(**changes)).endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("p", "size", "expected"),
+    [
+        (BIAS_ALPHA / 4, BIAS_ULP, 1),
+        (BIAS_ALPHA / 4 * 1.001, BIAS_ULP, 0),
+        (BIAS_ALPHA / 4, -BIAS_ULP, 1),
+        (BIAS_ALPHA / 4, BIAS_ULP * 0.999, 0),
+        (0.0, 0.0, 0),
+        (None, None, 0),
+    ],
+)
+def test_an_accusation_takes_significance_and_size(
+    p: float | None, size: float | None, expected: int
+) -> None:
+    """Both at their limits accuse, either short of it does not; four heads share the error rate."""
+    rows = [biased(1.0, 0.0, head) for head in range(3)]
+    found = of(summarise([*rows, row(3, bias_p=p, bias_size=size)]), "sdpa-flash")
+    assert (found.bias_testable, found.biased_heads) == (True, expected)
+
+
+def test_errors_are_pooled_over_elements() -> None:
+    """mean_abs is weighted by elements, rms pools squares, max_abs is the largest."""
+    rows = [
+        row(0, elements=300, mean_abs=1.0, rms=2.0, max_abs=5.0),
+        row(1, elements=100, mean_abs=5.0, rms=6.0, max_abs=7.0),
+    ]
+    k = of(summarise(rows), "sdpa-flash")
+    assert k.mean_abs == 2.0
+    assert k.rms == pytest.approx(math.sqrt((300 * 4 + 100 * 36) / 400))
+    assert k.max_abs == 7.0
+
+
+def test_noise_of_gradients_counts() -> None:
+    """A kernel with atomic adds in backward alone is not reproducible: the largest noise, over the
+    floor's error, and where; the same bits in every run are 0."""
+    noisy = row(1, tensor="dq", noise=0.024)
+    k = of(summarise([row(0, noise=0.0), noisy]), "sdpa-flash")
+    assert (k.noise, k.noise_where) == (pytest.approx(3.0), "dq, m head 1")
+    assert of(summarise([row(0, noise=0.0)]), "sdpa-flash").noise == 0.0
+
+
+def test_options_make_a_kernel_of_its_own() -> None:
+    """The same name with other options is another line."""
+    rows = [row(options={"block": 64}), row(options={"block": 128}, baseline_ratio=0.7), row()]
+    found = [(k.options, k.baseline_ratio) for k in summarise(rows).kernels]
+    assert found == [({"block": 64}, 0.5), ({}, 0.5), ({"block": 128}, 0.7)]

@@ -289,3 +289,22 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
     assert len(found.seeds) >= (2 if path.stem == "hazards" else 5)
     assert found.title
     assert path.read_text().startswith("# ")
+
+
+def test_an_axis_of_numbers_ascends(run: Callable[..., SweepReport]) -> None:
+    """In whatever order its values were asked for."""
+    found = run(cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len")
+    assert [tick.x for tick in found.summary.axis.ticks] == [4.0, 8.0, 16.0]
+
+
+def test_heads_are_pooled_before_seeds() -> None:
+    """The largest max, the root mean square by elements, the median ratio: one value per seed."""
+    rows = [
+        row(0, 0, elements=1, max_abs=3.0, rms=1.0, mean_abs=2.0, floor_ratio=1.0),
+        row(1, 0, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
+    ]
+    metrics = ("max_abs", "rms", "mean_abs", "floor_ratio")
+    found = {e.metric: e.by_seed[0] for e in estimates(rows, metrics, ("k", {}))}
+    assert found == pytest.approx(
+        {"max_abs": 5.0, "rms": math.sqrt((1 + 3 * 9) / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
+    )

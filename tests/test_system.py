@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from numdev import system
 
@@ -26,3 +27,15 @@ def test_the_driver_is_what_its_module_says(
     for text, version in SAYS.items():
         (tmp_path / "version").write_text(text)
         assert system._driver_version() == version
+
+
+def test_settings_are_those_of_torch_now() -> None:
+    """Of the precision of products in fp32: results depend on it."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            settings = system.System.here("cpu").settings
+            assert settings["float32_matmul_precision"] == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

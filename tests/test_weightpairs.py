@@ -120,3 +120,16 @@ KINDS_OF = {
 def test_kinds_by_common_names(kind: str) -> None:
     assert kind in KINDS
     assert {kind_of(name) for name in KINDS_OF[kind].split()} == {kind}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
+    """NaN and infinity of either side are counted for it, and the rest gives the numbers that the
+    finite pairs give alone."""
+    a, b = normal(50, seed=4), normal(50, seed=5)
+    clean = measured(a[3:], b[3:])
+    a[0] = a[1] = b[1] = b[2] = bad
+    found = measured(a, b)
+    assert (found["nonfinite_of"], found["nonfinite_against"], found["elements"]) == (2, 2, 50)
+    same = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
+    assert {k: found[k] for k in same} == {k: clean[k] for k in same}
