@@ -5,9 +5,9 @@
 Makes reports of so many rows, as an audit of a model of 32 heads writes them: for each head what
 the format costs, the floor and the baseline, the output of three kernels under audit and of two of
 them the log-sum-exp; five of eight rows are judged. Runs the command on each, by the default
-thresholds, by ones that divide by the floor (for which all rows are read), and against a report of
-the same size. Prints the least wall-clock and processor time of the repeats as Markdown. Modules
-are compiled once, into a directory of their own, as an installation has them.
+thresholds, and against a report of the same size. Prints the least wall-clock and processor time of
+the repeats as Markdown. Modules are compiled once, into a directory of their own, as an
+installation has them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ NUMBERS = (
     *("from_baseline_w1", "precision_rms", "precision_w1", "flash_vs_precision"),
     *("flash_vs_precision_w1", "bias", "bias_sign", "bias_feature", "bias_t"),
 )
-OVER_FLOOR = "thresholds: [{name: a, metric: rms, over: floor, at_most: 9, where: {tensor: out}}]"
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
@@ -97,14 +96,11 @@ def main() -> None:
     given = parser.parse_args()
     print("| rows | MB | thresholds | seconds | of the processor |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
-        floor = Path(name) / "floor.yaml"
-        floor.write_text(OVER_FLOOR)
         for count in given.rows:
             path = write(Path(name), count)
             size = path.stat().st_size / 1e6
             for label, options in (
                 ("default", []),
-                ("over the floor", ["--thresholds", str(floor)]),
                 ("--against", ["--against", str(path)]),
             ):
                 timed = [

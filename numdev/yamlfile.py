@@ -135,18 +135,6 @@ def _line(node: Any, place: Sequence[int | str]) -> str:
     return f", line {mark.line + 1}"
 
 
-def lines_of(path: Path) -> dict[str, tuple[int, ...]]:
-    """Of a YAML file that `read_yaml` read, for each key of its mapping: the line, from 1, where
-    the key stands, then those where the entries of its list or mapping begin."""
-    tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    lines = {}
-    for key, value in tree.value if isinstance(tree, yaml.MappingNode) else ():
-        entries = value.value if isinstance(value, yaml.CollectionNode) else ()
-        begin = (entry[0] if isinstance(entry, tuple) else entry for entry in entries)
-        lines[str(key.value)] = (key.start_mark.line + 1, *(e.start_mark.line + 1 for e in begin))
-    return lines
-
-
 def expand(entry: Any, where: str) -> Iterator[Any]:
     """The cells of one grid entry: every list (also inside `inputs`) is an axis.
 

@@ -25,7 +25,7 @@ from numdev.report import DeviationRow, write
 from numdev.report.foreign import plain
 from numdev.report.renderers.github import commands
 from numdev.report.renderers.markdown import text_of
-from numdev.report.views.gate import Spot, document, problems_of
+from numdev.report.views.gate import document, problems_of
 
 # --- the runner ----------------------------------------------------------------------------------
 
@@ -62,23 +62,15 @@ def runner(lines: Iterable[str]) -> list[Command]:
 # --- annotations ---------------------------------------------------------------------------------
 
 
-def lines_of(found: list[DeviationRow], **where: Any) -> list[str]:
+def lines_of(found: list[DeviationRow]) -> list[str]:
     judgement, findings, _ = judged(found)
-    return list(commands(judgement, findings, **where))
+    return list(commands(judgement, findings))
 
 
-def test_an_annotation_points_at_the_rule(tmp_path: Path) -> None:
-    """At the line where its threshold begins, in a path from the repository's root; the sentence of
-    the finding is its message."""
-    file = tmp_path / "ci" / "rules.yaml"
-    file.parent.mkdir()
-    file.touch()
-    spots = {"error": Spot(file=file, line=33)}
-    (line,) = lines_of([row(expected_ratio=1.31)], spots=spots, root=tmp_path)
-    assert line.startswith("::error file=ci/rules.yaml,line=33,title=mine%3A error::mine errs ")
-    (command,) = runner([line])
-    assert command.properties["title"] == "mine: error"
-    assert command.data.startswith("mine errs beyond what bfloat16 explains")
+def test_an_annotation_is_the_sentence_of_a_finding() -> None:
+    """With the kernel and the rule in its title."""
+    (line,) = lines_of([row(expected_ratio=1.31)])
+    assert line.startswith("::error title=mine%3A error::mine errs beyond what bfloat16 explains")
 
 
 @pytest.mark.parametrize(("count", "more"), [(9, None), (10, None), (11, 1), (25, 15)])
@@ -101,8 +93,7 @@ def test_what_could_not_be_measured_is_an_error_too() -> None:
     assert failed.properties["title"] == "gone did not run"
     assert "it raised" in failed.data
     (lacking,) = runner(lines_of([row(nonfinite=None, nulls={"nonfinite": "not counted"})]))
-    assert lacking.data.startswith("finiteness (configs/gate/default.yaml:")
-    assert "(nonfinite = 0) could not be judged" in lacking.data
+    assert lacking.data.startswith("finiteness (nonfinite = 0) could not be judged")
     book = default_rules().model_copy(update={"required": ("theirs",)})
     (missing,) = problems_of(judge([row()], book), ())
     assert missing.sentence == "theirs is required and not in this report."
@@ -246,15 +237,13 @@ def test_a_file_that_cannot_be_written_hides_no_verdict(
 
 
 def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
-    """An error at the line of the user's own rule file; the summary is added to what the step has
-    written already."""
-    (tmp_path / "ci").mkdir()
-    (tmp_path / "ci" / "rules.yaml").write_text(RULES)
+    """The summary is added to what the step has written already."""
+    (tmp_path / "rules.yaml").write_text(RULES)
     (tmp_path / "step.md").write_text("before\n")
-    code, out, err = gate([row(rms=2.0)], "--rules", "ci/rules.yaml", "--github")
+    code, out, err = gate([row(rms=2.0)], "--rules", "rules.yaml", "--github")
     (command,) = runner(out.splitlines())
     assert (code, err) == (1, "")
-    assert command.properties == {"file": "ci/rules.yaml", "line": "2", "title": "mine: small"}
+    assert command.properties == {"title": "mine: small"}
     assert (tmp_path / "step.md").read_text().startswith("before\n### numdev gate\n\nEXCEEDED")
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 
 from numdev.report import DeviationRow
 from numdev.report.renderers.junit import COUNTS, junit
-from numdev.report.views.gate import Spot
 
 COUNTED = {"name", "time", "tests", "failures", "errors", "skipped"}
 SHAPE = {
@@ -24,9 +23,9 @@ SHAPE = {
 """What the schemas of Jenkins, GitLab and pytest have in common: attributes and children."""
 
 
-def parsed(found: list[DeviationRow], spots: dict[str, Spot] | None = None) -> ElementTree.Element:
+def parsed(found: list[DeviationRow]) -> ElementTree.Element:
     judgement, findings, _ = judged(found)
-    return ElementTree.fromstring(junit(judgement, findings, spots))
+    return ElementTree.fromstring(junit(judgement, findings))
 
 
 def shape_is_wrong(root: ElementTree.Element) -> str | None:

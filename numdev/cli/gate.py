@@ -22,8 +22,8 @@ INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
 OLD = "An older report of the same request, for limits on what changed."
 GITHUB = (
-    "On GitHub Actions: errors as annotations at the lines of the rule file, and the Markdown in "
-    "the step's summary ($GITHUB_STEP_SUMMARY)."
+    "On GitHub Actions: problems as annotations, and the Markdown in the step's summary "
+    "($GITHUB_STEP_SUMMARY)."
 )
 
 
@@ -74,7 +74,7 @@ def gate(
     from numdev.report.renderers import junit as as_junit
     from numdev.report.renderers.markdown import text_of
     from numdev.report.renderers.terminal import print_document
-    from numdev.report.views.gate import document, spots_of
+    from numdev.report.views.gate import document
 
     chosen = default_rules_against() if against else default_rules()
     if rules:
@@ -97,9 +97,8 @@ def gate(
         with _unread() if github else contextlib.nullcontext():
             print_document(page)
     # Afterwards, so that a file that cannot be written hides no verdict.
-    spots = spots_of(judged)
     if junit:
-        _write(junit, as_junit.junit(judged, findings, spots))
+        _write(junit, as_junit.junit(judged, findings))
     words = text_of(page, level=3)
     if summary:
         _write(summary, words)
@@ -107,8 +106,7 @@ def gate(
         if step := os.environ.get("GITHUB_STEP_SUMMARY"):  # other steps wrote there before
             with Path(step).open("a", encoding="utf-8") as stream:
                 stream.write(words)
-        root = Path(os.environ.get("GITHUB_WORKSPACE") or ".")
-        for line in on_github.commands(judged, findings, spots, root):
+        for line in on_github.commands(judged, findings):
             click.echo(line, err=as_json)  # GitHub reads both streams
     context.exit(judged.exit_code)
 

@@ -92,12 +92,10 @@ def judge(
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
     return Judgement(
         rules=rules.name,
-        file=rules.file,
         outcome=_outcome(verdicts, calls, missing),
         verdicts=verdicts,
         calls=calls,
         missing=missing,
-        required_line=rules.line("required"),
         power=power,
         fa_rule=(sum(fa_rule), len(fa_rule)) if fa_rule else None,
     )
@@ -146,7 +144,7 @@ def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Ver
     where = threshold.where
     chosen = {key: rows for key, g in groups.items() if (rows := where.of(g, around.regimes))}
     older: Groups = {}
-    if threshold.over == "before":
+    if threshold.over:
         if around.old is None:
             yield _verdict(threshold, "unmeasured", reasons=(NOT_GIVEN,))
             return
@@ -187,9 +185,7 @@ def _verdict(
         fields |= {name: getattr(row, name) for name in about}
         fields |= {"observed": observed, "metric": limit.named, "limit": str(limit)}
         fields |= {"bound": limit.bound, "median": threshold.heads is not None}
-    return Verdict(
-        rule=threshold.name, file=threshold.file, line=threshold.line, outcome=outcome, **fields
-    )
+    return Verdict(rule=threshold.name, outcome=outcome, **fields)
 
 
 def _judge(
@@ -273,12 +269,12 @@ def _held(
     """Rows beside their limit, the worst first; and those without the number."""
     held: list[Held] = []
     lacking: list[Lacking] = []
-    if threshold.over == "before":
+    if threshold.over:
         held, lacking = changes(threshold, rows, older)
     else:
         limits = (threshold, *threshold.otherwise)
         for row in rows:
-            result = _held_row(threshold, limits, row, around)
+            result = _held_row(threshold, limits, row)
             if isinstance(result, str):
                 lacking.append((row, result))
             else:
@@ -290,9 +286,7 @@ def _held(
     return held, lacking
 
 
-def _held_row(
-    threshold: Threshold, limits: Sequence[Limit], row: DeviationRow, around: Around
-) -> Held | str:
+def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) -> Held | str:
     """A row beside the first limit whose number it has; else why it has none.
 
     The next limit is for a number that means nothing, and says why; one that was not measured at
@@ -306,11 +300,11 @@ def _held_row(
             return row.nulls.get(test.p, NOT_MEASURED)
     why: str | None = None
     for limit in limits:
-        value, why, meant = around.read(row, limit)
+        value, why = value_of(row, limit.metric)
         if value is not None or limit.absent:
             held = Held(row, limit, value, limit.excess(value))
             return _of_sample(held) if row.sampled else held
-        if not meant:
+        if why is None:
             break
     return why or NOT_MEASURED
 
@@ -318,7 +312,7 @@ def _held_row(
 def _of_sample(held: Held) -> Held | str:
     """What is known of sampled rows alone, with its interval; or why that says nothing."""
     metric, parts = held.limit.metric, parts_of(held.limit.metric)
-    if held.limit.over is not None or len(parts) > 1:
+    if len(parts) > 1:
         whole = MAXIMA.isdisjoint(parts) and ESTIMATED.isdisjoint(parts)
         return held if whole else f"{held.limit.named} of sampled rows has no interval"
     if metric in MAXIMA:
@@ -423,7 +417,7 @@ def power_of(
     """Every planted fault in every format, its doses put through the rules as kernels are. Not
     through those on a change: what a fault would have been before, no report has."""
     around = around or Around(rows=rows)
-    absolute = [t for t in rules.thresholds if t.over != "before"]
+    absolute = [t for t in rules.thresholds if not t.over]
 
     def fault_of(row: DeviationRow) -> tuple[str, ...]:
         options = {k: v for k, v in row.options.items() if k != "dose"}
@@ -468,7 +462,7 @@ def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around:
 def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> Iterator[Verdict]:
     """A verdict for each planted fault that the rules must catch, and did not show that they do in
     each format that kernels ran in."""
-    for at, (fault, dose) in enumerate(rules.catches.items()):
+    for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
         why = [_missed(p) for p in weak] if planted else [NOT_PLANTED]
@@ -480,8 +474,6 @@ def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> 
                 outcome="unmeasured",
                 reasons=tuple(why),
                 limit=f"caught from {dose:g}",
-                file=rules.file,
-                line=rules.line("catches", at),
             )
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, TypeVar, get_args
 
 from numdev.errors import MeasurementError
-from numdev.gate.rules import Judgeable, Kernel, Limit, Over, Selector, Value, value_of, whose
+from numdev.gate.rules import Judgeable, Selector
 from numdev.report import AuditReport, DeviationRow, SweepReport
 
 Measured = AuditReport | SweepReport
@@ -25,7 +25,6 @@ NOT_MEASURED = "not measured"
 T = TypeVar("T")
 Key = tuple[Any, ...]
 Groups = dict[Any, list[DeviationRow]]
-cell_of = attrgetter("case", "module", "layer", "call", "seed", "phase", "head", "format", "tensor")
 
 
 def spelt(options: Mapping[str, Any]) -> str:
@@ -98,44 +97,6 @@ class Around:
     @cached_property
     def _older(self) -> Groups:
         return measured(self.old_groups, get_args(Judgeable))
-
-    def read(self, row: DeviationRow, limit: Limit) -> tuple[Value, str | None, bool]:
-        """The number of a row that a limit is for, divided by what it says. Where it is None, why,
-        and whether that means nothing and says so, unlike one that was not measured."""
-        value, why = value_of(row, limit.metric)
-        if value is None:
-            return None, why or NOT_MEASURED, why is not None
-        if limit.over is None or limit.over == "before":
-            return value, None, False
-        name, other = whose(limit.over), self._beside(row, limit.over)
-        if isinstance(other, str):
-            return None, other, False
-        under, why = value_of(other, limit.metric)
-        if under is None:
-            return None, f"{name} {limit.metric}: {why or NOT_MEASURED}", why is not None
-        if under:
-            return abs(float(value)) / abs(float(under)), None, False
-        return (None, f"{name} {limit.metric} is 0 there", True) if value else (0.0, None, False)
-
-    def _beside(self, row: DeviationRow, over: Over) -> DeviationRow | str:
-        """The row of the same cell, or why there is none."""
-        if isinstance(over, Kernel):
-            wanted = over.options.items()
-            found = self._kernels.get((over.kernel, cell_of(row)), [])
-            found = [r for r in found if all(r.options.get(k) == v for k, v in wanted)]
-        else:
-            found = self._kernels.get(((over,), cell_of(row)), [])
-        if len(found) == 1:
-            return found[0]
-        name = whose(over).removesuffix("'s")
-        return f"{name} has several rows there: give its options" if found else f"no {name} there"
-
-    @cached_property
-    def _kernels(self) -> Groups:
-        """Measured rows by kernel and cell, and by (role,) and cell; no planted faults."""
-        rows = [row for row in self.rows if row.status == "ok" and row.role != "control"]
-        by_name = grouped(rows, lambda r: (r.kernel, cell_of(r)))
-        return by_name | grouped(rows, lambda r: ((r.role,), cell_of(r)))
 
 
 def _regimes(report: Measured) -> dict[str, str]:

@@ -17,7 +17,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PrivateAttr,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -26,7 +25,7 @@ from pydantic import (
 from numdev.errors import closest
 from numdev.report import Count, DeviationRow, Phase, Tensor
 from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, noise_ratio
-from numdev.yamlfile import Names, Scalar, Strict, bundled, lines_of, read_yaml
+from numdev.yamlfile import Names, Strict, bundled, read_yaml
 
 # --- metrics -------------------------------------------------------------------------------------
 
@@ -189,24 +188,6 @@ def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
     return all(matches(getattr(patterns, name), getattr(row, name)) for name in names)
 
 
-class Kernel(Strict):
-    """A kernel by its name, and by options where it was measured with several."""
-
-    kernel: str
-    options: dict[str, Scalar] = Field(default_factory=dict)
-
-
-# What a number is divided by: the same metric of the same cell. `before`: in an older report.
-Over = Literal["floor", "baseline", "before"] | Kernel
-
-
-def whose(over: Over) -> str:
-    """`the floor's`, `sdpa-math's`; of an older report `before`."""
-    if isinstance(over, Kernel):
-        return f"{over.kernel}'s"
-    return over if over == "before" else f"the {over}'s"
-
-
 # --- limits --------------------------------------------------------------------------------------
 
 
@@ -231,8 +212,6 @@ class Limit(Strict):
 
     metric: Metric
     """Of a row, or two as `a / b`."""
-    over: Over | None = None
-    """What it is divided by; None: nothing."""
     at_most: Annotated[float, Field(ge=0)] | None = None
     below: Annotated[float, Field(gt=0)] | None = None
     equals: float | None = None
@@ -257,14 +236,12 @@ class Limit(Strict):
             raise ValueError("give exactly one of at_most, below, equals, absent")
         if (self.absent is not None) != (self.metric == "suspicion"):
             raise ValueError("`absent` is for suspicion, and the only limit for it")
-        if self.absent and self.over is not None:
-            raise ValueError("`over` divides a number, and suspicion is none")
         return self
 
     @property
     def named(self) -> str:
-        """The metric and what it is divided by: `rms over the floor's`."""
-        return self.metric if self.over is None else f"{self.metric} over {whose(self.over)}"
+        """What the limit is on, in words."""
+        return self.metric
 
     @property
     def bound(self) -> float | None:
@@ -327,18 +304,12 @@ class Threshold(Limit):
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
     may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
     """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
-    _file: str | None = PrivateAttr(default=None)
-    _line: int | None = PrivateAttr(default=None)
+    over: Literal["before"] | None = None
+    """`before`: the metric is divided by that of the same cell in the older report."""
 
     @property
-    def file(self) -> str | None:
-        """The gate file it was read from, as that was given; None of one made in Python."""
-        return self._file
-
-    @property
-    def line(self) -> int | None:
-        """The line of that file, from 1, where it begins."""
-        return self._line
+    def named(self) -> str:
+        return self.metric if self.over is None else f"{self.metric} over {self.over}"
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
@@ -348,10 +319,8 @@ class Threshold(Limit):
             raise ValueError("`heads` takes the median of a number, without `certain`")
         if self.certain and not self.metric.startswith("bias"):
             raise ValueError(f"`certain` is for a bias, and {self.metric} is none")
-        if self.over == "before" and (self.otherwise or self.certain):
-            raise ValueError("`over: before` goes without `otherwise` and `certain`")
-        if any(limit.over == "before" for limit in self.otherwise):
-            raise ValueError("`over: before` is for a threshold, not for `otherwise`")
+        if self.over and (self.otherwise or self.certain or self.absent):
+            raise ValueError("`over: before` goes without `otherwise`, `certain` and `absent`")
         return self
 
     def at(self, row: DeviationRow) -> Threshold:
@@ -375,8 +344,6 @@ class Rules(Strict):
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
     thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)]
-    _file: str | None = PrivateAttr(default=None)
-    _lines: dict[str, tuple[int, ...]] = PrivateAttr(default_factory=dict)
 
     @field_validator("thresholds")
     @classmethod
@@ -388,23 +355,14 @@ class Rules(Strict):
         return thresholds
 
     @property
-    def file(self) -> str | None:
-        """The gate file, as it was given; None of rules made in Python."""
-        return self._file
-
-    def line(self, key: str, entry: int = -1) -> int | None:
-        """The line of the file, from 1, of one of its keys; or of an entry of that."""
-        return (*self._lines.get(key, ()), None)[entry + 1 if key in self._lines else 0]
-
-    @property
     def about_changes(self) -> bool:
         """Whether any of them needs an older report."""
-        return any(t.over == "before" for t in self.thresholds)
+        return any(t.over for t in self.thresholds)
 
 
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
-    rules = _read(path, str(path))
+    rules = read_yaml(path, Rules)
     return rules if "name" in rules.model_fields_set else _renamed(rules, path.name)
 
 
@@ -427,19 +385,8 @@ def default_rules_for_checks() -> Rules:
 
 
 def _bundled(name: str) -> Rules:
-    """By a name that does not depend on where the package is installed."""
-    return _read(bundled(f"gate/{name}"), f"configs/gate/{name}")
+    return read_yaml(bundled(f"gate/{name}"), Rules)
 
 
 def _renamed(rules: Rules, name: str) -> Rules:
     return rules.model_copy(update={"name": name})
-
-
-def _read(path: Path, file: str) -> Rules:
-    """Rules that know where they stand: the file, by this name, and the line of each."""
-    rules, lines = read_yaml(path, Rules), dict(lines_of(path))
-    begin = lines.get("thresholds", ())[1:] or (1,) * len(rules.thresholds)
-    rules._file, rules._lines = file, lines
-    for threshold, line in zip(rules.thresholds, begin, strict=True):
-        threshold._file, threshold._line = file, line
-    return rules

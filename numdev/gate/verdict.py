@@ -63,9 +63,6 @@ class Verdict(Record):
     """Why rows were not judged."""
     excused: int = 0
     """Rows beyond a limit on a change, which is within the seeds' own spread or the noise."""
-    file: str | None = None
-    """The gate file of the rule, as it was given, and the line where it begins there."""
-    line: int | None = None
     _beyond: tuple[Held, ...] = PrivateAttr(default=())
 
     @property
@@ -118,15 +115,11 @@ class Judgement(Record):
     """All of it, and what it comes to."""
 
     rules: str
-    file: str | None = None
-    """The gate file, as it was given."""
     outcome: Literal["passed", "exceeded", "unmeasured"]
     verdicts: tuple[Verdict, ...]
     calls: tuple[Calls, ...]
     missing: tuple[str, ...] = ()
     """Required kernels that are not in the report."""
-    required_line: int | None = None
-    """Of the gate file, where kernels are required."""
     power: tuple[Power, ...] = ()
     fa_rule: tuple[int, int] | None = None
     """Heads that pass flash-attention's own rule, and all that have it. Not judged."""

@@ -17,7 +17,7 @@ from numdev.gate.findings import label
 from numdev.gate.verdict import Calls, Judgement, Outcome, Verdict
 from numdev.report import Finding, Place
 from numdev.report.foreign import plain
-from numdev.report.views.gate import Spot, number
+from numdev.report.views.gate import number
 
 GATE = "numdev gate"
 TAGS: Mapping[Outcome, str] = {"exceeded": "failure", "unmeasured": "error", "untested": "skipped"}
@@ -32,15 +32,13 @@ class _Case(NamedTuple):
     more: tuple[str, ...] = ()  # lines below the message
 
 
-def junit(
-    judgement: Judgement, findings: Sequence[Finding], spots: Mapping[str, Spot] | None = None
-) -> str:
-    """The whole file. `findings` are the judgement's, `spots` where its rules stand. What XML 1.0
-    cannot hold in a name is spelled out."""
+def junit(judgement: Judgement, findings: Sequence[Finding]) -> str:
+    """The whole file; `findings` are the judgement's. What XML 1.0 cannot hold in a name is spelled
+    out."""
     # A finished report is judged in no time worth telling, and readers want the attribute.
     root = ElementTree.Element("testsuites", name=GATE, time="0")
     suites: dict[str, ElementTree.Element] = {}
-    for case in _cases(judgement, findings, spots or {}):
+    for case in _cases(judgement, findings):
         name = plain(case.suite)
         if name not in suites:
             suites[name] = ElementTree.SubElement(root, "testsuite", name=name, time="0")
@@ -58,11 +56,9 @@ def junit(
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
-def _cases(
-    judgement: Judgement, findings: Sequence[Finding], spots: Mapping[str, Spot]
-) -> Iterator[_Case]:
+def _cases(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[_Case]:
     for verdict in judgement.verdicts:
-        yield _verdict(verdict, findings, spots.get(verdict.rule))
+        yield _verdict(verdict, findings)
     yield from map(_calls, judgement.calls)
     for name in judgement.missing:
         yield _Case(name, "runs", "unmeasured", "required, and not in this report")
@@ -73,7 +69,7 @@ def _cases(
     yield _Case(GATE, "something was judged", "passed" if ran and judged else "unmeasured", message)
 
 
-def _verdict(verdict: Verdict, findings: Sequence[Finding], spot: Spot | None) -> _Case:
+def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
     suite, name = GATE, verdict.rule
     if verdict.kernel is not None:
         suite = label(verdict) + (" (baseline)" if verdict.role == "baseline" else "")
@@ -92,9 +88,8 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding], spot: Spot | None) -
         and verdict.format in f.formats
         and (f.rule, f.options, f.tensor) == (verdict.rule, verdict.options, verdict.tensor)
     ]
-    rule = f"rule: {verdict.rule}" + (f", {spot}" if spot else "")
-    return _Case(suite, name, verdict.outcome, message,
-                 (*sentences, *map(_place, verdict.places), rule))  # fmt: skip
+    more = (*sentences, *map(_place, verdict.places))
+    return _Case(suite, name, verdict.outcome, message, more)
 
 
 def _place(place: Place) -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from numdev.gate.findings import Places, label
 from numdev.gate.verdict import Held, Judgement, Power, Verdict
@@ -32,31 +30,12 @@ NO_POWER = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One reason why a judgement did not pass: the kernel and what is judged, in words, and the
-    threshold that says so, if one does."""
+class Problem(NamedTuple):
+    """One reason why a judgement did not pass; the title names the kernel and what is judged."""
 
-    severity: Literal["exceeded", "unmeasured"] = "unmeasured"
+    severity: Literal["exceeded", "unmeasured"]
     title: str
     sentence: str
-    rule: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spot:
-    """A line of a rule file, counted from 1."""
-
-    file: Path
-    line: int | None
-
-    def __str__(self) -> str:
-        return f"{self.file}" if self.line is None else f"{self.file}:{self.line}"
-
-
-def spots_of(judgement: Judgement) -> dict[str, Spot]:
-    """Where each rule of a file begins, by its name."""
-    return {v.rule: Spot(file=Path(v.file), line=v.line) for v in judgement.verdicts if v.file}
 
 
 def document(
@@ -89,27 +68,19 @@ def document(
 def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[Problem]:
     """All of them, the gravest first; none exactly where the judgement passed. `findings` are its
     own; their notes are no problems."""
-    spots = spots_of(judgement)
     for f in findings:
         if f.severity == "exceeded":
-            where = f" Rule: {f.rule} ({spots[f.rule]})." if f.rule in spots else ""
-            yield Problem(
-                severity="exceeded",
-                title=f"{f.kernel}: {f.rule}",
-                sentence=f.sentence + where,
-                rule=f.rule,
-            )
+            yield Problem("exceeded", f"{f.kernel}: {f.rule}", f.sentence)
     for f in findings:
         if f.severity == "unmeasured":
-            yield Problem(title=f"{f.kernel} did not run", sentence=f.sentence)
+            yield Problem("unmeasured", f"{f.kernel} did not run", f.sentence)
     for name in judgement.missing:
-        at = f" ({judgement.file}:{judgement.required_line})" if judgement.required_line else ""
-        sentence = f"{name} is required and not in this report{at}."
-        yield Problem(title="a required kernel", sentence=sentence)
+        sentence = f"{name} is required and not in this report."
+        yield Problem("unmeasured", "a required kernel", sentence)
     if not any(call.ok for call in judgement.calls):
-        yield Problem(title="no kernel", sentence="No kernel under audit was measured.")
+        yield Problem("unmeasured", "no kernel", "No kernel under audit was measured.")
     elif not any(v.outcome != "untested" for v in judgement.verdicts):
-        yield Problem(title="nothing judged", sentence="No rule could be applied to any row.")
+        yield Problem("unmeasured", "nothing judged", "No rule could be applied to any row.")
     lacking: dict[tuple[str, str, tuple[str, ...]], list[Verdict]] = {}  # by what is said
     for v in judgement.verdicts:
         if v.outcome == "unmeasured":
@@ -117,10 +88,9 @@ def problems_of(judgement: Judgement, findings: Sequence[Finding]) -> Iterator[P
     for (rule, limit, reasons), these in lacking.items():
         who = dict.fromkeys(f" of {v.kernel} ({v.tensor}, {v.format})" for v in these if v.kernel)
         where = f" in {sum(v.unjudged for v in these)} heads{','.join(who)}" if who else ""
-        named = f"{rule} ({spots[rule]})" if rule in spots else rule
-        named += f" ({limit})" if limit else ""
+        named = f"{rule} ({limit})" if limit else rule
         sentence = f"{named} could not be judged{where}: {'; '.join(reasons[:3])}."
-        yield Problem(title=f"{rule} not judged", sentence=sentence, rule=rule)
+        yield Problem("unmeasured", f"{rule} not judged", sentence)
 
 
 def _beside(judgement: Judgement) -> Iterator[str]:
