@@ -198,31 +198,46 @@ def test_the_mistake_is_the_one_it_says(name: str) -> None:
         assert float((found[tensor] - x).norm()) <= 1e-5 * float(x.norm()), tensor
 
 
-def test_the_maximum_is_stale() -> None:
-    """Two tiles, the larger maximum in the second: the first keeps the weight it had."""
-    q = torch.ones(1, 1, 1, 1)
-    k = torch.cat([torch.zeros(64), torch.full((64,), 3.0)]).view(1, 1, 128, 1)
-    v = torch.cat([torch.ones(64), torch.zeros(64)]).view(1, 1, 128, 1)
-    out, _ = BY_NAME["stale_maximum"].function(q, k, v, scale=1.0)
-    assert out.item() == pytest.approx(0.5)
-    out, _ = planted.sound(q, k, v, scale=1.0)
-    assert out.item() == pytest.approx(1 / (1 + math.exp(3)))
+# Fault: the tensors that it makes worse. The measured ratios to a sound kernel are 1.37 or more in
+# these, and 1.03 or less in others.
+WORSE = {
+    "p_truncated": ("out", "dv"),
+    "p_in_4_bits": ("out", "dq", "dk"),
+    "row_sum_rounded": ("out", "lse", "dq", "dk", "dv"),
+    "accumulator_rounded": ("out",),
+    "scores_rounded": ("out", "lse", "dq", "dk", "dv"),
+    "stale_maximum": ("out", "lse", "dq", "dk", "dv"),
+    "non_deterministic": (),
+    "ds_truncated": ("dq", "dk"),
+    "dq_accumulator_rounded": ("dq",),
+}
+
+
+def test_every_fault_is_in_one_of_the_tables() -> None:
+    assert set(BY_NAME) == MISTAKES.keys() | WORSE.keys()
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_rounding_fault_makes_its_tensors_worse_and_no_others(name: str) -> None:
+    """The rms error beside that of the sound kernel on the same inputs."""
+    case = drawn()
+    truth = exact(case)
+    sound, wrong = (errors(step(f, case), truth) for f in (planted.sound, BY_NAME[name].function))
+    worse = {tensor for tensor in truth if wrong[tensor] > 1.2 * sound[tensor]}
+    assert worse == set(WORSE[name])
 
 
 def test_the_order_is_drawn() -> None:
-    """Runs differ, forward and backward, though each is as near the truth as a sound one."""
+    """Runs of `non_deterministic` differ, forward and backward."""
     case = drawn()
     runs = [step(BY_NAME["non_deterministic"].function, case) for _ in range(6)]
-    sound = errors(step(planted.sound, case), exact(case))
     for name in ("out", "dq"):
         assert any(not torch.equal(runs[0][name], run[name]) for run in runs[1:]), name
-        for run in runs:
-            assert errors(run, exact(case))[name] < 1.1 * sound[name]
 
 
-def shrinkage(found: Tensor, truth: Tensor) -> float:
+def shrinkage(result: Tensor, truth: Tensor) -> float:
     """How much smaller the result is along the truth, in unit roundoffs of bf16 (half an ulp)."""
-    return (1 - float((found * truth).sum() / (truth**2).sum())) * 2**8
+    return (1 - float((result * truth).sum() / (truth**2).sum())) * 2**8
 
 
 @pytest.mark.parametrize(
@@ -230,49 +245,8 @@ def shrinkage(found: Tensor, truth: Tensor) -> float:
 )
 def test_truncation_shrinks(name: str, tensors: tuple[str, ...]) -> None:
     """What is cut loses half an ulp on average, which is u / s of a significand s: between u / 2
-    and u, and 0.72 u for significands spread like 1 / s. What is rounded loses nothing."""
+    and u, and 0.72 u for significands spread like 1 / s."""
     case = drawn()
-    truth, sound = exact(case), step(planted.sound, case)
-    wrong = step(BY_NAME[name].function, case)
+    truth, wrong = exact(case), step(BY_NAME[name].function, case)
     for tensor in tensors:
         assert 0.5 < shrinkage(wrong[tensor], truth[tensor]) < 1.0, tensor
-        assert abs(shrinkage(sound[tensor], truth[tensor])) < 0.15, tensor
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_row_sum_is_rounded(dtype: torch.dtype) -> None:
-    """exp(L - m) is l, and a number of the working format."""
-    case = drawn(dtype=dtype)
-    S = (case.q.float() @ case.k.float().transpose(-1, -2)) * case.scale
-    l = (step(BY_NAME["row_sum_rounded"].function, case)["lse"] - S.amax(dim=-1).double()).exp()
-    assert torch.allclose(l, l.to(dtype).double(), rtol=1e-6)
-    assert not torch.allclose(l, (S - S.amax(dim=-1, keepdim=True)).exp().sum(-1).double(), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("p_in_4_bits", {"p": "e5m3"}),
-        ("scores_rounded", {"scaled": "bfloat16"}),
-        ("accumulator_rounded", {"accumulator": "working"}),
-    ],
-)
-def test_rounding_as_the_emulation_has_it(name: str, options: dict[str, str]) -> None:
-    """The emulation with that site in that format explains the output: it is nearer to it than to
-    the truth, and nearer than the sound emulation is."""
-    case = drawn()
-    out, truth = step(BY_NAME[name].function, case)["out"], exact(case)["out"]
-    same = find("emulated").attend(case, block_kv=64, **options).out.double()
-    sound = find("emulated").attend(case, block_kv=64).out.double()
-    left = float((out - same).norm())
-    assert left < 0.75 * float((out - truth).norm())
-    assert left < 0.75 * float((out - sound).norm())
-
-
-def test_dq_is_rounded_with_every_tile() -> None:
-    """In one tile that is the cast at the end, in more it is as many roundings."""
-    function = BY_NAME["dq_accumulator_rounded"].function
-    one, many = drawn(length=64), drawn()
-    assert torch.equal(step(function, one)["dq"], step(planted.sound, one)["dq"])
-    worse, sound = (errors(step(f, many), exact(many))["dq"] for f in (function, planted.sound))
-    assert worse > 1.2 * sound
