@@ -89,7 +89,3 @@ def raises() -> nn.Module:
 
 def returns_nothing() -> None:
     return None
-
-
-def needs_two(a: int, b: int) -> nn.Module:
-    return gpt()

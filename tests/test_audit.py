@@ -69,12 +69,6 @@ def wrong_shape(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Ten
     return q[:, :, :-1]
 
 
-def with_lse(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-    S = S.masked_fill(~torch.ones_like(S, dtype=torch.bool).tril(), -math.inf)
-    return plain(q, k, v, is_causal=is_causal), S.logsumexp(dim=-1)
-
-
 def in_fp32(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """Returns fp32 whatever it is given."""
     return plain(q.float(), k.float(), v.float(), is_causal=is_causal)

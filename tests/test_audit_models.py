@@ -61,7 +61,7 @@ def test_an_encoder_decoder_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sum("decoder" in n and "EncDecAttention" in n for n in names) == 2
     assert "EncDecAttention" in shown
     assert {c.mask for c in found.cases} == {"additive"}
-    assert "shifted right" in found.provenance.source["prompt"]
+    assert "the same for the decoder" in found.provenance.source["prompt"]
 
 
 def test_images_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

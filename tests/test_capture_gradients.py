@@ -26,24 +26,15 @@ from capturing import OUT, DoubleSoftmax, eager, merged, opened
 from torch import Tensor, nn
 
 from numdev.cases import AttentionCase
-from numdev.config import AuditRequest, Choice
 from numdev.errors import MeasurementError
 from numdev.formats import format_named
 from numdev.sources.capture import capture
 from numdev.sources.loss import LANGUAGE, OWN, Upstream, find_upstream, with_drawn
-from numdev.sources.opening import Source, open_source
-from numdev.system import System
 
 B, N = 2, 8
 FP32, FP64 = 1e-5, 1e-12
 TRAINED = ("gpt2", "llama", "bert", "falcon", "gemma2", "gpt_oss", "t5_seq2seq", "bart")
 DECODERS = ("t5_seq2seq", "bart")
-
-
-class Request(AuditRequest):
-    """An audit's request that asks for gradients."""
-
-    gradients: bool = True
 
 
 def text(padding: bool = False) -> dict[str, Tensor]:
@@ -291,19 +282,3 @@ def test_calls_are_dropped_once_handed_over(tmp_path: Path) -> None:
         hook.remove()
     assert len(seen) == 8
     assert len(activations) == 5
-
-
-# --- sources --------------------------------------------------------------------------------------
-
-
-def source(**fields: Any) -> Source:
-    kernels = (Choice(name="baseline"),)
-    given = {"sequences": 2, "length": 16, "device": "cpu", "kernels": kernels, **fields}
-    request = Request(target=str(fields["checkpoint"]), **given)
-    return open_source(request, System.here("cpu"))
-
-
-def cases_of(told: Source) -> list[AttentionCase]:
-    found: list[AttentionCase] = []
-    found += [located.load() for located in told]
-    return found

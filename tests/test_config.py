@@ -10,7 +10,7 @@ import yaml
 
 from numdev.config import DEFAULT_KERNELS, AuditConfig, Choice, sweep_request
 from numdev.errors import UsageError
-from numdev.yamlfile import bundled, expand, read_yaml
+from numdev.yamlfile import bundled, read_yaml
 
 SIZES: dict[str, Any] = {"heads": 4, "seq_len": 8, "head_dim": 16}
 
@@ -29,10 +29,6 @@ def read(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def one(**fields: Any) -> dict[str, Any]:
     return {"cases": [{"name": "a", **SIZES, **fields}]}
-
-
-def cells(**fields: Any) -> list[dict[str, Any]]:
-    return list(expand({"name": "a", **fields}, "file.yaml"))
 
 
 # --- what is read --------------------------------------------------------------------------------
@@ -85,6 +81,7 @@ def test_a_sweeps_flags_beat_its_file(tmp_path: Path) -> None:
         (one(heads=[]), "heads is an empty list; give it values"),
         (one(inputs=[{"name": "sink", "strength": []}]), r"inputs\.strength is an empty list"),
         ({"cases": [*one()["cases"], *one(causal=True)["cases"]]}, "cases: 2 cases are called 'a'"),
+        (one(name=5, heads=[4, 8]), r"cases\.0\.name: Input should be a valid string"),
         (one(softcap=0), r"cases\.0\.softcap: .*greater than 0"),
         ({"cases": [{"name": "a"}]}, r"cases\.0\.heads: Field required"),
         ({"cases": ["a"]}, r"cases\.0: "),
@@ -116,9 +113,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"cannot be read|holds no mapping of keys") as caught:
             read_yaml(path, AuditConfig)
         assert str(path) in caught.value.message
-
-
-INPUTS, BLOCK = "    inputs: {name: sink, strength: []}\n", "    block: []\n"
+    with pytest.raises(UsageError, match=r"nope\.yaml: cannot be read") as caught:
+        read_yaml(Path("configs/nope.yaml"), AuditConfig)
+    assert caught.value.hint == "give a YAML file"  # and not that numdev is to be reinstalled
 
 
 @pytest.mark.parametrize("path", sorted(bundled("audit/default.yaml").parent.glob("*.yaml")))

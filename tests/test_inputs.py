@@ -31,7 +31,6 @@ from numdev.yamlfile import bundled, read_yaml
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Shapes(batch=2, heads=4, kv_heads=2, q_len=48, kv_len=256, head_dim=64, v_dim=32)
-LARGE = Shapes(batch=4, heads=8, kv_heads=8, q_len=256, kv_len=256, head_dim=64, v_dim=64)
 HALVES = ("bfloat16", "float16")
 
 
@@ -52,10 +51,6 @@ def scores(x: Inputs) -> Tensor:
     order, so identical keys have identical scores."""
     k = x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)
     return (x.q.double()[:, :, :, None] * k[:, :, None]).sum(dim=-1) * x.q.shape[-1] ** -0.5
-
-
-def rms(x: Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
 
 
 def source_of(configs: Any) -> ConfigSource:

@@ -19,7 +19,7 @@ from numdev.cases import AttentionCase
 from numdev.kernels import find
 from numdev.sources.capture import capture
 
-B, N, S, E, HEADS = 2, 5, 7, 16, 4
+B, N, E, HEADS = 2, 5, 16, 4
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64)
 PADDED = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
 

@@ -211,15 +211,3 @@ def test_options_that_do_not_fit_are_refused(
     dit: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
 ) -> None:
     assert says in refusal(capsys, 2, dit, *flags)
-
-
-# --- the report ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def audited(unet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An audit's directory, of two steps of three."""
-    output = tmp_path_factory.mktemp("audited") / "o"
-    flags = ("--kernel", "sdpa-flash", "--denoise", "3", "--steps", "0,2", "-q")
-    main(["audit", str(unet), *SMALL, *flags, "-o", str(output)])
-    return output

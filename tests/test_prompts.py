@@ -9,13 +9,11 @@ from typing import Any
 import models
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from numdev.sources.prompts import Prompt, draw, from_text, shifted, wanted
+from numdev.sources.prompts import draw, from_text, wanted
 
 PAD, CLS, SEP, UNKNOWN = range(4)
 
@@ -68,18 +66,6 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
 # --- the other arguments of a model --------------------------------------------------------------
 
 
-class Plain(nn.Module):
-    """No model of transformers: what it needs has no default."""
-
-    def forward(self, idx: Tensor, targets: Tensor | None = None, **more: Any) -> Tensor:
-        return idx
-
-
-def file(directory: Path, **tensors: Tensor) -> Path:
-    save_file(tensors, directory / "in.safetensors")
-    return directory / "in.safetensors"
-
-
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
@@ -120,19 +106,3 @@ def test_images_and_spectrograms_have_the_configs_size(
     assert abs(x.mean()) < 4 / x.numel() ** 0.5
     assert abs(x.var() - 1) < 4 * (2 / x.numel()) ** 0.5
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_the_decoder_reads_the_text_shifted() -> None:
-    """The start token first, and the mask along with it."""
-    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
-    text = Prompt(
-        inputs={"input_ids": ids, "attention_mask": (ids > 0).long()}, description="2 texts"
-    )
-    read_too = shifted(text, models.t5_seq2seq())
-    assert read_too.inputs["decoder_input_ids"].tolist() == [[0, 5, 6], [0, 8, 9]]
-    assert read_too.inputs["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert read_too.description == "the same shifted right for the decoder"
-    assert shifted(text, models.bart()).inputs["decoder_input_ids"][0, 0] == 2
-    unnamed = models.t5_seq2seq()  # as T5's own configuration has it
-    del unnamed.config.decoder_start_token_id
-    assert shifted(text, unnamed).inputs["decoder_input_ids"][0, 0] == 0

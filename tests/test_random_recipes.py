@@ -37,10 +37,6 @@ def learned(
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> list[bool]:
-    return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
-
-
 def deltas(**options: Any) -> tuple[Tensor, Tensor]:
     """delta of a recipe with dP in bf16, and that which makes each row of dS sum to zero, [heads *
     rows]. V is -2 at most keys and the number below at some, so O rounds to -2."""

@@ -269,6 +269,3 @@ def test_the_growth_is_what_counting_gives(
         return (rms(found.out.double() - exact) / floor) ** 2
 
     assert squares(merge_format) == pytest.approx(squares("float32") + more, rel=0.05)
-
-
-# --- what it refuses -----------------------------------------------------------------------------

@@ -323,6 +323,3 @@ def test_the_worst_rows_are_shown() -> None:
     assert len(most([kept(h, ratio=9.0) for h in range(5)])) == SHOWN
     assert most([kept(0), kept(1, ratio=NOTABLE * 0.999), kept(2, ratio=None)]) == ()
     assert most([kept(0, ratio=50.0, predicted=False)]) == ()
-
-
-# --- shown ---------------------------------------------------------------------------------------

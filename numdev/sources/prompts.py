@@ -75,7 +75,9 @@ def model_inputs(
             text = _text(request if request.text else drawing, checkpoint, model)
             parts.append(text)
         elif name == "decoder_input_ids" and text is not None:
-            parts.append(shifted(text, model))
+            takes, _ = _arguments(model.forward)
+            same = {f"decoder_{n}": x for n, x in text.inputs.items() if f"decoder_{n}" in takes}
+            parts.append(Prompt(inputs=same, description="the same for the decoder"))
         else:
             parts.append(draw(name, model, count=count, length=request.length, seed=request.seed))
     inputs = {name: x for part in parts for name, x in part.inputs.items()}
@@ -255,23 +257,6 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
     x = torch.randn(count, *shape, generator=generator)
     words = f"{count} {what} of {' x '.join(map(str, shape))} drawn with seed {seed}"
     return Prompt(inputs={name: x}, description=words)
-
-
-def shifted(prompt: Prompt, model: nn.Module) -> Prompt:
-    """What the decoder reads beside such a text: the same, one place to the right behind the
-    config's `decoder_start_token_id`, as in training on copying it."""
-
-    def after(first: int, x: Tensor) -> Tensor:
-        return torch.cat([torch.full_like(x[:, :1], first), x[:, :-1]], dim=1)
-
-    config: Any = model.config
-    starts = (getattr(config, "decoder_start_token_id", None), config.pad_token_id, 0)
-    start = next(x for x in starts if x is not None)
-    inputs = {"decoder_input_ids": after(start, prompt.inputs["input_ids"])}
-    mask = prompt.inputs.get("attention_mask")
-    if mask is not None and "decoder_attention_mask" in inspect.signature(model.forward).parameters:
-        inputs["decoder_attention_mask"] = after(1, mask)
-    return Prompt(inputs=inputs, description="the same shifted right for the decoder")
 
 
 def _image(config: Any) -> tuple[int, ...]:
