@@ -7,13 +7,13 @@ the step at which a curve bends can be written down.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import scipy.stats
 from training_runs import LEVEL, RATE, ROLES, STARTS, STEPS, chaotic, curves, distance, report
@@ -24,19 +24,21 @@ from numdev.report.document import Table
 from numdev.report.renderers import html
 from numdev.report.views import bounds as views
 from numdev.training.bounds import study
-from numdev.training.bounds.report import BoundsReport, Comparison
-from numdev.training.bounds.saturation import Track, ratios, saturation
+from numdev.training.bounds.report import BoundsReport, Comparison, Saturation
+from numdev.training.bounds.saturation import COLUMNS, ratios, saturation
 from numdev.training.report import DistanceRow, TrainReport
 
 
-def track(role: str, *seeds: Mapping[int, float]) -> Track:
-    members = {i: {step: (v,) for step, v in s.items()} for i, s in enumerate(seeds)}
-    fields: dict[str, Any] = {"label": role, "role": role, "of": "weights", "group": "all"}
-    return Track(**fields, metric="mean_abs", members=members)
-
-
-def grown(role: str, start: float, steps: tuple[int, ...] = STEPS) -> Track:
-    return track(role, {s: chaotic(start)(s) for s in steps if s})
+def marks(**roles: Sequence[Mapping[int, float | tuple[float, ...]]]) -> Saturation:
+    """Of runs of each role, by seed: step to the distance of one run, or those of several."""
+    lines = [
+        (role, role, seed, step, value)
+        for role, seeds in roles.items()
+        for seed, steps in enumerate(seeds)
+        for step, values in steps.items()
+        for value in (values if isinstance(values, tuple) else (values,))
+    ]
+    return saturation("all", pd.DataFrame(lines, columns=[*COLUMNS[3:]]))
 
 
 def several(seeds: int = 3, scatter: float = 0.2) -> list[DistanceRow]:
@@ -93,7 +95,8 @@ def test_proportion_is_lost_where_the_model_says() -> None:
     halved where the largest is at half its level, and is at most 2 once the null is too."""
     steps = tuple(range(1, 301))
     a, n = 1e-6, 1e-9
-    mark = saturation("all", [grown("low_precision", a, steps), grown("null_ulp", n, steps)])
+    large, small = ([{s: chaotic(start)(s) for s in steps}] for start in (a, n))
+    mark = marks(low_precision=large, null_ulp=small)
     assert mark.bends == pytest.approx(math.log((LEVEL - a) / a) / RATE, abs=1.5)
     # L a e / (L + a(e-1)) = 2 L n e / (L + n(e-1)): e = (L(a - 2n) + a n) / (a n)
     merged = math.log((LEVEL * (a - 2 * n) + a * n) / (a * n)) / RATE
@@ -118,10 +121,9 @@ def test_merging_must_last(
     """Over a null of 1. A scale changes no mark, nor does another seed, which starts apart."""
     steps = (1, 2, 4, 8, 16)
     for scale in (1.0, 1e3):
-        curve = track("flash", {s: scale * v for s, v in zip(steps, flash, strict=True)})
-        null = track("null_ulp", dict.fromkeys(steps, scale))
-        far = track("other_seed", dict.fromkeys(steps, 1e6))
-        mark = saturation("all", [curve, null, far])
+        curve = {s: scale * v for s, v in zip(steps, flash, strict=True)}
+        null, far = dict.fromkeys(steps, scale), dict.fromkeys(steps, 1e6)
+        mark = marks(flash=[curve], null_ulp=[null], other_seed=[far])
         assert (mark.bends, mark.saturated, mark.early) == (bends, saturated, early)
 
 
@@ -130,28 +132,23 @@ def test_chance_decides_where_equal_causes_part() -> None:
     window ends there, though means over seeds keep their proportion; the other seed, in which they
     stay together, and a kind with a single run say nothing."""
     steps = (1, 2, 4, 8)
-    flash = track("flash", *(dict.fromkeys(steps, 10.0) for _ in range(2)))
-    alone = track("null_ulp", {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})
-    members = {
-        0: {s: (1.0, 3.0) for s in steps},
-        1: {1: (1.0, 1.5), 2: (1.0, 3.0), 4: (0.5, 1.6), 8: (1.0, 1.5)},
-    }
-    equal = dataclasses.replace(track("null_rounding"), members=members)
-    mark = saturation("all", [flash, alone, equal])
+    flash, alone = [dict.fromkeys(steps, 10.0)] * 2, [dict.fromkeys(steps, 1.0)]
+    equal: list[Any] = [
+        dict.fromkeys(steps, (1.0, 3.0)),
+        {1: (1.0, 1.5), 2: (1.0, 3.0), 4: (0.5, 1.6), 8: (1.0, 1.5)},
+    ]
+    mark = marks(flash=flash, null_ulp=alone, null_rounding=equal)
     assert (mark.chance, mark.bends, mark.early) == (4, None, (1, 2))
-    together = dataclasses.replace(equal, members={0: members[0]})
-    assert saturation("all", [flash, alone, together]).chance is None
+    assert marks(flash=flash, null_ulp=alone, null_rounding=equal[:1]).chance is None
 
 
 def test_a_window_is_not_chosen_for_its_answer() -> None:
     """However seeds of flash scatter, only nulls end the window: an interval that is wide stays
     wide."""
     steps = (1, 2, 4, 8)
-    null = dataclasses.replace(
-        track("null_rounding"), members={s: dict.fromkeys(steps, (1.0, 1.1)) for s in (0, 1)}
-    )
-    scattered = track("flash", {1: 10, 2: 10, 4: 100, 8: 900}, {1: 10, 2: 10, 4: 8, 8: 8})
-    mark = saturation("all", [scattered, null])
+    null: list[Any] = [dict.fromkeys(steps, (1.0, 1.1))] * 2
+    scattered = [{1: 10, 2: 10, 4: 100, 8: 900}, {1: 10, 2: 10, 4: 8, 8: 8}]
+    mark = marks(flash=scattered, null_rounding=null)
     assert (mark.chance, mark.early) == (None, steps)
 
 
@@ -357,10 +354,15 @@ def test_what_is_no_run_with_distances_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:
-    """Over the steps asked for, where neither is zero."""
-    a = track("flash", {0: 0.0, 1: 1.0, 2: 8.0, 3: 5.0}, {1: 3.0})
-    b = track("low_precision", {0: 0.0, 1: 2.0, 2: 4.0, 3: 1.0}, {1: 4.0}, {1: 9.0})
+    """Over the steps asked for, where neither is zero; 0 where the first alone is always zero."""
+
+    def curve(*values: tuple[int, int, float]) -> Any:
+        """Seed, step and distance."""
+        return pd.DataFrame(values, columns=["seed", "step", 0]).set_index(["seed", "step"])[0]
+
+    a = curve((0, 0, 0.0), (0, 1, 1.0), (0, 2, 8.0), (0, 3, 5.0), (1, 1, 3.0))
+    b = curve((0, 0, 0.0), (0, 1, 2.0), (0, 2, 4.0), (0, 3, 1.0), (1, 1, 4.0), (2, 1, 9.0))
     assert ratios(a, b, (0, 1, 2)) == pytest.approx({0: math.sqrt(0.5 * 2.0), 1: 0.75})
     assert ratios(a, b, (7,)) == {}
-    assert ratios(b, track("null_repeat", {1: 0.0}), (1,)) == {}
-    assert ratios(track("flash", {1: 0.0}), b, (1,)) == {0: 0.0}
+    assert ratios(b, 0 * b, (1,)) == {}
+    assert ratios(0 * a, b, (1,)) == {0: 0.0, 1: 0.0}

@@ -7,15 +7,17 @@ Step 0 and a distance of 0 have no place on a logarithmic axis and are left out.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import pandas as pd
 
 from numdev.report import Axis, Curve, Figure, Point, Tick
 from numdev.report.statistics import Mean, factor, interval
-from numdev.training.bounds.saturation import Track, ratios
-from numdev.training.report import DistanceRow, TrainRow, VariantRecord
+from numdev.training.bounds.report import BoundsVariant
+from numdev.training.bounds.saturation import curves, ratios
+from numdev.training.report import DistanceRow, TrainReport, TrainRow, VariantRecord
 
 OF_ROWS = (
     ("loss", "Loss", "loss of the step's batch"),
@@ -32,8 +34,8 @@ OF_BOUNDS = {
     "max_abs": "max |difference|",
     "w1": "Wasserstein distance W1",
 }
-Lines = Mapping[str, Mapping[int, Sequence[float]]]
-"""Of every label, step to the values of all seeds."""
+Values = Iterable[tuple[str, int, float | None]]
+"""Label, step and the value of one seed."""
 
 
 def label_of(v: VariantRecord) -> str:
@@ -64,96 +66,101 @@ def of_run(
     variants: Sequence[VariantRecord], rows: Sequence[TrainRow], distances: Sequence[DistanceRow]
 ) -> tuple[Figure, ...]:
     """Every figure of a training run that has something to show."""
-    who: dict[str, dict[str, str]] = {}
+
+    def middle(at: Sequence[float]) -> Mean:
+        return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
+
+    kernels: dict[str, str] = {}
     for v in variants:
-        role = "baseline" if v.role == "golden" else "kernel"
-        who.setdefault(label_of(v), {"role": role, "kernel": v.kernel})
+        kernels.setdefault(label_of(v), v.kernel)
+    golden = {v.name for v in variants if v.role == "golden"}
     labels = {v.name: label_of(v) for v in variants}
     whole = [d for d in distances if d.group == "all" and d.of == "weights"]
-    made = []
     tables: Any = [*((rows, m) for m in OF_ROWS), *((whole, m) for m in OF_DISTANCES)]
-    for table, (metric, title, y_title) in tables:
-        found = ((labels[r.variant], r.step, getattr(r, metric)) for r in table)
-        lines = {k: of for k, of in _lines(who, found).items() if any(map(any, of.values()))}
-        curves = (
-            curve.model_copy(update=who[curve.label]) for curve in _curves(lines, _range, "step {}")
+    figures = (
+        _figure(
+            *(title, metric, y_title, kernels),
+            ((labels[row.variant], row.step, getattr(row, metric)) for row in table),
+            *(middle, "step {}", golden),
         )
-        made.append(_figure(title, metric, y_title, curves))
-    return tuple(figure for figure in made if figure.curves)
+        for table, (metric, title, y_title) in tables
+    )
+    return tuple(figure for figure in figures if figure.curves)
 
 
 def of_bounds(
-    tracks: Sequence[Track], rows: Sequence[TrainRow], variants: Sequence[VariantRecord], axis: Axis
+    weights: pd.DataFrame, kinds: Sequence[BoundsVariant], run: TrainReport, axis: Axis
 ) -> tuple[Figure, ...]:
     """For every group and metric the distances by step, of all weights flash over low precision
-    too; and the losses of all runs."""
-    distances = [t for t in tracks if t.of == "weights"]
+    too; and the losses of all runs. `weights`: of `bounds.saturation.distances_of`."""
+    labels = {kind.label: kind.label for kind in kinds}
     made = []
-    for group in dict.fromkeys(t.group for t in distances):
-        whose = "all weights" if group == "all" else f"weights: {group}"
-        here, place = [t for t in distances if t.group == group], {"group": group}
+    for group in weights.group.unique():
+        whose, place = "all weights" if group == "all" else f"weights: {group}", {"group": group}
+        here = weights[weights.group == group]
         for metric, words in OF_BOUNDS.items():
             title = f"Distance from the golden run, {words}, by step ({whose})"
-            lines = {t.label: _by_step(t) for t in here if t.metric == metric}
-            made.append(_figure(title, metric, words, _curves(lines), place=place))
+            values = _of_table(curves(here[here.metric == metric]))
+            made.append(_figure(title, metric, words, labels, values, factor, place=place))
         if group == "all":
             title = "Distance of flash over that of low precision, by step (all weights)"
-            curves = _curves(_ratios([t for t in here if t.metric == "mean_abs"]))
-            words, more = "ratio of mean |difference|", {"relative": True, "place": place}
-            made.append(_figure(title, "mean_abs", words, curves, **more))
+            over = list(_ratios(curves(here[here.metric == "mean_abs"]), kinds))
+            pairs = {label: label for label, _, _ in over}
+            fields: dict[str, Any] = {"relative": True, "place": place}
+            words = "ratio of mean |difference|"
+            made.append(_figure(title, "mean_abs", words, pairs, over, factor, **fields))
     steps = {int(tick.x) for tick in axis.ticks}
-    found = ((row.variant, row.step, row.loss) for row in rows if row.step in steps)
-    losses = _lines([v.name for v in variants], found)
-    made.append(_figure("Loss, by step", "loss", "loss", _curves(losses, interval)))
+    names = {v.name: v.name for v in run.variants}
+    losses = ((row.variant, row.step, row.loss) for row in run.rows if row.step in steps)
+    made.append(_figure("Loss, by step", "loss", "loss", names, losses, interval))
     return tuple(figure for figure in made if figure.curves)
 
 
-def _lines(labels: Iterable[str], values: Iterable[tuple[str, int, float | None]]) -> Lines:
-    """Values by label and step; without step 0."""
-    lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
-    for label, step, value in values:
-        if value is not None and step > 0 and label in lines:
-            lines[label].setdefault(step, []).append(value)
-    return {label: dict(sorted(of.items())) for label, of in lines.items()}
+def _of_table(table: pd.DataFrame) -> Values:
+    """The distances that are not 0."""
+    for label in table:
+        positive = table[label][table[label] > 0]
+        for step, value in zip(positive.index.get_level_values("step"), positive, strict=True):
+            yield str(label), step, value
 
 
-def _by_step(track: Track) -> dict[int, list[float]]:
-    """The distances of each seed that are not 0."""
-    seeds = track.by_seed.values()
-    return {s: [v for of in seeds if (v := of.get(s, 0.0)) > 0] for s in track.steps if s > 0}
-
-
-def _ratios(tracks: Sequence[Track]) -> dict[str, dict[int, list[float]]]:
+def _ratios(table: pd.DataFrame, kinds: Sequence[BoundsVariant]) -> Values:
     """Flash over low precision, whole and in attention alone, step by step; without zeros."""
-    flash = [t for t in tracks if t.role == "flash"]
-    others = [t for t in tracks if t.role in ("low_precision", "attention_precision")]
-    lines = {}
-    for a, b in itertools.product(flash, others):
-        values = {s: list(ratios(a, b, (s,)).values()) for s in a.steps if s > 0}
-        positive = {s: v for s, v in values.items() if min(v, default=0.0) > 0}
-        lines[f"{a.label} over {b.label}"] = positive
-    return lines
+    here = [kind for kind in kinds if kind.label in table]
+    for a in (kind.label for kind in here if kind.role == "flash"):
+        for b in (k.label for k in here if k.role in ("low_precision", "attention_precision")):
+            for step in table.index.unique("step"):
+                for ratio in ratios(table[a], table[b], (step,)).values():
+                    if ratio > 0:
+                        yield f"{a} over {b}", step, ratio
 
 
-def _curves(
-    lines: Lines, middle: Callable[[Sequence[float]], Mean] = factor, label: str = "{}"
-) -> Iterator[Curve]:
-    """A curve of each line that has a value; `middle` makes a mean and two ends of values."""
-    for name, steps in lines.items():
-        points = []
-        for step, values in steps.items():
-            if values:
-                mean, low, high = middle(values)
-                place: Any = {"x": float(step), "label": label.format(step), "seeds": len(values)}
+def _figure(
+    title: str,
+    metric: str,
+    y_title: str,
+    kernels: Mapping[str, str],
+    values: Values,
+    middle: Callable[[Sequence[float]], Mean],
+    tick: str = "{}",
+    golden: Iterable[str] = (),
+    **more: Any,
+) -> Figure:
+    """A curve of every label of `kernels` that has a value other than 0; `middle` makes a mean and
+    two ends of the values at a step."""
+    lines: dict[str, dict[int, list[float]]] = {label: {} for label in kernels}
+    for label, step, value in values:
+        if value is not None and step > 0:
+            lines[label].setdefault(int(step), []).append(value)
+    made = []
+    for label, steps in lines.items():
+        if any(map(any, steps.values())):
+            points = []
+            for step, at in sorted(steps.items()):
+                mean, low, high = middle(at)
+                place: Any = {"x": float(step), "label": tick.format(step), "seeds": len(at)}
                 points.append(Point(**place, mean=mean, low=low, high=high))
-        if points:
-            yield Curve(label=name, role="kernel", kernel=name, points=tuple(points))
-
-
-def _range(at: Sequence[float]) -> Mean:
-    return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
-
-
-def _figure(title: str, metric: str, y_title: str, curves: Iterable[Curve], **more: Any) -> Figure:
+            who: Any = {"role": "baseline" if label in golden else "kernel"}
+            made.append(Curve(label=label, kernel=kernels[label], points=tuple(points), **who))
     fields: dict[str, Any] = {"relative": False, "y_scale": "log", **more}
-    return Figure(title=title, metric=metric, y_title=y_title, curves=tuple(curves), **fields)
+    return Figure(title=title, metric=metric, y_title=y_title, curves=tuple(made), **fields)

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from numdev.report.numbers import si, times
 from numdev.training.bounds.report import BoundsReport, BoundsVariant, Comparison, Saturation
 from numdev.training.bounds.saturation import MERGED, NULLS
-from numdev.training.bounds.tables import PAIRED, WHOLE
 from numdev.training.report import VariantRole
 
+PAIRED = "mean_abs"
+WHOLE = "all"
 ORDER: tuple[VariantRole, ...] = (
     *("low_precision", "null_rounding", "attention_precision", "null_ulp", "null_repeat"),
     "other_seed",
@@ -55,12 +56,13 @@ def missing(variants: Sequence[BoundsVariant]) -> tuple[str, ...]:
     return tuple(lacking if some_null else [*lacking, NO_NULL])
 
 
-def answer(report: BoundsReport, lost: Mapping[str, Mapping[int, int]]) -> Iterator[str]:
+def answer(
+    report: BoundsReport, lost: Mapping[str, Mapping[int, int]], off: float
+) -> Iterator[str]:
     """Sentences, `WHERE: what was found`. `lost`: of a kind of run, the seeds in which it was not
-    finite, and from which step on."""
+    finite, and from which step on. `off`: the largest distance of a repeat, in any metric."""
     mark = next(s for s in report.saturations if s.group == WHOLE)
     if report.summary.deterministic is False:
-        off = max(n.largest for n in report.null_runs if n.role == "null_repeat")
         yield NOT_DETERMINISTIC.format(off=si(off))
     for label, seeds in lost.items():
         where = [f"seed {seed} from step {step} on" for seed, step in sorted(seeds.items())]

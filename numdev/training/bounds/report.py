@@ -65,21 +65,6 @@ class Comparison(Record):
     nulls: dict[str, str] = Field(default_factory=dict)
 
 
-class NullRow(Record):
-    """How far null runs of one kind are from the golden run, over their members and seeds."""
-
-    label: str
-    role: VariantRole
-    of: Of
-    group: str
-    metric: str
-    step: int
-    runs: int
-    mean: float
-    smallest: float
-    largest: float
-
-
 class BoundsSummary(Record):
     """What a reader wants first."""
 
@@ -99,7 +84,6 @@ class BoundsReport(Report):
     summary: BoundsSummary
     saturations: tuple[Saturation, ...]
     comparisons: tuple[Comparison, ...]
-    null_runs: tuple[NullRow, ...] = ()
     figures: tuple[Figure, ...] = ()
 
     @property
@@ -112,5 +96,4 @@ class BoundsReport(Report):
         return "no distance could be set beside another"
 
     def tables(self) -> dict[str, Sequence[Record]]:
-        more = {"null_runs": self.null_runs} if self.null_runs else {}
-        return {"comparisons": self.comparisons, **more}
+        return {"comparisons": self.comparisons}

@@ -23,78 +23,73 @@ begins to scatter would be chosen for its answer.
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
 
 from numdev.training.bounds.report import Saturation
-from numdev.training.report import VariantRole
+from numdev.training.report import TrainReport, VariantRecord, VariantRole
 
+METRICS = ("mean_abs", "max_abs", "rel", "w1")
 PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
 """Runs that start where the golden one does and compute otherwise."""
-NULLS: tuple[VariantRole, ...] = ("null_repeat", "null_ulp", "null_rounding")
+NULLS: Mapping[VariantRole, str] = {
+    "null_repeat": "null: repeat",
+    "null_ulp": "null: one ulp",
+    "null_rounding": "null: re-rounded",
+}
+"""The label that all null runs of one kind share."""
+COLUMNS = ("of", "group", "metric", "role", "label", "seed", "step", "value")
 MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
 PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
-Series = Mapping[int, float]
-"""Step to value."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Track:
-    """One metric of one kind of run over training, by seed."""
-
-    label: str
-    role: VariantRole
-    of: str
-    group: str
-    metric: str
-    members: Mapping[int, Mapping[int, Sequence[float]]]
-    """Seed to step to the values of all runs of this kind: finite, and not negative."""
-
-    @cached_property
-    def by_seed(self) -> Mapping[int, Series]:
-        """The mean over runs."""
-        return {
-            seed: {step: statistics.fmean(values) for step, values in sorted(steps.items())}
-            for seed, steps in self.members.items()
-        }
-
-    @cached_property
-    def steps(self) -> tuple[int, ...]:
-        return tuple(sorted({step for series in self.by_seed.values() for step in series}))
-
-    def middle(self, step: int) -> float | None:
-        """The geometric mean over the seeds where there is a distance; None where there is none."""
-        values = [v for s in self.by_seed.values() if (v := s.get(step, 0.0)) > 0]
-        return statistics.geometric_mean(values) if values else None
+def label_of(v: VariantRecord) -> str:
+    return NULLS.get(v.role, v.name)
 
 
-def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
-    """The marks of the curves of one metric of one group's weights."""
-    steps = tuple(sorted({step for t in tracks for step in t.steps if step > 0}))
-    above: dict[int, float] = {}  # the largest perturbation over the smallest null
-    nulls: dict[int, str] = {}
-    for step in steps:
-        large = [v for t in tracks if t.role in PERTURBED and (v := t.middle(step))]
-        small = [(v, t.label) for t in tracks if t.role in NULLS and (v := t.middle(step))]
-        if large and small:
-            least, nulls[step] = min(small)
-            above[step] = max(large) / least
-    if not above:
-        roles = {t.role for t in tracks}
+def distances_of(run: TrainReport) -> pd.DataFrame:
+    """Every finite distance from the golden run, one a line, with the columns of COLUMNS."""
+    others = {v.name: (v.role, label_of(v)) for v in run.variants if v.role != "golden"}
+    lines = [
+        (d.of, d.group, metric, *others[d.variant], d.seed, d.step, value)
+        for d in run.distances
+        if d.variant in others
+        for metric in METRICS
+        if (value := getattr(d, metric)) is not None
+    ]
+    return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+def curves(distances: pd.DataFrame) -> pd.DataFrame:
+    """One metric of one group: a line for each seed and step, a column for each label, the mean
+    over runs of one kind in it; NaN where there is none."""
+    return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
+
+
+def saturation(group: str, distances: pd.DataFrame) -> Saturation:
+    """The marks of one metric of one group's weights."""
+    steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
+    roles = dict(zip(distances.label, distances.role, strict=True))
+    values = curves(distances[distances.step > 0])
+    middle = values.where(values > 0).groupby("step").agg(_geometric)
+    large = middle[[label for label, role in roles.items() if role in PERTURBED]]
+    small = middle[[label for label, role in roles.items() if role in NULLS]]
+    above = (large.max(axis=1) / small.min(axis=1)).dropna()
+    if above.empty:
         reason = "every null run is bitwise the golden one"
-        if not roles & set(NULLS):
+        if not NULLS.keys() & roles.values():
             reason = "there is no null run"
-        if not roles & set(PERTURBED):
+        if not set(PERTURBED) & set(roles.values()):
             reason = "no run with another kernel or format has a distance"
         return Saturation(group=group, steps=steps, early=steps[:1], reason=reason)
-    chance = _chance_decides(tracks)
-    top = max(above, key=lambda step: above[step])
-    merged = _from_then_on(above, lambda s: s <= MERGED)
-    after = {step: s for step, s in above.items() if step > top}
-    halved = _from_then_on(after, lambda s: s <= above[top] / 2)
+    chance = _chance_decides(distances[distances.role.isin(NULLS)])
+    top: Any = above.idxmax()
+    merged = _from_then_on(above <= MERGED)
+    halved = _from_then_on(above[above.index > top] <= above[top] / 2)
     bends = min((step for step in (halved, merged) if step is not None), default=None)
     return Saturation(
         group=group,
@@ -102,37 +97,38 @@ def saturation(group: str, tracks: Sequence[Track]) -> Saturation:
         bends=bends,
         saturated=merged,
         peak=above[top],
-        null=nulls[top],
+        null=small.loc[top].idxmin(),
         chance=chance,
         early=tuple(s for s in steps if all(m is None or s < m for m in (bends, chance))),
         late=tuple(s for s in steps if merged is not None and s >= merged),
     )
 
 
-def _chance_decides(tracks: Sequence[Track]) -> int | None:
+def _chance_decides(nulls: pd.DataFrame) -> int | None:
     """None where nulls do not part, or no seed has two of one kind."""
-    found = []
-    for seed in (s for t in tracks if t.role in NULLS for s in t.members.values()):
-        several = [(step, v) for step, v in sorted(seed.items()) if len(v) > 1 and min(v) > 0]
-        apart = [(step, max(v) / min(v)) for step, v in several]
-        found += [step for step, a in apart if a > PARTED * apart[0][1]][:1]
-    return min(found, default=None)
+    ends = nulls.groupby(["label", "seed", "step"]).value.agg(["min", "max", "count"])
+    ends = ends[(ends["count"] > 1) & (ends["min"] > 0)]
+    apart = ends["max"] / ends["min"]
+    first = apart.groupby(["label", "seed"]).transform("first")
+    steps = apart[apart > PARTED * first].index.get_level_values("step")
+    return None if steps.empty else int(steps.min())
 
 
-def _from_then_on(values: Series, holds: Callable[[float], bool]) -> int | None:
+def _from_then_on(holds: pd.Series[bool]) -> int | None:
     """The first step from which on it holds at every step; None if it does not at the last."""
-    last = list(itertools.takewhile(lambda s: holds(values[s]), sorted(values, reverse=True)))
-    return last[-1] if last else None
+    lasting = holds[holds[::-1].cummin()[::-1]]
+    return None if lasting.empty else int(lasting.index.min())
 
 
-def ratios(a: Track, b: Track, steps: Sequence[int]) -> dict[int, float]:
-    """a over b in each seed that has both: the geometric mean over these steps, of those where
-    neither is zero; 0 where a is zero at all of them and b is not."""
-    found = {}
-    for seed in sorted(a.by_seed.keys() & b.by_seed.keys()):
-        pairs = [(a.by_seed[seed].get(s), b.by_seed[seed].get(s)) for s in steps]
-        usable = [x / y for x, y in pairs if x is not None and y]
-        positive = [ratio for ratio in usable if ratio > 0]
-        if usable:
-            found[seed] = statistics.geometric_mean(positive) if positive else 0.0
-    return found
+def ratios(a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]) -> dict[int, float]:
+    """Two of `curves`, a over b, in each seed that has both: the geometric mean over these steps,
+    of those where neither is zero; 0 where a is zero at all of them and b is not."""
+    ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
+    seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric).fillna(0.0)
+    return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
+
+
+def _geometric(values: pd.Series[float]) -> float:
+    """Of those that are there; NaN where none is."""
+    known = values.dropna()
+    return statistics.geometric_mean(known) if len(known) else math.nan
