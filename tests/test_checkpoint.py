@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored import sharded
 from torch import Tensor
 
 from numdev.errors import MeasurementError, NumdevError, UsageError
@@ -49,13 +50,7 @@ def stored(directory: Path, way: str) -> dict[str, Tensor]:
         return state
     (directory / "model.safetensors").unlink()
     if way == "shards":
-        names, weight_map = sorted(state), {}
-        for i, part in enumerate((names[::2], names[1::2])):
-            shard = f"model-0000{i + 1}-of-00002.safetensors"
-            save_file({n: state[n] for n in part}, directory / shard)
-            weight_map.update(dict.fromkeys(part, shard))
-        index = {"metadata": {}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        sharded(directory, state)
     else:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
         path, zipped = directory / "pytorch_model.bin", way == "pickle"

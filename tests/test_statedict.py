@@ -4,7 +4,6 @@ are all of it, or it is said why."""
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import factories
 import models
 import pytest
+import stored
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 from numdev.cli.main import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
@@ -59,31 +57,12 @@ def report(directory: Path) -> dict[str, Any]:
 
 # --- every way of storing ------------------------------------------------------------------------
 
-
-def sharded(path: Path) -> Path:
-    """Tied weights are stored once, as safetensors demands."""
-    weight_map = {n: f"part{i % 2}.safetensors" for i, n in enumerate(UNTIED)}
-    for file in set(weight_map.values()):
-        save_file({n: state()[n] for n in UNTIED if weight_map[n] == file}, path / file)
-    index = path / "w.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    return index
-
-
-def safetensors(path: Path) -> Path:
-    save_file({n: state()[n] for n in UNTIED}, path / "w.safetensors")
-    return path / "w.safetensors"
-
-
 WAYS: dict[str, Callable[[Path], Path]] = {
     "whole": lambda path: saved(path / "w.pt", state()),
-    "old": lambda path: saved(path / "w.bin", state(), _use_new_zipfile_serialization=False),
-    "nested": lambda path: saved(path / "w.pth", {"state_dict": state(), "epoch": 3}),
     "compiled": lambda path: saved(
         path / "w.pt", {f"module._orig_mod.{n}": x for n, x in state().items()}
     ),
-    "safetensors": safetensors,
-    "sharded": sharded,
+    "sharded": lambda path: stored.sharded(path, {n: state()[n] for n in UNTIED}),
 }
 
 
@@ -192,13 +171,6 @@ def test_missing_left_over_and_misshapen_weights_are_named_together(tmp_path: Pa
 # --- distributed checkpoints ---------------------------------------------------------------------
 
 
-def split(directory: Path, content: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a single process
-        dcp.save(content, checkpoint_id=directory)
-    return directory
-
-
 def nested() -> dict[str, Any]:
     """As training scripts save it, with the optimiser's state beside."""
     moments = {f"state.{n}.exp_avg": x.clone() for n, x in state().items()}
@@ -208,22 +180,19 @@ def nested() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "prefix"),
     [
-        (state(), ""),
         (nested(), "model."),
-        # Names written out, as one string each, and a tensor that is none of the model's.
-        ({**{f"model.{n}": x for n, x in state().items()}, "optim.lr": torch.ones(1)}, "model."),
         (
             {"state_dict": {f"module._orig_mod.{n}": x for n, x in state().items()}},
             "state_dict.module._orig_mod.",
         ),
     ],
-    ids=["flat", "nested", "prefixed", "wrapped"],
+    ids=["nested", "wrapped"],
 )
 def test_every_nesting_gives_the_same_model(
     tmp_path: Path, content: dict[str, Any], prefix: str
 ) -> None:
     """Bit for bit; what stood before the names is known, the rest left out."""
-    opened = open_state_dict(split(tmp_path / "d", content), "factories:gpt")
+    opened = open_state_dict(stored.distributed(tmp_path / "d", content), "factories:gpt")
     model = opened.load_model(dtype=torch.float32, device="cpu")
     assert all(torch.equal(x, state()[n]) for n, x in model.state_dict().items())
     fitted = opened.fitted(model)
@@ -236,7 +205,7 @@ def test_an_audit_gives_the_rows_of_the_state_dict(
 ) -> None:
     """Through the directory as through torch.save's file, but for the source's name; and what was
     taken off is said. A save that did not end has no metadata, which are written last."""
-    split(tmp_path / "d", nested())
+    stored.distributed(tmp_path / "d", nested())
     saved(tmp_path / "d.pt", state())
     rows = []
     for target in ("d.pt", "d"):
@@ -256,7 +225,7 @@ def test_a_config_beside_it_is_model_enough(tmp_path: Path, nest: str) -> None:
     """transformers builds the model, whose own names begin with `model.` here too."""
     model = models.llama()
     own = dict(model.state_dict())
-    path = split(tmp_path / "d", {nest: own} if nest else own)
+    path = stored.distributed(tmp_path / "d", {nest: own} if nest else own)
     model.config.architectures = [type(model).__name__]
     (path / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     opened = open_checkpoint(path)

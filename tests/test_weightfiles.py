@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import warnings
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from stored import distributed, sharded
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -45,26 +45,6 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def sharded(directory: Path) -> Path:
-    """STATE in two files with an index; the index."""
-    directory.mkdir(parents=True)
-    parts = {"m-1.safetensors": ["layers.0.w"], "m-2.safetensors": ["layers.0.b", "scale"]}
-    for file, names in parts.items():
-        save_file({name: STATE[name] for name in names}, directory / file)
-    index = directory / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": {n: f for f, names in parts.items() for n in names}})
-    )
-    return index
-
-
-def distributed(directory: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a single process
-        dcp.save(state, checkpoint_id=directory)
-    return directory
-
-
 def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
     """Names, formats and values are those that were saved, without wrappers' prefixes; and the
     comparison rejects another value, format or name."""
@@ -74,7 +54,7 @@ def test_every_kind_of_file_gives_its_tensors(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "m.pt")
     torch.save(STATE, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
     torch.save(NESTED, tmp_path / "m.pth")
-    index = sharded(tmp_path / "sharded")
+    index = sharded(tmp_path / "sharded", STATE)
     for path in (
         *(tmp_path / name for name in ("m.safetensors", "lone", "m.pt", "m.bin", "m.pth")),
         *(index, index.parent),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from stored import sharded
 from torch import Tensor
 
 from numdev import report
@@ -186,23 +185,17 @@ def test_damage_is_exit_code_3_after_the_report(run: Any, tmp_path: Path) -> Non
     """A truncated shard: its tensors are named, the rest is compared and reported, and one line
     says what is damaged."""
     for name, seed in (("x", 0), ("y", 1)):
-        (tmp_path / name).mkdir()
-        where = {n: f"m-{1 + (n in NAMES)}.safetensors" for n in state()}
-        for file in set(where.values()):
-            part = {n: x for n, x in state(seed).items() if where[n] == file}
-            save_file(part, tmp_path / name / file)
-        index = tmp_path / name / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": where}))
-    path = tmp_path / "y" / "m-2.safetensors"
+        sharded(tmp_path / name, state(seed))
+    path = tmp_path / "y" / "model-00002-of-00002.safetensors"
     os.truncate(path, path.stat().st_size - 4)
     code, out, err = run("x", "y")
     assert code == 3
     assert "differs from" in out
-    assert "m-2.safetensors: is not a whole safetensors file" in err.splitlines()[-1]
+    assert f"{path.name}: is not a whole safetensors file" in err.splitlines()[-1]
     found = report.read(Path("out"))
     assert isinstance(found, WeightsReport)
     assert len(found.rows) == 2
-    assert {r.tensor for r in found.damage} == {None, *NAMES}
+    assert {r.tensor for r in found.damage} == {None, NAMES[1], "model.norm.weight"}
 
 
 @pytest.mark.parametrize(
