@@ -16,6 +16,8 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
+
 from numdev.errors import MeasurementError
 from numdev.gate.change import GONE, NEW, changes, refuse_other
 from numdev.gate.rows import (
@@ -33,7 +35,6 @@ from numdev.gate.rows import (
 )
 from numdev.gate.rules import (
     ESTIMATED,
-    FIELDS,
     MAXIMA,
     Limit,
     Rules,
@@ -70,11 +71,11 @@ def judge_report(
     rules = rules or default_rules()
     _refuse_elsewhere(report.provenance.system, rules)
     around = Around.of(report, against)
-    check_whole(report, around.groups)
-    if against is not None:
-        refuse_other(report, against)
-        check_whole(against, around.old_groups, "the older report")
     with uncollected():
+        check_whole(report, around.groups)
+        if against is not None:
+            refuse_other(report, against)
+            check_whole(against, around.old_groups, "the older report")
         return judge(report.rows, rules, around)
 
 
@@ -246,18 +247,24 @@ def _all_within(threshold: Threshold, rows: Sequence[DeviationRow]) -> Held | No
     """The number beside the limit where one look at a column shows that every row is within it;
     None where rows have to be taken one by one."""
     few = not rows or (threshold.heads is not None and len(rows) < threshold.heads)
-    if few or threshold.over is not None or threshold.certain or threshold.metric not in FIELDS:
+    if few or threshold.over or "/" in threshold.metric or any(row.sampled for row in rows):
         return None
-    values = list(map(attrgetter(threshold.metric), rows))
-    if any(map(attrgetter("sampled"), rows)) or (not threshold.absent and None in values):
+    if test := threshold.certain:
+        if min(row.sequences or 0 for row in rows) < test.sequences:
+            return None
+        if any(row.bias_p is None for row in rows):
+            return None
+    values = [value_of(row, threshold.metric)[0] for row in rows]
+    if threshold.absent or None in values:
+        return Held(rows[0], threshold, None, 0.0) if not any(values) and threshold.absent else None
+    # How far each is from what the limit allows; NaN is farthest.
+    far = np.abs(np.array(values, dtype=float) - (threshold.equals or 0.0))
+    worst = shown = int(np.argmax(far))
+    if threshold.excess(values[worst]) > 1:
         return None
-    excess = list(map(threshold.excess, values))
-    if max(excess) > 1:
-        return None
-    at = excess.index(max(excess))
     if threshold.heads is not None:
-        at = sorted(range(len(rows)), key=lambda i: -excess[i])[len(rows) // 2]
-    return Held(rows[at], threshold, values[at], excess[at])
+        shown = int(np.argsort(-far, kind="stable")[len(rows) // 2])
+    return Held(rows[shown], threshold, values[shown], threshold.excess(values[shown]))
 
 
 def _held(

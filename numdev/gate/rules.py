@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -171,16 +172,21 @@ class Selector(Strict):
         kernel, format and tensor; `regimes` by the name of the case."""
         if not rows or (role or rows[0].role) not in self.role or not _fits(self, rows[0]):
             return []
-        given = [n for n in ("out_format", "case", "module", "phase") if getattr(self, n)]
         drawn = regimes or {}
-        return [
-            row
-            for row in rows
-            if all(matches(getattr(self, name), getattr(row, name)) for name in given)
-            and (not self.regime or matches(self.regime, drawn.get(row.case)))
-            and (self.layer is None or row.layer in self.layer)
-            and (self.head is None or row.head in self.head)
-        ]
+        columns: dict[str, Callable[[DeviationRow], Any]] = {
+            **{n: attrgetter(n) for n in ("out_format", "case", "module", "phase")},
+            "regime": lambda row: drawn.get(row.case),
+        }
+        chosen = list(rows)
+        for name, read in columns.items():
+            if patterns := getattr(self, name):
+                fits = {text: matches(patterns, text) for text in set(map(read, chosen))}
+                chosen = [row for row in chosen if fits[read(row)]]
+        for name in ("layer", "head"):
+            numbers = getattr(self, name)
+            if numbers is not None:
+                chosen = [row for row in chosen if getattr(row, name) in numbers]
+        return chosen
 
 
 def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
