@@ -23,8 +23,7 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
-from numdev.audit.reproduce.reduction import with_explicit_mask
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError, UsageError, closest
 from numdev.kernels import Kernel, imported
 from numdev.kernels.output import GRADIENTS
@@ -39,12 +38,8 @@ RUNS_OF_NOISE = 10
 FIGURES = {
     "nonfinite": "elements that are finite or not against the exact result",
     "max_abs": "largest error",
-    "mean_abs": "mean |error|",
     "rms": "rms error",
-    "rel": "|error| / |exact|",
     "row_rel": "rms over rows of |error| / |terms|",
-    "max_ulp": "largest error in ulps at the size of its terms",
-    "floor_ratio": "rms error / that of the exact result rounded once",
     "bias": "mean of kernel - exact rounded once, in ulps at the size of the terms",
     "bias_sign": "mean along the sign of kernel - exact rounded once, in ulps",
     "bias_feature": "largest mean over a feature of kernel - exact rounded once, in ulps",
@@ -53,10 +48,14 @@ FIGURES = {
 STANDS_FOR = {
     "expected_ratio": "row_rel",
     "worst_row": "row_rel",
+    "suspicion": "row_rel",
+    "floor_ratio": "rms",
     "baseline_ratio": "rms",
+    "rel": "rms",
+    "w1": "rms",
+    "mean_abs": "rms",
+    "max_ulp": "max_abs",
     "fa_rule": "max_abs",
-    "w1": "mean_abs",
-    "suspicion": "rel",
     "noise_ratio": "noise",
     "lse_error": "rms",
 }
@@ -68,7 +67,6 @@ BACKENDS: Mapping[str, str | None] = {
     "sdpa-cudnn": "CUDNN_ATTENTION",
     "sdpa-default": None,
 }
-PLAIN = (bool, int, float, str, type(None))  # what a script can spell of a closed-over value
 Call = tuple[AttentionCase, dict[str, Any]]  # the case as the kernel was given it; the spelling
 
 
@@ -99,7 +97,7 @@ def write(
     limit: float | None = None,
     folder: Path | None = None,
 ) -> Path:
-    """Write reproduce.py, tensors.safetensors and README.md into `directory`; returns the script.
+    """Write reproduce.py and tensors.safetensors into `directory`; returns the script.
 
     `tensor` is out, lse, dq, dk or dv; `head` a query head, or a kv head for dk and dv. A case with
     grad_out is a training step: inputs require gradients also where `tensor` is out or lse.
@@ -124,12 +122,13 @@ def write(
         )
     if not backward:
         case = dataclasses.replace(case, grad_out=None)
-    case, call = _call(kernel, options, case)
+    case, call = _call(kernel, options, case, tensor)
     if limit is None:
         limit = 1 if metric == "nonfinite" else ENOUGH * abs(observed or 0.0)
     given = f" with {', '.join(f'{n} = {v!r}' for n, v in options.items())}" if options else ""
-    where = system.gpu or f"{system.cpu} ({system.cpu_capability})"
-    override = system.settings.get("cpu_capability_override")
+    where = f"{system.cpu} ({system.cpu_capability})"
+    if system.gpu:
+        where = f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}"
     present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
     facts: dict[str, Any] = {
         **{"imports": (), "needs": "", "backend": None},
@@ -144,7 +143,7 @@ def write(
         "shown": _shown(case),
         "loaded": [f'{name} = t["{name}"]{_view(x)}' for name, x in present.items()],
         "dtypes": {n: d for n, d in DTYPES.items() if d in {x.dtype for x in present.values()}},
-        "words": words,
+        "words": textwrap.wrap(words, 97),
         "kernel": kernel.name,
         "observed": observed,
         "limit": limit,
@@ -152,8 +151,6 @@ def write(
         "runs": RUNS_OF_NOISE,
         "about": f"Measured: {kernel.name}{given}, torch {system.packages.get('torch', '?')}, "
         f"{where}.",
-        "environment": _environment(system),
-        "environment_variable": f"ATEN_CPU_CAPABILITY={override} " if override else "",
     }
     templates = Environment(
         loader=PackageLoader("numdev", "data/reproducer"),
@@ -163,14 +160,12 @@ def write(
         keep_trailing_newline=True,
     )
     templates.filters["literal"] = literal
-    comment = {**facts, "words": textwrap.wrap(words, 97) or [""]}
     script = directory / "reproduce.py"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tensorfile.write(directory / "tensors.safetensors", [case])
-        for path, told in ((script, comment), (directory / "README.md", facts)):
-            text = templates.get_template(f"{path.name}.j2").render(told)
-            path.write_text(text, encoding="utf-8")
+        text = templates.get_template("reproduce.py.j2").render(facts)
+        script.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MeasurementError(f"{directory}: cannot be written ({error.strerror})") from error
     return script
@@ -191,11 +186,11 @@ def literal(value: Any) -> str:
 # --- how the kernel is called --------------------------------------------------------------------
 
 
-def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase) -> Call:
+def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tensor: str) -> Call:
     """How the template spells the call, and the case in the form in which the kernel was given it
     (its mask explicit)."""
     name = kernel.name
-    if name in BACKENDS:
+    if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
         return _sdpa(name, case)
     if name == "baseline":
         words = "plain attention as eager model code has it, every product in the working format"
@@ -220,9 +215,14 @@ def _sdpa(name: str, case: AttentionCase) -> Call:
     backend = BACKENDS[name]
     by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
     if case.restricts_positions and not by_flag:
-        case = with_explicit_mask(case)
+        case = _with_mask(case, explicit_mask(case))
     forced = f"backend {backend}, forced alone" if backend else "whatever PyTorch picks"
     return case, {"call": "sdpa", "kernel_words": f"PyTorch's SDPA, {forced}", "backend": backend}
+
+
+def _with_mask(case: AttentionCase, mask: Tensor | None) -> AttentionCase:
+    """The case with its positions in the mask."""
+    return dataclasses.replace(case, mask=mask, is_causal=False, causal_offset=0, window=None)
 
 
 def _function(
@@ -230,9 +230,11 @@ def _function(
 ) -> Call:
     """A function of q, k, v: the arguments that numdev gives it, by their names."""
     module, _, name = path.partition(":")
-    imports: tuple[str, ...] = (f"from {module} import {name}",)
     if not name:  # no module has it under its name
-        module, name, imports = defined_again(function)
+        raise UsageError(
+            f"a script of its own cannot import {path}",
+            hint="define it with `def` at the top of a module",
+        )
     seen: dict[str, Any] = {}
 
     def recorder(*args: Any, **named: Any) -> None:
@@ -249,14 +251,14 @@ def _function(
         else:
             values[argument] = "mask"
             if x is not case.mask:  # positions, or a bool mask, as the function's one mask
-                case = dataclasses.replace(with_explicit_mask(case), mask=x)
+                case = _with_mask(case, x)
     return case, {
         "call": "function",
         "kernel_words": path,
         "function": name,
         "arguments": "".join(f", {n}={x}" for n, x in values.items()),
         "repeats": seen["args"][1].shape != case.k.shape,
-        "imports": imports,
+        "imports": (f"from {module} import {name}",),
         "needs": module,
     }
 
@@ -283,19 +285,6 @@ def _shown(case: AttentionCase) -> str:
     return " & ".join(parts) if len(parts) > 1 else parts[0].strip("()") if parts else ""
 
 
-def _environment(system: System) -> list[tuple[str, str]]:
-    """The environment as pairs for a table."""
-    packages, settings = system.as_dict()["packages"], system.settings
-    facts = {
-        "GPU": system.gpu and f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}",
-        "CPU": f"{system.cpu} ({system.cpu_capability}), {system.threads} threads",
-        "system": f"{system.platform}, Python {system.python}",
-        "packages": ", ".join(f"{n} {v}" for n, v in packages.items()),
-        "settings": ", ".join(f"{n} {v}" for n, v in settings.items() if v is not None),
-    }
-    return [(name, value) for name, value in facts.items() if value]
-
-
 # --- where a function comes from -----------------------------------------------------------------
 
 
@@ -316,34 +305,3 @@ def folder_of(function: Callable[..., Any]) -> Path | None:
         return None
     path = Path(file).resolve()
     return path.parents[module.count(".") + (path.name == "__init__.py")]
-
-
-def defined_again(function: Callable[..., Any]) -> tuple[str, str, tuple[str, ...]]:
-    """The module, the name, and the lines that define in another process a function that cannot be
-    imported, as tests define them in functions: from its source, in a copy of its module's names
-    and with the plain values that it closes over. Raises UsageError where lines cannot do it."""
-    module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-    values: Mapping[str, Any] = {}
-    source = ""
-    if inspect.isfunction(function) and module != "__main__" and folder_of(function):
-        values = inspect.getclosurevars(function).nonlocals
-        source = textwrap.dedent(inspect.getsource(function))
-    other = next((n for n, x in values.items() if not isinstance(x, PLAIN)), None)
-    if other or not source.startswith("def "):
-        why = "it is no function made with `def` in a module, undecorated"
-        raise UsageError(
-            f"a script of its own cannot get hold of {name or type(function).__name__}: "
-            + (f"it closes over {other}, which is no plain value" if other else why),
-            hint="define it with `def` at the top of a module",
-        )
-    closed = "".join(f", {n}={literal(x)}" for n, x in values.items())
-    lines = (
-        "import importlib",
-        f'namespace = dict(vars(importlib.import_module("{module}")){closed})',
-        "source = [",
-        *(f"    {line!r}," for line in source.splitlines()),
-        "]",
-        'exec("\\n".join(source), namespace)',
-        f'{name} = namespace["{name}"]',
-    )
-    return module, name, lines
