@@ -21,7 +21,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, 4298),
-    "numdev/gate": (1900, 3107),
+    "numdev/gate": (1900, 2990),
     "numdev/training": (3000, 3730),
     "numdev/diagnose": (1500, 1669),
     "numdev/report": (2900, 4578),

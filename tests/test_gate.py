@@ -332,9 +332,6 @@ def test_losing_numbers_never_turns_a_verdict_into_a_pass(seed: int) -> None:
         assert code == (3 if getattr(damaged[2], metric) is None else 1)
 
 
-# --- selectors and files -------------------------------------------------------------------------
-
-
 # --- planted faults ------------------------------------------------------------------------------
 
 

@@ -136,8 +136,8 @@ def test_a_key_may_stand_twice_where_it_is_merged(tmp_path: Path) -> None:
     ("doses", "code", "why"),
     [
         ({0.001: 1.0, 0.01: 9.0}, 0, None),
-        ({0.001: 1.0, 0.01: 1.0, 0.03: 9.0}, 3, "caught from 0.03 only (bfloat16)"),
-        ({0.01: 1.0}, 3, "caught at no dose (bfloat16)"),
+        ({0.001: 1.0, 0.01: 1.0, 0.03: 9.0}, 3, "caught: scale (bfloat16) from 0.03"),
+        ({0.01: 1.0}, 3, "caught: scale (bfloat16) at no dose up to 0.01"),
         ({}, 3, "no such planted fault in this report: audit with --control"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from numdev.gate.judging import NOTHING, judge
 from numdev.gate.rules import Rules
-from numdev.gate.verdict import Calls, Held, Judgement, Power, Verdict
+from numdev.gate.verdict import Calls, Held, Judgement, Verdict
 from numdev.report import DeviationRow, Finding, Place
 
 # How a row's claim begins where the kernel declared none and was found to round so.
@@ -61,7 +61,7 @@ def findings_of(
     judgement = judge(rows, rules)
     findings, tested = findings_in(judgement, rows)
     if judgement.power:
-        caught = "; ".join(map(_caught, judgement.power))
+        caught = "; ".join(map(str, judgement.power))
         tested = (*tested, f"Of faults planted here, these rules catch: {caught}.")
     return findings, tested
 
@@ -319,17 +319,6 @@ def _lacking(rule: str, verdicts: Sequence[Verdict]) -> str:
         return f"{rule} (nothing here to apply it to)"
     partly = "in part: " if any(v.judged for v in verdicts) else ""
     return f"{rule} ({partly}{'; '.join(list(reasons)[:2])})"
-
-
-def _caught(power: Power) -> str:
-    """From which dose on the rules catch a planted fault."""
-    measured = [dose.dose for dose in power.doses if dose.outcome != "unmeasured"]
-    what = f"{power.fault} ({power.format})"
-    if not measured:
-        return f"{what} could not be measured"
-    if power.caught_from is None:
-        return f"{what} at no dose up to {max(measured):g}"
-    return f"{what} from {power.caught_from:g}"
 
 
 def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:

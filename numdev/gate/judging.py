@@ -472,7 +472,7 @@ def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> 
     for fault, dose in rules.catches.items():
         planted = [p for p in power if p.fault == fault]
         weak = [p for p in planted if p.caught_from is None or p.caught_from > dose]
-        why = [_missed(p) for p in weak] if planted else [NOT_PLANTED]
+        why = [f"caught: {p}" for p in weak] if planted else [NOT_PLANTED]
         absent = [fmt for fmt in formats if planted and fmt not in {p.format for p in planted}]
         why += [f"not planted in {fmt}" for fmt in absent]
         if why:
@@ -482,10 +482,3 @@ def _powerless(power: Sequence[Power], rules: Rules, formats: Iterable[str]) -> 
                 reasons=tuple(why),
                 limit=f"caught from {dose:g}",
             )
-
-
-def _missed(power: Power) -> str:
-    if all(d.outcome == "unmeasured" for d in power.doses):
-        return f"no dose of it could be measured ({power.format})"
-    caught = "at no dose" if power.caught_from is None else f"from {power.caught_from:g} only"
-    return f"caught {caught} ({power.format})"

@@ -110,6 +110,15 @@ class Power(Record):
     """The smallest dose from which on every one that was measured is caught; None where the largest
     of them is missed."""
 
+    def __str__(self) -> str:
+        what = f"{self.fault} ({self.format})"
+        measured = [dose.dose for dose in self.doses if dose.outcome != "unmeasured"]
+        if not measured:
+            return f"{what} could not be measured"
+        if self.caught_from is None:
+            return f"{what} at no dose up to {max(measured):g}"
+        return f"{what} from {self.caught_from:g}"
+
 
 class Judgement(Record):
     """All of it, and what it comes to."""
