@@ -195,9 +195,9 @@ class AuditConfig(Measuring, Reading):
     """For a diffusers pipeline: run N denoising steps.  [4]"""
     steps: Annotated[tuple[Count, ...] | None, Option(metavar="LIST")] = None
     """Only these denoising steps, from 0: 0,3.  [all]"""
-    stream: Annotated[bool | None, Option("--stream/--no-stream")] = None
-    """Read the model's weights from disk layer by layer while it runs, in memory for one layer.
-    [where they are too large to be loaded whole]"""
+    stream: Annotated[bool, Option()] = False
+    """Read the model's weights from disk layer by layer while it runs, in memory for one layer: for
+    models that are too large to be loaded whole."""
     heads: Annotated[tuple[int, ...] | None, Option(metavar="LIST")] = None
     """Only these query heads."""
     explain: Annotated[bool, Option()] = False

@@ -164,28 +164,6 @@ def flash_attention_impl() -> str | None:
     return current_flash_attention_impl()
 
 
-def free_memory(device: str) -> dict[str, int]:
-    """Bytes that a program can still take, by where: of this machine (or of the container it is,
-    where that is less), and of the GPU for `cuda`. What cannot be told is left out."""
-    import torch
-
-    found = []
-    available = _line_of("/proc/meminfo", "MemAvailable")
-    if available:
-        found.append(int(available.split()[0]) << 10)
-    # A container's limit; its page cache counts as used, and can be had back.
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text())
-        stat = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-        limit = int((group / "memory.max").read_text())
-        found.append(limit - used + int(stat.get("file", 0)))
-    free = {"host memory": min(found)} if found else {}
-    if device == "cuda":
-        free["GPU memory"] = int(torch.cuda.mem_get_info()[0])
-    return free
-
-
 def _line_of(path: str, key: str) -> str:
     """What a file of `/proc` says after `key:`; empty where it says nothing."""
     with contextlib.suppress(OSError):

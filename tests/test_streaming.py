@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import numdev.sources.opening
 from numdev import report
 from numdev.cli.main import main
 from numdev.errors import MeasurementError
@@ -62,7 +61,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_report_is_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """Rows, cases, weights, findings and summary; only the report of the streamed one says so."""
     target = saved(name, tmp_path)
-    a, b = audit(target, "a", "--stream"), audit(target, "b", "--no-stream")
+    a, b = audit(target, "a", "--stream"), audit(target, "b")
     assert same_numbers(a, b)
     assert any(row.role == "kernel" and row.status == "ok" for row in a.rows)
     sources = [x.provenance.source for x in (a, b)]
@@ -123,7 +122,7 @@ def test_later_layers_are_never_read(name: str, tmp_path: Path, reads: list[str]
     layers = {n.split(".")[i + 1] for n in read for i, p in enumerate(n.split(".")) if p in STACKS}
     assert layers == {"0"}
     assert not any("lm_head" in n or "cls." in n or "norm.weight" in n[:18] for n in read)
-    assert same_numbers(ours, audit(target, "b", "--no-stream", "--layers", "0"))
+    assert same_numbers(ours, audit(target, "b", "--layers", "0"))
     assert {row.layer for row in ours.rows} == {0}
 
 
@@ -136,30 +135,7 @@ def test_a_layer_that_runs_more_than_once_is_not_the_last(tmp_path: Path) -> Non
     flags = ("--layers", "0")
     ours = audit(target, "a", "--stream", *flags)
     assert len({case.case for case in ours.cases}) == 2
-    assert same_numbers(ours, audit(target, "b", "--no-stream", *flags))
-
-
-# --- when it is streamed ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        numdev.sources.opening, "free_memory", lambda device: {"host memory": 100_000}
-    )
-
-
-@pytest.mark.usefixtures("little_memory")
-def test_what_is_too_large_is_streamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By itself, and one line says so; --no-stream loads it all the same."""
-    target = saved("llama", tmp_path)  # 82 kB in float32
-    capsys.readouterr()
-    main(["audit", str(target), *SMALL, "--output", str(tmp_path / "a")])
-    err = capsys.readouterr().err
-    assert err.count("streamed from disk") == 1
-    assert "GB of host memory are free" in err
-    assert "streamed" in report.read(tmp_path / "a").provenance.source
-    assert "streamed" not in audit(target, "b", "--no-stream").provenance.source
+    assert same_numbers(ours, audit(target, "b", *flags))
 
 
 # --- what cannot be streamed --------------------------------------------------------------------

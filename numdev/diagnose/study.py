@@ -139,7 +139,7 @@ def _reading(request: DiagnoseRequest, stage: Stage) -> AuditRequest:
     than which cases to draw: it would be ignored."""
     path = Path(stage.target)
     # Gradients of its loss need the model whole, however large it is.
-    cases: dict[str, Any] = {"checkpoint": stage.target, "stream": False}
+    cases: dict[str, Any] = {"checkpoint": stage.target}
     if path.suffix in YAML:
         config = read_yaml(path, AuditConfig)
         other = sorted(config.model_fields_set - {"cases"})

@@ -122,7 +122,7 @@ class Checkpoint(Weights):
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
         """The same model on the CPU with a `Deferred` for every stored weight. Raises as
         `load_model`, and UsageError where it cannot be streamed."""
-        if not self.can_be_streamed:
+        if self.split or any(file.suffix in storage.PICKLES for file in self.files):
             names = some([file.name for file in self.files])
             raise UsageError(
                 f"{self.path}: streaming a model: expected safetensors files, got {names}",
@@ -131,7 +131,7 @@ class Checkpoint(Weights):
         if find_spec("accelerate") is None:
             raise UsageError(
                 "streaming a model needs accelerate",
-                hint="pip install 'numdev[large]', or load it whole with --no-stream",
+                hint="pip install 'numdev[large]', or load it whole, without --stream",
             )
         empty, deferred = {}, {}
         for file in self.files:
@@ -142,14 +142,6 @@ class Checkpoint(Weights):
         # the memory of a model that has none.
         self._built(empty, dtype, device_map={"": META})
         return self._built(deferred, dtype).eval()
-
-    @property
-    def can_be_streamed(self) -> bool:
-        return not self.split and all(file.suffix not in storage.PICKLES for file in self.files)
-
-    def size_in(self, dtype: torch.dtype) -> int:
-        """Bytes of the model's weights in a format, by the headers of its safetensors files."""
-        return sum(x.numel() for _, x in self.tensors()) * dtype.itemsize
 
     def _built(self, state: Mapping[str, Tensor], dtype: torch.dtype, **options: Any) -> nn.Module:
         """transformers' model of these weights, checked."""

@@ -32,13 +32,12 @@ from numdev.sources.streaming import Streamed
 from numdev.sources.synthetic import Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import StoredCase, holds_cases, open_cases
 from numdev.sources.watch import Layers, attention_modules, numbered
-from numdev.system import System, free_memory
+from numdev.system import System
 
 # Options that say what a model is and reads, and mean nothing where there is none of that kind.
 FOR_PIPELINES: tuple[str, ...] = ("denoise", "steps")
 NOT_FOR_PIPELINES: tuple[str, ...] = ("model", "tokenizer", "inputs", "generate", "stream")
 FOR_MODELS: tuple[str, ...] = ("text", *NOT_FOR_PIPELINES, *FOR_PIPELINES)
-FILLED = 0.8  # How much of the free memory a whole model may take; an audit needs some beside it
 
 
 class Located(Protocol):
@@ -350,23 +349,10 @@ def open_model(
             f"--stream: the factory {opened.factory} builds its model whole",
             hint="leave --stream out, or give a Hugging Face directory",
         )
-    too_large = ""
-    if isinstance(opened, Checkpoint) and request.stream is None and opened.can_be_streamed:
-        size = opened.size_in(dtype)
-        for place, free in free_memory(system.device).items():
-            if size > FILLED * free:
-                too_large = f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {place} are free"
-        if too_large and request.gradients:
-            raise UsageError(
-                f"{opened.path}: the model's own loss needs its weights whole, {too_large}",
-                hint="numdev audit --stream draws upstream gradients; --no-stream loads all the "
-                "same",
-            )
-    if isinstance(opened, StateDict) or not (request.stream or too_large):
+    if isinstance(opened, StateDict) or not request.stream:
         return opened, opened.load_model(dtype=dtype, device=system.device), None, ()
     streamed = Streamed(opened.deferred_model(dtype=dtype), device=system.device)
-    why = f", since they take {too_large}" if too_large else ""
-    note = f"The model's weights are streamed from disk, layer by layer{why}."
+    note = "The model's weights are streamed from disk, layer by layer."
     return opened, streamed.model, streamed, (note,)
 
 

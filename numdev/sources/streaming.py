@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from numdev.errors import MeasurementError
 from numdev.sources import files as storage
 
-CANNOT = "this model cannot be streamed; load it whole with --no-stream"
+CANNOT = "this model cannot be streamed; load it whole, without --stream"
 
 
 @dataclass(frozen=True, kw_only=True)
