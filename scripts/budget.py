@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
-    "numdev (top)": (1800, 2064),
+    "numdev (top)": (1800, 2009),
     "numdev/cli": (900, 1137),
-    "numdev/sources": (3400, 4362),
+    "numdev/sources": (3400, 4286),
     "numdev/kernels": (5600, 6401),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
