@@ -20,7 +20,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/kernels": (5600, 6401),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
-    "numdev/audit": (3100, 4298),
+    "numdev/audit": (3100, 3927),
     "numdev/gate": (1900, 2990),
     "numdev/training": (3000, 3730),
     "numdev/diagnose": (1500, 1669),

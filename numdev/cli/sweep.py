@@ -19,7 +19,7 @@ from numdev.config import SweepConfig, sweep_request
 @click.argument("config", type=FILE)
 @options_of(SweepConfig)
 @cluster_options
-@click.option("--dry-run", is_flag=True, help="Say what it would measure and cost, and stop.")
+@click.option("--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop.")
 @seed_option
 def sweep(
     config: Path,
@@ -44,9 +44,7 @@ def sweep(
     with sharing(cluster, request.device):
         planned = plan(request)
         if dry_run or not results.quiet:
-            # A calibration runs the kernels in this process, which a crash would end.
-            here = not request.isolate and cluster is None
-            click.echo(planned.cost(calibrate=here), err=not dry_run)
+            click.echo(planned.size, err=not dry_run)
         if dry_run:
             return
         directory = results.directory(config.stem, request.measured())
