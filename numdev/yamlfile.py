@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from numdev.errors import UsageError, closest
 
 Scalar = bool | int | float | str | None
+MOST_CELLS = 100_000  # of a grid in one file: more are a slip of the pen, and would fill the memory
 FILES = "see the files under configs/"
 
 
@@ -91,8 +92,13 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
             cells: list[Any] = []
             origins[part] = []
             for i, entry in enumerate(raw[part]):
-                cells += cells_of(entry, f"{where}{_line(node, (part, i))}")
+                line = _line(node, (part, i))
+                room = MOST_CELLS + 1 - len(cells)
+                cells += itertools.islice(cells_of(entry, f"{where}{line}"), room)
                 origins[part] += [i] * (len(cells) - len(origins[part]))
+                if len(cells) > MOST_CELLS:
+                    what = f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
+                    raise UsageError(f"{where}{line}: {what}")
             raw = {**raw, part: cells}
     try:
         return model.model_validate(raw)
