@@ -186,7 +186,7 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
         "max_abs": 0.11, "mean_abs": 0.12, "rel": 0.13, "cosine": 0.14, "equal": 0.15,
     }  # fmt: skip
     for i, name in enumerate(("bfloat16", "float16", "float8_e4m3fn")):
-        numbers |= {f"{name}_mean_abs": 0.21 + i / 10, f"{name}_w1": 0.22 + i / 10,
+        numbers |= {f"{name}_mean_abs": 0.21 + i / 10,
                     f"{name}_nonfinite": 0, f"{name}_times": 2.1 + i}  # fmt: skip
     tensor = TensorRow(**numbers, tensor="t", layer="0", kind="mlp", shape=(2, 5), stored_of="F32",
                        stored_against="F32", w1=0.16, spread=0.17, w1_rel=0.18)  # fmt: skip

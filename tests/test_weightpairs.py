@@ -39,8 +39,8 @@ def expected(of: Tensor, against: Tensor) -> dict[str, float]:
         "equal": (a == b).mean(),
         "w1": wasserstein_distance(a, b),
         "spread": np.abs(b - b.mean()).mean(),
-        "bfloat16_mean_abs": np.abs(cast - b).mean(),
-        "bfloat16_w1": wasserstein_distance(cast, b),
+        # W1 of a cast too, since rounding keeps the order.
+        "bfloat16_mean_abs": wasserstein_distance(cast, b),
     }
 
 
@@ -72,8 +72,7 @@ def test_a_group_is_its_tensors_laid_end_to_end() -> None:
     a, b = (torch.cat([p[i].flatten() for p in pairs]) for i in (0, 1))
     wanted = expected(a, b)
     of_all = wanted.pop("w1")
-    for name in ("spread", "bfloat16_w1"):  # means of the tensors' too
-        wanted.pop(name)
+    wanted.pop("spread")  # a mean of the tensors' too
     assert agree(found, wanted)
     each = [
         (x.numel(), wasserstein_distance(x.flatten().numpy(), y.flatten().numpy()))

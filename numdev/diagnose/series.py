@@ -51,7 +51,7 @@ def series(targets: Sequence[str]) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
             continue
         weights = open_weights(stage.target)
         if weights.damage:
-            raise MeasurementError(f"{weights.name}: {weights.damage[0].words}")
+            raise MeasurementError(f"{weights.name}: {weights.damage[0]}")
         if words := _not_finite(weights):
             left_out.append(f"{stage.name}: {words}; left out.")
         else:

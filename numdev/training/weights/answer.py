@@ -11,7 +11,7 @@ from typing import Any
 from numdev.formats import FORMATS
 from numdev.report.numbers import times
 from numdev.sources.files import some
-from numdev.training.weights.pairs import BEYOND, CASTS
+from numdev.training.weights.pairs import CASTS
 from numdev.training.weights.report import (
     GroupRow,
     Matter,
@@ -26,7 +26,7 @@ BLIND = 0.25
 SAID: tuple[Matter, ...] = (
     *("damaged", "not finite", "reshaped", "missing", "extra", "not compared"),
 )
-UNKNOWN = "{p.of} and {p.against}: no element could be compared."
+UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
 EQUAL = (
     "{p.of} equals {p.against}: every finite element of the {p.tensors} tensors compared "
     "({p.elements:,})."
@@ -88,10 +88,8 @@ def _pair(total: GroupRow, rows: Sequence[TensorRow]) -> PairSummary:
 
 
 def _sentences(p: PairSummary, null: str | None) -> Iterator[str]:
-    if null == BEYOND:
-        yield f"{p.of} differs from {p.against} by a mean that {BEYOND}."
-    elif p.mean_abs is None or p.max_abs == 0:
-        yield (UNKNOWN if p.mean_abs is None else EQUAL).format(p=p)
+    if p.mean_abs is None or p.max_abs == 0:
+        yield (UNKNOWN if p.mean_abs is None else EQUAL).format(p=p, null=null)
     else:
         beside = NO_CAST if p.times_median is None else BESIDE
         ratios = {"median": times(p.times_median), "largest": times(p.times_largest)}

@@ -37,14 +37,6 @@ class Stored:
     read: Callable[[], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Damage:
-    """Why a file cannot be read, and the tensors that an index says are in it."""
-
-    words: str
-    tensors: tuple[str, ...] = ()
-
-
 @dataclass(kw_only=True)
 class Weights:
     """An opened set of weights, its tensors in the order of the files."""
@@ -54,16 +46,12 @@ class Weights:
     tensors: dict[str, Stored] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     """Names in a pickle that share the storage of another, which is the one in `tensors`."""
-    damage: list[Damage] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)  # why files cannot be read
     prefix: str = ""  # what was taken off all names
 
     def find(self, name: str) -> Stored | None:
         """The tensor of this name, by whichever of its names it is listed."""
         return self.tensors.get(self.tied.get(name, name))
-
-    def is_lost(self, name: str) -> bool:
-        """Whether the tensor is known to be in a file that cannot be read."""
-        return any(name in damage.tensors for damage in self.damage)
 
     def identity(self) -> str:
         """SHA-256 over the names and contents of the files that are there."""
@@ -83,31 +71,28 @@ def open_weights(target: str) -> Weights:
             weights.files = files_of(path)
             weights.tensors = {n: Stored(shape=x.shape, read=x.read) for n, x in split.items()}
         else:
-            for file, expected in _files(path).items():
-                _add(weights, file, expected)
+            for file in _files(path):
+                _add(weights, file)
     except MeasurementError as error:
-        weights.damage.append(Damage(words=error.message))
+        weights.damage.append(error.message)
     return _without_prefix(weights)
 
 
-def _files(path: Path) -> dict[Path, tuple[str, ...]]:
-    """The files meant by a path, each with its tensors where an index says. Of a directory: what
-    transformers reads; else its only index, all its safetensors files, or its only pickle."""
+def _files(path: Path) -> list[Path]:
+    """The files meant by a path. Of a directory: what transformers reads; else its only index, all
+    its safetensors files, or its only pickle."""
     if path.name.endswith(INDEX):
-        named: dict[Path, tuple[str, ...]] = {}
-        for tensor, file in storage.weight_map(path).items():
-            named[file] = (*named.get(file, ()), tensor)
-        return dict(sorted(named.items()))
+        return sorted(set(storage.weight_map(path).values()))
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise UsageError(f"{path}: is no file of weights", hint=f"give {ACCEPTED}")
-        return {path: ()}
+        return [path]
     usual = [path / name for whole in WHOLE for name in (whole, f"{whole}{INDEX}")]
     indexes, safe = sorted(path.glob(f"*{INDEX}")), sorted(path.glob("*.safetensors"))
     pickles = sorted(p for p in path.iterdir() if p.suffix in storage.PICKLES)
     chosen = [file for file in usual if file.is_file()][:1] or indexes
     if not chosen and safe:
-        return dict.fromkeys(safe, ())
+        return safe
     chosen = chosen or pickles
     if len(chosen) != 1:
         has = f"has {len(chosen)} sets of weights" if chosen else "has no weights that numdev reads"
@@ -115,7 +100,7 @@ def _files(path: Path) -> dict[Path, tuple[str, ...]]:
     return _files(chosen[0])
 
 
-def _add(weights: Weights, file: Path, expected: tuple[str, ...]) -> None:
+def _add(weights: Weights, file: Path) -> None:
     """List a file's tensors, or what is wrong with it."""
     places: dict[object, str] = {}
     try:
@@ -130,7 +115,7 @@ def _add(weights: Weights, file: Path, expected: tuple[str, ...]) -> None:
             else:
                 weights.tensors[name] = stored
     except MeasurementError as error:
-        weights.damage.append(Damage(words=error.message, tensors=expected))
+        weights.damage.append(error.message)
 
 
 def _listed(file: Path) -> Iterator[tuple[str, Stored, object]]:
@@ -156,13 +141,11 @@ def _mapped(file: Path, name: str) -> Tensor:
 
 def _without_prefix(weights: Weights) -> Weights:
     """The same under names without the prefixes that all have."""
-    lost = [name for damage in weights.damage for name in damage.tensors]
-    names = [*weights.tensors, *weights.tied, *lost]
+    names = [*weights.tensors, *weights.tied]
     n = len(prefix := storage.common_prefix(names) if names else "")
     return replace(
         weights,
         tensors={name[n:]: x for name, x in weights.tensors.items()},
         tied={name[n:]: other[n:] for name, other in weights.tied.items()},
-        damage=[replace(d, tensors=tuple(t[n:] for t in d.tensors)) for d in weights.damage],
         prefix=prefix,
     )

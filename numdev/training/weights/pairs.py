@@ -118,8 +118,7 @@ def numbers(sums: Sums) -> dict[str, Any]:
     casts = [name for name in CASTS if f"{name}_change" in sums]
     for name in casts:
         held, change = sums[f"{name}_elements"], sums[f"{name}_change"]
-        mean = (change, held, f"{name} holds no element")
-        parts |= {f"{name}_mean_abs": mean, f"{name}_w1": mean}
+        parts[f"{name}_mean_abs"] = (change, held, f"{name} holds no element")
         same = f"a cast to {name} changes nothing"
         parts[f"{name}_times"] = (sums["gap"] / max(n, 1), held and change / held, same)
     values: dict[str, float | None] = {}

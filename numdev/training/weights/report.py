@@ -36,15 +36,12 @@ class WeightNumbers(Record):
     cosine: float | None
     equal: float | None  # the share of elements
     bfloat16_mean_abs: float | None
-    bfloat16_w1: float | None
     bfloat16_nonfinite: int | None  # that the format cannot hold, or that were not finite
     bfloat16_times: float | None
     float16_mean_abs: float | None
-    float16_w1: float | None
     float16_nonfinite: int | None
     float16_times: float | None
     float8_e4m3fn_mean_abs: float | None
-    float8_e4m3fn_w1: float | None
     float8_e4m3fn_nonfinite: int | None
     float8_e4m3fn_times: float | None
     nulls: dict[str, str] = Field(default_factory=dict)  # number to the reason it is null

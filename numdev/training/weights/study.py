@@ -118,10 +118,8 @@ class Comparison:
         """A name, another set, its tensor and the first set's, on the device: whatever can be
         compared, in the order of the first set."""
         for source in (self.first, *self.others):
-            for damage in source.damage:
-                self.remark(source, None, "damaged", damage.words)
-                for name in damage.tensors:
-                    self.remark(source, name, "damaged", "was in a file that cannot be read")
+            for words in source.damage:
+                self.remark(source, None, "damaged", words)
         plan: dict[str, list[tuple[Weights, Stored, Stored]]] = {n: [] for n in self.first.tensors}
         for other in self.others:
             for name, theirs, ours in self.matched(other):
@@ -135,12 +133,13 @@ class Comparison:
                     yield name, other, of, against
 
     def matched(self, other: Weights) -> Iterator[tuple[str, Stored, Stored]]:
-        """The tensors that another set and the first have in one shape."""
+        """The tensors that another set and the first have in one shape. What a damaged set lacks
+        may be in the file that cannot be read, and is not called missing."""
         first = self.first
         for name, ours in first.tensors.items():
             theirs = other.find(name) or self.embedding(other, name, ours)
             if theirs is None:
-                if other.tensors and not other.is_lost(name):
+                if not other.damage:
                     self.remark(other, name, "missing", "is not there")
             elif theirs.shape != ours.shape:
                 words = f"is {list(theirs.shape)}, and {list(ours.shape)} in {first.name}"
@@ -150,7 +149,7 @@ class Comparison:
         known = {*first.tensors, *first.tied}
         known |= {name for alias, name in other.tied.items() if alias in known}
         for name, theirs in other.tensors.items():
-            if name not in known and not first.is_lost(name):
+            if name not in known and not first.damage:
                 if embedding := self.embedding(first, name, theirs):
                     yield name, theirs, embedding
                 else:
@@ -159,7 +158,7 @@ class Comparison:
     def embedding(self, source: Weights, name: str, like: Stored) -> Stored | None:
         """The embedding in place of an output head that a file leaves out, as Hugging Face's do
         where the two are tied."""
-        if name.endswith(HEADS) and not source.is_lost(name):
+        if name.endswith(HEADS) and not source.damage:
             for its, stored in source.tensors.items():
                 if its.endswith(EMBEDDINGS) and stored.shape == like.shape:
                     words = f"is not stored, and taken to be tied to {its}"
