@@ -25,7 +25,7 @@ from numdev.report.renderers import html
 from numdev.report.views import bounds as views
 from numdev.training.bounds import study
 from numdev.training.bounds.report import BoundsReport, Comparison, Saturation
-from numdev.training.bounds.saturation import COLUMNS, ratios, saturation
+from numdev.training.bounds.saturation import COLUMNS, NULLS, ratios, saturation
 from numdev.training.report import DistanceRow, TrainReport
 
 
@@ -351,6 +351,24 @@ def test_what_is_no_run_with_distances_is_refused(tmp_path: Path) -> None:
     reports.write(report(curves(), ["golden"]), tmp_path)
     with pytest.raises(MeasurementError, match="no distance between weights"):
         study.bounds(tmp_path)
+
+
+def test_a_run_of_no_listed_variant_is_refused(tmp_path: Path) -> None:
+    """On reading, in words."""
+    run = report(curves())
+    other = run.distances[-1].model_copy(update={"variant": "unlisted"})
+    run = run.model_copy(update={"distances": (*run.distances, other)})
+    with pytest.raises(MeasurementError, match="unlisted"):
+        bounds_of(run, tmp_path)
+
+
+def test_nulls_may_have_distances_at_step_0_alone(tmp_path: Path) -> None:
+    """Then no step has anything to compare with."""
+    run = report(curves())
+    null = {v.name for v in run.variants if v.role in NULLS}
+    early = tuple(d for d in run.distances if d.variant not in null or d.step == 0)
+    found = bounds_of(run.model_copy(update={"distances": early}), tmp_path)
+    assert [mark.null for mark in found.saturations] == [None]
 
 
 def test_a_ratio_is_a_geometric_mean_in_each_seed() -> None:

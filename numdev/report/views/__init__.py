@@ -69,7 +69,8 @@ def _script(finding: Finding, directory: Path | None) -> tuple[str, str] | None:
 def _origin(report: Report) -> Iterator[doc.Node]:
     """Where the numbers come from: a table on the page, a line or two in the terminal."""
     system, source = report.provenance.system, report.provenance.source
-    packages = system.get("packages") or {}
+    packages = system.get("packages")
+    packages = packages if isinstance(packages, dict) else {}
     where = f"{system.get('cpu')} ({system.get('cpu_capability')})"
     what = source.get("checkpoint") or source.get("tensors") or source.get("config")
     pairs = {

@@ -76,8 +76,9 @@ def saturation(group: str, distances: pd.DataFrame) -> Saturation:
     roles = dict(zip(distances.label, distances.role, strict=True))
     values = curves(distances[distances.step > 0])
     middle = values.where(values > 0).groupby("step").agg(_geometric)
-    large = middle[[label for label, role in roles.items() if role in PERTURBED]]
-    small = middle[[label for label, role in roles.items() if role in NULLS]]
+    here = {label: role for label, role in roles.items() if label in middle}  # beyond step 0
+    large = middle[[label for label, role in here.items() if role in PERTURBED]]
+    small = middle[[label for label, role in here.items() if role in NULLS]]
     above = (large.max(axis=1) / small.min(axis=1)).dropna()
     if above.empty:
         reason = "every null run is bitwise the golden one"
