@@ -26,7 +26,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/diagnose": (1500, 1669),
     "numdev/report": (2900, 4345),
     "numdev": (28000, 33256),
-    "tests": (20000, 25758),
+    "tests": (20000, 25777),
 }
 WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 
