@@ -211,7 +211,7 @@ def test_the_triton_kernel_rounds_where_it_claims_to(dtype: torch.dtype, feature
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("feature", ON_GPU)
 def test_backward_on_a_gpu(feature: str, compiled: bool) -> None:
-    """Gradients are within 8 floors of fp64, as the conformance check asks, with grouped heads."""
+    """Gradients are within 8 floors of fp64, with grouped heads."""
     case = drawn("cuda", torch.bfloat16, **ON_GPU[feature])
     dO = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1)).to(case.q)
     case = dataclasses.replace(case, k=case.k[:, :2], v=case.v[:, :2], grad_out=dO)

@@ -62,7 +62,7 @@ def test_backend_runs_alone_and_is_near_the_floor(name, dtype, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_runs_alone_and_is_near_the_truth(name, dtype, causal):
     """The forced backend's own backward is the one that ran, on whatever thread, and its gradients
-    are within 8 floors of fp64, as the conformance check asks; lse is there unless it is math."""
+    are within 8 floors of fp64; lse is there unless it is math."""
     here = with_upstream(case(dtype=dtype, is_causal=causal))
     found, exact = find(name).gradients(here), gradients(here)
     assert found.ran == BACKENDS[name]

@@ -99,7 +99,7 @@ UNUSUAL = [(shape, mask) for shape in ("wide heads", "narrow heads", "decode") f
     ],
 )
 def test_halves_are_near_the_floor(shape: str, mask: str, dtype: torch.dtype) -> None:
-    """The output errs at most 2 floors in rms and gradients 8, as the conformance check asks,
+    """The output errs at most 2 floors in rms and gradients 8
     beside fp32 arithmetic; rows without keys are 0, and lse is that of fp64 to 1e-4."""
     here = masked(shape, mask, dtype)
     found, exact = KERNEL.gradients(here), gradients(here)
