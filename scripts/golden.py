@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,7 +113,9 @@ def compare(old: Path, new: Path) -> int:
         total += len(a)
         for path in [*a, *(p for p in b if p not in a)]:
             field = path.rsplit(".", 1)[-1].split("[")[0]
-            if field in PLAN["dropped"] or field == "stderr":
+            metric = re.search(r'"metric": "(\w+)"', path)
+            names = {field, metric and metric[1]}
+            if names & {"stderr", *PLAN["dropped"]}:
                 continue
             missing = object()
             x, y = a.get(path, missing), b.get(path, missing)

@@ -90,21 +90,17 @@ def definition(output: Tensor, y: Yardstick, head: int) -> dict[str, Any]:
         "rel": ratio(norm(error), norm(true)),
         "max_ulp": float((np.abs(error) / spacing(terms, name)[usable]).max()),
         "floor_ratio": ratio(rms(error), max(rms((floor - r)[on_grid]), least)),
-        "w1": float(stats.wasserstein_distance(o[usable], true)),
     }
     if unrounded is not None:
         at = shown & np.isfinite(unrounded)
         found["precision_rms"] = rms((r - unrounded)[at])
-        found["precision_w1"] = float(stats.wasserstein_distance(r[at], unrounded[at]))
     if plain is not None:
         at, both = shown & np.isfinite(plain), usable & np.isfinite(plain)
         found["baseline_ratio"] = ratio(rms(error), rms((plain - r)[at]))
         found["from_baseline_rms"] = rms((o - plain)[both])
-        found["from_baseline_w1"] = float(stats.wasserstein_distance(o[both], plain[both]))
         found["fa_rule"] = flash_attention_rule(o, plain, floor, both & np.isfinite(floor), name)
         if unrounded is not None:
-            for metric, part in (("flash_vs_precision", "rms"), ("flash_vs_precision_w1", "w1")):
-                found[metric] = ratio(found[f"from_baseline_{part}"], found[f"precision_{part}"])
+            found["flash_vs_precision"] = ratio(found["from_baseline_rms"], found["precision_rms"])
     lse = None if y.lse is None else of(y.lse)
     return {**found, **bias(np.where(usable, o, nan), r, floor, spacing(terms, name), lse)}
 

@@ -19,9 +19,9 @@ from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {
     "elements": 100, "sequences": 8, "empty_rows": 0, "nonfinite": 0, "max_abs": 0.02,
-    "mean_abs": 0.01, "rms": 0.012, "row_rel": 0.002, "w1": 0.005, "floor_ratio": 1.5,
+    "mean_abs": 0.01, "rms": 0.012, "row_rel": 0.002, "floor_ratio": 1.5,
     "baseline_ratio": 0.5, "fa_rule": True, "flash_vs_precision": 2.0,
-    "flash_vs_precision_w1": 1.0, "bias_p": 1.0, "bias_size": 0.0, "bias_of": "mean",
+    "bias_p": 1.0, "bias_size": 0.0, "bias_of": "mean",
 }  # fmt: skip
 EMPTY = {**dict.fromkeys(NUMBERS), "nonfinite": 100, "sequences": 8, "elements": 0}
 """A head that is all NaN."""

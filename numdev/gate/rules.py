@@ -58,11 +58,8 @@ ESTIMATED = frozenset(
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
 FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
-# What can be judged. Not W1, which is blind to permutation.
-METRICS = frozenset(
-    {n for n in FIELDS - {"layer", "seed", "head"} if not n.endswith("w1")}
-    | {"suspicion", *DERIVED}
-)
+# What can be judged.
+METRICS = FIELDS - {"layer", "seed", "head"} | {"suspicion", *DERIVED}
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:

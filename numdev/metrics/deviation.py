@@ -31,13 +31,6 @@ from numdev.metrics.yardstick import Yardstick
 
 Column = np.ndarray[Any, np.dtype[Any]]
 """[H]: numbers or flags."""
-COUNTS = {
-    "precision_w1": "moved_count",
-    "from_baseline_w1": "apart_count",
-    "low_precision_w1": "cast_count",
-    "lower_w1": "lower_count",
-}
-"""Wasserstein distances, and the count of the elements each is over."""
 COUNTED = ("elements", "empty_rows", "nonfinite")
 Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
@@ -83,8 +76,7 @@ def measure_precision(yardstick: Yardstick, *, of: int | None = None) -> Deviati
     """What rounding the inputs costs: distances between the references of rounded and of unrounded
     ones. `of` as in `measure`."""
     assert yardstick.unrounded is not None
-    distance = yardstick.transport["precision_w1"]
-    return _plain(yardstick.reference, yardstick.unrounded, yardstick.empty, of, distance)
+    return measure_plain(yardstick.reference, yardstick.unrounded, yardstick.empty, of=of)
 
 
 def measure_plain(
@@ -94,22 +86,14 @@ def measure_plain(
 
     Shapes [B, H, q_len] or [B, H, q_len, v_dim]; `empty` as in `Yardstick`, `of` as in `measure`.
     """
-    return _plain(output, reference, empty, of)
-
-
-def _plain(
-    output: Tensor, reference: Tensor, empty: Tensor, of: int | None, w1: Tensor | None = None
-) -> Deviation:
-    totals = to_host(plain_sums(output, reference, empty, w1))
+    totals = to_host(plain_sums(output, reference, empty))
     with np.errstate(all="ignore"):
         heads = _per_head(of_sums(totals.sums) | _common(totals))
     return Deviation(heads=_finished(heads, totals, of))
 
 
 def _common(totals: Totals) -> dict[str, Column]:
-    """What every tensor has. W1 is over `count` usable elements: the others are 0 in both, which
-    only dilutes the distance, since adding the same points to both samples scales it by used /
-    all."""
+    """What every tensor has."""
     sums = totals.sums
     return {
         "elements": sums["count"],
@@ -117,25 +101,17 @@ def _common(totals: Totals) -> dict[str, Column]:
         "nonfinite": sums.get("nonfinite", np.zeros_like(sums["count"])),
         "max_abs": totals.largest["max_abs"],
         "rel": np.sqrt(sums["square"]) / np.sqrt(sums["reference"]),
-        "w1": totals.transport["w1"] * (totals.elements / sums["count"]),
     }
 
 
 def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
     """What needs the floor's format, the baseline, the precision deviation, or a prediction."""
-    sums, largest, transport = totals.sums, totals.largest, totals.transport
+    sums, largest = totals.sums, totals.largest
     u = fmt.unit_roundoff
     columns: dict[str, Column] = {
         "max_ulp": largest["max_ulp"],
         "lost": np.sqrt(sums["reference"]) <= u * np.sqrt(sums["terms"]),
     }
-    for name, count in COUNTS.items():
-        if name in transport:
-            columns[name] = transport[name] * (totals.elements / sums[count])
-    for name in ("precision", "low_precision", "lower"):
-        if columns.keys() >= {f"{name}_w1", "from_baseline_w1"}:
-            ratio = columns["from_baseline_w1"] / columns[f"{name}_w1"]
-            columns[f"flash_vs_{name}_w1"] = ratio
     if "from_floor" in largest:  # flash-attention's own test, see `row_sums`
         allowed = 2 * largest["plain_from_floor"] + 2 * largest["shifted"]
         columns["fa_rule"] = largest["from_floor"] <= allowed
@@ -174,8 +150,7 @@ def _with_reasons(head: Metrics) -> Metrics:
     elif lost:
         nulls["rel"] = "the reference is lost in its term scale"
     if head.get("precision_rms") == 0:
-        why = "rounding the inputs to this format changes nothing"
-        nulls |= {"flash_vs_precision": why, "flash_vs_precision_w1": why}
+        nulls["flash_vs_precision"] = "rounding the inputs to this format changes nothing"
     if head.get("sequences", 2) < 2:
         judged = ("bias_t", "bias_p", "bias_size", "bias_of")
         nulls |= dict.fromkeys(judged, "needs at least two sequences")

@@ -18,18 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from numdev.formats import dtype_of, round_to
-from numdev.metrics.wasserstein import sorted_rows, w1_of_sorted
+from numdev.formats import dtype_of
 from numdev.metrics.yardstick import (
     RowScales,
     Sums,
     Yardstick,
-    by_head,
     finite,
     kept,
     row_max,
     row_norm,
-    w1_by_head,
     widened,
 )
 
@@ -43,13 +40,9 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 class RowSums:
     """Of an output, on the device."""
 
-    elements: int
-    """Of a head, usable or not."""
     sums: Sums
     largest: dict[str, Tensor]
     """[B, H, rows], of which the largest over rows counts."""
-    transport: dict[str, Tensor]
-    """[H]: Wasserstein distances over all elements, those that are not usable being 0."""
     signed: tuple[Tensor, ...] = ()
     """Signed differences from the floor in ulps at the term scale, by sequence: summed over rows
     [B, H, features]; along the sign of the reference, summed over rows and features [B, H]; and how
@@ -61,12 +54,10 @@ class Totals:
     """The same on the host."""
 
     rows: int
-    elements: int
     groups: dict[str, Numbers]
     """[H, GROUPS], summed over the batch and the rows of a group."""
     largest: dict[str, Numbers]
     """[H]."""
-    transport: dict[str, Numbers]
     signed: tuple[Numbers, ...]
     along: Mapping[str, Numbers] = field(default_factory=dict)
     """[bins]: sums over batch, heads and the rows of each bin; empty without bins."""
@@ -137,10 +128,8 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
         largest["worst_row"] = _ratios(size, predicted, typical, same)
     distinct = _for_bias(rows, y)
     return RowSums(
-        elements=o[:, 0].numel(),
         sums=sums,
         largest=largest,
-        transport=_transport(output, o, y, rows.usable, beside),
         signed=(elements.features, elements.along, distinct.sum(dim=2, dtype=torch.float64)),
     )
 
@@ -178,11 +167,9 @@ def element_sums(
     )
 
 
-def plain_sums(
-    output: Tensor, reference: Tensor, empty: Tensor, w1: Tensor | None = None
-) -> RowSums:
+def plain_sums(output: Tensor, reference: Tensor, empty: Tensor) -> RowSums:
     """Distances alone, of what has no floor: [B, H, rows] or [B, H, rows, features]; `empty` bool
-    [B, H, rows]. `w1` [H]: their Wasserstein distance, if it is known."""
+    [B, H, rows]."""
     if output.ndim == 3:
         output, reference = output[..., None], reference[..., None]
     o = widened(output)
@@ -198,13 +185,7 @@ def plain_sums(
         "empty_rows": empty.double(),
         "nonfinite": ((here != there) & seen).sum(dim=-1).double(),
     }
-    distance = w1_by_head(a, b, usable) if w1 is None else w1
-    return RowSums(
-        elements=o[:, 0].numel(),
-        sums=sums,
-        largest={"max_abs": row_max(error)},
-        transport={"w1": distance},
-    )
+    return RowSums(sums=sums, largest={"max_abs": row_max(error)})
 
 
 def to_host(x: RowSums, bins: Tensor | None = None) -> Totals:
@@ -212,20 +193,17 @@ def to_host(x: RowSums, bins: Tensor | None = None) -> Totals:
     binned = tuple(name for name in ALONG if name in x.sums and bins is not None)
     parts = [_dealt(torch.stack(list(x.sums.values())))]
     parts.append(torch.stack(list(x.largest.values())).amax(dim=(1, 3)))
-    parts += [*x.transport.values(), *x.signed]
+    parts += x.signed
     if bins is not None:
         by_bin = torch.stack([x.sums[name] for name in binned]).sum(dim=(-3, -2)) @ bins
         parts.append(by_bin)
     groups, largest, *rest = _copied(parts)
-    at = len(x.transport)
-    end = at + len(x.signed)
+    end = len(x.signed)
     return Totals(
         rows=x.sums["count"].shape[2],
-        elements=x.elements,
         groups=dict(zip(x.sums, groups, strict=True)),
         largest=dict(zip(x.largest, largest, strict=True)),
-        transport=dict(zip(x.transport, rest[:at], strict=True)),
-        signed=tuple(rest[at:end]),
+        signed=tuple(rest[:end]),
         along=dict(zip(binned, rest[end], strict=True)) if bins is not None else {},
     )
 
@@ -247,27 +225,6 @@ def row_ratios(error: Tensor, predicted: Tensor, usable: Tensor, y: Yardstick) -
 def _for_bias(rows: RowScales, y: Yardstick) -> Tensor:
     """bool: the elements that tell of a bias, rows that repeat others being no observation."""
     return rows.usable & y.floor_finite & ~y.repeated[..., None]
-
-
-def _transport(
-    output: Tensor, o: Tensor, y: Yardstick, usable: Tensor, beside: Tensor | None
-) -> dict[str, Tensor]:
-    """[H]: the output is sorted in the format it came in, once where that will do."""
-    whole = bool((usable == y.usable).all())
-    if whole and output is y.floor:  # rounding keeps the order
-        own = round_to(y.sorted_reference, y.format)
-    elif whole and output is y.baseline and beside is not None and bool((beside == usable).all()):
-        own = y.sorted_baseline
-    else:
-        own = sorted_rows(by_head(kept(o, usable)))
-    reference = y.sorted_reference if whole else sorted_rows(by_head(kept(y.reference, usable)))
-    distances = {"w1": w1_of_sorted(reference, own), **y.transport}
-    if beside is not None and y.baseline is not None:
-        if bool((beside == usable).all()) and whole:
-            distances["from_baseline_w1"] = w1_of_sorted(own, y.sorted_baseline)
-        else:
-            distances["from_baseline_w1"] = w1_by_head(o, y.baseline, beside)
-    return distances
 
 
 def _typical(squares: Tensor, rows: RowScales) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from numdev.formats import Format, dtype_of, round_to, ulp
-from numdev.metrics.wasserstein import sorted_rows, w1_of_sorted
 
 # A row whose terms are smaller has no relative error: its products are subnormals of fp32, which
 # hardware keeps or flushes to zero, and a key that hardly anybody sees would be 100 % wrong. Its
@@ -214,39 +213,6 @@ class Yardstick:
             "shifted": row_max(cast + 0.3 - 0.3 - cast).double(),
         }
 
-    @cached_property
-    def transport(self) -> dict[str, Tensor]:
-        """[H]: W1 that no output enters, over all elements, those that are not usable being 0."""
-        distances = {}
-        if self.unrounded is not None:
-            moved = self.usable & finite(self.unrounded)
-            distances["precision_w1"] = self._w1(self.unrounded, self.reference, moved)
-        others = {"low_precision_w1": self.baseline_fp32, "lower_w1": self.baseline_lower}
-        for name, other in others.items():
-            if other is not None and self.baseline is not None:
-                both = self.usable & finite(self.baseline) & finite(other)
-                distances[name] = self._w1(other, self.baseline, both)
-        return distances
-
-    def _w1(self, other: Tensor, own: Tensor, usable: Tensor) -> Tensor:
-        """W1 from the reference or the baseline, which are sorted but once where all of it
-        counts."""
-        if not bool((usable == self.usable).all()):
-            return w1_by_head(other, own, usable)
-        ordered = self.sorted_reference if own is self.reference else self.sorted_baseline
-        return w1_of_sorted(sorted_rows(by_head(kept(other, usable))), ordered)
-
-    @cached_property
-    def sorted_reference(self) -> Tensor:
-        """[H, elements]: the usable elements in order, the others being 0."""
-        return sorted_rows(by_head(kept(self.reference, self.usable)))
-
-    @cached_property
-    def sorted_baseline(self) -> Tensor:
-        """[H, elements]: the same of the baseline, where it is finite."""
-        assert self.baseline is not None
-        return sorted_rows(by_head(kept(self.baseline, self.usable & finite(self.baseline))))
-
 
 def finite(x: Tensor) -> Tensor:
     """Where x is neither NaN nor infinite (several times faster than isfinite on a CPU)."""
@@ -278,16 +244,6 @@ def row_max(x: Tensor) -> Tensor:
     """[B, H, rows, features] to the rows' largest magnitudes."""
     largest: Tensor = torch.linalg.vector_norm(x, math.inf, dim=-1)
     return largest
-
-
-def by_head(x: Tensor) -> Tensor:
-    """[B, H, ...] to [H, all elements]."""
-    return x.transpose(0, 1).flatten(1)
-
-
-def w1_by_head(a: Tensor, b: Tensor, usable: Tensor) -> Tensor:
-    """[H]: W1 between two tensors' heads; elements that are not usable are 0 in both."""
-    return w1_of_sorted(*(sorted_rows(by_head(kept(x, usable))) for x in (a, b)))
 
 
 def _distance(a: Tensor, b: Tensor, usable: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ from numdev.report.statistics import factor, interval
 
 MEDIAN = (
     *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),
-    *("flash_vs_precision", "flash_vs_precision_w1", "flash_vs_low_precision"),
-    *("flash_vs_low_precision_w1", "flash_vs_lower", "flash_vs_lower_w1"),
-    *("w1", "from_baseline_w1", "precision_w1", "bias", "bias_sign", "noise"),
+    *("flash_vs_precision", "flash_vs_low_precision", "flash_vs_lower"),
+    *("bias", "bias_sign", "noise"),
 )
 POOLED = {
     **dict.fromkeys(("max_abs", "max_ulp", "worst_row"), "max"),
@@ -39,7 +38,7 @@ POOLED = {
     "nonfinite": "sum",
 }
 """What can be drawn, and how it is pooled over heads; a mean and an rms are over elements."""
-IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "w1", "floor_ratio", "nonfinite")
+IN_CELLS = ("max_abs", "mean_abs", "rms", "row_rel", "floor_ratio", "nonfinite")
 """Metrics every report of a sweep gives for each cell, whatever is drawn."""
 WORDS = {
     "max_abs": "max error",
@@ -48,7 +47,6 @@ WORDS = {
     "row_rel": "relative error of a row",
     "rel": "relative error",
     "max_ulp": "max error in ulps",
-    "w1": "Wasserstein distance",
     "floor_ratio": "rms error over the floor's",
     "baseline_ratio": "rms error over the baseline's",
     "expected_ratio": "error over the expected",

@@ -42,9 +42,8 @@ from numdev.report.statistics import (
 )
 
 METRICS = (
-    *("row_rel", "w1", "floor_ratio", "baseline_ratio", "expected_ratio", "worst_row"),
-    *("flash_vs_precision", "flash_vs_precision_w1", "flash_vs_low_precision"),
-    *("flash_vs_low_precision_w1", "flash_vs_lower", "flash_vs_lower_w1", "amplification"),
+    *("row_rel", "floor_ratio", "baseline_ratio", "expected_ratio", "worst_row"),
+    *("flash_vs_precision", "flash_vs_low_precision", "flash_vs_lower", "amplification"),
 )
 """Of which a summary has the median over heads, the largest, or where that is."""
 NUMBERS = [*METRICS, "mean_abs", "max_abs", "rms", "nonfinite", "elements", "bias_p", "sequences",

@@ -52,7 +52,6 @@ STANDS_FOR = {
     "floor_ratio": "rms",
     "baseline_ratio": "rms",
     "rel": "rms",
-    "w1": "rms",
     "mean_abs": "rms",
     "max_ulp": "max_abs",
     "fa_rule": "max_abs",

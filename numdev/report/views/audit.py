@@ -178,9 +178,7 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
     ):
         known = [k for k in kernels if k.role == "kernel" and getattr(k, metric) is not None]
         ratios = ", ".join(
-            f"{k.kernel} {times(getattr(k, metric))} (W1 {times(getattr(k, f'{metric}_w1'))})"
-            for k in known
-            if not _repeats(k, kernels)
+            f"{k.kernel} {times(getattr(k, metric))}" for k in known if not _repeats(k, kernels)
         )
         if ratios:
             way = way.format(known[0].lower_format)
