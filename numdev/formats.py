@@ -110,14 +110,6 @@ _WRITTEN = {
 }
 _ALIASES = {alias: name for name, written in _WRITTEN.items() for alias in written.split()}
 
-_LOWER: Mapping[str, str] = {
-    "float64": "float32",
-    "float32": "bfloat16",
-    "tf32": "bfloat16",
-    "bfloat16": "float8_e4m3fn",
-    "float16": "float8_e4m3fn",
-    "float8_e4m3fn": "float8_e5m2",
-}
 
 # tf32 is how a GPU multiplies float32 values, not how it stores them.
 _DTYPES: Mapping[str, torch.dtype] = {n: getattr(torch, n) for n in FORMATS if n != "tf32"}
@@ -150,14 +142,6 @@ def format_named(name: str) -> Format:
         f"unknown format {name!r}",
         hint=f"{closest(key, [*FORMATS, *_ALIASES])} ({', '.join(FORMATS)}, and eXmY for others)",
     )
-
-
-def next_lower(format: Format) -> Format | None:
-    """The catalogue's next format with fewer significant bits that people go down to: float64,
-    float32, bfloat16 (tf32 and float16 are beside it), float8_e4m3fn, float8_e5m2. None below that
-    and for formats that are not of the catalogue."""
-    name = _LOWER.get(format.name)
-    return None if name is None else FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:

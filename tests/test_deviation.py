@@ -67,8 +67,8 @@ def definition(output: Tensor, y: Yardstick, head: int) -> dict[str, Any]:
         return None if x is None else x[:, head].double().numpy()
 
     name, norm = y.format.name, np.linalg.norm
-    o, r, terms, plain, unrounded = map(
-        of, (output, y.reference, y.term_scale, y.baseline, y.unrounded)
+    o, r, terms, plain, unrounded, wide = map(
+        of, (output, y.reference, y.term_scale, y.baseline, y.unrounded, y.baseline_fp32)
     )
     empty, floor = y.empty[:, head].numpy(), nearest(r, name)
     seen = np.broadcast_to(~empty[..., None], o.shape)
@@ -101,6 +101,9 @@ def definition(output: Tensor, y: Yardstick, head: int) -> dict[str, Any]:
         found["fa_rule"] = flash_attention_rule(o, plain, floor, both & np.isfinite(floor), name)
         if unrounded is not None:
             found["flash_vs_precision"] = ratio(found["from_baseline_rms"], found["precision_rms"])
+        if wide is not None:
+            found["low_precision_rms"] = cost = rms((plain - wide)[at & np.isfinite(wide)])
+            found["flash_vs_low_precision"] = ratio(found["from_baseline_rms"], cost)
     lse = None if y.lse is None else of(y.lse)
     return {**found, **bias(np.where(usable, o, nan), r, floor, spacing(terms, name), lse)}
 
@@ -212,6 +215,7 @@ def yardstick(
         format=FORMATS[name],
         baseline=(reference + noise(3 * u)).to(dtype_of(FORMATS[name])),
         unrounded=reference + noise(2 * u),
+        baseline_fp32=(reference + noise(u)).float(),
     )
 
 
@@ -247,7 +251,8 @@ def test_definitions_hold_with_holes(name: str) -> None:
     y = yardstick(name, (4, 2, 6, 3))
     output = output_for(y)
     holes = {(0, 1, 2, 0): output, (1, 1, 3): output, (2, 1): output}
-    for where, x in (*holes.items(), ((0, 1, 0), y.baseline), ((0, 1, 5), y.reference)):
+    for where, x in (*holes.items(), ((0, 1, 0), y.baseline), ((0, 1, 5), y.reference),
+                     ((0, 1, 4), y.baseline_fp32)):  # fmt: skip
         x[where] = nan
     y.unrounded[3, 1, 1] = nan
     output[3, 1, 4, 1], output[3, 1, 5, 2] = inf, -inf

@@ -55,6 +55,19 @@ def rows_of(tried: Kernel, case: AttentionCase, **options: Any) -> list[Any]:
     return [r for r in measured_rows(task, tried, case, HERE)]
 
 
+def test_the_baseline_runs_in_float32_too() -> None:
+    """Of the inputs before they are rounded; no format wide enough to hold float32 has one."""
+    case = drawn_case(12, "normal", dtype=torch.float64, head_dim=8, is_causal=True)
+    scores = (case.q @ case.k.mT * case.scale).masked_fill(
+        torch.ones(12, 12).triu(1).bool(), -math.inf
+    )
+    wide = prepare(case, "bfloat16").yardsticks["out"].baseline_fp32
+    assert wide is not None
+    assert wide.dtype == torch.float32
+    assert torch.allclose(wide.double(), scores.softmax(-1) @ case.v, rtol=1e-5, atol=1e-6)
+    assert prepare(case, "float32").yardsticks["out"].baseline_fp32 is None
+
+
 # --- the definitions -----------------------------------------------------------------------------
 
 

@@ -48,8 +48,6 @@ def prepared(regime: str = "normal", *, causal: bool, batch: int = 1) -> Any:
         ref=CaseRef(case="c"), q=x.q, k=x.k, v=x.v, scale=32**-0.5, is_causal=causal
     )
     case = drawn.rounded_to(BF16)
-    coarse = drawn.rounded_to(FP8)
-    lower = dataclasses.replace(case, q=coarse.q.bfloat16(), k=coarse.k.bfloat16())
     exact = attend(case)
     y = Yardstick(
         reference=exact.out,
@@ -58,8 +56,6 @@ def prepared(regime: str = "normal", *, causal: bool, batch: int = 1) -> Any:
         format=BF16,
         baseline=find("baseline").attend(case).out,
         baseline_fp32=find("baseline").attend(drawn).out,
-        baseline_lower=find("baseline").attend(lower).out,
-        lower=FP8,
         unrounded=attend(drawn).out,
         arithmetic=torch.full_like(exact.lse, 1e-6),
     )

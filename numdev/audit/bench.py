@@ -26,15 +26,13 @@ from torch import Tensor
 from numdev.audit.attempt import Failure, attempt
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase, empty_rows
-from numdev.formats import FORMATS, Format, next_lower, ulp
+from numdev.formats import FORMATS, Format
 from numdev.kernels import Output, find
 from numdev.kernels.emulation.predict import emulated_step, emulation
-from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.key_gradients import key_gradients
 from numdev.kernels.reference.results import Gradients, Reference
 from numdev.metrics.binning import membership
-from numdev.metrics.deviation import measure
 from numdev.metrics.finiteness import inputs_finite
 from numdev.metrics.sampling import Sample
 from numdev.metrics.yardstick import Yardstick, widened
@@ -192,9 +190,9 @@ class Bench:
                 reference, lse = selection.exact(case)
         with watch("baseline"):
             baseline = selection.baseline(case, gradients=selection.gradients)
-            beside: dict[str, Any] = {}
-            if not isinstance(baseline, Failure):
-                beside = _other_baselines(selection, case, fmt)
+            wide = None
+            if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
+                wide = selection.baseline(given.rounded_to(FORMATS["float32"]))
         measured = selection.measured(case)
         by_query, by_key = _arithmetic(measured)
 
@@ -211,9 +209,9 @@ class Bench:
             )
 
         of_rows = {"arithmetic": by_query, "lse": reference.lse}
-        yardsticks = {
-            "out": yardstick("out", reference.term_scale, reference.empty, **of_rows, **beside)
-        }
+        fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
+        of_out = {**of_rows, "baseline_fp32": fp32}
+        yardsticks = {"out": yardstick("out", reference.term_scale, reference.empty, **of_out)}
         if isinstance(reference, Gradients):
             # A key that no query sees has gradients of exactly 0, and is judged by that.
             none = torch.zeros_like(reference.unseen)
@@ -266,43 +264,6 @@ class Bench:
     def inputs_finite(self) -> bool:
         return inputs_finite(self.case)
 
-    @cached_property
-    def amplification(self) -> Mapping[str, Sequence[float | None]]:
-        """Per tensor and head, row_rel of how the exact gradients respond when every input moves
-        by one ulp of its format, up or down by chance: how ill-conditioned the problem is."""
-        if not isinstance(self.reference, Gradients):
-            return {}
-        with self.watch("reference"):
-            moved = gradients(_moved_by_an_ulp(self.measured))
-        return {
-            name: [head["row_rel"] for head in measure(getattr(moved, name), y).heads]
-            for name, y in self.yardsticks.items()
-            if name in GRADIENTS and name in self.by_row
-        }
-
-
-def _other_baselines(selection: Selection, case: AttentionCase, fmt: Format) -> dict[str, Any]:
-    """The baseline's output in float32 for the unrounded inputs, where `fmt` is narrower; and in
-    the next lower format. Where PyTorch has no arithmetic in that, in 8 bits, q, k and v are
-    rounded to it and the rest is computed in `fmt`. None where the baseline cannot run."""
-
-    def plain(given: AttentionCase) -> Tensor | None:
-        output = selection.baseline(given)
-        return None if isinstance(output, Failure) else selection.select(output.out)
-
-    whole, fp32, lower = selection.case, FORMATS["float32"], next_lower(fmt)
-    in_fp32 = in_lower = None
-    if not fmt.contains(fp32):
-        in_fp32 = plain(whole if whole.is_in(fp32) else whole.rounded_to(fp32))
-    if lower is not None and lower.precision >= 8:
-        in_lower = plain(whole.rounded_to(lower))
-    elif lower is not None:
-        inputs = dataclasses.replace(whole, mask=None, sinks=None, grad_out=None).rounded_to(lower)
-        q, k, v = (x.to(case.q.dtype) for x in (inputs.q, inputs.k, inputs.v))
-        in_lower = plain(dataclasses.replace(case, q=q, k=k, v=v))
-    lower = None if in_lower is None else lower
-    return {"baseline_fp32": in_fp32, "baseline_lower": in_lower, "lower": lower}
-
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
     """What fp32 arithmetic alone may err, relative to the term scale: [B, H, q_len] by query and
@@ -319,17 +280,3 @@ def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:
     largest_k = k.amax(dim=-1, keepdim=True).repeat_interleave(case.group, dim=1)
     largest_q = q.unflatten(1, (case.kv_heads, case.group)).amax(dim=(2, 3))
     return u * q * largest_k, u * k * largest_q[..., None]
-
-
-def _moved_by_an_ulp(case: AttentionCase) -> AttentionCase:
-    """The case with every element of q, k, v and grad_out one ulp of its format up or down."""
-    generator = torch.Generator().manual_seed(0)
-
-    def moved(x: Tensor) -> Tensor:
-        up = torch.rand(x.shape, generator=generator) < 0.5
-        step = ulp(x.double(), case.format)
-        return x.double() + torch.where(up.to(x.device), step, -step)
-
-    q, k, v = (moved(x) for x in (case.q, case.k, case.v))
-    grad_out = None if case.grad_out is None else moved(case.grad_out)
-    return dataclasses.replace(case, q=q, k=k, v=v, grad_out=grad_out, working=None)

@@ -80,8 +80,6 @@ def rows_of(
             heads = with_bias_explained(heads, like, bench.yardsticks[tensor].for_format(fmt))
         if task.role == "kernel" and tensor == "out":
             _suspect(heads, chosen, output, bench)
-        for head, response in zip(heads, bench.amplification.get(tensor, ()), strict=False):
-            head["amplification"] = response
         _finish(heads, task, tensor, runs, bench, rest)
         rows += _rows(task, tensor, heads, output, bench, fmt)
     if output.lse is not None and task.role not in ("precision", "control"):
@@ -112,7 +110,7 @@ def _deviation(
     lacking: tuple[str, ...] = ("expected_ratio", "worst_row")
     why = unexpected(claim, bench.case.format, fmt)
     if tensor not in bench.by_row:
-        lacking, why = (*lacking, "baseline_ratio", "amplification"), NOT_PREDICTED
+        lacking, why = (*lacking, "baseline_ratio"), NOT_PREDICTED
     if why is not None:
         deviation = measured()
         for head in deviation.heads:

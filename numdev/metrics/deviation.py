@@ -67,8 +67,6 @@ def measure(
     heads = _per_head(columns)
     for head, own in zip(heads, bias(*totals.signed), strict=True):
         head.update(own)
-        if yardstick.lower is not None:
-            head["lower_format"] = yardstick.lower.name
     return Deviation(heads=_finished(heads, totals, of), along=totals.along)
 
 

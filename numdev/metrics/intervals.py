@@ -65,10 +65,6 @@ FORMULAS: Mapping[str, Callable[..., Numbers]] = {
     "flash_vs_low_precision": lambda apart, apart_count, cast_apart, cast_count: (
         _rms(apart, apart_count) / _rms(cast_apart, cast_count)
     ),
-    "lower_rms": lambda lower_apart, lower_count: _rms(lower_apart, lower_count),
-    "flash_vs_lower": lambda apart, apart_count, lower_apart, lower_count: (
-        _rms(apart, apart_count) / _rms(lower_apart, lower_count)
-    ),
 }
 """A metric as a function of its sums, which are its parameters' names."""
 

@@ -81,9 +81,6 @@ class Yardstick:
     """fp64, the reference of the inputs before they were rounded to the audited format."""
     baseline_fp32: Tensor | None = None
     """The baseline in float32, of the unrounded inputs; None where that is no wider format."""
-    baseline_lower: Tensor | None = None
-    """The baseline of inputs rounded to `lower`, the next lower format."""
-    lower: Format | None = None
 
     def for_format(self, fmt: Format) -> Yardstick:
         """The same yardstick for an output in another format: its own floor."""
@@ -187,11 +184,10 @@ class Yardstick:
             plain = self.usable & finite(self.baseline)
             sums["plain"] = _distance(self.baseline, self.reference, plain)
             sums["plain_count"] = _count(plain)
-            for name, other in (("cast", self.baseline_fp32), ("lower", self.baseline_lower)):
-                if other is not None:
-                    both = plain & finite(other)
-                    sums[f"{name}_apart"] = _distance(self.baseline, other, both)
-                    sums[f"{name}_count"] = _count(both)
+            if self.baseline_fp32 is not None:
+                both = plain & finite(self.baseline_fp32)
+                sums["cast_apart"] = _distance(self.baseline, self.baseline_fp32, both)
+                sums["cast_count"] = _count(both)
         return sums
 
     @cached_property

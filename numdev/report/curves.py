@@ -25,15 +25,12 @@ from numdev.report.statistics import factor, interval
 
 MEDIAN = (
     *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),
-    *("flash_vs_precision", "flash_vs_low_precision", "flash_vs_lower"),
-    *("bias", "bias_sign", "noise"),
+    *("flash_vs_precision", "flash_vs_low_precision", "bias", "bias_sign", "noise"),
 )
 POOLED = {
     **dict.fromkeys(("max_abs", "max_ulp", "worst_row"), "max"),
     "mean_abs": "mean",
-    **dict.fromkeys(
-        ("rms", "precision_rms", "from_baseline_rms", "low_precision_rms", "lower_rms"), "rms"
-    ),
+    **dict.fromkeys(("rms", "precision_rms", "from_baseline_rms", "low_precision_rms"), "rms"),
     **dict.fromkeys(MEDIAN, "median"),
     "nonfinite": "sum",
 }

@@ -43,13 +43,13 @@ from numdev.report.statistics import (
 
 METRICS = (
     *("row_rel", "floor_ratio", "baseline_ratio", "expected_ratio", "worst_row"),
-    *("flash_vs_precision", "flash_vs_low_precision", "flash_vs_lower", "amplification"),
+    *("flash_vs_precision", "flash_vs_low_precision"),
 )
 """Of which a summary has the median over heads, the largest, or where that is."""
 NUMBERS = [*METRICS, "mean_abs", "max_abs", "rms", "nonfinite", "elements", "bias_p", "sequences",
            "rows_measured"]  # fmt: skip
 WORDS = ["role", "kernel", "format", "tensor", "status", "reason", "ran", "out_format",
-         "lower_format", "fa_rule", "case", "head", "phase", "step", "attends"]  # fmt: skip
+         "fa_rule", "case", "head", "phase", "step", "attends"]  # fmt: skip
 WHOSE = ("kernel", "options", "role", "format")
 PART = ["phase", "step", "attends"]
 CALL = attrgetter("layer", "module", "case", "phase", "attends")
@@ -152,7 +152,6 @@ def _kernel(table: pd.DataFrame) -> KernelSummary:
         "max_abs": _or_none(ok["max_abs"].max()),
         "rms": _power_mean(ok, "rms", 2),
         "nonfinite": int(ok["nonfinite"].sum()),
-        "lower_format": next(iter(_distinct(ok["lower_format"])), None),
         "fa_rule_heads": int(fa_rule.sum()) if len(fa_rule) else None,
         "gradients": tuple(_gradients(table)),
     }

@@ -103,9 +103,6 @@ class DeviationRow(_OfCall):
     flash_vs_precision: float | None = None
     low_precision_rms: float | None = None  # the baseline here from the baseline in float32
     flash_vs_low_precision: float | None = None  # from_baseline_rms over low_precision_rms
-    lower_format: str | None = None
-    lower_rms: float | None = None  # the baseline in this lower format from the baseline here
-    flash_vs_lower: float | None = None
     bias: float | None = None
     bias_sign: float | None = None
     bias_feature: float | None = None
@@ -118,7 +115,6 @@ class DeviationRow(_OfCall):
     claim: str | None = None  # the preset whose roundings are expected, or the way that explains it
     noise: float | None = None  # rms difference of repeated runs; 0 is bitwise the same
     bits: str | None = None  # checksum (metrics.bits) of all rows, measured or not
-    amplification: float | None = None  # row_rel of a gradient's exact response to one input ulp
     suspicion: str | None = None  # what it seems to compute instead: `the causal mask is ignored`
     suspicion_cut: float | None = None  # how many times smaller that function's residual is
     nulls: dict[str, str] = Field(default_factory=dict)  # metric to the reason it is null

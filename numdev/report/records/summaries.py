@@ -48,7 +48,6 @@ class GradientSummary(_OverHeads):
     """One gradient of one kernel in one format over all heads and calls."""
 
     tensor: Tensor
-    amplification: float | None = None
     nonfinite: int = 0
 
 
@@ -79,8 +78,6 @@ class KernelSummary(_OfKernel, _OverHeads):
     flash_vs_precision_worst: float | None = None
     flash_vs_precision_where: str | None = None
     flash_vs_low_precision: float | None = None  # from the baseline, over its way from float32
-    lower_format: str | None = None
-    flash_vs_lower: float | None = None  # from the baseline, over its way on to `lower_format`
     expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
     worst_row: float | None = None  # the largest over heads
     worst_row_where: str | None = None

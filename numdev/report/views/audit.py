@@ -130,7 +130,7 @@ def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
         title=f"{name}: gradients",
     )
     if backward:
-        yield doc.Paragraph(_amplified(backward), "soft")
+        yield doc.Paragraph("noise: between two runs, over the floor's error.", "soft")
     yield doc.Bullets(tuple(_remarks(name, kernels)))
 
 
@@ -141,18 +141,6 @@ def _gradients(k: KernelSummary) -> Iterator[Cell]:
         yield floors(g.floor_ratio if g else None)
         yield predicted(g.expected_ratio_worst if g else None)
     yield Cell(si(k.noise))
-
-
-def _amplified(kernels: Sequence[KernelSummary]) -> str:
-    """How ill-conditioned the gradients are, beside how far a kernel is off."""
-    k = next((k for role in ("kernel", "baseline") for k in kernels if k.role == role), kernels[0])
-    known = [g for g in k.gradients if g.amplification is not None] or k.gradients
-    moved = ", ".join(f"{g.tensor} by {si(g.amplification)}" for g in known)
-    errors = ", ".join(si(g.row_rel) for g in known)
-    return (
-        f"One ulp on every input moves the exact {moved} of their terms; {k.kernel} errs by "
-        f"{errors}. noise: between two runs, over the floor's error."
-    )
 
 
 def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
@@ -172,17 +160,14 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
             ran = ", ".join(r.removeprefix("_scaled_dot_product_") for r in k.ran)
             same = ", with the numbers of another row" if _repeats(k, kernels) else ""
             yield Item(f"sdpa-default ran {ran}{same}.", style="soft")
-    for metric, way in (
-        ("flash_vs_low_precision", f"the baseline's own way from float32 to {name}"),
-        ("flash_vs_lower", "its way on to {}"),
-    ):
-        known = [k for k in kernels if k.role == "kernel" and getattr(k, metric) is not None]
-        ratios = ", ".join(
-            f"{k.kernel} {times(getattr(k, metric))}" for k in known if not _repeats(k, kernels)
-        )
-        if ratios:
-            way = way.format(known[0].lower_format)
-            yield Item(f"From the baseline, over {way}: {ratios}.", style="soft")
+    ratios = ", ".join(
+        f"{k.kernel} {times(k.flash_vs_low_precision)}"
+        for k in kernels
+        if k.role == "kernel" and k.flash_vs_low_precision is not None and not _repeats(k, kernels)
+    )
+    if ratios:
+        way = f"the baseline's own way from float32 to {name}"
+        yield Item(f"From the baseline, over {way}: {ratios}.", style="soft")
     for reasons in dict.fromkeys(k.reasons for k in kernels if k.skipped or k.failed):
         these = [k for k in kernels if k.reasons == reasons]
         outcome, style = ("failed", "bad") if these[0].failed else ("skipped", "warn")
