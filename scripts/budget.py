@@ -14,19 +14,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
-    "numdev (top)": (1800, 2015),
+    "numdev (top)": (1800, 1999),
     "numdev/cli": (900, 1089),
     "numdev/sources": (3400, 4286),
     "numdev/kernels": (5600, 6388),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
-    "numdev/audit": (3100, 3927),
+    "numdev/audit": (3100, 3871),
     "numdev/gate": (1900, 2998),
     "numdev/training": (3000, None),
     "numdev/diagnose": (1500, 1669),
-    "numdev/report": (2900, 4329),
-    "numdev": (28000, 33133),
-    "tests": (20000, 25765),
+    "numdev/report": (2900, 4303),
+    "numdev": (28000, 33026),
+    "tests": (20000, 25666),
 }
 WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 
