@@ -241,7 +241,7 @@ def test_a_generation_repeats_itself_and_never_stops_early(tmp_path: Path) -> No
 # --- what capturing leaves alone ------------------------------------------------------------------
 
 
-class Stop(Exception):
+class Stop(BaseException):
     pass
 
 

@@ -174,7 +174,7 @@ def test_an_encoder_makes_a_call_for_every_layer(options: dict[str, Any], paddin
 def test_nothing_of_torch_is_changed() -> None:
     """Neither the function nor the fast path, also after an error in the middle."""
 
-    class Stop(Exception):
+    class Stop(BaseException):
         pass
 
     def stop(case: AttentionCase) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
 from numdev.sources.files import one_line, quiet
 from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
-from numdev.sources.watch import Frame, Watch
+from numdev.sources.watch import OnMet, Watch
 
 T = TypeVar("T")
 OnCall = Callable[[AttentionCase], None]
@@ -58,14 +59,14 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
     so `run` works in a thread, with the CUDA device, grad mode and context variables of this one;
     exactly one side runs at any time. What it raises comes out here; leaving the iterator early
     ends it at its next item."""
-    arrived: SimpleQueue[tuple[T | None, bool]] = SimpleQueue()
+    arrived: SimpleQueue[tuple[T] | None] = SimpleQueue()  # None: the run has ended
     answers: SimpleQueue[bool] = SimpleQueue()
-    raised: list[BaseException] = []
+    outcome: Future[None] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: as it is
     gradients = torch.is_grad_enabled()
 
     def hand_over(item: T) -> None:
-        arrived.put((item, False))
+        arrived.put((item,))
         if not answers.get():
             raise _Abandoned
 
@@ -73,27 +74,22 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
         try:
             with torch.set_grad_enabled(gradients), torch.cuda.device(device):
                 run(hand_over)
-        except _Abandoned:
-            pass
+            outcome.set_result(None)
         except BaseException as error:
-            raised.append(error)
-        arrived.put((None, True))
+            outcome.set_exception(error)
+        arrived.put(None)
 
     thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True)
     thread.start()
     try:
-        while True:
-            item, ended = arrived.get()
-            if ended:
-                break
-            yield item  # type: ignore[misc]  # None only at the end
-            del item
+        while (item := arrived.get()) is not None:
+            yield item[0]
+            item = None  # nothing is kept while the run goes on
             answers.put(True)
     finally:
         answers.put(False)
         thread.join()
-    if raised:
-        raise raised[0]
+    outcome.result()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,26 +111,20 @@ def capture(
     source: str,
     generate: int | None = None,
     upstream: Upstream | None = None,
-    on_met: Callable[[CaseRef, Sequence[Frame]], None] = lambda ref, running: None,
+    on_met: OnMet | None = None,
 ) -> tuple[int, tuple[str, ...]]:
     """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case shares its
     tensors with the model. With `generate` the model writes that many tokens after the first. With
     `upstream` cases have grad_out: where it is that of the model's loss, `on_call` runs after the
-    backward pass, in the same order. `on_met` is told of every call as it is made,
-    and of the modules that run. Returns the number of calls, and the cases whose gradient is drawn
-    since the model's loss has no usable one.
+    backward pass, in the same order. `on_met` is told of every call as it is made, and of the
+    modules that run. Returns the number of calls, and the cases whose gradient is drawn since the
+    model's loss has no usable one.
 
     Raises MeasurementError for a call that is no function of its inputs (dropout) or has an
     argument numdev does not know, for inputs the model fails on, and for attention that was not
-    seen.
-    """
+    seen."""
     step = TrainingStep(upstream) if upstream and upstream.loss else None
-    watch = Watch(model, source=source, generates=generate is not None)
-
-    def next_call() -> CaseRef:
-        ref = watch.next_call()
-        on_met(ref, watch.running)
-        return ref
+    watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 
     def run() -> Any:
         if generate is not None:
@@ -142,26 +132,36 @@ def capture(
         return model(**at_home(model, {**inputs, **(upstream.arguments if upstream else {})}))
 
     handed = on_call if upstream is None else lambda case: on_call(with_drawn(case, upstream.seed))
-    interceptor = _Interceptor(next_call, handed, step)
     with tracing(model, step):
-        answer = _watched(run, watch, interceptor, model)
-    drawn: tuple[str, ...] = ()
-    if step is not None:
-        with _blaming(model, "failed in the backward pass of its loss", interceptor):
-            step.differentiate(loss_of(answer))
-        del answer  # its logits would be in memory while calls are measured
-        with torch.no_grad():
-            drawn = step.hand_over(on_call)
-    return watch.calls.total(), drawn
-
-
-def capture_run(run: Callable[[], object], watch: Watch, on_call: OnCall, owner: object) -> None:
-    """Call `run`, calling `on_call` at every attention call that the watched model makes in it;
-    that of other models (text encoders, a VAE) goes its own way. `owner` is named where the run
-    fails."""
-    interceptor = _Interceptor(watch.next_call, on_call, wanted=lambda: bool(watch.running))
+        answer = capture_run(run, watch, handed, model, step)
+    if step is None:
+        return watch.calls.total(), ()
+    with _blaming(model, "failed in the backward pass of its loss"):
+        step.differentiate(loss_of(answer))
+    del answer  # its logits would be in memory while calls are measured
     with torch.no_grad():
-        _watched(run, watch, interceptor, owner)
+        return watch.calls.total(), step.hand_over(on_call)
+
+
+def capture_run(
+    run: Callable[[], T],
+    watch: Watch,
+    on_call: OnCall,
+    owner: object,
+    step: TrainingStep | None = None,
+) -> T | None:
+    """What `run` returns; `on_call` is called at every attention call that the watched model makes
+    in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
+    way. `owner` is named where the run fails; None where it was ended early."""
+    interceptor = _Interceptor(watch.next_call, on_call, step, lambda: bool(watch.running))
+    with (
+        _blaming(owner, "failed on its inputs"),
+        watch.watching(),
+        suppress(Enough),
+        interceptor.meeting(),
+    ):
+        return run()
+    return None
 
 
 def first_call(run: Callable[[], Any]) -> AttentionCase | None:
@@ -178,39 +178,19 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
     return calls[0] if calls else None
 
 
-def _watched(run: Callable[[], T], watch: Watch, interceptor: _Interceptor, owner: object) -> Any:
-    with (
-        _blaming(owner, "failed on its inputs", interceptor),
-        watch.watching(),
-        suppress(Enough),
-        interceptor.meeting(),
-    ):
-        return run()
-
-
 @contextmanager
-def _blaming(model: object, what: str, interceptor: _Interceptor) -> Iterator[None]:
-    """What the model raises as one line that names it; what `on_call` raised, unchanged."""
+def _blaming(model: object, what: str) -> Iterator[None]:
+    """What the model raises as one line that names it."""
     try:
         yield
+    except NumdevError:
+        raise
     except Exception as error:
-        if error is interceptor.raised or isinstance(error, NumdevError):
-            raise
         message = f"{type(error).__name__}: {one_line(error)}"
         raise MeasurementError(f"{type(model).__name__} {what}: {message}") from error
 
 
 # --- meeting the call --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Passed:
-    """What a model passed to its attention function that SDPA has no argument for."""
-
-    query: Tensor
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    sliding_window: int | None = None
 
 
 class _Interceptor(TorchFunctionMode):
@@ -225,8 +205,8 @@ class _Interceptor(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.next_call, self.on_call, self.step, self.wanted = next_call, on_call, step, wanted
-        self.passed: _Passed | None = None
-        self.raised: BaseException | None = None
+        self.passed: Mapping[str, Any] = {}
+        """What a model passed to its attention function that SDPA has no argument for."""
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -259,9 +239,6 @@ class _Interceptor(TorchFunctionMode):
             token = _active.set(None)  # a model that on_call runs is not this one
             try:
                 self.on_call(case)
-            except BaseException as error:
-                self.raised = error
-                raise
             finally:
                 _active.reset(token)
         if case.softcap is None and case.sinks is None:
@@ -294,7 +271,7 @@ _active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", defa
 
 def _as_case(
     ref: CaseRef,
-    passed: _Passed | None,
+    passed: Mapping[str, Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -308,15 +285,14 @@ def _as_case(
     if dropout_p > 0:
         what = f"{ref.module}: attention with dropout {dropout_p} has no one answer"
         raise MeasurementError(what, hint="put the model in eval mode")
-    passed = passed or _Passed(query=query)
     q, mask = query, attn_mask
-    if q.shape != passed.query.shape:
+    if q.shape != passed.get("query", q).shape:
         # For a single query transformers lays the heads of a group out as rows of one head.
-        q = passed.query
+        q = passed["query"]
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
     offset = key.shape[-2] - q.shape[-2]
-    window = _window(ref, passed.sliding_window, mask, q, offset)
+    window = _window(ref, passed.get("sliding_window"), mask, q, offset)
     try:
         return AttentionCase(
             ref=ref,
@@ -328,8 +304,8 @@ def _as_case(
             is_causal=is_causal,
             causal_offset=0 if window is None else offset,
             window=window,
-            softcap=passed.softcap,
-            sinks=passed.sinks,
+            softcap=passed.get("softcap"),
+            sinks=passed.get("s_aux"),
         )
     except UsageError as error:
         raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
@@ -390,12 +366,8 @@ def _attention(
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     given = {name: x for name, x in kwargs.items() if x is not None}
-    passed = _Passed(
-        query=query,
-        softcap=given.pop("softcap", None),
-        sinks=given.pop("s_aux", None),
-        sliding_window=given.pop("sliding_window", None),
-    )
+    beside = ("softcap", "s_aux", "sliding_window")
+    passed = {"query": query, **{name: given.pop(name) for name in beside if name in given}}
     takes = inspect.signature(sdpa).parameters
     on = {name: given.pop(name) for name in PASSED_ON if name in given and name in takes}
     kind = type(module).__name__
@@ -413,7 +385,7 @@ def _attention(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **on
             )
     finally:
-        interceptor.passed = None
+        interceptor.passed = {}
 
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
@@ -439,10 +411,3 @@ def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
         whole.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
     with quiet():  # no advice on settings that are chosen here
         cast(Any, transformers).GenerationMixin.generate(model, **whole, generation_config=config)
-
-
-def check_writes(model: nn.Module) -> None:
-    """Raises UsageError for a model that does not write."""
-    if not getattr(model, "can_generate", lambda: False)():
-        what = f"{type(model).__name__} does not generate text"
-        raise UsageError(what, hint="leave --generate out: a forward pass is then audited")

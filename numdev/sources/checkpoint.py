@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.dcp import SplitTensor, files_of, is_distributed, nested_under, read_metadata
+from numdev.sources.dcp import SplitTensor, files_of, is_distributed, open_distributed
 from numdev.sources.files import blaming, quiet, read_json, some
 from numdev.sources.streaming import Deferred, Stored
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 META = torch.device("meta")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
@@ -41,16 +42,32 @@ class Weights:
     path: Path
     name: str
     files: tuple[Path, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)  # Stored with the weights
     split: Mapping[str, SplitTensor] = field(default_factory=dict)
+    nesting: str = ""  # The keys that stood before all names in a distributed checkpoint
     prefix: str = ""  # What is taken off all names
 
     @classmethod
     def opened(cls, path: Path, files: tuple[Path, ...] = (), **own: Any) -> Self:
         """The weights at a path: in these files, or a distributed checkpoint."""
         if is_distributed(path):
-            own |= {"split": {x.name: x for x in read_metadata(path)}}
+            nesting, split = open_distributed(path)
+            own |= {"split": split, "nesting": nesting, "prefix": storage.common_prefix([*split])}
             files = files_of(path)
         return cls(path=path, name=path.resolve().name, files=files, **own)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many token ids the model knows; None where the config does not say."""
+        return size(self.config, "vocab_size")
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence the model has positions for; None where the config sets none."""
+        limit = size(self.config, *LENGTHS)
+        if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
+            return limit - int(self.config.get("pad_token_id") or 0) - 1
+        return limit
 
     def identity(self) -> str:
         """SHA-256 over the names and contents of the files."""
@@ -58,20 +75,14 @@ class Weights:
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
-        return {"prefix_removed": self.prefix} if self.prefix else {}
+        removed = self.nesting + self.prefix
+        return {"prefix_removed": removed} if removed else {}
 
     def fitted(self, model: nn.Module) -> Self:
-        """The same under this model's names: without what a distributed checkpoint nests them
-        under, and with a prefix that the model's own names have."""
-        if not self.prefix and not self.split:
-            return self
-        own = model.state_dict()
-        if not self.split:
-            keeps = all(name.startswith(self.prefix) for name in own)
-            return replace(self, prefix="" if keeps else self.prefix)
-        prefix = nested_under(self.split, own)
-        split = {n: x for n, x in self.split.items() if n.startswith(prefix)}
-        return replace(self, split=split, prefix=prefix)
+        """The same under this model's names: with the prefix where its own names have it."""
+        if self.prefix and all(name.startswith(self.prefix) for name in model.state_dict()):
+            return replace(self, prefix="")
+        return self
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every stored tensor with its name, one at a time in file order, in its stored format;
@@ -88,21 +99,6 @@ class Weights:
 class Checkpoint(Weights):
     """An opened checkpoint: its config is read, its weight files are found and can be opened."""
 
-    config: Mapping[str, Any]
-
-    @property
-    def vocab_size(self) -> int | None:
-        """How many token ids the model knows; None where the config does not say."""
-        return size(self.config, "vocab_size")
-
-    @property
-    def max_length(self) -> int | None:
-        """The longest sequence the model has positions for; None where the config sets none."""
-        limit = size(self.config, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-        if limit and POSITIONS_AFTER_PADDING.search(str(self.config.get("model_type"))):
-            return limit - int(self.config.get("pad_token_id") or 0) - 1
-        return limit
-
     def identity(self) -> str:
         """SHA-256 over the names and contents of config.json and the weight files."""
         return storage.identity((self.path / "config.json", *self.files))
@@ -111,13 +107,7 @@ class Checkpoint(Weights):
         """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
         Raises MeasurementError for an unknown architecture, and names weights that are missing, of
         the wrong shape, or of no use to the model; heads it does not have are passed over."""
-        weights: Checkpoint = self
-        if self.split:
-            cls, config = self._class_and_config()
-            with quiet(), blaming(self.path, "build the model with transformers"), META:
-                weights = self.fitted(cls(config))
-        state = dict(weights.tensors(tied=True))
-        return self._built(state, dtype).to(device).eval()
+        return self._built(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
         """The same model on the CPU with a `Deferred` for every stored weight. Raises as

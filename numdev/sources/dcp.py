@@ -12,8 +12,7 @@ import io
 import itertools
 import math
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from numdev.errors import MeasurementError
 from numdev.sources.files import DISTRUST, FETCH, NESTED, naming
 
 METADATA = ".metadata"
-WRAPPERS = frozenset({*NESTED, "app", "_orig_mod"})
-"""What may stand before the names of weights, the wrappers of torch among it."""
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -98,35 +95,21 @@ def is_distributed(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def open_distributed(directory: Path) -> dict[str, SplitTensor]:
+def open_distributed(directory: Path) -> tuple[str, dict[str, SplitTensor]]:
     """The tensors of a distributed checkpoint by name: those under the first key of NESTED that
-    holds any, named as they are in it; else all."""
-    found = read_metadata(directory)
-    heads = (x.path[: x.path.index(k) + 1] for k in NESTED for x in found if k in x.path[:-1])
+    holds any, named as they are in it, and what stood before their names; else all."""
+    stored = read_metadata(directory)
+    keys = (*NESTED, "app")
+    heads = (x.path[: x.path.index(k) + 1] for k in keys for x in stored if k in x.path[:-1])
     head = next(heads, ())
-    return {
-        ".".join(x.path[len(head) :]) if head else x.name: x
-        for x in found
-        if x.path[: len(head)] == head
-    }
+    inside = [x for x in stored if x.path[: len(head)] == head]
+    names = {".".join(x.path[len(head) :]) if head else x.name: x for x in inside}
+    return "".join(f"{key}." for key in head), names
 
 
 def files_of(directory: Path) -> tuple[Path, ...]:
     """The files of a distributed checkpoint, its metadata first."""
     return (directory / METADATA, *sorted(directory.glob("*.distcp")))
-
-
-def nested_under(names: Iterable[str], own: Iterable[str]) -> str:
-    """What stands before most of a model's own names among the stored ones, of the keys that a
-    state dict is nested under: `model.`, `state_dict.model.`, or nothing."""
-    wanted, counts = set(own), Counter[str]()
-    for name in names:
-        parts = name.split(".")
-        keys = itertools.takewhile(lambda part: part in WRAPPERS, parts[:-1])
-        for depth in range(len(list(keys)) + 1):
-            if ".".join(parts[depth:]) in wanted:
-                counts["".join(f"{part}." for part in parts[:depth])] += 1
-    return max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")
 
 
 def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:

@@ -219,20 +219,19 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet(*others: Any) -> Iterator[None]:
-    """Without progress bars, log lines and warnings of transformers and the libraries whose
+    """Without log lines, warnings, and progress bars of transformers and the libraries whose
     `utils.logging` is given; all as before afterwards."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 
     with ExitStack() as stack, warnings.catch_warnings():
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
         if are_progress_bars_disabled():  # enabling transformers' switches the hub's on as well
             stack.callback(disable_progress_bars)
         for chatter in (transformers.utils.logging, *others):
-            logger = logging.getLogger(chatter.__name__.partition(".")[0])
-            stack.callback(logger.setLevel, logger.level)
             if chatter.is_progress_bar_enabled():
                 stack.callback(chatter.enable_progress_bar)
-            logger.setLevel(logging.CRITICAL)
             chatter.disable_progress_bar()
         warnings.simplefilter("ignore")
         yield

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.formats import round_to
 from numdev.layouts import transposed
-from numdev.sources.draws import Draws
+from numdev.sources.regimes import Draws
 
 LANGUAGE = "the model's language-model loss"
 OWN = "the model's own loss"
@@ -127,9 +127,9 @@ class TrainingStep:
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
-        # With the place in the graph where the output was made; None without gradients.
-        self.held: list[tuple[AttentionCase, GradientEdge | None, tuple[int, ...]]] = []
-        self.ready: deque[tuple[AttentionCase, Tensor | None]] = deque()
+        # With the place in the graph where the output was made (None without gradients), later the
+        # gradient there; and how often each tensor had been written to.
+        self.held: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:
         """Keep the call; the same output for the model to go on with, which has a gradient."""
@@ -156,16 +156,15 @@ class TrainingStep:
         if loss is not None and loss.requires_grad and edges:
             wanted = torch.autograd.grad(loss, list(edges.values()), allow_unused=True)
             grads = dict(zip(edges, wanted, strict=True))
-        self.ready.extend((case, grads.get(i)) for i, (case, _, _) in enumerate(self.held))
-        self.held.clear()
+        self.held = deque((case, grads.get(i), ()) for i, (case, _, _) in enumerate(self.held))
 
     def hand_over(self, on_call: Callable[[AttentionCase], None]) -> tuple[str, ...]:
         """Every call with its gradient, in the order they were made; none is kept. Where the loss
         has none for a call, or only zeros, or one that is not finite, it is drawn; returns the
         names of these."""
         drawn = []
-        while self.ready:
-            case, grad = self.ready.popleft()
+        while self.held:
+            case, grad, _ = self.held.popleft()
             if grad is None or not bool(grad.isfinite().all()) or not bool(grad.any()):
                 drawn.append(case.ref.case)
                 case = with_drawn(case, self.upstream.seed)

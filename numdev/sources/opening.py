@@ -3,6 +3,7 @@ source hands its cases over one at a time and keeps none of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,11 +19,10 @@ from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.layouts import laid_out, transposed
-from numdev.sources.capture import Captured, Enough, capture, check_writes, handed_over
+from numdev.sources.capture import Captured, Enough, capture, handed_over
 from numdev.sources.checkpoint import Checkpoint, open_checkpoint
 from numdev.sources.dcp import is_distributed
 from numdev.sources.files import FETCH, some
-from numdev.sources.kinds import layer_of
 from numdev.sources.loss import STORED, Upstream, drawn_from, find_upstream, with_drawn
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
@@ -31,7 +31,7 @@ from numdev.sources.statedict import StateDict, open_state_dict
 from numdev.sources.streaming import Streamed
 from numdev.sources.synthetic import Shapes, check, draw, draw_mask
 from numdev.sources.tensorfile import StoredCase, holds_cases, open_cases
-from numdev.sources.watch import Layers, attention_modules, numbered
+from numdev.sources.watch import Layers, attention_modules, layer_of
 from numdev.system import System
 
 # Options that say what a model is and reads, and mean nothing where there is none of that kind.
@@ -248,12 +248,16 @@ class CheckpointSource(Source):
         self.request, self.projections = request, projections
         opened, self.model, self.streamed, self.notes = open_model(request, system)
         self.checkpoint = opened.fitted(self.model)
-        if request.generate:
-            check_writes(self.model)
+        if request.generate and not getattr(self.model, "can_generate", lambda: False)():
+            raise UsageError(
+                f"{type(self.model).__name__} does not generate text",
+                hint="leave --generate out: a forward pass is then audited",
+            )
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
-        self.numbers = numbered(self.model) or {}
-        if prefix := self.checkpoint.prefix:
+        layers = [layer_of(self.model.get_submodule(name), name) for name in self.modules]
+        self.numbers = [] if None in layers else layers
+        if prefix := self.checkpoint.describe().get("prefix_removed"):
             whose = "The model's weights are stored" if self.checkpoint.split else "All weights are"
             self.notes += (f"{whose} under names that begin with {prefix!r}; it was taken off.",)
         self.upstream = None
@@ -291,7 +295,7 @@ class CheckpointSource(Source):
     def _run(self, handle: Callable[[Located], None]) -> None:
         made = Projections()
         layers = Layers(self.request.layers)
-        numbers = set(self.numbers.values())
+        numbers = set(self.numbers)
         ends = False
         # A streamed run ends with its last call, so that no later weight is read: unless a layer
         # may run twice, or the model writes, which takes its head.
@@ -316,7 +320,7 @@ class CheckpointSource(Source):
                 source=self.checkpoint.name,
                 generate=self.request.generate,
                 upstream=self.upstream,
-                on_met=made.met if self.projections else lambda ref, running: None,
+                on_met=made.met if self.projections else None,
             )
         self.notes += layers.notes(self.request.target)
         if drawn:
@@ -328,8 +332,8 @@ class CheckpointSource(Source):
         """Those of the layers asked for, where these are numbered in names, and what is in none."""
         asked = self.request.layers if self.numbers else None
         for name, tensor in self.checkpoint.tensors():
-            layer = layer_of(name)
-            if not asked or not layer or int(layer.rpartition(".")[2]) in asked:
+            layer = re.search(r"(?:^|\.)(\d+)\.", name)
+            if not asked or not layer or int(layer[1]) in asked:
                 yield name, tensor
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ ALLOWED = {
         *("FeatureExtractionMixin", "ImageProcessingMixin"),
     ),
 }
+WRITTEN_BY = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
 STEPS = 4  # Denoising steps, where nobody says how many
 PROMPT_TOKENS = 16  # Of a drawn prompt, at most
 
@@ -71,9 +73,20 @@ class PipelineSource:
         self.steps, last = request.denoise or STEPS, max(request.steps or (0,))
         if last >= self.steps:
             raise UsageError(f"--steps: expected steps below {self.steps}, got {last}")
-        self._open()
+        self.kind, self.parts, settings = _read_index(self.path / INDEX)
+        self.part = next((name for name in DENOISERS if name in self.parts), "")
+        if not self.part:
+            raise UsageError(f"{self.path / INDEX}: names no part {' or '.join(DENOISERS)}")
         with _quiet():
-            self.pipeline = self._loaded(system, dtype_of(format_named(request.model_dtype)))
+            cls = _class(self.path / INDEX, "diffusers", self.kind, ("DiffusionPipeline",))
+            takes = inspect.signature(cls.__init__).parameters
+            dtype = dtype_of(format_named(request.model_dtype))
+            given = {**dict.fromkeys(NOT_NEEDED), **settings, "requires_safety_checker": False}
+            given |= {name: self._part(name, dtype) for name in self.parts}
+            with blaming(self.path / INDEX, f"build {self.kind}"):
+                pipeline = cls(**{name: x for name, x in given.items() if name in takes})
+                pipeline.set_progress_bar_config(disable=True)
+                self.pipeline = pipeline.to(system.device)
         self.denoiser: nn.Module = getattr(self.pipeline, self.part)
         self.modules = attention_modules(self.denoiser)
         self.arguments, self.prompt = self._read()
@@ -83,16 +96,16 @@ class PipelineSource:
             if name != self.part and isinstance(part, nn.Module) and attention_modules(part)
         )
         if self.others:
-            self.notes += (
+            self.notes = (
                 f"Audited: the {self.part}. Not audited: the attention of {self.others}.",
             )
         if request.gradients:
             self.notes += (f"Upstream gradients: {drawn_from(request.seed)}.",)
 
     def describe(self) -> dict[str, Any]:
-        files = (file for part in sorted(self.parts) for file in (self.path / part).iterdir())
         kinds = (".json", ".safetensors", ".txt", ".model")
-        stored = (file for file in sorted(files) if file.is_file() and file.suffix in kinds)
+        stored = [file for part in sorted(self.parts) for file in (self.path / part).iterdir()]
+        stored = [file for file in sorted(stored) if file.is_file() and file.suffix in kinds]
         arguments = json.dumps(self.arguments, sort_keys=True).encode()
         return {
             "checkpoint": self.path.resolve().name,
@@ -112,84 +125,31 @@ class PipelineSource:
         return len(self.modules) * len(self.request.steps or range(self.steps))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for path in _weight_files(self.path / self.part):
+        for path in storage.weight_files(self.path / self.part, WEIGHTS, WRITTEN_BY):
             yield from storage.read(path)
 
     def __iter__(self) -> Iterator[Captured]:
         return handed_over(self._run)
 
-    # --- opening ---------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        """Read the index; load nothing."""
-        if find_spec("diffusers") is None:
-            hint = "pip install 'numdev[diffusers]'"
-            raise UsageError("a pipeline needs the package diffusers", hint=hint)
-        index = storage.read_json(self.path / INDEX)
-        self.kind = index.get("_class_name")  # the pipeline's class, in diffusers
-        if not isinstance(self.kind, str):
-            raise self._own_code(f"its pipeline is {self.kind!r}")
-        self.parts: dict[str, tuple[str, str]] = {}  # library and class, of those that are needed
-        self.settings: dict[str, Any] = {}  # plain values; None for parts left out
-        for name, value in index.items():
-            if name.startswith("_") or name in NOT_NEEDED:
-                continue
-            if not isinstance(value, list) or value == [None, None]:
-                self.settings[name] = None if isinstance(value, list) else value
-                continue
-            named = all(isinstance(x, str) and x.isidentifier() for x in (name, *value))
-            if len(value) != 2 or not named or value[0] not in ALLOWED:
-                raise self._own_code(f"its part {name!r} is {value!r}")
-            if not (self.path / name).is_dir():
-                raise MeasurementError(f"{self.path / name}: is missing", hint=storage.FETCH)
-            for file in ("config.json", "tokenizer_config.json"):
-                if (self.path / name / file).is_file():
-                    storage.refuse_code(self.path / name / file)
-            self.parts[name] = (value[0], value[1])
-        self.part = next((name for name in DENOISERS if name in self.parts), "")
-        if not self.part:
-            raise UsageError(f"{self.path / INDEX}: names no part {' or '.join(DENOISERS)}")
-
-    def _own_code(self, what: str) -> UsageError:
-        return UsageError(
-            f"{self.path / INDEX}: {what}, and numdev takes classes of diffusers and transformers "
-            "alone: it runs no code that comes with a pipeline",
-            hint="if diffusers has this pipeline too, name its class in a copy of model_index.json",
-        )
-
-    def _loaded(self, system: System, dtype: torch.dtype) -> Any:
-        """The diffusers pipeline, its models in eval mode and cast to `dtype`."""
-        cls = _class(self.path / INDEX, "diffusers", str(self.kind), ("DiffusionPipeline",))
-        loaded = {name: self._part(name, dtype) for name in self.parts}
-        given = {**dict.fromkeys(NOT_NEEDED), **self.settings, **loaded}
-        given["requires_safety_checker"] = False
-        takes = inspect.signature(cls.__init__).parameters
-        with blaming(self.path / INDEX, f"build {self.kind}"):
-            pipeline = cls(**{name: x for name, x in given.items() if name in takes})
-            pipeline.set_progress_bar_config(disable=True)
-            return pipeline.to(system.device)
-
     def _part(self, name: str, dtype: torch.dtype) -> Any:
+        """A part of the pipeline, loaded; a model in eval mode and cast to `dtype`."""
         directory, (library, kind) = self.path / name, self.parts[name]
         cls = _class(directory, library, kind, ALLOWED[library])
         options: dict[str, Any] = {"local_files_only": True}
         if library == "transformers":
             options["trust_remote_code"] = False
-        if issubclass(cls, nn.Module):
-            _weight_files(directory)
-            options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        with blaming(directory, f"load {kind}"):
-            loaded = cls.from_pretrained(directory, **options)
         if not issubclass(cls, nn.Module):
-            return loaded
-        model, info = loaded
+            with blaming(directory, f"load {kind}"):
+                return cls.from_pretrained(directory, **options)
+        storage.weight_files(directory, WEIGHTS, WRITTEN_BY)
+        options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+        with blaming(directory, f"load {kind}"):
+            model, info = cls.from_pretrained(directory, **options)
         # What other parts have left over (older files' position ids) changes nothing here.
         unused = info["unexpected_keys"] if name == self.part else ()
         missing, misshapen = info.get("missing_keys", ()), info.get("mismatched_keys", ())
         storage.refuse_misfits(directory, kind, missing, unused, misshapen)
         return model.eval()
-
-    # --- running ---------------------------------------------------------------------------------
 
     def _read(self) -> tuple[dict[str, Any], str]:
         """What images are made of, as arguments of the pipeline's call and in words: the prompts of
@@ -197,29 +157,26 @@ class PipelineSource:
         tokenizer, which mean nothing, or drawn classes."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
-        texts = [Path(text) for text in self.request.text]
-        unknown = [
-            name
-            for name, p in list(takes.items())[1:]
-            if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]
-        unknown = [n for n in unknown if n not in ("prompt", "class_labels", "batch_size")]
-        if unknown:
+        known = ("self", "prompt", "class_labels", "batch_size")
+        needed = [n for n, p in takes.items() if p.default is p.empty and n not in known]
+        if unknown := [
+            n for n in needed if takes[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]:
             raise UsageError(
                 f"{self.kind} needs {', '.join(unknown)}, which numdev cannot draw",
                 hint="audit tensors captured from it: docs/inputs.md says how",
             )
         generator = torch.Generator().manual_seed(seed)
-        if texts:
-            lines = [line.strip() for path in texts for line in read_text(path).splitlines()]
+        if self.request.text:
+            files = [Path(text) for text in self.request.text]
+            lines = [line.strip() for file in files for line in read_text(file).splitlines()]
             lines = [line for line in lines if line]
             if not lines or "prompt" not in takes:
-                what = f"{self.kind} reads no text" if lines else f"{texts[0]}: holds no prompt"
+                what = f"{self.kind} reads no text" if lines else f"{files[0]}: holds no prompt"
                 raise UsageError(what, hint="leave --text out")
-            prompts = [lines[i % len(lines)] for i in range(count)]
-            names = ", ".join(t.name for t in texts)
-            words = f"{count} images, prompts: {len(set(prompts))} of {names}"
-            return {"prompt": prompts}, words
+            prompts = list(islice(cycle(lines), count))
+            names = ", ".join(file.name for file in files)
+            return {"prompt": prompts}, f"{count} images, prompts: {len(set(prompts))} of {names}"
         if "prompt" in takes:
             tokenizers = (getattr(self.pipeline, f"tokenizer{n}", None) for n in ("", "_2", "_3"))
             tokenizer = next(filter(None, tokenizers), None)
@@ -263,7 +220,7 @@ class PipelineSource:
             generator = torch.Generator().manual_seed(seed)
             given = {"num_inference_steps": self.steps, "generator": generator, **self.arguments}
             try:
-                with _quiet():
+                with _quiet(), torch.no_grad():
                     self.pipeline(**given)
             finally:
                 del scheduler.step  # that of the class comes forth again
@@ -273,20 +230,54 @@ class PipelineSource:
         self.notes += layers.notes(self.request.target)
 
 
+def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, Any]]:
+    """Of a pipeline's index: its class in diffusers; library and class of the parts that are
+    needed; its settings, plain values, and None for parts left out. Nothing is loaded."""
+    if find_spec("diffusers") is None:
+        hint = "pip install 'numdev[diffusers]'"
+        raise UsageError("a pipeline needs the package diffusers", hint=hint)
+
+    def refuse(what: str) -> NoReturn:
+        raise UsageError(
+            f"{path}: {what}, and numdev takes classes of diffusers and transformers alone: it "
+            "runs no code that comes with a pipeline",
+            hint="if diffusers has this pipeline too, name its class in a copy of model_index.json",
+        )
+
+    index = storage.read_json(path)
+    kind, parts, settings = index.get("_class_name"), {}, {}
+    if not isinstance(kind, str):
+        refuse(f"its pipeline is {kind!r}")
+    for name, value in index.items():
+        if name.startswith("_") or name in NOT_NEEDED:
+            continue
+        if not isinstance(value, list) or value == [None, None]:
+            settings[name] = None if isinstance(value, list) else value
+            continue
+        named = all(isinstance(x, str) and x.isidentifier() for x in (name, *value))
+        if len(value) != 2 or not named or value[0] not in ALLOWED:
+            refuse(f"its part {name!r} is {value!r}")
+        directory = path.parent / name
+        if not directory.is_dir():
+            raise MeasurementError(f"{directory}: is missing", hint=storage.FETCH)
+        for file in (directory / "config.json", directory / "tokenizer_config.json"):
+            if file.is_file():
+                storage.refuse_code(file)
+        parts[name] = (value[0], value[1])
+    return kind, parts, settings
+
+
 def _attends(case: AttentionCase, frame: Frame) -> Attends:
     """By what the module was given: nothing beside the image, or something, which joins it as keys,
-    or stands in its place."""
+    or stands in its place. Both are [batch, positions, channels], or pictures."""
     given = inspect.signature(frame.module.forward).bind(*frame.arguments, **frame.named).arguments
     first, told = given.get("hidden_states"), given.get("encoder_hidden_states")
     if told is None or told is first:
         return "self" if case.q_len == case.kv_len else "cross"
-    joint = first is not None and case.kv_len == _positions(first) + _positions(told)
-    return "joint" if joint else "cross"
-
-
-def _positions(x: Tensor) -> int:
-    """Of [batch, positions, channels], or of a picture [batch, channels, height, width]."""
-    return x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3]
+    if first is None:
+        return "cross"
+    positions = (x.shape[1] if x.ndim == 3 else x.shape[2] * x.shape[3] for x in (first, told))
+    return "joint" if case.kv_len == sum(positions) else "cross"
 
 
 def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any:
@@ -301,11 +292,6 @@ def _class(path: Path, library: str, kind: str, allowed: tuple[str, ...]) -> Any
         return cls
     what = f"{path}: {library} {module.__version__} has no {kind} that a pipeline is made of"
     raise MeasurementError(what, hint=f"a newer {library} may")
-
-
-def _weight_files(directory: Path) -> tuple[Path, ...]:
-    hint = f"expected {' or '.join(WEIGHTS)}: pipeline.save_pretrained writes them"
-    return storage.weight_files(directory, WEIGHTS, hint)
 
 
 def _quiet() -> AbstractContextManager[None]:

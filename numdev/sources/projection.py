@@ -35,17 +35,6 @@ class Projection:
     pull: Callable[[Tensor], Tensor]
     """From a gradient at q, [batch, heads, q_len, head_dim], to the gradient at the layer's output,
     [batch, q_len, heads, head_dim]."""
-    name: str = ""  # Of the layer, within the module that makes the call
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Ran:
-    """A linear layer that ran: what it read, and its output without what made it."""
-
-    name: str
-    layer: nn.Module
-    x: Tensor
-    out: Tensor
 
 
 class Projections:
@@ -81,16 +70,28 @@ def _none(case: AttentionCase, why: str) -> MeasurementError:
 
 def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     """Run a copy of the frame's module, in fp64 and without its hooks, up to the call."""
-    ran: list[_Ran] = []
+    ran: list[tuple[str, nn.Module, Tensor, Tensor]] = []
     kind = type(frame.module).__name__
     given = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
+
+    def cutting(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        """A hook that notes the run of a linear layer: its name, itself, what it reads, and its
+        output without what made it, with which alone the module goes on."""
+
+        def hook(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+            leaf = out.detach().requires_grad_()
+            ran.append((name, layer, args[0].detach(), leaf))
+            return leaf.view_as(leaf)  # a leaf that requires gradients must not be overwritten
+
+        return hook
+
     try:
         twin = copy.deepcopy(frame.module).double().requires_grad_(False)
         for name, part in twin.named_modules():
             part._forward_hooks.clear()
             part._forward_pre_hooks.clear()
             if _is_linear(part):
-                part.register_forward_hook(_cutting(name, ran))
+                part.register_forward_hook(cutting(name))
         with torch.enable_grad():
             again = first_call(lambda: twin(*given["arguments"], **given["named"]))
     except Exception as error:  # a module's own code: whatever it raises is a reason
@@ -103,48 +104,31 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     allowed = 100 * torch.finfo(case.q.dtype).eps * case.q.abs().max().double()
     if q.shape != case.q.shape or bool((q.detach() - case.q.double()).abs().max() > allowed):
         raise _none(case, f"{kind} makes other queries when it is run again")
-    return _the_one(q, ran, case)
-
-
-def _cutting(name: str, ran: list[_Ran]) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """A hook that notes a run of a linear layer, and lets the module go on with its output alone"""
-
-    def hook(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
-        leaf = out.detach().requires_grad_()
-        ran.append(_Ran(name=name, layer=layer, x=args[0].detach(), out=leaf))
-        return leaf.view_as(leaf)  # a leaf that requires gradients must not be overwritten
-
-    return hook
-
-
-def _the_one(q: Tensor, ran: list[_Ran], case: AttentionCase) -> Projection:
-    """The projection among the layers that ran: the one on which q depends."""
-    # A gradient without pattern, so that no sum of its elements is zero by chance.
+    # The projection is the layer on which q depends. The gradient that shows it has no pattern, so
+    # that no sum of its elements is zero by chance.
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(q.shape, generator=generator, dtype=q.dtype).to(q.device) + 0.5
-    grads = _vjp(q, [r.out for r in ran], spread)
-    made = [(r, g) for r, g in zip(ran, grads, strict=True) if g is not None]
+    grads = _vjp(q, [out for *_, out in ran], spread)
+    made = [(*layer, grad) for layer, grad in zip(ran, grads, strict=True) if grad is not None]
     if len(made) != 1:
-        names = ", ".join(r.name for r, _ in made) or "none"
+        names = ", ".join(name for name, *_ in made) or "none"
         raise _none(case, f"q is made by {len(made)} linear layers ({names}), not by one")
-    layer, grad = made[0]
-    features = _by_head(q, layer.out, spread, _touched(grad))
+    name, layer, x, out, grad = made[0]
+    features = _by_head(q, out, spread, _touched(grad))
     batch, heads, length, head_dim = q.shape
-    if features is None or layer.x.numel() != batch * length * layer.x.shape[-1]:
-        raise _none(case, f"the heads are no parts of the output of {layer.name}")
+    if features is None or x.numel() != batch * length * x.shape[-1]:
+        raise _none(case, f"the heads are no parts of the output of {name}")
 
     def pull(dq: Tensor) -> Tensor:
-        (back,) = _vjp(q, [layer.out], dq.to(q.device, q.dtype))
+        (back,) = _vjp(q, [out], dq.to(q.device, q.dtype))
         assert back is not None
         return back[..., features].reshape(batch, length, heads, head_dim)
 
-    weight = layer.layer.weight
-    assert isinstance(weight, Tensor)
+    weight = cast(Tensor, layer.weight)
     return Projection(
-        x=layer.x.reshape(batch, length, -1),
-        weight=(weight.mT if _is_conv1d(layer.layer) else weight)[features],
+        x=x.reshape(batch, length, -1),
+        weight=(weight.mT if _is_conv1d(layer) else weight)[features],
         pull=pull,
-        name=layer.name,
     )
 
 
@@ -159,8 +143,7 @@ def _by_head(q: Tensor, out: Tensor, spread: Tensor, touched: Tensor) -> Tensor 
         alone = torch.zeros_like(spread)
         alone[:, head] = spread[:, head]
         (grad,) = _vjp(q, [out], alone)
-        assert grad is not None
-        each.append(_touched(grad))
+        each.append(_touched(cast(Tensor, grad)))
     if all(torch.equal(features, touched) for features in each):
         return touched
     joined = torch.cat(each)

@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest
-from numdev.sources.checkpoint import Checkpoint, load_tokenizer
+from numdev.sources.checkpoint import LENGTHS, Checkpoint, load_tokenizer, size
 from numdev.sources.files import read_safetensors
-from numdev.sources.statedict import StateDict, text_sizes
+from numdev.sources.statedict import StateDict
 
 # What stands for an input: given the one, the other is not needed.
 INSTEAD = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_embeds"}
@@ -59,24 +59,37 @@ def model_inputs(
     if request.tokenizer and not request.text:
         raise UsageError("--tokenizer reads --text, and there is none", hint="give --text")
     parts = [read(Path(request.inputs), model)] if request.inputs else []
+    takes, takes_all = _arguments(model.forward)
     if isinstance(checkpoint, StateDict):  # a model somebody wrote by hand
-        if parts and request.text:
-            raise UsageError("--inputs and --text both say what the model reads", hint="give one")
-        return fitted(parts[0] if parts else _text(request, checkpoint, model), model.forward)
+        if parts:
+            if request.text:
+                what = "--inputs and --text both say what the model reads"
+                raise UsageError(what, hint="give one")
+            return parts[0]
+        text = _text(request, checkpoint, model)
+        # Token ids go under the name that it gives its first argument (`idx`, `tokens`, `x`).
+        first = "input_ids" if "input_ids" in takes or not takes else takes[0]
+        inputs = {first if name == "input_ids" else name: x for name, x in text.inputs.items()}
+        if "attention_mask" in inputs.keys() - takes and not takes_all:
+            raise UsageError(
+                "the sequences differ in length and the model takes no attention_mask",
+                hint="give a smaller --length, so that all are equally long",
+            )
+        return dataclasses.replace(text, inputs=inputs)
     given = parts[0].inputs if parts else {}
     needs = wanted(model, given=given, generates=request.generate is not None)
     if request.text and "input_ids" not in needs:
         raise UsageError(f"{type(model).__name__} reads no text", hint="leave --text out")
     count = next((x.shape[0] for x in given.values()), request.sequences)
-    text = None
+    read_by_encoder = None
     for name in needs:
         if name == "input_ids":
             drawing = request.model_copy(update={"sequences": count})
-            text = _text(request if request.text else drawing, checkpoint, model)
-            parts.append(text)
-        elif name == "decoder_input_ids" and text is not None:
-            takes, _ = _arguments(model.forward)
-            same = {f"decoder_{n}": x for n, x in text.inputs.items() if f"decoder_{n}" in takes}
+            read_by_encoder = _text(request if request.text else drawing, checkpoint, model)
+            parts.append(read_by_encoder)
+        elif name == "decoder_input_ids" and read_by_encoder:
+            same = {f"decoder_{n}": x for n, x in read_by_encoder.inputs.items()}
+            same = {n: x for n, x in same.items() if n in takes}
             parts.append(Prompt(inputs=same, description="the same for the decoder"))
         else:
             parts.append(draw(name, model, count=count, length=request.length, seed=request.seed))
@@ -89,13 +102,14 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
     texts = [Path(t) for t in request.text]
     if not texts and request.checkpoint == "demo":
         texts = [demo_checkpoint() / "prompt.txt"]
-    if isinstance(checkpoint, StateDict):
-        vocab_size, positions = text_sizes(model, checkpoint.config)
-    else:
-        vocab_size, positions = checkpoint.vocab_size, checkpoint.max_length
-    room = positions
-    writes_on = request.generate and not (checkpoint.config or {}).get("is_encoder_decoder")
+    vocab_size, room = checkpoint.vocab_size, checkpoint.max_length
+    if isinstance(checkpoint, StateDict):  # the model says what is not stored
+        tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+        own = {name: getattr(getattr(model, "config", None), name, None) for name in LENGTHS}
+        vocab_size, room = vocab_size or next(tables, None), room or size(own, *LENGTHS)
+    writes_on = request.generate and not checkpoint.config.get("is_encoder_decoder")
     if room and writes_on:
+        positions = room
         room -= request.generate or 0  # what it writes follows what it reads
         if room < 1:
             what = f"--generate {request.generate}: the model has only {positions} positions"
@@ -158,25 +172,6 @@ def drawn(vocab_size: int, *, length: int, sequences: int, seed: int) -> Prompt:
     ids = torch.randint(vocab_size, (sequences, length), generator=generator)
     words = f"{sequences} x {length} token ids drawn with seed {seed}"
     return Prompt(inputs={"input_ids": ids}, description=words)
-
-
-def fitted(prompt: Prompt, forward: Callable[..., Any]) -> Prompt:
-    """The prompt with its token ids under the name that `forward` gives its first argument (`idx`,
-    `tokens`, `x`). Raises UsageError for arguments that it does not take."""
-    named, takes_all = _arguments(forward)
-    inputs = dict(prompt.inputs)
-    if "input_ids" in inputs and "input_ids" not in named and named:
-        inputs = {named[0] if name == "input_ids" else name: x for name, x in inputs.items()}
-    unknown = [] if takes_all else [name for name in inputs if name not in named]
-    if unknown == ["attention_mask"]:
-        raise UsageError(
-            "the sequences differ in length and the model takes no attention_mask",
-            hint="give a smaller --length, so that all are equally long",
-        )
-    if unknown:
-        what = f"the model's forward takes no {unknown[0]!r}"
-        raise UsageError(what, hint=closest(unknown[0], named))
-    return dataclasses.replace(prompt, inputs=inputs)
 
 
 def read_text(file: Path) -> str:

@@ -1,24 +1,123 @@
-"""The regimes of synthetic inputs whose answer only a reference knows.
+"""The regimes of synthetic inputs, and the draws that they are made of.
 
 A regime is a function of the shapes, the draws, and parameters that a configuration may set. What
 in a kernel breaks on each, and who was hurt by it: docs/hazards.md. What a hazard needs of the
-call: configs/sweep/hazards.yaml.
+call: configs/sweep/hazards.yaml. Each head of each named tensor has a stream of its own, from seed,
+label, name and head alone: a tensor keeps its numbers whatever else is drawn. All is drawn on the
+host, to the same bits on every machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from numdev.formats import format_named, round_to
-from numdev.sources.draws import Draws, Inputs, Shapes, of_each, plain
 
 SMALLEST = 2.0**-16
 """What is smaller in size becomes 0: from here on a number of 8 bits is one of float16."""
 UNSEEN = -1024.0  # A score so far below the maximum that exp of it is 0 in fp64
 NOISE = 0.5  # Standard deviation of the features of q and of the other keys that decide no level
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The numbers of one case. A shape is [batch, heads, ...]; one name always gives one draw."""
+
+    seed: int
+    label: str = ""  # Cases of one audit have different labels, and with them different numbers
+
+    def normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """N(0, 1) in fp32, drawn in fp64 and rounded: the last bits of the tails' logarithms differ
+        between processors, which in fp64 reaches the result once in some 10^8 of them."""
+        return self._by_head("standard_normal", name, shape, np.float32)
+
+    def uniform(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Uniform in [0, 1), fp64."""
+        return self._by_head("random", name, shape, np.float64)
+
+    def integers(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
+        """Uniform over low, ..., high - 1, int64."""
+        return self._by_head("integers", name, shape, np.int64, low, high)
+
+    def permutation(self, name: str, count: int) -> Tensor:
+        """0, ..., count - 1 in random order, int64 [count]; the same for all heads."""
+        return torch.from_numpy(self._stream(name, 0).permutation(count))
+
+    def _by_head(self, law: str, name: str, shape: tuple[int, ...], dtype: Any, *of: int) -> Tensor:
+        batch, heads, *rest = shape
+        numbers = np.empty(shape, dtype=dtype)
+        for head in range(heads):
+            numbers[:, head] = getattr(self._stream(name, head), law)(*of, size=(batch, *rest))
+        return torch.from_numpy(numbers)
+
+    def _stream(self, name: str, head: int) -> np.random.Generator:
+        digest = hashlib.sha256(f"{self.label}/{self.seed}/{name}".encode()).digest()
+        sequence = np.random.SeedSequence(int.from_bytes(digest[:16], "big"), spawn_key=(head,))
+        return np.random.Generator(np.random.PCG64(sequence))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The sizes of one attention call, and the shapes of its tensors; `out` is grad_out's too."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_dim: int
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        return (self.batch, self.heads, self.q_len, self.head_dim)
+
+    @property
+    def k(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.kv_len, self.head_dim)
+
+    @property
+    def v(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.kv_len, self.v_dim)
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        return (self.batch, self.heads, self.q_len, self.v_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What is drawn for one attention call: `q, k, v = inputs` are those of its forward pass."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor | None = None
+    """dO, [batch, heads, q_len, v_dim]. From a regime: None where any will do."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.q, self.k, self.v))
+
+
+def plain(shapes: Shapes, draws: Draws) -> Inputs:
+    """q, k and v of independent N(0, 1)."""
+    return of_each(shapes, draws.normal)
+
+
+def of_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
+    """q, k and v, each drawn alike from its name and shape."""
+    return Inputs(*(draw(name, getattr(shapes, name)) for name in "qkv"))
+
+
+# --- regimes whose answer only a reference knows
 
 
 def normal(shapes: Shapes, draws: Draws, *, logits: float = 1.0) -> Inputs:
@@ -31,11 +130,11 @@ def outliers(
     shapes: Shapes, draws: Draws, *, rate: float = 0.001, variance: float = 100.0
 ) -> Inputs:
     """N(0, 1) plus N(0, `variance`) in a fraction `rate` of the entries, as activations have."""
+    deviation = math.sqrt(variance)
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         rare = draws.uniform(f"{name} rare", shape) < rate
-        extra = draws.normal(f"{name} extra", shape) * math.sqrt(variance)
-        return draws.normal(name, shape) + rare * extra
+        return draws.normal(name, shape) + rare * (draws.normal(f"{name} extra", shape) * deviation)
 
     return of_each(shapes, one)
 
@@ -87,8 +186,6 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
 def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> Inputs:
     """All scores so far below 0 that the log-sum-exp of every row is about `lse`: one feature of q
     is the constant `q`, that of k makes up the rest. A larger `q` keeps k within float16."""
-    if q == 0:
-        raise ValueError("q must not be 0")
     queries, keys, values = plain(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
@@ -134,8 +231,6 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
 
 def correlated(shapes: Shapes, draws: Draws, *, rho: float = 0.9) -> Inputs:
     """N(0, 1) entries; the tokens of a head are correlated, `rho` between any two."""
-    if not 0 <= rho <= 1:
-        raise ValueError("rho must be between 0 and 1")
 
     def one(name: str, shape: tuple[int, ...]) -> Tensor:
         common = draws.normal(f"{name} common", (*shape[:2], 1, shape[3]))
@@ -219,3 +314,76 @@ def _exact(x: Tensor, bits: int = 8) -> Tensor:
     """x in so many significant bits; with 8, numbers that are bf16's and float16's."""
     rounded = round_to(x, format_named(f"e8m{bits - 1}"))
     return rounded.masked_fill(rounded.abs() < SMALLEST, 0.0)
+
+
+# --- probes: whose answer is known without a reference (`synthetic.answer`)
+
+
+def ones(shapes: Shapes, draws: Draws) -> Inputs:
+    """N(0, 1) but for V = 1: every output is 1."""
+    q, k, v = plain(shapes, draws)
+    return Inputs(q, k, torch.ones_like(v))
+
+
+def one_key(shapes: Shapes, draws: Draws) -> Inputs:
+    """One key and its value, kv_len times over: every output is that value."""
+    q, k, v = plain(shapes, draws)
+    return Inputs(q, k[:, :, :1].expand_as(k).clone(), v[:, :, :1].expand_as(v).clone())
+
+
+def uniform(shapes: Shapes, draws: Draws) -> Inputs:
+    """All keys are the same, so that the scores of a row are: out is the mean of V."""
+    q, k, v = plain(shapes, draws)
+    return Inputs(q, k[:, :, :1].expand_as(k).clone(), v)
+
+
+def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
+    """Every query has one key whose score is above all others by at least `margin`, chosen at
+    random among keys 0 to i + max(0, kv_len - q_len): out is that key's V."""
+    return _coded(shapes, draws, 1, margin)
+
+
+def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
+    """As `one_hot`, with every key there twice, half the length apart: out is a mean of two."""
+    return _coded(shapes, draws, 2, margin)
+
+
+def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
+    """Keys are sign patterns of their own, and a query is the pattern of its key.
+
+    A pattern is the key's number in binary, each bit repeated in as many features as there are, so
+    that two keys' scores differ by a multiple of 2 * repeats * (size of the entries) / sqrt(d). The
+    entries are powers of two: exact in every format. Where head_dim has too few features for the
+    patterns, the keys that get none are 0.
+    """
+    distinct = -(-shapes.kv_len // copies)
+    bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
+    repeats = shapes.head_dim // bits
+    size = math.ceil(math.log2(margin * math.sqrt(shapes.head_dim) / (2 * repeats)))
+    known = min(distinct, 2**bits)
+
+    code = draws.permutation("code", known)
+    sign = (((code[:, None] >> torch.arange(bits)) & 1) * 2 - 1).float()  # [known, bits]
+    patterns = torch.zeros((distinct, shapes.head_dim), dtype=torch.float32, device="cpu")
+    patterns[:known, : bits * repeats] = sign.repeat(1, repeats)
+    flips = draws.normal("flips", (*shapes.k[:2], 1, shapes.head_dim)).sign()
+    keys = patterns[torch.arange(shapes.kv_len) % distinct] * flips
+
+    last = torch.arange(shapes.q_len) + max(0, shapes.kv_len - shapes.q_len)
+    choice = draws.uniform("target", shapes.q[:3])
+    target = (choice * (last.clamp_max(shapes.kv_len - 1) + 1)).long() % distinct % known
+    flips = flips.repeat_interleave(shapes.heads // shapes.kv_heads, dim=1)
+    half = size // 2
+    return Inputs(
+        patterns[target] * flips * math.ldexp(1.0, size - half),
+        keys * math.ldexp(1.0, half),
+        draws.normal("v", shapes.v),
+    )
+
+
+_ALL: tuple[Callable[..., Inputs], ...] = (
+    normal, outliers, sink, ties, one_signed_gradient, one_sign, far_below, massive_channel,
+    near_constant_keys, low_rank, correlated, near_overflow, biased_rounding,
+    ones, one_key, uniform, one_hot, two_hot,
+)  # fmt: skip
+REGIMES = {regime.__name__: regime for regime in _ALL}

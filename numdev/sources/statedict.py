@@ -21,14 +21,13 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
-from numdev.sources.checkpoint import Weights, size
+from numdev.sources.checkpoint import Weights
 from numdev.sources.dcp import is_distributed
 
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
 """Where training scripts put the model's configuration: nanoGPT, Lightning, and others."""
-LENGTHS = ("block_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,6 @@ class StateDict(Weights):
 
     factory: str
     build: Callable[..., Any]
-    config: Mapping[str, Any] | None  # The configuration stored with the weights, if there is one
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it beside its name and identity."""
@@ -60,7 +58,7 @@ class StateDict(Weights):
 
     def _built(self) -> nn.Module:
         """The factory's model, of no argument or the stored configuration."""
-        arguments = () if self.config is None else (dict(self.config),)
+        arguments = (dict(self.config),) if self.config else ()
         try:
             signature = inspect.signature(self.build)
             required = [p for p in signature.parameters.values() if p.default is p.empty]
@@ -128,22 +126,13 @@ def open_state_dict(path: Path, factory: str | None) -> StateDict:
     return StateDict.opened(path, files, prefix=storage.common_prefix(names), **own)
 
 
-def text_sizes(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
-    """How many token ids a model knows (by the stored configuration, else its first embedding), and
-    the longest sequence it has positions for (by the stored configuration or its own)."""
-    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-    own = {name: getattr(getattr(model, "config", None), name, None) for name in LENGTHS}
-    stored = config or {}
-    vocabulary = size(stored, "vocab_size") or next(tables, None)
-    return vocabulary, size(stored, *LENGTHS) or size(own, *LENGTHS)
-
-
-def _config(path: Path) -> Mapping[str, Any] | None:
+def _config(path: Path) -> Mapping[str, Any]:
+    """The configuration stored with the weights; empty where there is none."""
     if path.suffix in storage.PICKLES:
         content = storage.read_pickle(path)
-        return next((c for key in CONFIGS if isinstance(c := content.get(key), dict)), None)
+        return next((c for key in CONFIGS if isinstance(c := content.get(key), dict)), {})
     beside = (path if path.is_dir() else path.parent) / "config.json"
-    return storage.read_json(beside) if beside.is_file() else None
+    return storage.read_json(beside) if beside.is_file() else {}
 
 
 def _open_to_capture(model: nn.Module) -> None:

@@ -37,11 +37,10 @@ Read = Callable[[Stored], Tensor]
 
 
 class Deferred(Tensor):
-    """A tensor without values. `origin` says where they come from: a file, or a function of how to
-    read one. `sealed` names whose place it holds free: no operation may use such a one. Only
-    out-of-place operations are recorded."""
+    """A tensor without values; `made` makes them. `sealed` names whose place it holds free: no
+    operation may use such a one. Only out-of-place operations are recorded."""
 
-    origin: Stored | Callable[[Read], Tensor]
+    origin: Stored | Callable[[Read], Tensor]  # a file, or a function of how to read one
     sealed: str
     _empty: Tensor
 

@@ -10,26 +10,18 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, additive, visible
+from numdev.config import MaskKind
 from numdev.errors import UsageError, closest
-from numdev.sources import regimes
-from numdev.sources.draws import Draws, Inputs, Shapes
-from numdev.sources.probes import ANSWERS
+from numdev.sources.regimes import REGIMES, Draws, Inputs, Shapes
 
+MASKS: tuple[str, ...] = get_args(MaskKind)
 __all__ = ["MASKS", "REGIMES", "Inputs", "Shapes", "answer", "check", "draw", "draw_mask"]
-
-_ALL: tuple[Callable[..., Inputs], ...] = (
-    regimes.normal, regimes.outliers, regimes.sink, regimes.ties, regimes.one_signed_gradient,
-    regimes.one_sign, regimes.far_below, regimes.massive_channel, regimes.near_constant_keys,
-    regimes.low_rank, regimes.correlated, regimes.near_overflow, regimes.biased_rounding,
-    *ANSWERS,
-)  # fmt: skip
-REGIMES = {regime.__name__: regime for regime in _ALL}
 
 
 def check(name: str, options: Mapping[str, Any]) -> Callable[..., Inputs]:
@@ -60,7 +52,7 @@ def draw(
     regime, draws = check(name, options), Draws(seed, label)
     try:
         inputs = regime(shapes, draws, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         what = f"input regime {name} cannot be drawn with {given}: {error}"
         raise UsageError(what, hint="give its parameters numbers") from error
@@ -72,85 +64,63 @@ def draw(
 
 
 def answer(name: str, case: AttentionCase) -> Tensor | None:
-    """The exact output, in fp64, of a case drawn with the regime `name`, after any rounding; 0 in
+    """The exact output, in fp64, of a case drawn with the probe `name`, after any rounding; 0 in
     rows that see no key. None where the regime is no probe, or mask, soft cap, scale or sinks take
-    the answer away."""
-    known = ANSWERS.get(check(name, {}))
-    return known(case) if known and case.sinks is None else None
-
-
-# --- masks: each broadcasts to [batch, heads, q_len, kv_len], and True means seen
+    the answer away. Memory is q_len * kv_len."""
+    check(name, {})
+    if name not in ("ones", "one_key", "uniform", "one_hot", "two_hot") or case.sinks is not None:
+        return None
+    rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
+    seen = torch.ones((*case.q.shape[:3], case.kv_len), dtype=torch.bool, device=case.q.device)
+    if (shown := visible(case, rows, keys)) is not None:
+        seen = seen & shown
+    if (scores := additive(case, rows, keys)) is not None:
+        seen = seen & (scores != -math.inf)
+    k, v = (x.double().repeat_interleave(case.group, dim=1) for x in (case.k, case.v))
+    if name in ("ones", "one_key"):  # all values are alike
+        return torch.where(seen.any(dim=-1, keepdim=True), v[:, :, :1], 0.0)
+    if scores is not None and bool((scores.masked_fill(~seen, 0.0) != 0).any()):
+        return None
+    if name != "uniform":
+        # Scores are whole multiples of one step, which is large: the keys that match a query in
+        # most signs, among those it sees, share all the weight.
+        usual = math.isclose(case.scale, case.q.shape[-1] ** -0.5, rel_tol=1e-12)
+        if case.softcap is not None or not usual:
+            return None
+        matches = case.q.double().sign() @ k.sign().transpose(-1, -2)
+        matches = matches.masked_fill(~seen, -math.inf)
+        seen = seen & (matches == matches.amax(dim=-1, keepdim=True))
+    return seen.double() @ v / seen.sum(dim=-1, keepdim=True).clamp_min(1)
 
 
 def draw_mask(kind: str, shapes: Shapes, *, seed: int, label: str = "") -> Tensor:
-    """The mask called `kind`, on the CPU; additive ones in fp32."""
-    return MASKS[kind](shapes, Draws(seed, label))
-
-
-def all_true(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool, hides nothing, and yet keeps a kernel from its path without a mask."""
-    return torch.ones((1, 1, shapes.q_len, shapes.kv_len), dtype=torch.bool, device="cpu")
-
-
-def causal(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool, key j <= query i: what `causal` means, as a tensor."""
-    return all_true(shapes, draws).tril()
-
-
-def random(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool, 6 keys in 10 seen; about a tenth of the rows see none (the middle one for certain), at
-    least one of several sees some."""
-    empty = draws.uniform("mask empty", (shapes.batch, 1, shapes.q_len, 1)) < 0.1
-    if shapes.q_len > 1:
-        empty[:, :, shapes.q_len // 2] = True
-        empty[:, :, 0] = False
-    return _at_rate(shapes, draws, 0.6) & ~empty
-
-
-def mostly_masked(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool, 2 keys in 100 seen, and at least one in every row (no later than the query itself)."""
-    return _at_rate(shapes, draws, 0.02) | _one_in_each_row(shapes, draws)
-
-
-def padding(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool [batch, 1, 1, kv_len]: entry b of B sees the first (b + 1) / (B + 1) of the keys."""
-    entry = torch.arange(shapes.batch)[:, None, None, None]
-    lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
-    return torch.arange(shapes.kv_len) < lengths
-
-
-def bias(shapes: Shapes, draws: Draws) -> Tensor:
-    """additive, N(0, 1), another for every head: finite everywhere."""
-    return draws.normal("mask", (1, shapes.heads, shapes.q_len, shapes.kv_len))
-
-
-def bias_inf(shapes: Shapes, draws: Draws) -> Tensor:
-    """additive, N(0, 1), and -inf for 4 keys in 10, though not for all of a row."""
-    seen = _at_rate(shapes, draws, 0.6) | _one_in_each_row(shapes, draws)
-    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)
-
-
-def bias_lowest(shapes: Shapes, draws: Draws) -> Tensor:
-    """additive, 0 or the lowest finite number, as transformers writes it; rows as in `random`."""
-    hidden = ~random(shapes, draws)
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(hidden.shape, dtype=torch.float32, device="cpu").masked_fill(hidden, lowest)
-
-
-MASKS: dict[str, Callable[[Shapes, Draws], Tensor]] = {
-    mask.__name__: mask
-    for mask in (all_true, causal, random, mostly_masked, padding, bias, bias_inf, bias_lowest)
-}
-
-
-def _at_rate(shapes: Shapes, draws: Draws, rate: float) -> Tensor:
-    """bool [batch, 1, q_len, kv_len], true at the given rate."""
-    return draws.uniform("mask seen", (shapes.batch, 1, shapes.q_len, shapes.kv_len)) < rate
-
-
-def _one_in_each_row(shapes: Shapes, draws: Draws) -> Tensor:
-    """bool [batch, 1, q_len, kv_len], one key in each row: one that a causal mask leaves."""
-    last = torch.arange(shapes.q_len).clamp_max(shapes.kv_len - 1)
-    choice = draws.uniform("mask key", (shapes.batch, 1, shapes.q_len))
-    key = (choice * (last + 1)).long()
-    return key[..., None] == torch.arange(shapes.kv_len)
+    """The mask called `kind` (docs/hazards.md), on the CPU: it broadcasts to [batch, heads, q_len,
+    kv_len]; bool (True: seen), or additive in fp32."""
+    draws, rows, keys = Draws(seed, label), torch.arange(shapes.q_len), torch.arange(shapes.kv_len)
+    if kind == "padding":  # entry b of B sees the first (b + 1) / (B + 1) of the keys
+        entry = torch.arange(shapes.batch)[:, None, None, None]
+        lengths = (shapes.kv_len * (entry + 1) + shapes.batch) // (shapes.batch + 1)
+        return torch.arange(shapes.kv_len) < lengths
+    if kind in ("all_true", "causal"):
+        whole = torch.ones((1, 1, len(rows), len(keys)), dtype=torch.bool, device="cpu")
+        return whole if kind == "all_true" else whole.tril()
+    if kind == "bias":
+        return draws.normal("mask", (1, shapes.heads, len(rows), len(keys)))
+    chance = draws.uniform("mask seen", (shapes.batch, 1, len(rows), len(keys)))
+    if kind in ("random", "bias_lowest"):
+        empty = draws.uniform("mask empty", (shapes.batch, 1, len(rows), 1)) < 0.1
+        if len(rows) > 1:  # the middle row sees no key for certain, the first some
+            empty[:, :, len(rows) // 2] = True
+            empty[:, :, 0] = False
+        seen = (chance < 0.6) & ~empty
+        if kind == "random":
+            return seen
+        lowest = torch.finfo(torch.float32).min  # as transformers writes it
+        return torch.zeros(seen.shape, dtype=torch.float32, device="cpu").masked_fill(~seen, lowest)
+    # One key in each row is seen, which a causal mask leaves too.
+    choice = draws.uniform("mask key", (shapes.batch, 1, len(rows)))
+    key = (choice * (rows.clamp_max(len(keys) - 1) + 1)).long()
+    seen = (chance < (0.02 if kind == "mostly_masked" else 0.6)) | (key[..., None] == keys)
+    if kind == "mostly_masked":
+        return seen
+    return draws.normal("mask", tuple(seen.shape)).masked_fill(~seen, -math.inf)  # bias_inf

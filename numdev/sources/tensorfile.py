@@ -1,10 +1,8 @@
-"""Captured-tensor files: attention calls on disk, written by numdev or by anybody else.
+"""Captured-tensor files (docs/inputs.md): attention calls on disk, by numdev or by anybody else.
 
-A file is a safetensors file with the tensors `i.q`, `i.k`, `i.v` (`i.mask`, `i.sinks`,
-`i.grad_out`) of call i, and a header, JSON in the metadata under the key `numdev` (docs/inputs.md).
-What is not known there is an error: a misspelt soft cap would be another function. safetensors
-stores contiguous tensors alone, while kernels choose by strides: so the header names the order of
-each tensor's stored axes (`layout`), and reading gives back a view.
+What is not known in a header is an error: a misspelt soft cap would be another function.
+safetensors stores contiguous tensors alone, while kernels choose by strides: so the header names
+the order of each tensor's stored axes (`layout`), and reading gives back a view.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ AXES, MASK_AXES = "bhsd", "bhqk"  # How a case has its axes; a layout is another
 REQUIRED, OPTIONAL = ("q", "k", "v"), ("mask", "sinks", "grad_out")
 NUMBERED = re.compile(rf"(\d{{1,9}})\.({'|'.join((*REQUIRED, *OPTIONAL))})", re.ASCII)
 OF_REF = ("case", "module", "layer", "call", "seed", "source", "phase", "step", "attends")
+OF_CASE = ("scale", "is_causal", "causal_offset", "window", "softcap")
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -104,9 +103,7 @@ class Header(Strict):
     calls: tuple[Call, ...] | None = None  # of tensors `i.*`; without it all have the defaults
 
 
-def parse(path: Path, text: str | None) -> Header:
-    """The header of the file at `path` as its metadata has it. Raises UsageError for what is wrong
-    in it, MeasurementError for another version."""
+def _header(path: Path, text: str | None) -> Header:
     try:
         raw = json.loads(text or "")
     except (ValueError, RecursionError):
@@ -135,30 +132,26 @@ class StoredCase:
 
     @property
     def ref(self) -> CaseRef:
-        fields = {name: getattr(self.call, name) for name in OF_REF}
-        call = self.call
+        call, fields = self.call, {name: getattr(self.call, name) for name in OF_REF}
         named = f"{call.module}#{call.call}" if call.module else f"{self.path.stem}#{self.index}"
-        case = call.case or named
-        module, source = call.module or case, call.source or self.path.name
-        return CaseRef(**{**fields, "case": case, "module": module, "source": source})
+        fields["case"] = call.case or named
+        fields["module"] = call.module or fields["case"]
+        fields["source"] = call.source or self.path.name
+        return CaseRef(**fields)
 
     @property
     def axes(self) -> dict[str, Any]:
         return dict(self.call.axes)
 
     def load(self) -> AttentionCase:
-        """Read the tensors. Raises MeasurementError where the file has changed since."""
+        """Read the tensors. Raises MeasurementError where the file has changed since, UsageError,
+        naming file and call, where they do not fit together or the header."""
         changed = storage.naming(self.path, "cannot be read", "was it changed during the audit?")
         with changed, storage.open_safetensors(self.path) as file:
-            read = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
-            return self.build({name: x.to(self.device) for name, x in read.items()})
-
-    def build(self, stored: Mapping[str, Tensor]) -> AttentionCase:
-        """The case of these tensors, which are as the file has them. Raises UsageError, naming file
-        and call, where they do not fit together or the header."""
+            stored = {n: file.get_tensor(f"{self.index}.{n}") for n in self.tensors}
         if missing := [f"{self.index}.{name}" for name in REQUIRED if name not in stored]:
             raise self._problem(f"has no tensor {', '.join(missing)}", "q, k and v are needed")
-        x: dict[str, Any] = {n: self._arranged(n, tensor) for n, tensor in stored.items()}
+        x: dict[str, Any] = {n: self._arranged(n, t.to(self.device)) for n, t in stored.items()}
         call, mask = self.call, x.pop("mask", None)
         if mask is not None and mask.dtype == torch.uint8 and call.mask == "bool":
             mask = mask != 0
@@ -192,13 +185,12 @@ class StoredCase:
         """A view with a case's axes of a tensor whose axes are in the order of its layout."""
         layout = self.call.layout
         if isinstance(layout, dict):
-            layout = layout.get(name)
-        elif name == "mask":
-            layout = None
-        # Where the count of axes is wrong, the case says so.
-        if layout is None or name == "sinks" or tensor.ndim != len(layout):
+            order = layout.get(name)
+        else:
+            order = None if name in ("mask", "sinks") else layout
+        if order is None or tensor.ndim != len(order):  # of a wrong number of axes the case says so
             return tensor
-        return tensor.permute([layout.index(axis) for axis in _axes(name, len(layout))])
+        return tensor.permute([order.index(axis) for axis in _axes(name, len(order))])
 
     def _problem(self, what: str, hint: str) -> UsageError:
         return UsageError(f"{self.path}: call {self.index}: {what}", hint=hint)
@@ -234,7 +226,15 @@ def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
     """Open a captured-tensor file or a directory of them, and check every call; loads no tensor.
     Raises UsageError, naming file and call, for what is not as docs/inputs.md has it,
     MeasurementError for a damaged file and an unknown version."""
-    files = _files(path) if path.is_dir() else (path,)
+    files: tuple[Path, ...] = (path,)
+    if path.is_dir() and not (path / INDEX).is_file():
+        files = tuple(sorted(path.glob("*.safetensors")))
+    elif path.is_dir():
+        names = [str(name) for name in storage.read_json(path / INDEX).get("files") or [""]]
+        for name in names:
+            if Path(name).name != name or not (path / name).is_file():
+                raise MeasurementError(f"{path}: its file {name!r} is missing", hint=FETCH)
+        files = tuple(path / name for name in names)
     opened = [_open_file(file, device) for file in files]
     cases = tuple(case for _, found in opened for case in found)
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
@@ -243,20 +243,9 @@ def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
     return CaseFile(path=path, files=files, cases=cases, versions=opened[0][0].versions)
 
 
-def _files(directory: Path) -> tuple[Path, ...]:
-    index = directory / INDEX
-    if not index.is_file():
-        return tuple(sorted(directory.glob("*.safetensors")))
-    names = storage.read_json(index).get("files") or [""]
-    for name in map(str, names):
-        if Path(name).name != name or not (directory / name).is_file():
-            raise MeasurementError(f"{directory}: its file {name!r} is missing", hint=FETCH)
-    return tuple(directory / name for name in names)
-
-
 def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path) as file:
-        header = parse(path, (file.metadata() or {}).get(KEY))
+        header = _header(path, (file.metadata() or {}).get(KEY))
         by_call: dict[int, list[str]] = {}
         for name in file.keys():  # noqa: SIM118  # no mapping
             if not (numbered := NUMBERED.fullmatch(name)):
@@ -264,25 +253,20 @@ def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
                 known = ", ".join(REQUIRED + OPTIONAL)
                 raise UsageError(what, hint=f"a call's are INDEX.NAME, NAME of {known}")
             by_call.setdefault(int(numbered[1]), []).append(numbered[2])
-        calls = (Call(),) * len(by_call) if header.calls is None else header.calls
-        if not calls or max(by_call, default=0) >= len(calls):
-            raise UsageError(
-                f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls",
-                hint="number the calls from 0, and give every one an entry in `calls`, or none",
-            )
-        cases = []
-        for index, call in enumerate(calls):
-            layout = header.layout if call.layout is None else call.layout
-            defaults = {"source": call.source or header.source, "layout": layout}
-            case = StoredCase(
-                path=path,
-                index=index,
-                call=call.model_copy(update=defaults),
-                tensors=tuple(by_call.get(index, ())),
-            )
-            case.load()  # mapped and not read, it is built, which finds what does not fit
-            cases.append(replace(case, device=device))
-        return header, cases
+    calls = (Call(),) * len(by_call) if header.calls is None else header.calls
+    if not calls or max(by_call, default=0) >= len(calls):
+        raise UsageError(
+            f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls",
+            hint="number the calls from 0, and give every one an entry in `calls`, or none",
+        )
+    cases = []
+    for index, call in enumerate(calls):
+        layout = header.layout if call.layout is None else call.layout
+        call = call.model_copy(update={"source": call.source or header.source, "layout": layout})
+        case = StoredCase(path=path, index=index, call=call, tensors=tuple(by_call.get(index, ())))
+        case.load()  # mapped and not read, it is built, which finds what does not fit
+        cases.append(replace(case, device=device))
+    return header, cases
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -295,9 +279,19 @@ def write(
     axes in the order they have in memory. `axes`: every case's place on a grid."""
     tensors, calls = {}, []
     for index, case in enumerate(cases):
-        call, stored = _call_of(case)
+        layout: dict[str, str] = {}
+        for name in (*REQUIRED, *OPTIONAL):
+            if (tensor := getattr(case, name)) is not None:
+                order = storage_order(tensor)
+                if name != "sinks":
+                    layout[name] = "".join(_axes(name, tensor.ndim)[axis] for axis in order)
+                lying = tensor.detach().permute(order).cpu()
+                lying = lying.clone(memory_format=torch.contiguous_format)
+                tensors[f"{index}.{name}"] = lying
+        call = {name: getattr(case.ref, name) for name in OF_REF}
+        call |= {name: getattr(case, name) for name in OF_CASE}
+        call |= {"mask": _kind(case.mask), "grad_out": case.grad_out_from, "layout": layout}
         calls.append({**call, "axes": dict(axes[index]) if axes else {}})
-        tensors.update({f"{index}.{name}": x for name, x in stored.items()})
     versions = {"numdev": numdev.__version__, "torch": torch.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["transformers"] = importlib.metadata.version("transformers")
@@ -346,27 +340,6 @@ class Writer:
                 self.partial.replace(self.directory)
         finally:
             shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def _call_of(case: AttentionCase) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A case as a header's entry and the tensors to store, each with its axes in storage order."""
-    stored, layout = {}, {}
-    for name in (*REQUIRED, *OPTIONAL):
-        if (tensor := getattr(case, name)) is not None:
-            order = storage_order(tensor)
-            if name != "sinks":
-                layout[name] = "".join(_axes(name, tensor.ndim)[axis] for axis in order)
-            lying = tensor.detach().permute(order).cpu()
-            stored[name] = lying.clone(memory_format=torch.contiguous_format)
-    of_case = ("scale", "is_causal", "causal_offset", "window", "softcap")
-    call = {
-        **{name: getattr(case.ref, name) for name in OF_REF},
-        **{name: getattr(case, name) for name in of_case},
-        "mask": _kind(case.mask),
-        "grad_out": case.grad_out_from,
-        "layout": layout,
-    }
-    return call, stored
 
 
 def _kind(mask: Tensor | None) -> str:

@@ -56,13 +56,6 @@ def layer_of(module: nn.Module, name: str) -> int | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
-def numbered(model: nn.Module) -> dict[str, int] | None:
-    """The numbers of the modules that attend; None where one of them has none."""
-    layers = {n: layer_of(model.get_submodule(n), n) for n in attention_modules(model)}
-    with_number = {name: layer for name, layer in layers.items() if layer is not None}
-    return with_number if len(with_number) == len(layers) else None
-
-
 @dataclass(kw_only=True, eq=False)
 class Frame:
     """A module while it runs: what it was called with, and how many calls it has made."""
@@ -71,6 +64,9 @@ class Frame:
     arguments: tuple[Any, ...]
     named: Mapping[str, Any]
     calls: int = 0
+
+
+OnMet = Callable[[CaseRef, Sequence[Frame]], None]
 
 
 class Watch:
@@ -83,9 +79,12 @@ class Watch:
         source: str,
         generates: bool = False,
         step: Callable[[], int | None] = lambda: None,
+        on_met: OnMet | None = None,
     ) -> None:
-        """`step`: asked at every call for the denoising step it belongs to, where there are any."""
-        self.model, self.source, self.generates, self.step = model, source, generates, step
+        """`step`: asked at every call for the denoising step it belongs to, where there are any.
+        `on_met`: told of every call as it is made, and of the modules that run."""
+        self.model, self.source, self.generates = model, source, generates
+        self.step, self.on_met = step, on_met
         self.modules = {m: name or type(m).__name__ for name, m in model.named_modules()}
         self.owners = {m for m in self.modules if _owns_projections(m)}
         self.wrappers = {m: set(m.children()) & self.owners for m in self.modules}
@@ -132,7 +131,7 @@ class Watch:
             phase = "prefill" if self.passes <= 1 else "decode"
         step, layer = self.step(), layer_of(module, name)
         suffix = f"/{phase}" if phase else "" if step is None else f"/step{step}"
-        return CaseRef(
+        ref = CaseRef(
             case=f"{name}#{call}{suffix}",
             source=self.source,
             module=name,
@@ -141,6 +140,9 @@ class Watch:
             phase=phase,
             step=step,
         )
+        if self.on_met:
+            self.on_met(ref, self.running)
+        return ref
 
     def _check_complete(self) -> None:
         missed = {m: n - self.seen[m] for m, n in self.ran.items() if n > self.seen[m]}

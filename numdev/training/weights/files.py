@@ -67,7 +67,7 @@ def open_weights(target: str) -> Weights:
     weights = Weights(name=target)
     try:
         if (path / METADATA).is_file():
-            split = open_distributed(path)
+            _, split = open_distributed(path)
             weights.files = files_of(path)
             weights.tensors = {n: Stored(shape=x.shape, read=x.read) for n, x in split.items()}
         else:
