@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gate_rows import report, row
-from scipy import stats
 
 from numdev.cli.main import main
-from numdev.errors import MeasurementError
-from numdev.gate.change import SEEDS, allowance
+from numdev.errors import UsageError
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, Threshold
 from numdev.gate.verdict import Judgement, Verdict
@@ -38,34 +34,11 @@ def only(judgement: Judgement) -> Verdict:
     return found
 
 
-def seeds(*values: float, **changes: Any) -> list[DeviationRow]:
-    return [row(0, seed=s, rms=rms, **changes) for s, rms in enumerate(values)]
-
-
-def test_a_change_within_the_seeds_own_spread_does_not_count() -> None:
-    """Five old seeds with mean 1 and standard deviation s: the mean of five new ones may lie
-    t(4) s sqrt(2 / 5) away, by scipy."""
-    old = [0.75, 0.875, 1.0, 1.125, 1.25]
-    room = float(stats.t.ppf(0.975, 4)) * statistics.stdev(old) * (2 / 5) ** 0.5
-    assert room == pytest.approx(0.347, abs=1e-3)
-    within = judged(seeds(*[1 + room - 1e-3] * 5), seeds(*old))
-    assert (within.exit_code, only(within).excused) == (0, 1)
-    beyond = judged(seeds(*[1 + room + 1e-3] * 5), seeds(*old))
-    assert (beyond.exit_code, only(beyond).excused, only(beyond).offending) == (1, 0, 1)
-    assert only(beyond).observed == pytest.approx(1 + room + 1e-3)
-
-
 def test_a_new_report_does_not_excuse_itself() -> None:
-    """One seed of three goes wrong: the spread that counts is the old one's. Nor does new noise."""
-    steady = seeds(1.0, 1.01, 0.99)
-    assert judged(seeds(1.0, 1.0, 100.0), steady).exit_code == 1
-    assert judged(seeds(5.0, 5.0, 5.0, noise=50.0), steady).exit_code == 1
-
-
-def test_fewer_than_three_seeds_excuse_nothing() -> None:
-    """Student's t with one degree of freedom is 12.7, which would excuse anything."""
-    assert SEEDS == 3
-    assert judged(seeds(2.0, 2.0), seeds(0.5, 1.5)).exit_code == 1
+    """Its own noise does not count; and of three seeds one that went wrong is enough."""
+    assert judged([row(rms=5.0, noise=50.0)], [row(rms=1.0)]).exit_code == 1
+    old = [row(seed=seed, rms=1.0) for seed in range(3)]
+    assert judged([*old[:2], row(seed=2, rms=100.0)], old).exit_code == 1
 
 
 @pytest.mark.parametrize(("noise", "code"), [(0.2, 0), (0.1, 1), (0.0, 1), (None, 1)])
@@ -135,21 +108,11 @@ def test_reports_about_something_else_are_refused() -> None:
     """Other inputs under the same names would be a change of those."""
     new, old = report(row()), report(row())
     other = old.model_copy(update={"request": {"length": 512}})
-    with pytest.raises(MeasurementError, match="differ in length"):
+    with pytest.raises(UsageError, match="differ in length"):
         judge_report(new, GREW, other)
     source = old.provenance.model_copy(update={"source": {"sha256": "0"}})
-    with pytest.raises(MeasurementError, match="differ in checkpoint"):
+    with pytest.raises(UsageError, match="differ in checkpoint"):
         judge_report(new, GREW, old.model_copy(update={"provenance": source}))
-
-
-def test_further_seeds_of_the_same_kernel_are_mostly_within_the_allowance() -> None:
-    """19 of 20: over 2000 draws of five old and three new seeds, 93 to 97 %."""
-    draw = random.Random(0)
-    within = 0
-    for _ in range(2000):
-        old, new = ([draw.gauss(1.0, 0.1) for _ in range(n)] for n in (5, 3))
-        within += abs(statistics.fmean(new) - statistics.fmean(old)) <= allowance(old, 3)
-    assert 0.93 < within / 2000 < 0.97
 
 
 def gate(*arguments: str) -> int:

@@ -50,8 +50,6 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
     judged = judge_report(found, rules)
     assert (judged.exit_code, {p.caught_from for p in judged.power}) == (0, {0.003})
     assert rules.catches == {"scale": 0.003}
-    told = " ".join(text.replace("#", "").split())
-    assert "Would have caught: scale from 0.003 (bfloat16), scale from 0.003 (float16)." in told
     sound = found.model_copy(update={"rows": tuple(r for r in found.rows if r.role == "kernel")})
     assert judge_report(sound, rules).exit_code == 3
 

@@ -91,7 +91,7 @@ def test_what_could_not_be_measured_is_an_error_too() -> None:
     assert failed.properties["title"] == "gone did not run"
     assert "it raised" in failed.data
     (lacking,) = runner(lines_of([row(nonfinite=None, nulls={"nonfinite": "not counted"})]))
-    assert lacking.data.startswith("finiteness (nonfinite = 0) could not be judged")
+    assert lacking.data.startswith("finiteness (nonfinite ≤ 0) could not be judged")
     book = default_rules().model_copy(update={"required": ("theirs",)})
     (missing,) = problems_of(judge([row()], book), ())
     assert missing.sentence == "theirs is required and not in this report."

@@ -118,7 +118,7 @@ def test_thresholds_and_reports_by_option(suite: pytest.Pytester) -> None:
             attention_check(plain, cases="decode", thresholds=dict(OWN), {GIVEN})
             attention_check(plain, cases="decode", {GIVEN})
 
-        OWN = {{"thresholds": [{{"name": "finite", "metric": "nonfinite", "equals": 0}}]}}
+        OWN = {{"thresholds": [{{"name": "finite", "metric": "nonfinite", "at_most": 0}}]}}
         """
     )
     (suite.path / "tight.yaml").write_text(

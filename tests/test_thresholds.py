@@ -1,5 +1,4 @@
-"""What thresholds can ask for: ratios, regimes, planted faults; and that what is not passed is
-said."""
+"""What thresholds can ask for, planted faults; and that what is not passed is said."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from gate_rows import control, report, row
 
 from numdev.cli.main import main
 from numdev.errors import UsageError
-from numdev.gate.judging import judge, judge_report
+from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, Threshold, default_rules, read_rules
 from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import DeviationRow, write
@@ -27,65 +26,19 @@ def only(judgement: Judgement) -> Verdict:
     return found
 
 
-# --- ratios --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("over", "under", "passes"),
-    [(2.0, 1.0, True), (2.01, 1.0, False), (0.0, 0.0, True), (-2.5, 1.0, False)],
-)
-def test_a_ratio_of_two_metrics(over: float, under: float, passes: bool) -> None:
-    """Of one row; by size; 0 over anything is 0."""
-    book = rules(metric="bias/rms", at_most=2)
-    assert judge([row(bias=over, rms=under)], book).exit_code == (0 if passes else 1)
-    assert only(judge([row(bias=1.0)], book)).metric == "bias / rms"
-
-
-def test_a_ratio_without_its_denominator_is_no_pass() -> None:
-    """Null, or 0 under something; and the reason is said."""
-    book = rules(metric="max_abs / rms", at_most=1e9)
-    assert judge([row(rms=None)], book).exit_code == 3
-    found = judge([row(rms=0.0)], book)
-    assert (found.exit_code, only(found).reasons) == (3, ("rms is 0",))
-
-
-def test_sampled_rows_have_no_interval_of_a_ratio() -> None:
-    """Even one far beyond: both sides are estimates."""
-    sampled = row(sampled=True, interval={"rms": (1e-3, 1e-3)})
-    assert judge([sampled], rules(metric="max_abs / rms", at_most=1)).exit_code == 3
-
-
-def test_a_regime_is_what_the_request_drew() -> None:
-    """By the case's name in the request; a model's case has none, which matches no pattern."""
-    request = {"cases": [{"name": "a", "inputs": {"name": "sink"}}, {"name": "b", "inputs": {}}, 3]}
-    rows = [row(case="a", rms=2.0), row(case="b"), row(case="c")]
-    there = report(*rows).model_copy(update={"request": request})
-    assert (
-        judge_report(there, rules(metric="rms", at_most=1, where={"regime": "si*"})).exit_code == 1
-    )
-    assert (
-        judge_report(there, rules(metric="rms", at_most=1, where={"regime": "!sink"})).exit_code
-        == 0
-    )
-    nowhere = judge_report(there, rules(metric="rms", at_most=1, where={"regime": "ties"}))
-    assert (nowhere.exit_code, only(nowhere).reasons) == (3, ("no row matches",))
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("metric: rms / w1, at_most: 1", "no metric 'w1'"),
         ("metric: rsm, at_most: 1", "no metric 'rsm'; did you mean 'rms'"),
-        ("metric: rms", "exactly one of"),
-        ("metric: rms, at_most: 1, below: 1", "exactly one of"),
+        ("metric: rms", "give one of"),
+        ("metric: suspicion, at_most: 1, absent: true", "give one of"),
+        ("metric: rms, below: 1", "unknown key"),
         ("metric: rms, at_most: .nan", "at_most"),
         ("metric: rms, at_most: -1", "at_most"),
         ("metric: rms, absent: true", "suspicion"),
         ("metric: rms, at_most: 1, where: {kernl: x}", "0.where.kernl'; did you mean 'kernel'"),
         ("metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2", "two thresholds are call"),
-        ("metric: a/b/c, at_most: 1", "no metric 'a'"),
-        ("metric: rms / rms / rms, at_most: 1", "no ratio of two"),
-        ("metric: suspicion / rms, at_most: 1", "no ratio of two"),
+        ("metric: rms / rel, at_most: 1", "no metric 'rms / rel'"),
         ("metric: rms, at_most: 1, over: flor", "Input should be 'before'"),
         ("metric: suspicion, absent: true, over: before", "goes without"),
         ("metric: bias_size, at_most: 1, over: before, certain: {}", "goes without"),
@@ -93,7 +46,7 @@ def test_a_regime_is_what_the_request_drew() -> None:
         ("metric: rms, at_most: 1, where: {tensor: dQ}, may_lack: rows", "there is no 'dQ'"),
         ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "there is no 'd'"),
         ("metric: rms, at_most: 1, where: {phase: decoding}", "did you mean 'decode'?"),
-        ("metric: expected_ratio, at_most: 0.5, certain: {p: expected_ratio}", "certain.p"),
+        ("metric: expected_ratio, at_most: 0.5, certain: {p: 1}", "certain.p"),
         ("metric: expected_ratio, at_most: 0.5, certain: {}", "`certain` is for a bias"),
         ("metric: rms, at_most: 1, instead: [{tensor: o, at_most: 2}]", "there is no 'o'"),
         ("metric: rms, at_most: 1, at_most: 5", "line 1: not valid YAML: the key 'at_most' stands"),
@@ -171,7 +124,7 @@ FILE = """\
 required: [mine]
 catches: {scale: 0.01}
 thresholds:
-  - {name: first, metric: nonfinite, equals: 0}
+  - {name: first, metric: nonfinite, at_most: 0}
   - {name: second, where: {head: 0}, metric: rms, at_most: 1.0}
 """
 
@@ -179,7 +132,7 @@ thresholds:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([row(nonfinite=None)], "first (nonfinite = 0) could not be judged"),
+        ([row(nonfinite=None)], "first (nonfinite ≤ 0) could not be judged"),
         ([row(1)], "second could not be judged: no row matches"),
         ([row(rms=None)], "second (rms ≤ 1) could not be judged"),
         ([row(kernel="b")], "mine is required and not in this report"),

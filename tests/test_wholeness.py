@@ -13,7 +13,7 @@ from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules, Threshold
 from numdev.report import AuditReport, DeviationRow
 
-FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", equals=0),))
+FINITE = Rules(thresholds=(Threshold(name="r", metric="nonfinite", at_most=0),))
 
 
 def rows(*, kernels: tuple[str, ...] = ("a", "b"), **changes: Any) -> list[DeviationRow]:

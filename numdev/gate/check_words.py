@@ -33,17 +33,19 @@ def failure(
     """Why a check failed: what is wrong, the gravest first, with the rms error beside floor and
     baseline; `left_out` is what was not tested."""
     wrong = [f for f in report.findings if f.severity == "exceeded"]
-    rules = listed(dict.fromkeys(f"`{f.rule}`" for f in wrong))
-    title = f"{kernel} fails {rules} (rules {judgement.rules})"
-    if not wrong:
-        title = f"{kernel} was not measured as the rules {judgement.rules} need it: no pass."
-    paragraphs = [title, *(f"{_bare(f)} {_errors(f, report)}" for f in wrong[:MOST])]
+    if wrong:
+        rules = listed(dict.fromkeys(f"`{f.rule}`" for f in wrong))
+        paragraphs = [f"{kernel} fails {rules} (rules {judgement.rules})"]
+    else:
+        paragraphs = [f"{kernel} was not measured as the rules {judgement.rules} need it: no pass."]
+        paragraphs += _unmeasured(report, judgement)[:MOST]
+    for finding in wrong[:MOST]:
+        sentence = finding.sentence.removeprefix(f"{kernel} ")  # the title names it
+        paragraphs.append(f"{sentence[:1].upper()}{sentence[1:]} {_errors(finding, report)}")
     if len(wrong) > MOST:
         paragraphs.append(f"And {len(wrong) - MOST} more.")
-    if not wrong:
-        paragraphs += _unmeasured(report, judgement)[:MOST]
-    elif report.request.get("claims") is None and all(f.metric in PREDICTED for f in wrong):
-        paragraphs.append(CLAIM)
+    if wrong and report.request.get("claims") is None:
+        paragraphs += [CLAIM] * all(f.metric in PREDICTED for f in wrong)
     text = _wrapped(paragraphs)
     for script in scripts:
         text += f"\n\nIt shows by itself with\n  python {script}"
@@ -57,10 +59,13 @@ def success(
     """What a passed check has shown, and what it has not."""
     ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
     count = len({(r.case, r.seed) for r in ok})
-    tensors = ", ".join(dict.fromkeys(r.tensor for r in ok))
-    formats = listed(dict.fromkeys(r.format for r in ok))
-    cases = "1 case" if count == 1 else f"{count} cases"
-    passed = f"{kernel} passes the rules {judgement.rules}: {tensors} in {cases}, {formats}."
+    tensors, formats = (
+        ", ".join(dict.fromkeys(getattr(r, n) for r in ok)) for n in ("tensor", "format")
+    )
+    passed = (
+        f"{kernel} passes the rules {judgement.rules}: {tensors} in {count} "
+        f"case{'s' * (count != 1)}, {formats}."
+    )
     return _wrapped([passed, *found_to_round(report.rows), *left_out])
 
 
@@ -108,12 +113,6 @@ def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
             if v.outcome == "unmeasured" and v.kernel is not None
         ),
     ]
-
-
-def _bare(finding: Finding) -> str:
-    """Its sentence without the kernel, which the title names."""
-    sentence = finding.sentence.removeprefix(f"{finding.kernel} ")
-    return sentence[:1].upper() + sentence[1:]
 
 
 def _errors(finding: Finding, report: AuditReport) -> str:

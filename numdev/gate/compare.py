@@ -1,8 +1,7 @@
 """`numdev compare`: two audits of one request, or two sweeps, on two versions, machines or commits.
 
-Rows are paired by what they say of themselves, and each pair's numbers are held to what noise
-explains (`movement`). What the two requests must have in common is decided in `change`. Planted
-faults (`role: control`) are left out. Reads rows alone: no torch, no GPU.
+Each pair of rows (`pairs`) is held to what noise explains (`movement`). Planted faults
+(`role: control`) are left out. Reads rows alone: no torch, no GPU.
 """
 
 from __future__ import annotations
@@ -19,40 +18,38 @@ from typing import Any, Literal, NamedTuple
 
 import numdev
 from numdev.errors import UsageError, closest
-from numdev.gate.change import MUST, Difference, differences, flat, unequal
 from numdev.gate.compare_report import (
     CompareReport,
     CompareSummary,
     Group,
-    Inputs,
     Move,
     Presence,
     Side,
 )
 from numdev.gate.findings import Places, label, listed
-from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise, Pair
-from numdev.gate.rows import GRADIENTS, Key, Measured, grouped, spelt
-from numdev.report import (
-    AuditReport,
-    CaseRecord,
-    DeviationRow,
-    Place,
-    Provenance,
-    SweepReport,
-    read,
+from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise, metrics_of
+from numdev.gate.pairs import (
+    MUST,
+    Difference,
+    Inputs,
+    Names,
+    Pair,
+    flat,
+    options_of,
+    pairs_of,
+    same_bits,
+    shared_request,
+    unequal,
 )
+from numdev.gate.rows import GRADIENTS, Measured, grouped
+from numdev.report import AuditReport, DeviationRow, Place, Provenance, SweepReport, read
 
-# Floors of the same inputs differ by at most this much, relatively, where a model's own layers
-# differ by an ulp here and there; floors of other inputs differ by about 1 / sqrt(elements).
-NEARLY = 1e-4
-FLOOR = ("rms", "mean_abs", "max_abs", "rel")
 UNITS = {
     "floor_ratio": " x the floor",
     "expected_ratio": " x what its roundings predict",
     "worst_row": " x what is predicted for its worst row",
     "rms": " (rms)",
 }
-NAMED = 3  # kernels or reasons named in a sentence
 THRESHOLD = (
     f"Beyond noise is what {ALPHA:.0%} of comparisons would show somewhere by chance, over the "
     f"{{tests}} numbers judged; a change of less than {LEAST - 1:.0%} never is (of a worst row: "
@@ -78,15 +75,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
         if key not in MUST:
             raise UsageError(f"--allow {key}: no such key", hint=closest(key, MUST))
     old, new = _read(a), _read(b)
-    apart = differences(old, new)
-    refused = [d for d in apart if d.root not in allow]
-    if refused:
-        words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in refused)
-        hint = " ".join(dict.fromkeys(f"--allow {d.root}" for d in refused if d.root in MUST))
-        raise UsageError(
-            f"the two do not measure the same: they differ in {words}",
-            hint=f"measure the same{f', or {hint}' if hint else ''}",
-        )
+    apart = shared_request(old, new, allow)
     result = compared(old, new, apart)
     return CompareReport(
         provenance=Provenance(
@@ -105,7 +94,7 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
         **result._asdict(),
         a=_side(a, old),
         b=_side(b, new),
-        allowed=apart,
+        allowed=tuple(apart),
         changes=_changes(old, new),
     )
 
@@ -144,87 +133,14 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
         sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
     keys = dict.fromkeys((*sides[1], *sides[0]))
     found = [d for key in keys for d in unequal(key, *(side.get(key) for side in sides))]
-    here, there = (_options(report.rows) for report in (a, b))
+    here, there = (options_of(report.rows) for report in (a, b))
     for role, kernel in here.keys() & there.keys():
-        sets = here[role, kernel], there[role, kernel]
-        if all(len(its) == 1 for its in sets):
-            (old,), (new,) = (its.values() for its in sets)
-            for key in dict.fromkeys((*new, *old)):
-                found += unequal(f"{kernel}: {key}", old.get(key), new.get(key))
+        old, new = here[role, kernel], there[role, kernel]
+        if len(old) == len(new) == 1:
+            values: list[Mapping[str, Any]] = [*old.values(), *new.values()]
+            for key in dict.fromkeys((*values[1], *values[0])):
+                found += unequal(f"{kernel}: {key}", *(options.get(key) for options in values))
     return tuple(found)
-
-
-def _options(
-    rows: Sequence[DeviationRow],
-) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
-    """By role and kernel: the sets of options it ran with, by their text."""
-    sets: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        sets.setdefault((row.role, row.kernel), {}).setdefault(spelt(row.options), row.options)
-    return sets
-
-
-# --- which rows are a pair -----------------------------------------------------------------------
-
-
-class Names:
-    """The keys by which rows of both reports are paired.
-
-    A kernel's options are part of its name only where it ran with several sets of them, since
-    otherwise they may have changed from A to B. So it is with the seed.
-    """
-
-    def __init__(self, a: Sequence[DeviationRow], b: Sequence[DeviationRow]) -> None:
-        sides = [_options(rows) for rows in (a, b)]
-        self._several = {k for kernels in sides for k, v in kernels.items() if len(v) > 1}
-        self._seeds = any(len({row.seed for row in rows}) > 1 for rows in (a, b))
-
-    def kernel(self, row: DeviationRow) -> Key:
-        """Role, kernel, options and format."""
-        several = (row.role, row.kernel) in self._several
-        return (row.role, row.kernel, spelt(row.options) if several else "", row.format)
-
-    def call(self, row: DeviationRow) -> Key:
-        """Case, place and seed."""
-        seed = row.seed if self._seeds else None
-        return (row.case, row.module, row.layer, row.call, row.phase, seed)
-
-    def step(self, row: DeviationRow) -> Key:
-        """The forward or backward pass of a call."""
-        return (self.kernel(row), self.call(row), row.tensor in GRADIENTS)
-
-    def row(self, row: DeviationRow) -> Key:
-        """One head of one tensor."""
-        return (self.kernel(row), self.call(row), row.tensor, row.head)
-
-    def inputs(self, row: DeviationRow) -> Key:
-        """The row of the floor that tells of this row's inputs."""
-        tensor = "out" if row.tensor == "lse" else row.tensor
-        return (row.format, self.call(row), tensor, row.head)
-
-
-def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
-    """Whether two rows were measured on the same inputs, by their floors."""
-    if a is None or b is None:
-        return "unknown"
-    if same_bits(a, b):
-        return "same"
-    pairs = [(getattr(a, name), getattr(b, name)) for name in FLOOR]
-    close = all(
-        x == y or (None not in (x, y) and math.isclose(x, y, rel_tol=NEARLY)) for x, y in pairs
-    )
-    return "nearly the same" if close and a.elements == b.elements else "other"
-
-
-def same_bits(a: DeviationRow, b: DeviationRow) -> bool:
-    """Whether two outputs have the same checksum."""
-    return a.bits is not None and a.bits == b.bits
-
-
-def _widths(cases: Sequence[CaseRecord]) -> dict[tuple[str, str], int]:
-    """Elements in a row of each tensor of each case."""
-    wide = {"out": "v_dim", "dv": "v_dim", "dq": "head_dim", "dk": "head_dim"}
-    return {(c.case, tensor): getattr(c, name) for c in cases for tensor, name in wide.items()}
 
 
 # --- what moved ----------------------------------------------------------------------------------
@@ -242,19 +158,7 @@ class Compared(NamedTuple):
 def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Compared:
     """The rows of B beside those of A. A row that is there twice counts once."""
     old, new = ([r for r in x.rows if r.role != "control"] for x in (a, b))
-    names, width = Names(old, new), _widths(b.cases)
-    sides = [{names.row(r): r for r in rows if r.status == "ok"} for rows in (old, new)]
-    floors = [{names.inputs(r): r for r in rows.values() if r.role == "floor"} for rows in sides]
-    pairs = [
-        Pair(
-            sides[0][key],
-            row,
-            _inputs(*(floor.get(names.inputs(row)) for floor in floors)),
-            width.get((row.case, row.tensor), 1),
-        )
-        for key, row in sides[1].items()
-        if key in sides[0] and row.role in ("kernel", "baseline")
-    ]
+    names, pairs = Names(old, new), pairs_of(old, new, b.cases)
     noise = Noise(pairs)
     groups: list[Group] = []
     moves: list[Move] = list(_ran(pairs, names))
@@ -266,8 +170,8 @@ def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Co
         moves += here
     moves.sort(key=lambda move: -move.excess)
     presences = (
-        *_lacking("gone", sides[0], sides[1], new, names),
-        *_lacking("new", sides[1], sides[0], old, names),
+        *_lacking("gone", old, new, names),
+        *_lacking("new", new, old, names),
         *_failed(old, new),
     )
     inputs = Counter(pair.inputs for pair in pairs)
@@ -364,7 +268,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         change=farthest[0] if farthest else None,
         where=Place.of(farthest[1].b) if farthest else None,
         unjudged=sum(
-            bool(pair.metrics) and not any(math.isfinite(x.noise) for x in changes)
+            bool(metrics_of(pair)) and not any(math.isfinite(x.noise) for x in changes)
             for pair, changes in zip(pairs, judged, strict=True)
         ),
     )
@@ -375,14 +279,13 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
 
 def _lacking(
     what: Literal["gone", "new"],
-    mine: Mapping[Key, DeviationRow],
-    theirs: Mapping[Key, DeviationRow],
+    mine: Sequence[DeviationRow],
     others: Sequence[DeviationRow],
     names: Names,
 ) -> Iterator[Presence]:
-    """What was measured in one report and not in the other, whose rows are `others`, by kernel and
-    reason."""
+    """What was measured in one report and not in the other, by kernel and reason."""
     bare = {names.step(r): r for r in others if r.status != "ok"}
+    there = {names.row(r) for r in others if r.status == "ok"}
     kernels = {names.kernel(r) for r in others}
 
     def why_of(row: DeviationRow) -> str:
@@ -392,9 +295,10 @@ def _lacking(
         other = bare.get(step) or bare.get((kernel, call, False))
         return f"{other.status}: {other.reason}" if other else "there is no such row"
 
-    rows = (row for key, row in mine.items() if key not in theirs)
-    for (_, why), members in grouped(rows, lambda r: (names.kernel(r), why_of(r))).items():
-        yield _presence(what, members, why)
+    measured = {names.row(r): r for r in mine if r.status == "ok"}
+    lacking = (row for key, row in measured.items() if key not in there)
+    for (_, why), rows in grouped(lacking, lambda r: (names.kernel(r), why_of(r))).items():
+        yield _presence(what, rows, why)
 
 
 def _failed(old: Sequence[DeviationRow], new: Sequence[DeviationRow]) -> Iterator[Presence]:
@@ -424,27 +328,28 @@ def answer(
     allowed: Sequence[Difference],
     rows: Sequence[DeviationRow],
 ) -> tuple[str, ...]:
-    """The first sentences; `rows` are those of B, by which places are named."""
+    """The verdict, then a sentence for each kernel; `rows` are those of B, by which places are
+    named."""
     place = Places(rows)
-    sentences = [f"{_name(m)}, {m.tensor}: {m.words}." for m in moves if m.metric == "ran"]
+    by_kernel = grouped(groups, _name)
+    moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
+    counts: Counter[str] = Counter()
+    for presence in presences:
+        counts[presence.what] += presence.rows
+    there = ", ".join(f"{count} row{'s' * (count != 1)} {what}" for what, count in counts.items())
+    verdict = "Nothing was measured in both reports"
+    if any(group.pairs for group in groups):
+        verdict = f"Moved beyond noise: {listed(moved)}" if moved else "Nothing moved beyond noise"
+    sentences = [f"{verdict}; {there or 'nothing new, nothing gone'}."]
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
-        sentences.insert(0, f"Compared although they differ: {keys}.")
-    there = _presences(presences)
-    if not any(group.pairs for group in groups):
-        sentences.append(f"Nothing was measured in both reports; {there}.")
-    elif not any(group.moved for group in groups):
-        sentences.append(f"Nothing moved beyond noise; {there}.")
-    else:
-        told = []
-        for kernel, its in grouped(groups, _name).items():
-            tensors = [_tensor(g, moves, place) for g in its if g.moved]
-            if tensors:
-                told.append(f"{kernel} moved beyond its noise in {listed(tensors)}")
-        more = [f"{len(told) - NAMED} more kernels moved"] if len(told) > NAMED else []
-        sentences.append(f"{'; '.join((*told[:NAMED], *more))}; {there}.")
-    for kernel, its in grouped(groups, _name).items():
-        if not any(g.moved for g in its):
+        sentences.append(f"Compared although they differ: {keys}.")
+    sentences += [f"{_name(m)}, {m.tensor}: {m.words}." for m in moves if m.metric == "ran"]
+    for kernel, its in sorted(by_kernel.items(), key=lambda item: item[0] not in moved):
+        if kernel in moved:
+            tensors = listed(_tensor(g, moves, place) for g in its if g.moved)
+            sentences.append(f"{kernel} moved in {tensors}.")
+        else:
             pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
             sentences.append(
                 f"{kernel}: within noise in all {pairs} rows, the same bits in {same}."
@@ -474,14 +379,3 @@ def _tensor(group: Group, moves: Sequence[Move], place: Places) -> str:
     most = "most in " if group.moved > 1 else ""
     what = f"{most}{place(first.place)}, {first.words}"
     return f"{group.tensor} ({group.moved} of {group.pairs} heads, {what})"
-
-
-def _presences(presences: Sequence[Presence]) -> str:
-    """`3 rows (mine: skipped: no GPU) gone`, and the same of new and failed ones."""
-    words = []
-    for what, these in grouped(presences, attrgetter("what")).items():
-        count = sum(p.rows for p in these)
-        who = list(dict.fromkeys(f"{p.kernel}: {p.why}" for p in these))
-        more = f" and {len(who) - NAMED} more" if len(who) > NAMED else ""
-        words.append(f"{count} row{'s' * (count != 1)} ({'; '.join(who[:NAMED])}{more}) {what}")
-    return listed(words) if words else "nothing new, nothing gone"

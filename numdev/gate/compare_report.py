@@ -11,12 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from numdev.gate.change import Difference
+from numdev.gate.pairs import Difference, Inputs
 from numdev.report import Place, Record, Report, Role
-
-Inputs = Literal["same", "nearly the same", "other", "unknown"]
-"""Whether both rows were measured on the same inputs, told by their floors (the exact result
-rounded once): equal bits or numbers are `same`, numbers within 1e-4 `nearly the same`."""
 
 
 class Side(Record):

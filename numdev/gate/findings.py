@@ -1,8 +1,7 @@
 """From verdicts to findings: what is wrong with which kernel, where it is worst, what it means.
 
 What one fault brings about is one finding: heads that an earlier rule has named already are not
-accused by a later one again, which is added to the sentence instead; and kernels that differ in the
-name alone share a finding.
+accused by a later one again, which is added to the sentence instead.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from numdev.gate.judging import NOTHING, judge
+from numdev.gate.rows import grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
 from numdev.report import DeviationRow, Finding, Place
@@ -72,24 +72,14 @@ def findings_in(
     """The same of what is judged of these rows already, without what planted faults showed."""
     findings = [*_exceeded(judgement.verdicts, Places(rows)), *_not_run(judgement.calls)]
     tested = _tested(judgement.verdicts, findings)
-    return tuple(_merged(findings)), (*tested, *found_to_round(rows))
+    return tuple(findings), (*tested, *found_to_round(rows))
 
 
 # --- names ---------------------------------------------------------------------------------------
 
 
-class Optioned(Protocol):
-    """A verdict, calls, a group of a comparison: whatever is about a kernel with its options."""
-
-    @property
-    def kernel(self) -> str | None: ...
-
-    @property
-    def options(self) -> dict[str, Any]: ...
-
-
-def label(of: Optioned) -> str:
-    """`mine[block=64]`."""
+def label(of: Any) -> str:
+    """`mine[block=64]`, of whatever has a kernel and its options."""
     shown = ",".join(f"{k}={v}" for k, v in of.options.items() if v is not None)
     return f"{of.kernel}[{shown}]" if shown else str(of.kernel)
 
@@ -136,51 +126,43 @@ def _exceeded(verdicts: Sequence[Verdict], named: Places) -> Iterator[Finding]:
     findings: list[Finding] = []
     named_by: dict[int, int] = {}  # a row to the finding that names it first
     also: dict[int, dict[str, None]] = {}
-    for group in _by_fault(verdicts):
-        offending = [held.row for _, beyond in group for held in beyond]
+    for fault in _faults(verdicts):
+        rows = [held.row for _, held in fault]
         mine = None
-        if any(id(row) not in named_by for row in offending):
+        if any(id(row) not in named_by for row in rows):
             mine = len(findings)
-            findings.append(_finding(group, named))
-        for row in offending:
+            findings.append(_finding(fault, named))
+        for row in rows:
             first = named_by.setdefault(id(row), len(findings) - 1)
             if first != mine:
-                also.setdefault(first, {})[group[0][0].rule] = None
+                also.setdefault(first, {})[fault[0][0].rule] = None
     for at, finding in enumerate(findings):
         added = f" These heads fail {listed(also[at])} too." if at in also else ""
         yield finding.model_copy(update={"sentence": finding.sentence + added})
 
 
-Fault = list[tuple[Verdict, tuple[Held, ...]]]
+Fault = list[tuple[Verdict, Held]]
 
 
-def _by_fault(verdicts: Sequence[Verdict]) -> Iterator[Fault]:
-    """Verdicts that exceed, with what offends, each by itself; but a different function is one
-    fault in all formats (and each cause is a fault of its own), the most frequent first."""
-    exceeded = [v for v in verdicts if v.outcome == "exceeded"]
-    for rule in dict.fromkeys(v.rule for v in exceeded):
-        same = [v for v in exceeded if v.rule == rule]
-        if same[0].metric != "suspicion":
-            yield from ([(v, v.beyond)] for v in same)
-            continue
-        causes: dict[str, Fault] = {}
-        for v in same:
-            for cause in dict.fromkeys(h.row.suspicion or "" for h in v.beyond):
-                beyond = tuple(h for h in v.beyond if h.row.suspicion == cause)
-                causes.setdefault(f"{label(v)} {cause}", []).append((v, beyond))
-        yield from sorted(causes.values(), key=lambda c: -sum(len(beyond) for _, beyond in c))
+def _faults(verdicts: Sequence[Verdict]) -> Iterable[Fault]:
+    """Rows that offend, by verdict; those that compute a different function by what they compute,
+    in all formats."""
+    faults: dict[Any, Fault] = {}
+    for number, verdict in enumerate(verdicts):
+        for held in verdict.beyond if verdict.outcome == "exceeded" else ():
+            function = (verdict.rule, label(verdict), held.row.suspicion)
+            fault = function if verdict.metric == "suspicion" else number
+            faults.setdefault(fault, []).append((verdict, held))
+    return faults.values()
 
 
 def _finding(fault: Fault, named: Places) -> Finding:
-    verdict = fault[0][0]
-    rows = [held.row for _, beyond in fault for held in beyond]
-    formats = tuple(v.format or "" for v, _ in fault)
-    judged = sum(v.judged for v, _ in fault)
-    place = Place.of(rows[0])
-    heads, kinds = f"{len(rows)} of {judged} heads", ", ".join(formats)
-    where = f"{kinds}; {heads}, worst at {named(place)}"
-    if verdict.metric == "suspicion":
-        where = f"{heads}, {kinds}; first at {named(place)}"
+    verdicts = list({id(v): v for v, _ in fault}.values())
+    verdict, rows = verdicts[0], [held.row for _, held in fault]
+    formats = tuple(v.format or "" for v in verdicts)
+    judged, place = sum(v.judged for v in verdicts), Place.of(rows[0])
+    heads, first = f"{len(rows)} of {judged} heads", "first" if len(verdicts) > 1 else "worst"
+    where = f"{', '.join(formats)}; {heads}, {first} at {named(place)}"
     return Finding(
         rule=verdict.rule,
         severity="exceeded",
@@ -238,19 +220,6 @@ def _whose(rows: Sequence[DeviationRow]) -> str:
     return f"the `{claim}`" if claim else "the kernel's own"
 
 
-def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Findings of several kernels that differ in the name alone become one, of the first."""
-    merged: dict[str, list[Finding]] = {}
-    for f in findings:
-        bare = {"kernel": "", "sentence": f.sentence.removeprefix(f.kernel)}
-        merged.setdefault(f.model_copy(update=bare).model_dump_json(), []).append(f)
-    for first, *others in merged.values():
-        also = tuple(f.kernel for f in others)
-        rest = first.sentence.removeprefix(first.kernel)
-        sentence = f"{first.kernel} (and {listed(also)}, with the same numbers){rest}"
-        yield first.model_copy(update={"also": also, "sentence": sentence}) if also else first
-
-
 # --- calls that did not run ----------------------------------------------------------------------
 
 
@@ -275,16 +244,14 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
     if len(call.reasons) > 3:
         why += f"; and {len(call.reasons) - 3} other reasons"
     return Finding(
+        **call.model_dump(include={"kernel", "options", "place"}),
         rule=rule,
         severity="unmeasured" if rule == "runs" else "note",
         sentence=f"{label(call)} {words} {count} of {every} {what} ({call.format}): {why}.",
-        kernel=call.kernel,
-        options=call.options,
         formats=(call.format,),
         tensor=("dq" if call.backward else "out") if call.failed else None,
         count=count,
         judged=every,
-        place=call.place,
     )
 
 
@@ -293,32 +260,26 @@ def _call(call: Calls, rule: str, words: str) -> Finding:
 
 def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterator[str]:
     """Whom the rules cleared of what, and which rules could not be applied."""
-    by_rule: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        by_rule.setdefault(verdict.rule, []).append(verdict)
+    by_rule = grouped(verdicts, attrgetter("rule"))
     heads = {rule: sum(v.judged for v in these) for rule, these in by_rule.items()}
     applied = [rule for rule, count in heads.items() if count]
     if not applied:
         return
-    kernels = dict.fromkeys(v.kernel or "" for v in verdicts if v.judged)
-    formats = dict.fromkeys(v.format or "" for v in verdicts if v.judged)
-    lacking = [words for rule, these in by_rule.items() if (words := _lacking(rule, these))]
-    start = "Judged" if any(f.severity != "note" for f in findings) else "No finding"
-    yield (
-        f"{start}: {listed(kernels)} in {listed(formats)}, {max(heads.values())} rows, by "
-        f"{listed(applied)}." + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
+    kernels, formats = (
+        listed(dict.fromkeys(getattr(v, name) for v in verdicts if v.judged))
+        for name in ("kernel", "format")
     )
-
-
-def _lacking(rule: str, verdicts: Sequence[Verdict]) -> str:
-    """`bias (independent sequences: 4, and it takes 8)`; empty where every row was judged."""
-    reasons = dict.fromkeys(chain.from_iterable(v.reasons for v in verdicts))
-    if not reasons:
-        return ""
-    if any(why.startswith(NOTHING) for why in reasons):
-        return f"{rule} (nothing here to apply it to)"
-    partly = "in part: " if any(v.judged for v in verdicts) else ""
-    return f"{rule} ({partly}{'; '.join(list(reasons)[:2])})"
+    start = "Judged" if any(f.severity != "note" for f in findings) else "No finding"
+    sentence = f"{start}: {kernels} in {formats}, {max(heads.values())} rows, by {listed(applied)}."
+    # `bias (independent sequences: 4, and it takes 8)`
+    lacking = []
+    for rule, these in by_rule.items():
+        reasons = list(dict.fromkeys(chain.from_iterable(v.reasons for v in these)))
+        why = f"{'in part: ' if heads[rule] else ''}{'; '.join(reasons[:2])}"
+        if any(reason.startswith(NOTHING) for reason in reasons):
+            why = "nothing here to apply it to"
+        lacking += [f"{rule} ({why})"] if reasons else []
+    yield sentence + (f" Not judged: {'; '.join(lacking)}." if lacking else "")
 
 
 def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:

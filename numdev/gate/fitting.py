@@ -1,9 +1,8 @@
 """A file of thresholds fitted to a report: what its kernels keep, and a margin.
 
-Each rule takes the worst number of a kernel in a format and tensor, multiplies it by its family's
-margin and rounds up to two digits. The file is judged before it is given out: the report passes it.
-A report in which a kernel is wrong outright (not finite where it should be, another function) gets
-none, since its limits would make that the standard.
+A rule takes the worst number of each kernel in each format and tensor, times a margin, rounded up
+to two digits. The report must pass the file; one in which a kernel is wrong outright (not finite
+where it should be, another function) gets none, since its limits would make that the standard.
 """
 
 from __future__ import annotations
@@ -18,86 +17,42 @@ import yaml
 
 from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report, power_of, verdicts_of
-from numdev.gate.rows import Around, Groups, Measured, by_tensor, measured
+from numdev.gate.rows import Measured, by_tensor, measured
 from numdev.gate.rules import ESTIMATED, MAXIMA, Rules, default_rules, interval_of, value_of
-from numdev.gate.verdict import Power
 from numdev.report import DeviationRow
 
 OUTRIGHT = ("finiteness", "function")  # default rules that have no margin
+COPIED = (*OUTRIGHT, "bias")  # default rules that stand in the file as they are
 LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
-Group = tuple[str, str, str]  # kernel, format and tensor
 
 
 class Family(NamedTuple):
-    """A rule to be fitted."""
+    """A rule to be fitted, to no less than `least`."""
 
     name: str
     metric: str
     margin: float
     means: str
     least: float = 0.0
-    """A limit is fitted to no less than this."""
     tensors: tuple[str, ...] = ("out", "dq", "dk", "dv")
     heads: int | None = None
 
 
 FAMILIES = (
-    Family(
-        "error", "expected_ratio", 1.1,
-        "A head's error over what the kernel's own roundings predict on these inputs.", 1.0,
-    ),
-    Family(
-        "typical head", "expected_ratio", 1.03,
-        "The same in the median over a tensor's heads, where single heads' luck is gone.", 1.0,
-        heads=8,
-    ),
-    Family(
-        "beside the baseline", "baseline_ratio", 1.25,
-        "A head's error over that of plain attention in the same format.",
-    ),
-    Family(
-        "worst row", "worst_row", 1.5,
-        "The row that is farthest beyond what is predicted for it: an extreme value.", 1.0,
-    ),
-    Family(
-        "reproducibility", "noise_ratio", 2.0,
-        "What repeated runs differ by, over what one rounding changes; 0 is bitwise equal.",
-    ),
-    Family(
-        "log-sum-exp", "lse_error", 3.0,
-        "rms of the log-sum-exp over 1 + its own size.", tensors=("lse",),
-    ),
-)  # fmt: skip
-HEADER = (
-    "Thresholds for numdev gate, fitted to {report}. A limit is the worst number measured there, "
-    "times the margin that its rule states, rounded up to two digits; at_most is the tightest of "
-    "them, and `instead` has the others. `holds_for`: rounding differs between machines, and a "
-    "report from another kind is not judged. `required`: kernels that ran in every call, and must "
-    "again. `catches`: planted faults that the rules catch together from this dose on, in all "
-    "formats; for a report without that (audit with --control) the exit code is 3. "
-    "What the keys mean: docs/gate.md."
+    Family("error", "expected_ratio", 1.1, "A head's error over what its roundings predict.", 1.0),
+    Family("typical head", "expected_ratio", 1.03, "The same of the median head.", 1.0, heads=8),
+    Family("beside the baseline", "baseline_ratio", 1.25, "Over the error of plain attention."),
+    Family("worst row", "worst_row", 1.5, "The row farthest beyond its prediction.", 1.0),
+    Family("reproducibility", "noise_ratio", 2.0, "Repeated runs, over one rounding's change."),
+    Family("log-sum-exp", "lse_error", 3.0, "rms over 1 + its own size.", tensors=("lse",)),
 )
-FIXED = """\
-thresholds:
-  # NaN or infinity where the exact result, rounded once, has none, or the reverse. No margin.
-  - name: finiteness
-    metric: nonfinite
-    equals: 0
-
-  # A named other function (a wrong scale, mask or head) explains the output ten times better.
-  - name: function
-    where: {tensor: out}
-    metric: suspicion
-    absent: true
-
-  # To one side of correct rounding by 0.05 ulp, and certainly, in 8 sequences or more. No margin.
-  - name: bias
-    where: {tensor: out, out_format: [bfloat16, float16]}
-    metric: bias_size
-    below: 0.05
-    certain: {p: bias_p, alpha: 0.01, sequences: 8}
-    may_lack: numbers
-"""
+HEADER = (
+    "Thresholds for numdev gate, fitted to {report}. A limit is the worst number measured there "
+    "times its rule's margin; at_most is the tightest, and `instead` has the others. A report from "
+    "another kind of machine is not judged (`holds_for`); `required` kernels must run in every "
+    "call; the planted faults of `catches` must be caught from that dose on, in all formats (audit "
+    "with --control), or the exit code is 3. What the keys mean: docs/gate.md."
+)
 
 
 def fitted(report: Measured, name: str) -> str:
@@ -105,27 +60,29 @@ def fitted(report: Measured, name: str) -> str:
 
     Raises MeasurementError where nothing was measured, or a kernel is wrong outright.
     """
-    groups = measured(by_tensor(report.rows), {"kernel"})
+    groups = measured(by_tensor([row for row in report.rows if row.role == "kernel"]))
     if not groups:
         raise MeasurementError(
             f"{name}: no kernel under audit was measured, so nothing can be fitted",
             hint="audit a kernel that runs here",
         )
-    hard = tuple(t for t in default_rules().thresholds if t.name in OUTRIGHT)
-    for verdict in verdicts_of(report.rows, Rules(thresholds=hard)):
+    copied = {t.name: t for t in default_rules().thresholds if t.name in COPIED}
+    hard = Rules(thresholds=tuple(copied[rule] for rule in OUTRIGHT))
+    for verdict in verdicts_of(report.rows, hard):
         if verdict.outcome == "exceeded":
             raise MeasurementError(
                 f"{name}: {verdict.kernel} breaks the rule {verdict.rule} in {verdict.tensor} "
                 f"({verdict.format}), and a limit fitted to that would allow it",
                 hint="mend it, or audit without that kernel",
             )
-    around = Around.of(report)
-    text = "\n".join((_comment(HEADER.format(report=name)), _dumped(_scope(report)), FIXED))
+    text = _comment(HEADER.format(report=name)) + "\n" + _dumped(_scope(report)) + "\nthresholds:\n"
+    for threshold in copied.values():
+        text += _dumped([threshold.model_dump(mode="json", exclude_defaults=True)])
     for family in FAMILIES:
-        text += _rule(family, groups, report.rows, around)
-    power = list(power_of(report.rows, _parsed(text), around))
-    doses = dict(_doses(power, {rows[0].format for rows in groups.values()}))
-    text += "\n" + _dumped({"catches": doses} if doses else {})
+        text += _rule(family, list(groups.values()))
+    formats = {rows[0].format for rows in groups.values()}
+    if doses := dict(_doses(report.rows, _parsed(text), formats)):
+        text += "\n" + _dumped({"catches": doses})
     outcome = judge_report(report, _parsed(text)).outcome
     if outcome != "passed":
         raise MeasurementError(
@@ -146,35 +103,49 @@ def _scope(report: Measured) -> dict[str, Any]:
     return scope | ({"required": always} if always else {})
 
 
-def _rule(family: Family, groups: Groups, rows: Sequence[DeviationRow], around: Around) -> str:
+def _rule(family: Family, groups: Sequence[Sequence[DeviationRow]]) -> str:
     """One entry of `thresholds`, with its comment; empty where no group has all its numbers."""
-    limits: dict[Group, float] = {}
-    lacking: dict[Group, None] = {}
-    worst = (0.0, "")
-    for heads in groups.values():
-        group = (heads[0].kernel, heads[0].format, heads[0].tensor)
-        if group[2] not in family.tensors:
-            continue
-        size = _worst(heads, family)
+    sizes: dict[tuple[str, str, str], float] = {}  # by kernel, format and tensor
+    lacking = set()
+    for rows in (rows for rows in groups if rows[0].tensor in family.tensors):
+        group = (rows[0].kernel, rows[0].format, rows[0].tensor)
+        size = _worst(rows, family)
         if size is None:
-            lacking[group] = None
-            continue
-        limit = rounded_up(min(max(size, family.least), LARGEST) * family.margin)
-        limits[group] = max(limit, limits.get(group, 0.0))
-        worst = max(worst, (size, " ".join((group[0], group[2], group[1]))))
-    limits = {group: limit for group, limit in limits.items() if group not in lacking}
-    if not limits:
+            lacking.add(group)
+        else:
+            sizes[group] = max(size, sizes.get(group, 0.0))
+    sizes = {group: size for group, size in sizes.items() if group not in lacking}
+    if not sizes:
         return ""
-    entry = _entry(family, limits, lacking)
-    alone = power_of(rows, Rules.model_validate({"thresholds": [entry]}), around)
-    caught = [
-        f"{p.fault} from {p.caught_from:g} ({p.format})" for p in alone if p.caught_from is not None
+    limits = {
+        group: rounded_up(min(max(size, family.least), LARGEST) * family.margin)
+        for group, size in sizes.items()
+    }
+    kernels, formats, tensors = (list(dict.fromkeys(g[i] for g in limits)) for i in range(3))
+    # Not these kernels, but all except those without the number: another may come, or be planted.
+    never = [f"!{glob.escape(k)}" for k in sorted({k for k, _, _ in lacking} - set(kernels))]
+    where = {"kernel": never, "format": list(map(glob.escape, formats)), "tensor": tensors}
+    entry: dict[str, Any] = {
+        "name": family.name,
+        "where": {key: names for key, names in where.items() if names},
+        "metric": family.metric,
+        **({} if family.heads is None else {"heads": family.heads}),
+        "at_most": (tightest := min(limits.values())),
+    }
+    others = [
+        {"kernel": glob.escape(kernel), "format": glob.escape(fmt), "tensor": t, "at_most": limit}
+        for (kernel, fmt, t), limit in limits.items()
+        if limit > tightest
     ]
+    entry |= {"instead": others} if others else {}
+    if any(k in kernels and f in formats and t in tensors for k, f, t in lacking):
+        entry["may_lack"] = "numbers"
+    worst = max(sizes, key=lambda group: sizes[group])
     comment = (
-        f"{family.means} Measured: at most {worst[0]:.4g} ({worst[1]}). Margin: "
-        f"{family.margin:g} x. Would have caught: {', '.join(caught) or 'no planted fault'}."
+        f"{family.means} Measured: at most {sizes[worst]:.4g} ({worst[0]} {worst[2]} {worst[1]}). "
+        f"Margin: {family.margin:g} x."
     )
-    return "\n" + textwrap.indent(f"{_comment(comment)}\n{_dumped([entry])}", "  ")
+    return f"\n{_comment(comment)}\n{_dumped([entry])}"
 
 
 def _worst(rows: Sequence[DeviationRow], family: Family) -> float | None:
@@ -203,38 +174,15 @@ def rounded_up(x: float) -> float:
     return float(f"{nearest + 10.0**step:.1e}")
 
 
-def _entry(family: Family, limits: dict[Group, float], lacking: dict[Group, None]) -> Any:
-    kernels, formats, tensors = (list(dict.fromkeys(g[i] for g in limits)) for i in range(3))
-    # Not these kernels, but all except those without the number: another may come, or be planted.
-    never = dict.fromkeys(f"!{glob.escape(k)}" for k, _, _ in lacking if k not in kernels)
-    where = {"kernel": list(never), "format": list(map(glob.escape, formats)), "tensor": tensors}
-    tightest = min(limits.values())
-    entry: dict[str, Any] = {
-        "name": family.name,
-        "where": {key: names for key, names in where.items() if names},
-        "metric": family.metric,
-        **({} if family.heads is None else {"heads": family.heads}),
-        "at_most": tightest,
-    }
-    others = [
-        {"kernel": glob.escape(kernel), "format": glob.escape(fmt), "tensor": t, "at_most": limit}
-        for (kernel, fmt, t), limit in limits.items()
-        if limit > tightest
-    ]
-    if others:
-        entry["instead"] = others
-    if any(k in kernels and f in formats and t in tensors for k, f, t in lacking):
-        entry["may_lack"] = "numbers"
-    return entry
-
-
-def _doses(power: Sequence[Power], formats: set[str]) -> Iterator[tuple[str, float]]:
+def _doses(
+    rows: Sequence[DeviationRow], rules: Rules, formats: set[str]
+) -> Iterator[tuple[str, float]]:
     """What these rules must go on catching: faults that they catch in every format."""
+    power = list(power_of(rows, rules))
     for fault in dict.fromkeys(p.fault for p in power):
-        doses = {p.format: p.caught_from for p in power if p.fault == fault}
-        caught = [p.caught_from for p in power if p.fault == fault]
-        if None not in caught and doses.keys() >= formats:
-            yield fault, max(dose or 0.0 for dose in caught)
+        caught = {p.format: p.caught_from for p in power if p.fault == fault}
+        if None not in caught.values() and caught.keys() >= formats:
+            yield fault, max(dose or 0.0 for dose in caught.values())
 
 
 def _parsed(text: str) -> Rules:

@@ -19,11 +19,10 @@ from typing import Any, Literal
 import numpy as np
 
 from numdev.errors import MeasurementError
-from numdev.gate.change import GONE, NEW, changes, refuse_other
+from numdev.gate.pairs import shared_request
 from numdev.gate.rows import (
     GRADIENTS,
     NOT_MEASURED,
-    Around,
     Groups,
     Measured,
     by_tensor,
@@ -34,6 +33,7 @@ from numdev.gate.rows import (
     spelt,
 )
 from numdev.gate.rules import (
+    ERRORS,
     ESTIMATED,
     MAXIMA,
     Limit,
@@ -43,7 +43,6 @@ from numdev.gate.rules import (
     default_rules,
     interval_of,
     matches,
-    parts_of,
     value_of,
 )
 from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Verdict
@@ -52,11 +51,15 @@ from numdev.report.io import uncollected
 from numdev.report.statistics import holm
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
+# What grows as the error does, so that noise is a share of it.
+GROWING = (ESTIMATED | MAXIMA | ERRORS) - {"precision_rms", "fa_rule"}
 PLACES = 3  # of offending rows that are named
 NOTHING = "no row matches"
 NOT_GIVEN = "it is about a change, and no older report was given (--against)"
 NOT_PLANTED = "no such planted fault in this report: audit with --control"
 EMPTY = "no element of it could be judged"
+GONE = "measured in the old report, and not in this one"
+NEW = "not measured in the old report"
 
 
 def judge_report(
@@ -70,24 +73,25 @@ def judge_report(
     """
     rules = rules or default_rules()
     _refuse_elsewhere(report.provenance.system, rules)
-    around = Around.of(report, against)
     with uncollected():
-        check_whole(report, around.groups)
+        check_whole(report)
         if against is not None:
-            refuse_other(report, against)
-            check_whole(against, around.old_groups, "the older report")
-        return judge(report.rows, rules, around)
+            shared_request(against, report)
+            check_whole(against, "the older report")
+        return judge(report.rows, rules, None if against is None else against.rows)
 
 
 def judge(
-    rows: Sequence[DeviationRow], rules: Rules | None = None, around: Around | None = None
+    rows: Sequence[DeviationRow],
+    rules: Rules | None = None,
+    old: Sequence[DeviationRow] | None = None,
 ) -> Judgement:
-    """Rows held to the rules (the default ones); `around` is what else is known of them."""
-    rules, around = rules or default_rules(), around or Around(rows=rows)
-    power = tuple(power_of(rows, rules, around))
+    """Rows held to the rules (the default ones); `old` are those of an older report."""
+    rules = rules or default_rules()
+    power = tuple(power_of(rows, rules))
     calls = tuple(calls_of(rows, rules))
     formats = dict.fromkeys(call.format for call in calls)
-    verdicts = (*verdicts_of(rows, rules, around), *_powerless(power, rules, formats))
+    verdicts = (*verdicts_of(rows, rules, old), *_powerless(power, rules, formats))
     kernels = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in kernels))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
@@ -130,33 +134,28 @@ def _outcome(
 
 
 def verdicts_of(
-    rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None
+    rows: Sequence[DeviationRow], rules: Rules, old: Sequence[DeviationRow] | None = None
 ) -> Iterator[Verdict]:
-    """Every rule on everything it selects, in the rules' order."""
-    around = around or Around(rows=rows)
-    every = around.groups if rows is around.rows else by_tensor(rows)
-    groups = measured(every, {role for t in rules.thresholds for role in t.where.role})
+    """Every rule on everything it selects, in the rules' order; one on a change also on what it
+    selects of the old rows."""
+    groups = measured(by_tensor(rows))
+    old_groups = measured(by_tensor(old or ()))
     for threshold in rules.thresholds:
-        yield from _apply(threshold, groups, around)
-
-
-def _apply(threshold: Threshold, groups: Groups, around: Around) -> Iterator[Verdict]:
-    """One rule on everything it selects; one on a change also on what it would have selected."""
-    where = threshold.where
-    chosen = {key: rows for key, g in groups.items() if (rows := where.of(g, around.regimes))}
-    older: Groups = {}
-    if threshold.over:
-        if around.old is None:
-            yield _verdict(threshold, "unmeasured", reasons=(NOT_GIVEN,))
-            return
-        older = around.older(where)
-    keys = dict.fromkeys((*chosen, *older))
-    if not keys:
-        why = NOTHING + _unmatched(where, groups)
-        outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
-        yield _verdict(threshold, outcome, reasons=(why,))
-    for key in keys:
-        yield _judge(threshold, chosen.get(key, []), around, older.get(key, []))
+        where = threshold.where
+        chosen = where.choose(groups)
+        older: Groups = {}
+        if threshold.over:
+            if old is None:
+                yield _verdict(threshold, "unmeasured", reasons=(NOT_GIVEN,))
+                continue
+            older = where.choose(old_groups)
+        keys = dict.fromkeys((*chosen, *older))
+        if not keys:
+            why = NOTHING + _unmatched(where, groups)
+            outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
+            yield _verdict(threshold, outcome, reasons=(why,))
+        for key in keys:
+            yield _judge(threshold, chosen.get(key, []), older.get(key, []))
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:
@@ -185,15 +184,12 @@ def _verdict(
             observed = str(observed)  # JSON has no infinity
         fields |= {name: getattr(row, name) for name in about}
         fields |= {"observed": observed, "metric": limit.named, "limit": str(limit)}
-        fields |= {"bound": limit.bound, "median": threshold.heads is not None}
+        fields |= {"bound": limit.at_most, "median": threshold.heads is not None}
     return Verdict(rule=threshold.name, outcome=outcome, **fields)
 
 
 def _judge(
-    threshold: Threshold,
-    rows: Sequence[DeviationRow],
-    around: Around,
-    older: Sequence[DeviationRow] = (),
+    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow] = ()
 ) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format; `older` are those of an
     older report, for one on a change."""
@@ -202,7 +198,7 @@ def _judge(
     worst = _all_within(threshold, rows)
     if worst is not None:
         return _verdict(threshold, "passed", first, worst, judged=len(rows))
-    held, lacking = _held(threshold, rows, around, older)
+    held, lacking = _held(threshold, rows, older)
     held, unsure = _decided(threshold, held)
     offending = _offending(threshold, held)
     # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
@@ -246,51 +242,73 @@ def _may_lack(threshold: Threshold, why: str) -> bool:
 def _all_within(threshold: Threshold, rows: Sequence[DeviationRow]) -> Held | None:
     """The number beside the limit where one look at a column shows that every row is within it;
     None where rows have to be taken one by one."""
-    few = not rows or (threshold.heads is not None and len(rows) < threshold.heads)
-    if few or threshold.over or "/" in threshold.metric or any(row.sampled for row in rows):
+    test, few = threshold.certain, not rows or len(rows) < (threshold.heads or 0)
+    if few or threshold.over or threshold.absent or any(row.sampled for row in rows):
         return None
-    if test := threshold.certain:
-        if min(row.sequences or 0 for row in rows) < test.sequences:
-            return None
-        if any(row.bias_p is None for row in rows):
-            return None
+    if test and any(r.bias_p is None or (r.sequences or 0) < test.sequences for r in rows):
+        return None
     values = [value_of(row, threshold.metric)[0] for row in rows]
-    if threshold.absent or None in values:
-        return Held(rows[0], threshold, None, 0.0) if not any(values) and threshold.absent else None
-    # How far each is from what the limit allows; NaN is farthest.
-    far = np.abs(np.array(values, dtype=float) - (threshold.equals or 0.0))
-    worst = shown = int(np.argmax(far))
+    if None in values:
+        return None
+    sizes = np.abs(np.array(values, dtype=float))
+    worst = shown = int(np.argmax(sizes))  # NaN is largest
     if threshold.excess(values[worst]) > 1:
         return None
     if threshold.heads is not None:
-        shown = int(np.argsort(-far, kind="stable")[len(rows) // 2])
+        shown = int(np.argsort(-sizes, kind="stable")[len(rows) // 2])
     return Held(rows[shown], threshold, values[shown], threshold.excess(values[shown]))
 
 
 def _held(
-    threshold: Threshold,
-    rows: Sequence[DeviationRow],
-    around: Around,
-    older: Sequence[DeviationRow],
+    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
 ) -> tuple[list[Held], list[Lacking]]:
     """Rows beside their limit, the worst first; and those without the number."""
     held: list[Held] = []
     lacking: list[Lacking] = []
-    if threshold.over:
-        held, lacking = changes(threshold, rows, older)
-    else:
-        limits = (threshold, *threshold.otherwise)
-        for row in rows:
+    limits = (threshold, *threshold.otherwise)
+    place = attrgetter("case", "module", "layer", "call", "phase", "seed", "head")
+    before = {place(row): row for row in older}
+    for row in rows:
+        if threshold.over:
+            result = _change(threshold, row, before.pop(place(row), None))
+        else:
             result = _held_row(threshold, limits, row)
-            if isinstance(result, str):
-                lacking.append((row, result))
-            else:
-                held.append(result)
+        if isinstance(result, str):
+            lacking.append((row, result))
+        else:
+            held.append(result)
+    lacking += [(row, GONE) for row in before.values()]
     held.sort(key=lambda h: -h.excess)
     if threshold.heads is not None and held and len(held) < threshold.heads:
         few = f"heads: {len(held)}, and it takes {threshold.heads}"
         return [], [*lacking, *((h.row, few) for h in held)]
     return held, lacking
+
+
+def _change(threshold: Threshold, row: DeviationRow, old: DeviationRow | None) -> Held | str:
+    """A row's number over that of the same row in the older report; or why there is none.
+
+    What repeated runs of the old report differ by excuses a change, up to a factor of 3: a norm
+    moves by no more than the difference's (||o' - r| - |o - r|| <= |o' - o|), once for either
+    report. Noise of the new report does not count: it would excuse itself.
+    """
+    metric = threshold.metric
+    if old is None:
+        return NEW
+    if (row.sampled or old.sampled) and metric in ESTIMATED | MAXIMA:
+        return f"{threshold.named} of sampled rows has no interval"
+    (now, why), (before, why_before) = value_of(row, metric), value_of(old, metric)
+    if now is None:
+        return why or NOT_MEASURED
+    if before is None:
+        return f"in the old report: {why_before or NOT_MEASURED}"
+    now, before = abs(float(now)), abs(float(before))
+    if now and not before:
+        return Held(row, threshold, f"{now:.3g}, from 0", math.inf)
+    held = Held(row, threshold, ratio := now / before if before else 1.0, threshold.excess(ratio))
+    share = old.noise / old.rms if old.noise and old.rms and metric in GROWING else 0.0
+    within = held.excess > 1 and ratio <= 1 + 2 * min(1.0, share)
+    return held._replace(excess=1.0, excused=True) if within else held
 
 
 def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) -> Held | str:
@@ -303,8 +321,8 @@ def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) 
     if test is not None:
         if (row.sequences or 0) < test.sequences:
             return f"independent sequences: {row.sequences or 0}, and it takes {test.sequences}"
-        if value_of(row, test.p)[0] is None:
-            return row.nulls.get(test.p, NOT_MEASURED)
+        if row.bias_p is None:
+            return row.nulls.get("bias_p", NOT_MEASURED)
     why: str | None = None
     for limit in limits:
         value, why = value_of(row, limit.metric)
@@ -318,10 +336,7 @@ def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) 
 
 def _of_sample(held: Held) -> Held | str:
     """What is known of sampled rows alone, with its interval; or why that says nothing."""
-    metric, parts = held.limit.metric, parts_of(held.limit.metric)
-    if len(parts) > 1:
-        whole = MAXIMA.isdisjoint(parts) and ESTIMATED.isdisjoint(parts)
-        return held if whole else f"{held.limit.named} of sampled rows has no interval"
+    metric = held.limit.metric
     if metric in MAXIMA:
         # flash-attention's rule compares two maxima: beyond it, the other may be too small.
         proven = held.excess > 1 and metric != "fa_rule"
@@ -334,29 +349,19 @@ def _of_sample(held: Held) -> Held | str:
     return held._replace(interval=interval)
 
 
-def _decided(threshold: Threshold, held: Sequence[Held]) -> tuple[list[Held], list[Lacking]]:
-    """What is decided; and estimates whose interval contains the limit, which are not. For a median
-    none is, if the median of the lower ends is within and that of the upper ends beyond."""
-    if not any(h.interval for h in held):
-        return list(held), []
-    if threshold.heads is None:
-        sides: tuple[list[Held], list[Lacking]] = ([], [])
-        for h in held:
-            if h.ends[0] <= 1 < h.ends[1]:
-                sides[1].append((h.row, _contains(h, h)))
-            else:
-                sides[0].append(h)
-        return sides
-    lowest, highest = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
-    if not lowest.ends[0] <= 1 < highest.ends[1]:
-        return list(held), []
-    return [], [(h.row, _contains(lowest, highest, "the median ")) for h in held]
+def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[Lacking]]:
+    """What is decided; and estimates whose interval contains the limit, which are not. Under a
+    limit for the median it is the median head's that counts."""
+    if threshold.heads is not None and held:
+        median = _median(held)
+        return ([], [(h.row, _contains(median)) for h in held]) if median.unsure else (held, [])
+    return [h for h in held if not h.unsure], [(h.row, _contains(h)) for h in held if h.unsure]
 
 
-def _contains(lower: Held, upper: Held, whose: str = "") -> str:
-    low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
-    what = f"the interval of {whose}{lower.limit.metric}, {low[0]:.3g} to {high[1]:.3g},"
-    return f"{what} contains the limit {lower.limit.bound:g}: audit more rows"
+def _contains(held: Held) -> str:
+    low, high = held.interval or (0.0, 0.0)
+    what = f"the interval of {held.limit.metric}, {low:.3g} to {high:.3g},"
+    return f"{what} contains the limit {held.limit.at_most:g}: audit more rows"
 
 
 def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
@@ -366,8 +371,7 @@ def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:
         return []
     sure = [True] * len(held)
     if threshold.certain:
-        p = [float(value_of(h.row, threshold.certain.p)[0] or 0.0) for h in held]
-        sure = holm(p, threshold.certain.alpha)
+        sure = holm([h.row.bias_p or 0.0 for h in held], threshold.certain.alpha)
     return [h for h, certain in zip(held, sure, strict=True) if certain and h.excess > 1]
 
 
@@ -418,12 +422,9 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
 # --- planted faults ------------------------------------------------------------------------------
 
 
-def power_of(
-    rows: Sequence[DeviationRow], rules: Rules, around: Around | None = None
-) -> Iterator[Power]:
+def power_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Power]:
     """Every planted fault in every format, its doses put through the rules as kernels are. Not
     through those on a change: what a fault would have been before, no report has."""
-    around = around or Around(rows=rows)
     absolute = [t for t in rules.thresholds if not t.over]
 
     def fault_of(row: DeviationRow) -> tuple[str, ...]:
@@ -433,7 +434,7 @@ def power_of(
     controls = grouped((row for row in rows if row.role == "control"), fault_of)
     for fault in controls.values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
-        tried = [_dose(group, absolute, around) for group in doses]
+        tried = [_dose(group, absolute) for group in doses]
         known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
         caught = list(takewhile(lambda d: d.outcome == "caught", known))
         yield Power(
@@ -451,15 +452,11 @@ def _size(rows: Sequence[DeviationRow]) -> float:
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
-def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold], around: Around) -> Dose:
+def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold]) -> Dose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
-    groups = measured(by_tensor(rows), {"control"})
-    verdicts = [
-        _judge(threshold, chosen, around)
-        for threshold in thresholds
-        for group in groups.values()
-        if (chosen := threshold.where.of(group, around.regimes, role="kernel"))
-    ]
+    # A planted fault is put through the rules as if it were a kernel.
+    planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
+    verdicts = list(verdicts_of(planted, Rules.model_construct(thresholds=tuple(thresholds))))
     by = tuple(dict.fromkeys(v.rule for v in verdicts if v.outcome == "exceeded"))
     known = any(v.outcome == "passed" for v in verdicts)
     outcome: Any = "caught" if by else "missed" if known else "unmeasured"

@@ -31,14 +31,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from numdev.gate.compare_report import Inputs
+from numdev.gate.pairs import Pair
 from numdev.gate.rows import Key
 from numdev.gate.rules import interval_of, value_of
 from numdev.report import DeviationRow
@@ -59,49 +57,23 @@ LUCKY = 0.5
 PREDICTED = ("bfloat16", "float16")  # where expected_ratio is near 1; in float32 it is a bound
 
 
-@dataclass(eq=False)
-class Pair:
-    """The same head in both reports, measured in both."""
+def metrics_of(pair: Pair) -> tuple[str, ...]:
+    """What is judged of a pair, if it has the numbers. Nothing in float64, where the reference is
+    no more exact than a kernel."""
+    if pair.b.format == "float64":
+        return ()
+    if pair.b.tensor == "lse":
+        return ("rms",)
+    if pair.inputs != "other":
+        return MULTIPLES
+    return MULTIPLES[1:2] if None in numbers(pair, MULTIPLES[0]) else MULTIPLES[:1]
 
-    a: DeviationRow
-    b: DeviationRow
-    inputs: Inputs
-    width: int
-    """Elements in a row."""
 
-    @cached_property
-    def numbers(self) -> dict[str, tuple[float | None, float | None]]:
-        """Of A and B, by metric; 0 where there is no error to take a multiple of."""
-        metrics = ("rms",) if self.b.tensor == "lse" else MULTIPLES
-        return {m: (_number(self.a, m), _number(self.b, m)) for m in metrics}
-
-    @property
-    def same(self) -> bool:
-        """Whether on the same inputs, or nearly."""
-        return self.inputs != "other"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """What is judged, if it has the numbers. Nothing in float64, where the reference is no more
-        exact than a kernel."""
-        if self.b.format == "float64":
-            return ()
-        metrics = tuple(self.numbers)
-        if self.same or len(metrics) == 1:
-            return metrics
-        return metrics[1:2] if None in self.numbers[metrics[0]] else metrics[:1]
-
-    @property
-    def tensor(self) -> Key:
-        """Which tensor of which kernel in which format."""
-        row = self.b
-        return (row.role, row.kernel, str(row.options), row.format, row.tensor)
-
-    @property
-    def call(self) -> Key:
-        """That of which call."""
-        row = self.b
-        return (*self.tensor, row.case, row.module, row.layer, row.call, row.phase, row.seed)
+def numbers(pair: Pair, metric: str) -> tuple[float | None, float | None]:
+    """A metric of A and of B; 0 where there is no error to take a multiple of."""
+    values = (value_of(row, metric)[0] for row in (pair.a, pair.b))
+    a, b = (value if isinstance(value, float) else None for value in values)
+    return a, b
 
 
 class Change(NamedTuple):
@@ -136,11 +108,11 @@ class Noise:
     """What noise explains in these pairs, all judged together."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.tests = max(1, sum(len(pair.metrics) for pair in pairs))
+        self.tests = max(1, sum(len(metrics_of(pair)) for pair in pairs))
         self._level = 1 - ALPHA / 2 / self.tests
         self._together: dict[Key, list[Pair]] = {}
         for pair in pairs:
-            if not pair.same:
+            if pair.inputs == "other":
                 for whole in (pair.call, pair.tensor):
                     self._together.setdefault(whole, []).append(pair)
 
@@ -150,19 +122,22 @@ class Noise:
 
     def judged(self, pair: Pair) -> list[Change]:
         """Every metric of the pair that both have, and what noise explains of its change."""
-        return [
-            Change(metric, a, b, self._noise(pair, metric) if a != b else 0.0, least(pair, metric))
-            for metric in pair.metrics
-            for a, b in (pair.numbers[metric],)
-            if a is not None and b is not None
-        ]
+        changes = []
+        for metric in metrics_of(pair):
+            a, b = numbers(pair, metric)
+            if a is not None and b is not None:
+                worst = WORST.get(pair.b.tensor, WORST_ELSE) if metric == "worst_row" else LEAST
+                noise = math.log(worst) + self.explained(pair, metric) if a != b else 0.0
+                changes.append(Change(metric, a, b, noise, least(pair, metric)))
+        return changes
 
-    def _noise(self, pair: Pair, metric: str) -> float:
-        rows = zip((pair.a, pair.b), pair.numbers[metric], strict=True)
+    def explained(self, pair: Pair, metric: str) -> float:
+        """ln of the factor, either way, that repeats, the elements' scatter and other inputs
+        explain; not finite where they explain anything."""
+        rows = zip((pair.a, pair.b), numbers(pair, metric), strict=True)
         own = math.hypot(*(standard_error(row, metric, x, pair.width) for row, x in rows))
-        luck = 0.0 if pair.same else self._luck(pair, metric)
-        factor = WORST.get(pair.b.tensor, WORST_ELSE) if metric == "worst_row" else LEAST
-        return math.log(factor) + repeats(pair) + max(self.z * own, luck)
+        luck = self._luck(pair, metric) if pair.inputs == "other" else 0.0
+        return repeats(pair) + max(self.z * own, luck)
 
     def _luck(self, pair: Pair, metric: str) -> float:
         variance, freedom = 0.0, 0
@@ -180,8 +155,8 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
     degrees of freedom: few if few calls have nearly all the scatter (Satterthwaite)."""
     calls: dict[Key, list[float]] = {}
     for pair in pairs:
-        if metric in pair.metrics:
-            for side, x in zip("ab", pair.numbers[metric], strict=True):
+        if metric not in MULTIPLES or metric in metrics_of(pair):
+            for side, x in zip("ab", numbers(pair, metric), strict=True):
                 if size := max(x or 0.0, least(pair, metric)):
                     calls.setdefault((side, *pair.call), []).append(math.log(size))
     several = [values for values in calls.values() if len(values) > 1]
@@ -196,13 +171,8 @@ def _scatter(pairs: Iterable[Pair], metric: str) -> tuple[float, int]:
 
 def least(pair: Pair, metric: str) -> float:
     """Below which values of a metric are all the same."""
-    lucky = metric == "expected_ratio" and not pair.same and pair.b.format in PREDICTED
+    lucky = metric == "expected_ratio" and pair.inputs == "other" and pair.b.format in PREDICTED
     return LUCKY if lucky else 0.0
-
-
-def _number(row: DeviationRow, metric: str) -> float | None:
-    value = value_of(row, metric)[0]
-    return value if isinstance(value, float) else None
 
 
 def repeats(pair: Pair) -> float:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from numdev.errors import MeasurementError
-from numdev.gate.rules import Judgeable, Selector
 from numdev.report import AuditReport, DeviationRow, SweepReport
 
 Measured = AuditReport | SweepReport
@@ -45,69 +42,19 @@ def by_tensor(rows: Iterable[DeviationRow]) -> Groups:
     return grouped(rows, lambda r: (r.role, r.kernel, spelt(r.options), r.format, r.tensor))
 
 
-def measured(groups: Groups, roles: Container[str]) -> Groups:
-    """Of rows by tensor those of these roles that there is something to judge in.
-
-    There is nothing in a head without a row that sees a key, or that overflows as it should: no
-    element is left, and none is missing; unless there are more rows than those that were looked at.
-    """
-    return {
-        key: some
+def measured(groups: Groups) -> Groups:
+    """Of rows by tensor those that there is something to judge in."""
+    chosen = {
+        key: [row for row in rows if row.status == "ok" and something(row)]
         for key, rows in groups.items()
-        if key[0] in roles
-        and (some := [row for row in rows if row.status == "ok" and something(row)])
     }
+    return {key: rows for key, rows in chosen.items() if rows}
 
 
 def something(row: DeviationRow) -> bool:
-    """Whether there is anything to judge in a measured row."""
+    """Whether there is anything to judge in a measured row: not in a head without a row that sees a
+    key, or that overflows as it should, unless there are more rows than those looked at."""
     return bool(row.elements != 0 or row.nonfinite or row.sampled)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Around:
-    """What is known of a report besides the row at hand. Indices are made when they are asked."""
-
-    rows: Sequence[DeviationRow] = ()
-    regimes: Mapping[str, str] = field(default_factory=dict)
-    """Of drawn inputs, by the name of the case."""
-    old: Sequence[DeviationRow] | None = None
-    """The rows of the older report, where one was given."""
-
-    @classmethod
-    def of(cls, report: Measured, old: Measured | None = None) -> Around:
-        drawn = _regimes(report) | ({} if old is None else _regimes(old))
-        return cls(rows=report.rows, regimes=drawn, old=None if old is None else old.rows)
-
-    @cached_property
-    def groups(self) -> Groups:
-        """Its rows by tensor."""
-        return by_tensor(self.rows)
-
-    @cached_property
-    def old_groups(self) -> Groups:
-        """Those of the older report."""
-        return by_tensor(self.old or ())
-
-    def older(self, where: Selector) -> Groups:
-        """What a selector chooses of the older report, by the keys of `measured`."""
-        groups = self._older.items()
-        return {key: rows for key, g in groups if (rows := where.of(g, self.regimes))}
-
-    @cached_property
-    def _older(self) -> Groups:
-        return measured(self.old_groups, get_args(Judgeable))
-
-
-def _regimes(report: Measured) -> dict[str, str]:
-    """What the request says of each case's inputs; a request is whatever a file says."""
-    cases = report.request.get("cases")
-    named = [c for c in cases if isinstance(c, dict)] if isinstance(cases, list) else []
-    return {
-        case["name"]: str(case["inputs"].get("name"))
-        for case in named
-        if isinstance(case.get("inputs"), dict) and isinstance(case.get("name"), str)
-    }
 
 
 # --- are they all there? -------------------------------------------------------------------------
@@ -118,15 +65,16 @@ CUT = "rows were left out of it, or put into it; measure again"
 _cell = attrgetter("case", "seed", "module", "layer", "call", "phase", "head")
 
 
-def check_whole(report: Measured, groups: Groups, what: str = "the report") -> None:
+def check_whole(report: Measured, what: str = "the report") -> None:
     """Raises MeasurementError, which names a row that is missing or there twice: a head that is not
     there exceeds no limit, and one that is there ten times is most of a median.
 
     For every call, format and kernel there is a row for each head of each tensor, or one that says
-    why not. `groups` are the rows by tensor. Which heads a call has is in `cases`, which seeds in
-    the request; where only some heads were asked for, one kernel has what another has. The
-    log-sum-exp need not be returned, and is of all heads where it is.
+    why not. Which heads a call has is in `cases`, which seeds in the request; where only some heads
+    were asked for, one kernel has what another has. The log-sum-exp need not be returned, and is of
+    all heads where it is.
     """
+    groups = by_tensor(report.rows)
     for role in ("kernel", "control"):
         runs: dict[str, dict[str, set[Key]]] = {}
         without: dict[str, set[tuple[str, Key]]] = {}  # calls with a row that says why not

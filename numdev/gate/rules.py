@@ -7,10 +7,9 @@ the gate, the findings of every report, checks and files of one's own are all re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -58,36 +57,17 @@ ESTIMATED = frozenset(
 ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
 _NUMBERS = (float | None, int | None, Count | None, bool | None)
 FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
-# What can be judged.
-METRICS = FIELDS - {"layer", "seed", "head"} | {"suspicion", *DERIVED}
+METRICS = (FIELDS - {"layer", "seed", "head"}) | {"suspicion", *DERIVED}
 
 
 def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
-    """A metric of a row, or a ratio of two as `a / b`; and where it is None, why: the row's own
-    reason, else None again. 0 over anything is 0; a number over 0 is None."""
-    if metric in DERIVED:
-        value: Value = DERIVED[metric](row)
-    elif "/" in metric:
-        over, under = parts_of(metric)
-        (number, why), (divisor, why_not) = value_of(row, over), value_of(row, under)
-        if number is None or divisor is None:
-            return None, why if number is None else why_not
-        if not number:
-            return 0.0, None
-        return (float(number) / float(divisor), None) if divisor else (None, f"{under} is 0")
-    else:
-        value = getattr(row, metric)
+    """A metric of a row; and where it is None, the row's own reason, if it has one."""
+    value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
     if value is not None:
         return value, None
     if metric in ERRORS and row.rms == 0:
         return 0.0, None
     return None, row.nulls.get(metric)
-
-
-@lru_cache(maxsize=256)
-def parts_of(metric: str) -> tuple[str, ...]:
-    """Both metrics of `a / b`; the one of any other."""
-    return tuple(part.strip() for part in metric.split("/"))
 
 
 def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
@@ -151,39 +131,26 @@ class Selector(Strict):
     out_format: Names = ()
     tensor: Tensors = ()
     case: Names = ()
-    regime: Names = ()
-    """The inputs that the request says were drawn for a case; a model's case has none."""
     module: Names = ()
     phase: Phases = ()
     layer: Numbers = None
     head: Numbers = None
 
-    def of(
-        self,
-        rows: Sequence[DeviationRow],
-        regimes: Mapping[str, str] | None = None,
-        *,
-        role: str | None = None,
-    ) -> list[DeviationRow]:
-        """Those rows that are meant, of rows that share role (`role`, if given, instead of theirs),
-        kernel, format and tensor; `regimes` by the name of the case."""
-        if not rows or (role or rows[0].role) not in self.role or not _fits(self, rows[0]):
+    def choose(self, groups: Mapping[Any, list[DeviationRow]]) -> dict[Any, list[DeviationRow]]:
+        """Of groups of rows that share role, kernel, format and tensor, the rows that are meant."""
+        return {key: rows for key, group in groups.items() if (rows := self._of(group))}
+
+    def _of(self, rows: list[DeviationRow]) -> list[DeviationRow]:
+        if rows[0].role not in self.role or not _fits(self, rows[0]):
             return []
-        drawn = regimes or {}
-        columns: dict[str, Callable[[DeviationRow], Any]] = {
-            **{n: attrgetter(n) for n in ("out_format", "case", "module", "phase")},
-            "regime": lambda row: drawn.get(row.case),
-        }
-        chosen = list(rows)
-        for name, read in columns.items():
+        for name in ("out_format", "case", "module", "phase"):
             if patterns := getattr(self, name):
-                fits = {text: matches(patterns, text) for text in set(map(read, chosen))}
-                chosen = [row for row in chosen if fits[read(row)]]
+                rows = [row for row in rows if matches(patterns, getattr(row, name))]
         for name in ("layer", "head"):
             numbers = getattr(self, name)
             if numbers is not None:
-                chosen = [row for row in chosen if getattr(row, name) in numbers]
-        return chosen
+                rows = [row for row in rows if getattr(row, name) in numbers]
+        return rows
 
 
 def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
@@ -194,49 +161,30 @@ def _fits(patterns: Selector | Instead, row: DeviationRow) -> bool:
 # --- limits --------------------------------------------------------------------------------------
 
 
-_EITHER = "|".join(sorted(METRICS - {"suspicion"}))
-_RATIO = rf"^\s*({_EITHER})\s*/\s*({_EITHER})\s*$"
-# A known name, or a ratio of two; an editor completes it.
+def _known(metric: str) -> str:
+    if metric not in METRICS:
+        raise ValueError(f"no metric {metric!r}; {closest(metric, METRICS)}")
+    return metric
+
+
 Metric = Annotated[
-    str,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": sorted(METRICS)},
-                {"type": "string", "pattern": _RATIO, "examples": ["rms / precision_rms"]},
-            ]
-        }
-    ),
+    str, AfterValidator(_known), WithJsonSchema({"enum": sorted(METRICS), "type": "string"})
 ]
 
 
 class Limit(Strict):
-    """What one metric may be. Exactly one of the four. A signed number is judged by its size."""
+    """What one metric may be: `at_most` a number, or `absent`. A signed number is judged by its
+    size."""
 
     metric: Metric
-    """Of a row, or two as `a / b`."""
     at_most: Annotated[float, Field(ge=0)] | None = None
-    below: Annotated[float, Field(gt=0)] | None = None
-    equals: float | None = None
     absent: Literal[True] | None = None
     """There may be no such statement: of `suspicion`."""
 
-    @field_validator("metric")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        parts = parts_of(name)
-        for part in parts:
-            if part not in METRICS:
-                raise ValueError(f"no metric {part!r}; {closest(part, METRICS)}")
-        if len(parts) > 2 or (len(parts) == 2 and "suspicion" in parts):
-            raise ValueError(f"{name!r} is no ratio of two numbers; write `a / b`")
-        return " / ".join(parts)
-
     @model_validator(mode="after")
     def _one(self) -> Limit:
-        given = (self.at_most, self.below, self.equals, self.absent)
-        if sum(x is not None for x in given) != 1:
-            raise ValueError("give exactly one of at_most, below, equals, absent")
+        if (self.at_most is None) == (self.absent is None):
+            raise ValueError("give one of at_most and absent")
         if (self.absent is not None) != (self.metric == "suspicion"):
             raise ValueError("`absent` is for suspicion, and the only limit for it")
         return self
@@ -246,39 +194,23 @@ class Limit(Strict):
         """What the limit is on, in words."""
         return self.metric
 
-    @property
-    def bound(self) -> float | None:
-        """The number of the limit; None where it is none."""
-        given = (self.at_most, self.below, self.equals)
-        return next((x for x in given if x is not None), None)
-
     def excess(self, value: Value) -> float:
         """How far on the way to the limit: above 1 it is exceeded; infinite where there is none
         to be near to, and for NaN."""
         if self.absent:
             return 0.0 if value is None else math.inf
-        number = float(value or 0.0)
-        size = abs(number)
+        size = abs(float(value or 0.0))
         if size != size:
             return math.inf
-        if self.at_most is not None:
-            return size / self.at_most if self.at_most else (math.inf if size else 0.0)
-        if self.below is not None:
-            return size / self.below if size < self.below else max(size / self.below, _ABOVE)
-        return 0.0 if number == self.equals else math.inf
+        return size / self.at_most if self.at_most else (math.inf if size else 0.0)
 
     def __str__(self) -> str:
-        sign = "≤" if self.at_most is not None else "<" if self.below is not None else "="
-        return "none" if self.absent else f"{self.named} {sign} {self.bound:g}"
-
-
-_ABOVE = math.nextafter(1.0, 2.0)
+        return "none" if self.absent else f"{self.named} ≤ {self.at_most:g}"
 
 
 class Certain(Strict):
-    """A metric that counts only where it is significant."""
+    """A bias counts only where it is significant, by `bias_p`."""
 
-    p: Literal["bias_p"] = "bias_p"
     alpha: Annotated[float, Field(gt=0, lt=1)] = BIAS_ALPHA
     """Family-wise, over the heads of a kernel in a format, by Holm's procedure."""
     sequences: Annotated[int, Field(ge=2)] = BIAS_SEQUENCES

@@ -47,7 +47,6 @@ class Finding(Record):
     severity: Literal["exceeded", "unmeasured", "note"]
     sentence: str
     kernel: str
-    also: tuple[str, ...] = ()  # kernels with the same numbers, as the default dispatch has
     options: dict[str, Any] = Field(default_factory=dict)
     formats: tuple[str, ...]
     tensor: str | None = None

@@ -84,7 +84,7 @@ def _verdict(verdict: Verdict, findings: Sequence[Finding]) -> _Case:
         f.sentence
         for f in findings
         if f.severity == "exceeded"
-        and verdict.kernel in (f.kernel, *f.also)
+        and verdict.kernel == f.kernel
         and verdict.format in f.formats
         and (f.rule, f.options, f.tensor) == (verdict.rule, verdict.options, verdict.tensor)
     ]
