@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gradient_oracle import step
+from oracles import step
 from test_compiled import SHARED
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

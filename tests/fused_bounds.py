@@ -35,7 +35,7 @@ Backward:
   and operands to at most 1; what is below 2^-133 is lost: n 2^-130 of the largest terms there
   could be, |dO| |V| of the longest rows times the largest of the other operand.
 
-The blocked path has less of everything (`gradient_oracle`): two paths differ by at most twice this.
+The blocked path has less of everything (`oracles`): two paths differ by at most twice this.
 What underflows is at most `TINY`, for inputs below 2^20.
 """
 

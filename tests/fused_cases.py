@@ -23,9 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from fused_bounds import bounds, shares
-from gradient_oracle import step
 from interpreted import multiply_bfloat16, prepare
-from oracles import FEATURES
+from oracles import FEATURES, step
 from triton.runtime.interpreter import TensorHandle
 
 from numdev.cases import AttentionCase

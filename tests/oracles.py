@@ -1,14 +1,15 @@
-"""Attention from its definition, in 90 decimal digits, and what floating point may miss it by.
+"""Attention and its gradients from their definition, in 90 decimal digits, with error bounds.
 
-`attention` shares no code with numdev: plain loops over Python's mpmath numbers, one score at a
-time, and its own reading of causality, window, mask, soft cap, sinks and grouped heads. It is slow,
-so cases are tiny. `error_bounds` derives how far a sound algorithm of a given unit roundoff may be
-from it, and `assert_within` holds an output to that. `make_case` draws small cases with any
-combination of features; `FEATURES` is a table of them that several test files go through.
+`attention` and `gradients` share no code with numdev: plain loops over Python's mpmath numbers, one
+score at a time, with their own reading of causality, window, mask, soft cap, sinks and grouped
+heads; delta is sum_j P_ij dP_ij, not rowsum(dO O). They are slow, so cases are tiny: `make_case`
+draws them, and `FEATURES` is the table of them that several test files go through. `assert_within`
+holds a tensor to an exact answer and a bound.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from numdev.cases import AttentionCase, CaseRef
 
 DIGITS = 90
 U64, U32 = 2.0**-53, 2.0**-24
+GRADIENTS = ("dq", "dk", "dv")
 Numbers = np.ndarray[Any, Any]
 ZERO = mpmath.mpf(0)
 # exp(-10^6) is 10^-434294: nothing, at 90 digits, beside the row's maximum, whose weight is 1.
@@ -39,18 +41,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "wider v": {"v_dim": 7},
     "causal": {"is_causal": True, "q_len": 6, "kv_len": 6},
     "causal, more keys, top-left": {"is_causal": True, "q_len": 3, "kv_len": 7},
-    "causal, more keys, bottom-right": {
-        "is_causal": True,
-        "q_len": 3,
-        "kv_len": 7,
-        "causal_offset": 4,
-    },
-    "causal, more queries, bottom-right": {
-        "is_causal": True,
-        "q_len": 7,
-        "kv_len": 3,
-        "causal_offset": -4,
-    },
+    "causal, more keys, bottom-right":
+        {"is_causal": True, "q_len": 3, "kv_len": 7, "causal_offset": 4},
+    "causal, more queries, bottom-right":
+        {"is_causal": True, "q_len": 7, "kv_len": 3, "causal_offset": -4},
     "causal, no key at all": {"is_causal": True, "q_len": 3, "kv_len": 3, "causal_offset": -5},
     "window": {"window": (2, 1), "q_len": 6, "kv_len": 6},
     "window, left only": {"window": (1, None), "q_len": 6, "kv_len": 6},
@@ -65,33 +59,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bool mask and causal": {"mask": ("bool", "b1qk"), "is_causal": True},
     "additive mask and window": {"mask": ("holes", "11qk"), "window": (1, 2)},
     "soft cap": {"softcap": 0.75, "logits": 3.0},
-    "soft cap, causal, additive mask": {
-        "softcap": 2.0,
-        "is_causal": True,
-        "mask": ("holes", "bhqk"),
-    },
+    "soft cap, causal, additive mask":
+        {"softcap": 2.0, "is_causal": True, "mask": ("holes", "bhqk")},
     "sinks": {"sinks": True},
     "sinks, nothing else to see": {"sinks": True, "is_causal": True, "causal_offset": -2},
     "negative scale": {"scale": -0.7},
     "scale 0": {"scale": 0.0},
     "wide logits": {"logits": 30.0},
     "everything": {
-        "batch": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "q_len": 5,
-        "kv_len": 7,
-        "v_dim": 3,
-        "is_causal": True,
-        "causal_offset": 2,
-        "window": (3, None),
-        "mask": ("holes", "b1qk"),
-        "softcap": 1.5,
-        "sinks": True,
-        "scale": 0.3,
-        "logits": 4.0,
+        "batch": 2, "heads": 4, "kv_heads": 2, "q_len": 5, "kv_len": 7, "v_dim": 3,
+        "is_causal": True, "causal_offset": 2, "window": (3, None), "mask": ("holes", "b1qk"),
+        "softcap": 1.5, "sinks": True, "scale": 0.3, "logits": 4.0,
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +85,20 @@ class Exact:
     """bool."""
     size: Numbers
     """float [B, H, q_len]: the largest sum of absolute terms in a score of the row that counts."""
+    weights: dict[tuple[int, ...], dict[int, Any]]
+    """P of the keys that a row sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactGradients:
+    """Arrays of mpmath numbers; by gradient, the sums of absolute terms that numdev returns beside
+    it, and as floats its largest error in unit roundoff u."""
+
+    dq: Numbers
+    dk: Numbers
+    dv: Numbers
+    terms: dict[str, Numbers]
+    bounds: dict[str, Numbers]
 
 
 # --- the oracle ----------------------------------------------------------------------------------
@@ -117,32 +111,84 @@ def attention(case: AttentionCase) -> Exact:
     is 0, with log-sum-exp -inf, or its sink.
     """
     shape = tuple(case.q.shape[:3])
-    wide = (*shape, case.v.shape[-1])
-    out, term_scale = np.ndarray(wide, dtype=object), np.ndarray(wide, dtype=object)
-    lse, size = np.ndarray(shape, dtype=object), np.zeros(shape)
-    empty = np.zeros(shape, dtype=bool)
+    out, term_scale = _zeros(*shape, case.v.shape[-1]), _zeros(*shape, case.v.shape[-1])
+    lse, size = np.full(shape, mpmath.ninf, dtype=object), np.zeros(shape)
+    empty, weights = np.zeros(shape, dtype=bool), {}
     with mpmath.workdps(DIGITS):
-        for b, h, i in np.ndindex(*shape):
-            keys = [j for j in range(case.k.shape[2]) if sees(case, b, h, i, j)]
-            at = (b, h, i)
-            scores = [_score(case, b, h, i, j) for j in keys]
-            values = [_exact(case.v[b, _kv_head(case, h), j]) for j in keys]
-            sinks = [] if case.sinks is None else _exact(case.sinks[h : h + 1])
-            empty[at] = not keys
+        for at in np.ndindex(*shape):
+            b, h, i = at
+            keys = [j for j in range(case.kv_len) if sees(case, b, h, i, j)]
+            scores = {j: _score(case, b, h, i, j) for j in keys}
+            sinks = [] if case.sinks is None else list(_exact(case.sinks[h : h + 1]))
+            empty[at], weights[at] = not keys, {}
             if not keys and not sinks:
-                out[at], term_scale[at], lse[at] = mpmath.mpf(0), mpmath.mpf(0), mpmath.ninf
                 continue
-            top = max([*(s for s, _ in scores), *sinks])
-            p = [_weight(s - top) for s, _ in scores]
-            l = sum(p) + sum(_weight(s - top) for s in sinks)
-            for d in range(wide[-1]):
-                out[*at, d] = sum((w * v[d] for w, v in zip(p, values, strict=True)), ZERO) / l
-                absolute = (w * abs(v[d]) for w, v in zip(p, values, strict=True))
-                term_scale[*at, d] = sum(absolute, ZERO) / l
+            top = max([*(s for s, _ in scores.values()), *sinks])
+            p = {j: _weight(s - top) for j, (s, _) in scores.items()}
+            l = sum(p.values()) + sum(_weight(s - top) for s in sinks)
+            weights[at] = {j: w / l for j, w in p.items()}
+            for j, w in weights[at].items():
+                v = _exact(case.v[b, _kv_head(case, h), j])
+                out[at] += v * w
+                term_scale[at] += abs(v) * w
             lse[at] = top + mpmath.log(l)
-            counting = [a for s, a in scores if s - top > UNDERFLOW]
-            size[at] = max(float(a) for a in [*counting, *map(abs, sinks)])
-    return Exact(out=out, lse=lse, term_scale=term_scale, empty=empty, size=size)
+            counting = [a for s, a in scores.values() if s - top > UNDERFLOW]
+            size[at] = max(map(float, [*counting, *map(abs, sinks)]))
+    return Exact(out=out, lse=lse, term_scale=term_scale, empty=empty, size=size, weights=weights)
+
+
+def gradients(case: AttentionCase, u: float = U64) -> ExactGradients:
+    """dQ, dK and dV of sum(O dO), by definition; what `attention` asks of a case is asked here.
+
+    How far gradients in unit roundoff u by the formulas of `numdev.kernels.reference` may be off,
+    to first order, with n, d, A and p as in `error_bounds`, v_dim e, and m = q_len * group the
+    terms in a sum over rows. Let D_ij = sum_c |dO_ic V_jc| and E_i = sum_j P_ij D_ij.
+    - P, normalised, is off by a relative 2 p + (n + 2) u: its exponential, the sum, a quotient.
+    - dP is a dot product: e u D_ij. delta sums e products with O, which is off by 2 p + (2 n + 4) u
+      of its term scale: (2 p + (2 n + e + 4) u) E_i. Their difference rounds once.
+    - The soft cap's slope 1 / cosh^2(y) changes by 2 |dy| relative, |dy| <= (d + 6) u A / cap, and
+      rounds for cosh, square, quotient and product: 12 u more.
+    - So dX is off by at most c_i P_ij slope_ij (D_ij + E_i), where
+      c_i = 4 p + (3 n + 2 e + 12) u + 2 (d + 6) u A / cap + 12 u.
+    - dQ and dK sum n and m such products with K or Q, scaled; dV sums m products P dO.
+    """
+    assert case.grad_out is not None
+    forward = attention(case)
+    shapes = {"dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
+    exact, terms, wide = ({x: _zeros(*shape) for x, shape in shapes.items()} for _ in range(3))
+    n, m, d, e = case.kv_len, case.q_len * case.group, case.q.shape[3], case.v.shape[3]
+    with mpmath.workdps(DIGITS):
+        for at, P in forward.weights.items():
+            b, h, _ = at
+            g, A = _kv_head(case, h), forward.size[at]
+            dO, q = _exact(case.grad_out[at]), _exact(case.q[at])
+            v, k = ({j: _exact(x[b, g, j]) for j in P} for x in (case.v, case.k))
+            dP, D = {j: (dO * v[j]).sum() for j in P}, {j: abs(dO * v[j]).sum() for j in P}
+            delta, E = sum(P[j] * dP[j] for j in P), sum(P[j] * D[j] for j in P)
+            p = (d + 12) * u * A + 4 * u
+            c = 4 * p + (3 * n + 2 * e + 12) * u
+            if case.softcap is not None:
+                c += 2 * (d + 6) * u * A / case.softcap + 12 * u
+            for j in P:
+                weight = P[j] * case.scale
+                if case.softcap is not None:
+                    y = case.scale * (q * k[j]).sum() / case.softcap
+                    weight *= mpmath.sech(y) ** 2
+                dX, absolute = weight * (dP[j] - delta), abs(weight) * (abs(dP[j]) + abs(delta))
+                bound, of_dv = c * abs(weight) * (D[j] + E), (2 * p + (n + 2) * u) * P[j]
+                for name, row, other, parts in (
+                    ("dq", at, k[j], (dX, absolute, bound)),
+                    ("dk", (b, g, j), q, (dX, absolute, bound)),
+                    ("dv", (b, g, j), dO, (P[j], P[j], of_dv)),
+                ):
+                    exact[name][row] += other * parts[0]
+                    terms[name][row] += abs(other) * parts[1]
+                    wide[name][row] += abs(other) * parts[2]
+        # The absolute terms with D and E are at most `wide` over u, since c is u or more.
+        sums = {"dq": (n + 4) * wide["dq"], "dk": (2 * m + 4) * wide["dk"],
+                "dv": (2 * m + 4) * u * terms["dv"]}  # fmt: skip
+        bounds = {x: (wide[x] + sums[x]).astype(float) + 2.0**-960 for x in sums}
+    return ExactGradients(**exact, terms=terms, bounds=bounds)
 
 
 def sees(case: AttentionCase, b: int, h: int, i: int, j: int) -> bool:
@@ -168,9 +214,8 @@ def _mask_at(case: AttentionCase, b: int, h: int, i: int, j: int) -> bool | floa
 
 def _score(case: AttentionCase, b: int, h: int, i: int, j: int) -> tuple[Any, Any]:
     """The score of query i and key j, and the sum of the absolute terms it is made of."""
-    pairs = zip(_exact(case.q[b, h, i]), _exact(case.k[b, _kv_head(case, h), j]), strict=True)
-    terms = [x * y for x, y in pairs]
-    score, size = case.scale * sum(terms), abs(case.scale) * sum(map(abs, terms))
+    terms = _exact(case.q[b, h, i]) * _exact(case.k[b, _kv_head(case, h), j])
+    score, size = terms.sum() * case.scale, abs(terms).sum() * abs(case.scale)
     if case.softcap is not None:
         score = case.softcap * mpmath.tanh(score / case.softcap)
     bias = _mask_at(case, b, h, i, j)
@@ -187,8 +232,12 @@ def _kv_head(case: AttentionCase, h: int) -> int:
     return h * case.k.shape[1] // case.q.shape[1]
 
 
-def _exact(x: Tensor) -> list[Any]:
-    return [mpmath.mpf(value) for value in x.double().tolist()]
+def _exact(x: Tensor) -> Numbers:
+    return np.array([mpmath.mpf(value) for value in x.double().tolist()], dtype=object)
+
+
+def _zeros(*shape: int) -> Numbers:
+    return np.full(shape, ZERO, dtype=object)
 
 
 # --- how far a sound algorithm may be, and holding it to that ------------------------------------
@@ -199,7 +248,7 @@ def error_bounds(
 ) -> tuple[Numbers, Numbers]:
     """The largest errors of out and lse for two-pass softmax attention in unit roundoff u.
 
-    To first order in u, with n keys, head_dim d, and A (`regimes.exact.size`) the sum of the
+    To first order in u, with n keys, head_dim d, and A (`exact.size`) the sum of the
     absolute terms of a score:
     - A score is a dot product (d u A), scaled (twice, if scale is split between q and k; 4 u A with
       the root), capped (a division, tanh to 2 ulp, a product: 4 u A), and added to the bias (u A).
@@ -226,19 +275,19 @@ def assert_within(actual: Tensor, exact: Any, bound: Any) -> None:
     expected = exact.double().numpy().astype(object) if isinstance(exact, Tensor) else exact
     assert tuple(actual.shape) == expected.shape
     found, limit = actual.detach().double().numpy(), np.broadcast_to(bound, expected.shape)
-    wrong = [at for at in np.ndindex(*expected.shape) if not _near(found, expected, limit, at)]
+
+    def is_near(a: float, e: Any, most: float) -> bool:
+        if not math.isfinite(a) or not mpmath.isfinite(e):
+            return bool(a == e)
+        with mpmath.workdps(DIGITS):
+            return bool(abs(mpmath.mpf(a) - e) <= most)
+
+    each = ((at, float(found[at]), expected[at], limit[at]) for at in np.ndindex(*expected.shape))
+    wrong = [x for x in each if not is_near(*x[1:])]
     assert not wrong, (
-        f"{len(wrong)} of {found.size} are off, first at {wrong[0]}: {found[wrong[0]]!r}, "
-        f"expected {mpmath.nstr(expected[wrong[0]], 20)} within {limit[wrong[0]]:.3g}"
+        f"{len(wrong)} of {found.size} are off; first place, value, exact, bound: "
+        + (f"{wrong[0][0]}, {wrong[0][1]!r}, {mpmath.nstr(wrong[0][2], 20)}, {wrong[0][3]:.3g}")
     )
-
-
-def _near(found: Numbers, expected: Numbers, limit: Numbers, at: tuple[int, ...]) -> bool:
-    a, e = float(found[at]), expected[at]
-    if not math.isfinite(a) or not mpmath.isfinite(e):
-        return a == e
-    with mpmath.workdps(DIGITS):
-        return bool(abs(mpmath.mpf(a) - e) <= limit[at])
 
 
 # --- small cases ---------------------------------------------------------------------------------
@@ -285,3 +334,32 @@ def make_case(
         sinks = normal(heads) if sinks else None
     fields = {"ref": CaseRef(case="test"), "scale": head_dim**-0.5, **fields}
     return AttentionCase(q=(q * logits).to(dtype), k=k, v=v, mask=mask, sinks=sinks, **fields)
+
+
+def with_grad(case: AttentionCase, positive: bool = False) -> AttentionCase:
+    """The case with dO ~ N(0, 1), or |N(0, 1)|, in its dtype."""
+    shape = (*case.q.shape[:3], case.v.shape[-1])
+    dO = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dO = (dO.abs() if positive else dO).to(case.q.dtype).to(case.q.device)
+    return dataclasses.replace(case, grad_out=dO)
+
+
+def step(**fields: Any) -> AttentionCase:
+    """`make_case` with an upstream gradient."""
+    return with_grad(make_case(**fields))
+
+
+def replaced(case: AttentionCase, **tensors: Any) -> AttentionCase:
+    """The case with some of its tensors replaced, or filled with a number."""
+    new = {
+        name: torch.full_like(getattr(case, name), x) if isinstance(x, float) else x
+        for name, x in tensors.items()
+    }
+    return dataclasses.replace(case, **new)
+
+
+def poisoned(case: AttentionCase, name: str, place: Any, value: float) -> AttentionCase:
+    """The case with one place of a tensor overwritten."""
+    x = getattr(case, name).clone()
+    x[place] = value
+    return dataclasses.replace(case, **{name: x})

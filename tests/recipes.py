@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import make_case
+from oracles import step, with_grad
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, visible
@@ -61,19 +61,11 @@ def drawn(
     return with_grad(AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, **fields), one_sign)
 
 
-def with_grad(case: AttentionCase, positive: bool = False) -> AttentionCase:
-    """The case with dO ~ N(0, 1), or |N(0, 1)|, in its dtype."""
-    shape = (*case.q.shape[:3], case.v.shape[-1])
-    dO = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    dO = (dO.abs() if positive else dO).to(case.q.dtype).to(case.q.device)
-    return dataclasses.replace(case, grad_out=dO)
-
-
 def everything(**fields: Any) -> AttentionCase:
     """A bfloat16 case in which every step of both passes has something to do."""
     shape = {"heads": 4, "kv_heads": 2, "q_len": 9, "kv_len": 11, "head_dim": 8, "logits": 3.0}
     more = {"softcap": 3.0, "mask": ("holes", "bhqk"), "sinks": True}
-    return with_grad(make_case(dtype=torch.bfloat16, **shape, **more, **fields))
+    return step(dtype=torch.bfloat16, **shape, **more, **fields)
 
 
 def autograd(case: AttentionCase, delta: float = 1.0) -> dict[str, Tensor]:

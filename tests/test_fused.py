@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fused_bounds import BACKWARD, FORWARD, bounds, shares
-from gradient_oracle import step
 from interpreted import results_of
-from oracles import FEATURES, make_case
+from oracles import FEATURES, make_case, step
 
 from numdev.cases import AttentionCase, CaseRef, visible
 from numdev.errors import Refused

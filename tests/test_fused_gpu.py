@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fused_bounds import bounds, shares
-from gradient_oracle import step
-from oracles import FEATURES
+from oracles import FEATURES, step
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

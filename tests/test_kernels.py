@@ -8,18 +8,20 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracles import assert_within, attention, error_bounds, make_case
+from oracles import GRADIENTS, U64, make_case, step
 
 from numdev import kernels
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Kernel, Output, all_kernels, find, kernel
 from numdev.kernels.plain import adapt
+from numdev.kernels.reference import gradients
 from numdev.system import System
 
 CPU = System(device="cpu", cpu="a laptop", packages={"torch": "2.13.0"})
@@ -126,6 +128,69 @@ def test_outputs_that_are_refused(returned: Any, says: str) -> None:
         Kernel(name="x", function=lambda case: returned).attend(make_case())
 
 
+SHORT = torch.zeros(1, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dk": None}, "its backward returned no dk"),
+        ({"dq": None, "dv": None}, "its backward returned no dq and no dv"),
+        ({"dq": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dq; expected .*\[1, 4, 4, 4\]"),
+        ({"dk": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dk; expected .*\[1, 2, 5, 4\]"),
+        ({"dv": SHORT}, r"it returned shape \[1, 2, 4, 4\] as dv; expected .*\[1, 2, 5, 7\]"),
+        ({"dv": 3}, "it returned int as dv"),
+        ({"out": SHORT}, "as out"),
+    ],
+)
+def test_gradients_that_are_none_of_the_case(changes: dict[str, Any], says: str) -> None:
+    """Missing or misshapen gradients are an error with what they were."""
+    case = step(heads=4, kv_heads=2, v_dim=7)
+    g = gradients(case)
+    whole = replace(Output(out=g.out, dq=g.dq, dk=g.dk, dv=g.dv), **changes)
+    wrong = Kernel(name="x", function=lambda c: g.out, backward=lambda c: whole)
+    with pytest.raises(MeasurementError, match=says):
+        wrong.gradients(case)
+
+
+# --- gradients by autograd -----------------------------------------------------------------------
+
+
+def test_an_input_without_influence_has_gradient_zero() -> None:
+    """The mean of V depends on V alone."""
+    case = step()
+    mean = Kernel(name="x", function=lambda c: c.v.mean(2, keepdim=True).expand_as(c.q).clone())
+    found = mean.gradients(case)
+    assert torch.equal(found.dq, torch.zeros_like(case.q))
+    assert torch.equal(found.dk, torch.zeros_like(case.k))
+    expected = (case.grad_out.sum(dim=2, keepdim=True) / 5).expand_as(case.v)
+    torch.testing.assert_close(found.dv, expected, rtol=4 * U64, atol=4 * U64)
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_the_upstream_gradient_comes_in_the_outputs_dtype(narrow: torch.dtype) -> None:
+    """Where the output is narrower than the case, dO is rounded to it, once."""
+    case = step(kv_len=4)
+    value = 1 + 2.0**-8 + 2.0**-40
+    case = replace(case, grad_out=torch.full_like(case.grad_out, value))
+    found = Kernel(name="x", function=lambda c: c.v.to(narrow)).gradients(case)
+    expected = 1.0078125 if narrow == torch.bfloat16 else 1 + 2.0**-8
+    assert (found.dv == expected).all()
+    assert found.dv.dtype == torch.float64
+    wide = Kernel(name="x", function=lambda c: c.v.double()).gradients(step(dtype=narrow, kv_len=4))
+    assert wide.dv.dtype == narrow
+
+
+def test_the_baselines_empty_rows_give_no_nan() -> None:
+    """The softmax of a row that sees nothing is NaN, and neither it nor its gradient gets out."""
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[1] = False
+    case = step(mask=mask, dtype=torch.bfloat16)
+    found = find("baseline").gradients(case)
+    assert all(getattr(found, x).isfinite().all() for x in GRADIENTS)
+    assert (found.dq[:, :, 1] == 0).all()
+
+
 # --- functions on the command line ---------------------------------------------------------------
 
 
@@ -214,35 +279,6 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         recorded(parameters)
     assert "AttentionCase named 'case'" in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"is_causal": True},
-        {"is_causal": True, "causal_offset": 1},
-        {"window": (1, 1)},
-        {"mask": ("bool", "b1qk")},
-        {"mask": ("holes", "bhqk"), "is_causal": True},
-        {"heads": 4, "kv_heads": 2, "is_causal": True},
-        {"scale": 0.3, "v_dim": 3},
-    ],
-)
-def test_pytorchs_sdpa_by_its_signature_is_right(fields: dict[str, Any]) -> None:
-    """Every case a function with PyTorch's parameters takes is the reference's case."""
-
-    def attention_by_torch(
-        q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):  # type: ignore[no-untyped-def]
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    case, found = make_case(**fields), adapt("plain", attention_by_torch)
-    exact, output = attention(case), found.attend(case, **found.options)
-    out = output.out.masked_fill(torch.tensor(exact.empty)[..., None], 0.0)
-    assert_within(out, exact.out, error_bounds(case, exact)[0])
 
 
 # --- plugins -------------------------------------------------------------------------------------

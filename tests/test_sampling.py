@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_oracle import with_upstream
-from oracles import FEATURES, make_case
+from oracles import FEATURES, make_case, with_grad
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask
@@ -153,7 +152,7 @@ def test_rows_must_be_in_order_and_kernels_get_whole_calls() -> None:
 def test_gradients_at_some_keys_are_the_calls(feature: str) -> None:
     """dk, dv and their term scales at sampled keys are the rows of the whole backward reference,
     within fp64 rounding of some 50 operations (1e-14 of the terms), and so is which are unseen."""
-    case = with_upstream(case_of(feature, dtype=torch.float64))
+    case = with_grad(case_of(feature, dtype=torch.float64))
     keys = torch.arange(0, case.kv_len, 2)
     whole, part = gradients(case), key_gradients(case, keys)
     for name in ("dk", "dv"):

@@ -1,10 +1,5 @@
-"""Attention over merged shards: the right function in every order, what merging rounds, the claim.
-
-Merging costs a few roundings more than attention itself. In one merge L is a sum of two, a weight
-is the logistic function of a difference of two L, and O a difference, a product and a difference:
-each L adds at most its own error to the weight, and everything else less than 12 u of what is
-merged. With n shards in unit roundoff u that is (12 u + 2 e) n max|V|, for an error e of L.
-"""
+"""Attention over merged shards: schedules, merging and its rounding, the claim. That every order is
+attention is in test_oracle.py."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from oracles import FEATURES, U32, U64, assert_within, attention, error_bounds, make_case, sees
+from oracles import U32, U64, assert_within, make_case, sees
 from torch import Tensor
 
 from numdev.cases import AttentionCase, CaseRef
@@ -68,30 +63,6 @@ def errors(case: AttentionCase, found: Any) -> dict[str, float]:
 
 
 # --- the right function --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["ring", *WHOLE_QUERIES])
-@pytest.mark.parametrize("feature", sorted(FEATURES))
-def test_every_order_equals_the_oracle(feature: str, order: str) -> None:
-    """In float64 every feature, shards of unequal length, shards that hide all of a row and rows
-    without keys included, is within the bounds of attention and of three merges."""
-    case = make_case(**FEATURES[feature])
-    exact = attention(case)
-    options = SHARDED.with_options(
-        {"shards": 3, "order": order, "inner": "emulated", "merge_format": "float64"}
-    )
-    found = SHARDED.attend(case, **options)
-    bound, lse_bound = error_bounds(case, exact, U64)
-    largest = float(case.v.abs().max())
-    merging = 3 * (12 * U64 + 2 * lse_bound) * largest
-    assert found.lse is not None
-    assert_within(found.out, exact.out, bound + merging[..., None])
-    assert_within(found.lse, exact.lse, lse_bound + 12 * U64 * (1 + _size(exact.lse)))
-
-
-def _size(lse: Any) -> Any:
-    sizes = abs(lse.astype(float))
-    return np.where(np.isinf(sizes), 0.0, sizes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
