@@ -21,7 +21,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, 3871),
-    "numdev/gate": (1900, 2658),
+    "numdev/gate": (1900, 2634),
     "numdev/training": (3000, None),
     "numdev/diagnose": (1500, 1669),
     "numdev/report": (2900, 4303),

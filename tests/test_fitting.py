@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from gate_rows import SOUND, control, lse, report, row
+from gate_rows import control, lse, report, row
 
 from numdev.cli.main import main
 from numdev.errors import MeasurementError
@@ -55,8 +55,8 @@ def test_the_same_report_passes_and_its_planted_faults_do_not() -> None:
 
 
 def test_limits_are_what_was_measured_times_the_margin() -> None:
-    """Per kernel, format and tensor: b errs 1.4 times as much, and has its own. Ten per cent beyond
-    each limit is caught."""
+    """By kernel, format and tensor, never looser than the default without need: b errs 1.4 times
+    as much, and has its own. Ten per cent beyond each limit is caught."""
     found = audited()
     rules = read(fitted(found, "r"))
     (error,) = (t for t in rules.thresholds if t.name == "error")
@@ -66,7 +66,7 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
             these = [r for r in of if r.format == fmt]
             worst = max(r.expected_ratio or 0.0 for r in these)
             limit = error.at(these[0]).at_most or 0.0
-            assert 1.1 * worst <= limit <= 1.1 * worst + 0.1
+            assert worst <= limit <= max(1.1, 1.1 * worst + 0.1)
             beyond = these[0].model_copy(update={"expected_ratio": 1.1 * limit})
             rows = tuple(beyond if r is these[0] else r for r in found.rows)
             assert judge_report(found.model_copy(update={"rows": rows}), rules).exit_code == 1
@@ -74,19 +74,19 @@ def test_limits_are_what_was_measured_times_the_margin() -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 def test_any_report_that_can_be_fitted_passes_its_own_file(seed: int) -> None:
-    """Random numbers, some missing, sampled or exact."""
+    """Random numbers, some sampled or exact."""
     draw = random.Random(seed)
     rows = []
     heads = draw.choice((1, 8))
     for group in range(draw.randint(1, 6)):
-        lacks = {k: None for k in SOUND if k != "nonfinite" and draw.random() < 0.15}
+        some = draw.random() < 0.3
         for h in range(heads):
             size = 10 ** draw.uniform(-8, 3)
+            interval = {"expected_ratio": (size / 2, size * 2), "rms": (0.0, size)}
+            sampled = {"sampled": True, "interval": interval, "worst_row": 1.0} if some else {}
             numbers = {"expected_ratio": size, "worst_row": size, "noise": draw.choice((0, size)),
                        "rms": draw.choice((0.0, size)), "bias_size": 0.0}  # fmt: skip
-            interval = {"expected_ratio": (size / 2, size * 2), "baseline_ratio": (0.1, 0.5)}
-            sampled = {"sampled": True, "interval": interval} if draw.random() < 0.3 else {}
-            rows.append(row(h, kernel=f"k{group}", **{**numbers, **sampled, **lacks}))
+            rows.append(row(h, kernel=f"k{group}", **{**numbers, **sampled}))
     found = report(*rows)
     assert judge_report(found, read(fitted(found, "r"))).exit_code == 0
 

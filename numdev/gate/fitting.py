@@ -1,8 +1,10 @@
-"""A file of thresholds fitted to a report: what its kernels keep, and a margin.
+"""A file of thresholds fitted to a report: the default rules, each limit as tight as what its
+kernels keep and a margin allow.
 
-A rule takes the worst number of each kernel in each format and tensor, times a margin, rounded up
-to two digits. The report must pass the file; one in which a kernel is wrong outright (not finite
-where it should be, another function) gets none, since its limits would make that the standard.
+A limit is the worst number of a kernel in a format and tensor, times a margin, rounded up to two
+digits; never looser than the default one unless the kernel is. The report must pass the file; one
+in which a kernel is wrong outright (not finite where it should be, another function) gets none,
+since its limits would make that the standard.
 """
 
 from __future__ import annotations
@@ -11,47 +13,41 @@ import glob
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report, power_of, verdicts_of
-from numdev.gate.rows import Measured, by_tensor, measured
-from numdev.gate.rules import ESTIMATED, MAXIMA, Rules, default_rules, interval_of, value_of
+from numdev.gate.rows import Groups, Measured, by_tensor, grouped, measured
+from numdev.gate.rules import (
+    ESTIMATED,
+    MAXIMA,
+    Instead,
+    Rules,
+    Threshold,
+    default_rules,
+    interval_of,
+    value_of,
+)
 from numdev.report import DeviationRow
 
-OUTRIGHT = ("finiteness", "function")  # default rules that have no margin
-COPIED = (*OUTRIGHT, "bias")  # default rules that stand in the file as they are
+OUTRIGHT = ("finiteness", "function")
+# Of the default rules that are fitted: the margin, and what is fitted to no less.
+MARGINS = {
+    "error": (1.1, 1.0),
+    "typical head": (1.03, 1.0),
+    "worst row": (1.5, 1.0),
+    "reproducibility": (2.0, 0.0),
+    "log-sum-exp": (3.0, 0.0),
+}
 LARGEST = 1e300  # beyond it a margin would overflow; a report with such numbers does not pass
-
-
-class Family(NamedTuple):
-    """A rule to be fitted, to no less than `least`."""
-
-    name: str
-    metric: str
-    margin: float
-    means: str
-    least: float = 0.0
-    tensors: tuple[str, ...] = ("out", "dq", "dk", "dv")
-    heads: int | None = None
-
-
-FAMILIES = (
-    Family("error", "expected_ratio", 1.1, "A head's error over what its roundings predict.", 1.0),
-    Family("typical head", "expected_ratio", 1.03, "The same of the median head.", 1.0, heads=8),
-    Family("beside the baseline", "baseline_ratio", 1.25, "Over the error of plain attention."),
-    Family("worst row", "worst_row", 1.5, "The row farthest beyond its prediction.", 1.0),
-    Family("reproducibility", "noise_ratio", 2.0, "Repeated runs, over one rounding's change."),
-    Family("log-sum-exp", "lse_error", 3.0, "rms over 1 + its own size.", tensors=("lse",)),
-)
 HEADER = (
-    "Thresholds for numdev gate, fitted to {report}. A limit is the worst number measured there "
-    "times its rule's margin; at_most is the tightest, and `instead` has the others. A report from "
-    "another kind of machine is not judged (`holds_for`); `required` kernels must run in every "
-    "call; the planted faults of `catches` must be caught from that dose on, in all formats (audit "
-    "with --control), or the exit code is 3. What the keys mean: docs/gate.md."
+    "Thresholds for numdev gate, fitted to {report}: the default rules; `instead` has the worst "
+    "number measured there times a margin ({margins}). A report from another kind of machine is "
+    "not judged (`holds_for`); `required` kernels must run in every call; the planted faults of "
+    "`catches` must be caught from that dose on, in all formats (audit with --control), or the "
+    "exit code is 3. What the keys mean: docs/gate.md."
 )
 
 
@@ -66,8 +62,8 @@ def fitted(report: Measured, name: str) -> str:
             f"{name}: no kernel under audit was measured, so nothing can be fitted",
             hint="audit a kernel that runs here",
         )
-    copied = {t.name: t for t in default_rules().thresholds if t.name in COPIED}
-    hard = Rules(thresholds=tuple(copied[rule] for rule in OUTRIGHT))
+    rules = default_rules().thresholds
+    hard = Rules(thresholds=tuple(t for t in rules if t.name in OUTRIGHT))
     for verdict in verdicts_of(report.rows, hard):
         if verdict.outcome == "exceeded":
             raise MeasurementError(
@@ -75,11 +71,12 @@ def fitted(report: Measured, name: str) -> str:
                 f"({verdict.format}), and a limit fitted to that would allow it",
                 hint="mend it, or audit without that kernel",
             )
-    text = _comment(HEADER.format(report=name)) + "\n" + _dumped(_scope(report)) + "\nthresholds:\n"
-    for threshold in copied.values():
-        text += _dumped([threshold.model_dump(mode="json", exclude_defaults=True)])
-    for family in FAMILIES:
-        text += _rule(family, list(groups.values()))
+    margins = ", ".join(f"{rule} {margin:g}" for rule, (margin, _) in MARGINS.items())
+    text = _comment(HEADER.format(report=name, margins=margins)) + "\n" + _dumped(_scope(report))
+    text += "\nthresholds:\n"
+    for threshold in rules:
+        entry = _fit(threshold, groups) if threshold.name in MARGINS else threshold
+        text += _dumped([entry.model_dump(mode="json", exclude_defaults=True)])
     formats = {rows[0].format for rows in groups.values()}
     if doses := dict(_doses(report.rows, _parsed(text), formats)):
         text += "\n" + _dumped({"catches": doses})
@@ -103,66 +100,46 @@ def _scope(report: Measured) -> dict[str, Any]:
     return scope | ({"required": always} if always else {})
 
 
-def _rule(family: Family, groups: Sequence[Sequence[DeviationRow]]) -> str:
-    """One entry of `thresholds`, with its comment; empty where no group has all its numbers."""
-    sizes: dict[tuple[str, str, str], float] = {}  # by kernel, format and tensor
-    lacking = set()
-    for rows in (rows for rows in groups if rows[0].tensor in family.tensors):
-        group = (rows[0].kernel, rows[0].format, rows[0].tensor)
-        size = _worst(rows, family)
-        if size is None:
-            lacking.add(group)
-        else:
-            sizes[group] = max(size, sizes.get(group, 0.0))
-    sizes = {group: size for group, size in sizes.items() if group not in lacking}
-    if not sizes:
-        return ""
-    limits = {
-        group: rounded_up(min(max(size, family.least), LARGEST) * family.margin)
-        for group, size in sizes.items()
-    }
-    kernels, formats, tensors = (list(dict.fromkeys(g[i] for g in limits)) for i in range(3))
-    # Not these kernels, but all except those without the number: another may come, or be planted.
-    never = [f"!{glob.escape(k)}" for k in sorted({k for k, _, _ in lacking} - set(kernels))]
-    where = {"kernel": never, "format": list(map(glob.escape, formats)), "tensor": tensors}
-    entry: dict[str, Any] = {
-        "name": family.name,
-        "where": {key: names for key, names in where.items() if names},
-        "metric": family.metric,
-        **({} if family.heads is None else {"heads": family.heads}),
-        "at_most": (tightest := min(limits.values())),
-    }
-    others = [
-        {"kernel": glob.escape(kernel), "format": glob.escape(fmt), "tensor": t, "at_most": limit}
-        for (kernel, fmt, t), limit in limits.items()
-        if limit > tightest
-    ]
-    entry |= {"instead": others} if others else {}
-    if any(k in kernels and f in formats and t in tensors for k, f, t in lacking):
-        entry["may_lack"] = "numbers"
-    worst = max(sizes, key=lambda group: sizes[group])
-    comment = (
-        f"{family.means} Measured: at most {sizes[worst]:.4g} ({worst[0]} {worst[2]} {worst[1]}). "
-        f"Margin: {family.margin:g} x."
-    )
-    return f"\n{_comment(comment)}\n{_dumped([entry])}"
+def _fit(threshold: Threshold, groups: Groups) -> Threshold:
+    """The rule with a limit of its own for each format and tensor, the tightest of its kernels'
+    (other kernels may come, or be planted), and for kernels that need a wider one."""
+    margin, least = MARGINS[threshold.name]
+    limits: dict[tuple[str, str, str], float] = {}  # by format, tensor and kernel
+    for rows in threshold.where.choose(groups).values():
+        size, limit = _worst(rows, threshold), threshold.at(rows[0]).at_most or 0.0
+        if size is not None:
+            tight = rounded_up(min(max(size, least), LARGEST) * margin)
+            limit = min(tight, limit) if size <= limit else tight
+        group = (rows[0].format, rows[0].tensor, rows[0].kernel)
+        limits[group] = max(limit, limits.get(group, 0.0))
+    instead = []
+    for (fmt, tensor), same in grouped(limits, lambda group: group[:2]).items():
+        tightest = min(limits[group] for group in same)
+        where = {"format": (glob.escape(fmt),), "tensor": (tensor,)}
+        instead += [
+            Instead(**where, kernel=(glob.escape(group[2]),), at_most=limits[group])
+            for group in same
+            if limits[group] > tightest
+        ]
+        instead.append(Instead(**where, at_most=tightest))
+    return threshold.model_copy(update={"instead": (*instead, *threshold.instead)})
 
 
-def _worst(rows: Sequence[DeviationRow], family: Family) -> float | None:
-    """The number that a rule of this family judges of so many heads; of sampled rows the upper end
-    of the interval, and None of a maximum."""
-    sizes: list[float] = []
+def _worst(rows: Sequence[DeviationRow], threshold: Threshold) -> float | None:
+    """The number that the rule judges of the rows that have it; of sampled rows the upper end of
+    the interval. None where no row has one, as none has a maximum over sampled rows."""
+    metric, sizes = threshold.metric, []
     for row in rows:
-        value = value_of(row, family.metric)[0]
-        ends: tuple[float, ...] | None = None if value is None else (float(value),)
-        if row.sampled and family.metric in MAXIMA | ESTIMATED and ends is not None:
-            ends = None if family.metric in MAXIMA else interval_of(row, family.metric)
-        if ends is None:
-            return None
-        sizes.append(max(map(abs, ends)))
-    if family.heads is None:
-        return max(sizes)
-    return sorted(sizes, reverse=True)[len(sizes) // 2] if len(sizes) >= family.heads else None
+        value = value_of(row, metric)[0]
+        estimated = row.sampled and metric in MAXIMA | ESTIMATED
+        interval = interval_of(row, metric) if estimated and metric in ESTIMATED else None
+        if value is not None and (interval or not estimated):
+            size = abs(float(value))
+            sizes.append((size, max(size, *interval) if interval else size))
+    if threshold.heads is None:
+        return max((end for _, end in sizes), default=None)
+    sizes.sort(reverse=True)
+    return sizes[len(sizes) // 2][1] if len(sizes) >= threshold.heads else None
 
 
 def rounded_up(x: float) -> float:
