@@ -13,12 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from numdev.errors import UsageError
-from numdev.metrics.wasserstein import block_size, slices, w1
+from numdev.metrics.wasserstein import blocks, total, w1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ def _sums(a: Tensor, b: Tensor) -> list[float]:
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Both in float64, block by block, with 0 where either is not finite, and where both are."""
-    for part in slices(a.numel(), block_size(a.device)):
+    for part in blocks(a.numel(), a.device):
         x, y = a[part].double(), b[part].double()
         kept = x.isfinite() & y.isfinite()
         yield torch.where(kept, x, 0.0), torch.where(kept, y, 0.0), kept
@@ -118,13 +117,3 @@ def _finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _ratio(x: float, y: float) -> float | None:
     """x / y, where both are known and y is not zero."""
     return x / y if y and math.isfinite(x) and math.isfinite(y) else None
-
-
-def total(x: Tensor) -> Tensor:
-    """The sum of a float64 tensor, as a tensor without dimensions, on its device. NaN and infinity
-    propagate, a sum beyond float64's range is infinite, and that of nothing 0."""
-    if x.device.type != "cpu":
-        return x.sum()
-    # numpy's sum, unlike torch's, adds in the same order however many threads there are.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return torch.tensor(float(np.sum(x.numpy())), dtype=torch.float64)

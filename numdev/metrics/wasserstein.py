@@ -7,9 +7,8 @@ dimension the best plan keeps the order: for two equally long samples W1 is mean
 difference are exact or correctly rounded, and sums are taken in float64 over positive terms, so the
 answer is good to about 1e-15.
 
-W1 compares two bags of values and does not know which value was where: it is zero under any
-permutation, it never exceeds mean |a - b|, and between independent samples it shrinks with their
-size. Which paired metric has to stand beside it is for those who show it.
+W1 does not know which value was where: it is zero under any permutation, never exceeds mean
+|a - b|, and shrinks with the size of independent samples, so paired metrics stand beside it.
 
 A 16-bit or 8-bit sample has at most 65,536 different values, however long it is: these are counted.
 Other samples are sorted, by numpy on a CPU, where it is faster than torch. bfloat16, which numpy
@@ -47,42 +46,22 @@ def w1(a: Tensor, b: Tensor) -> float:
     a, b = a.detach(), b.detach()
     if max(a.dtype.itemsize, b.dtype.itemsize) <= 2:
         return _of_counts(*_counts(a), *_counts(b))
-    return float(w1_of_sorted(sorted_rows(a[None]), sorted_rows(b[None])))
+    a, b = _ordered(a), _ordered(b)
+    sum_ = torch.zeros((), dtype=torch.float64, device=a.device)
+    for part in blocks(len(a), a.device):
+        sum_ += total((a[part].double() - b[part]).abs_())
+    return float(sum_) / len(a)
 
 
-def sorted_rows(x: Tensor) -> Tensor:
-    """Each row of [n, m] in ascending order, NaN last, as a new tensor on its device, of the dtype
-    of `x` or a wider one with the same values."""
-    x = x.detach()
+def _ordered(x: Tensor) -> Tensor:
+    """A sorted copy of [n], NaN last, on its device, of its dtype or a wider one of the same
+    values."""
     if x.device.type != "cpu":
-        return torch.sort(x.float() if x.dtype.itemsize == 1 else x, dim=1).values
+        return torch.sort(x.float() if x.dtype.itemsize == 1 else x).values
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows: Values = x.to(wide, copy=True, memory_format=torch.contiguous_format).numpy()
-    rows.sort(axis=1)
-    return torch.from_numpy(rows)
-
-
-def w1_of_sorted(a: Tensor, b: Tensor) -> Tensor:
-    """W1 of each two rows of what `sorted_rows` returned: [n, m] and [n, m] to [n] float64."""
-    rows, columns = a.shape
-    sums = torch.zeros(rows, dtype=torch.float64, device=a.device)
-    for part in slices(columns, max(1, block_size(a.device) // max(1, rows))):
-        sums += _gaps(a[:, part], b[:, part])
-    return sums / columns
-
-
-def _gaps(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of |a - b| of each row."""
-    if a.device.type != "cpu":
-        gap = a.double() - b
-        on_device: Tensor = torch.linalg.vector_norm(gap, ord=1, dim=1)
-        return on_device
-    # inf - inf is NaN here on purpose, and what exceeds float64 is infinite.
-    with np.errstate(invalid="ignore", over="ignore"):
-        gaps = np.subtract(a.numpy(), b.numpy(), dtype=np.float64)
-        np.abs(gaps, out=gaps)
-        # numpy's sum, unlike torch's, adds in the same order however many threads there are.
-        return torch.from_numpy(gaps.sum(axis=1))
+    values: Values = x.to(wide, copy=True, memory_format=torch.contiguous_format).numpy()
+    values.sort()
+    return torch.from_numpy(values)
 
 
 def _counts(x: Tensor) -> tuple[Values, Values]:
@@ -91,8 +70,8 @@ def _counts(x: Tensor) -> tuple[Values, Values]:
     size = 256**x.dtype.itemsize
     bits = x.view(torch.uint8 if x.dtype.itemsize == 1 else torch.int16)
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
-    for part in slices(len(bits), _COUNTED_AT_ONCE):
-        counts += torch.bincount(bits[part].long() & (size - 1), minlength=size)
+    for part in bits.split(_COUNTED_AT_ONCE):
+        counts += torch.bincount(part.long() & (size - 1), minlength=size)
     values, order = _patterns(x.dtype)
     often = counts.cpu().numpy()[order]
     present = np.flatnonzero(often)
@@ -125,12 +104,18 @@ def _of_counts(a: Values, of_a: Values, b: Values, of_b: Values) -> float:
         return float(np.sum(np.abs(ahead) * np.diff(values[order]))) / int(of_a.sum())
 
 
-def block_size(device: torch.device) -> int:
-    """How many elements of a long sum to work on at a time on a device."""
-    return _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
-
-
-def slices(length: int, size: int) -> Iterator[slice]:
-    """[0, length) in order, in slices of `size` and a last one of what is left; none of 0."""
+def blocks(length: int, device: torch.device) -> Iterator[slice]:
+    """[0, length) in order, in blocks and a last one of what is left; none of 0."""
+    size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of a float64 tensor, as a tensor without dimensions, on its device. NaN and infinity
+    propagate, a sum beyond float64's range is infinite, and that of nothing 0."""
+    if x.device.type != "cpu":
+        return x.sum()
+    # numpy's sum, unlike torch's, adds in the same order however many threads there are.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return torch.tensor(float(np.sum(x.numpy())), dtype=torch.float64)
