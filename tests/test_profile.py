@@ -23,8 +23,8 @@ from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.kernels import find
 from numdev.metrics.binning import BINS, FEWEST, starts
 from numdev.report import AuditReport, ProfileRow
-from numdev.report.profile_summary import pooled
 from numdev.report.renderers import html, markdown
+from numdev.report.summary import summarise
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
@@ -100,10 +100,11 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
         "length": 4, "starts": (0, 2), "counts": (2, 2),
     }  # fmt: skip
     calls = {"a": ((1.0, None), (2.0, None)), "b": ((2.0, 5.0), (1.0, 5.0)), "c": ((9.0, 6.0),) * 2}
-    (summary,) = pooled(
+    rows = [
         ProfileRow(**shared, case=case, errors=errors, predicted=predicted)
         for case, (errors, predicted) in calls.items()
-    )
+    ]
+    (summary,) = summarise([], profiles=rows).profiles
     assert (summary.calls, summary.counts) == (3, (6, 6))
     assert (summary.errors, summary.lows, summary.highs) == ((2.0, 5.5), (1.0, 5.0), (9.0, 6.0))
     assert (summary.ratios, summary.ratio_lows) == ((1.0, 1.0), (0.5, 1.0))

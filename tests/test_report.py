@@ -43,7 +43,7 @@ ROW: dict[str, Any] = {
     "max_abs": 5e-324, "fa_rule": True, "nulls": {"rel": "the reference is lost in its terms"},
 }  # fmt: skip
 WEIGHT = WeightRow(tensor="w", shape=(2, 3), stored="float32", format="bfloat16", elements=6,
-                   nonfinite=0, max_abs=1e-3, mean_abs=1e-4, rel=None, w1=1e-4)  # fmt: skip
+                   nonfinite=0, max_abs=1e-3, mean_abs=1e-4, rel=None)  # fmt: skip
 MADE = AuditReport(
     provenance=Provenance(numdev="0", command="c", created="2026-01-01", system={}, source={}),
     request={"target": "demo", "kernels": [{"name": "mine"}], "seed": 0},

@@ -107,7 +107,7 @@ def test_numbers_in_cells(value: float | None, error: str, multiple: str, four: 
 def everything(name: str) -> AuditReport:
     """A report with `name` wherever a name or message can stand."""
     weights = WeightSummary(format=name, tensors=1, elements=1, nonfinite=1, max_abs=1.0,
-                            max_tensor=name, mean_abs=1.0, w1=1.0)  # fmt: skip
+                            max_tensor=name, mean_abs=1.0)  # fmt: skip
     made, ran = audit(name), kernel(kernel="sdpa-default", ran=(name,), out_formats=(name,))
     kernels = (*made.summary.kernels, ran)
     system = {"gpu": name, "cpu": name, "packages": {"torch": name}}

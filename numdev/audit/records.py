@@ -62,7 +62,6 @@ def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
         max_abs=float(largest.max()) if count else None,
         mean_abs=mean,
         rel=float(squares.sum()) ** 0.5 / size if count and size else None,
-        w1=mean,
     )
 
 

@@ -205,8 +205,8 @@ class ProfileRow(Record):
 
 
 class WeightRow(Record):
-    """What casting one stored tensor to a format costs. W1 equals mean_abs: rounding is monotone,
-    so pairing in order is the optimal transport."""
+    """What casting one stored tensor to a format costs. `mean_abs` is its Wasserstein distance too:
+    rounding is monotone, so pairing in order is the optimal transport."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -217,4 +217,3 @@ class WeightRow(Record):
     max_abs: float | None
     mean_abs: float | None
     rel: float | None
-    w1: float | None

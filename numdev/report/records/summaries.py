@@ -73,21 +73,12 @@ class KernelSummary(_OfKernel, _OverHeads):
     max_abs: float | None = None
     rms: float | None = None
     nonfinite: int = 0
-    baseline_ratio_worst: float | None = None
     flash_vs_precision: float | None = None
-    flash_vs_precision_worst: float | None = None
-    flash_vs_precision_where: str | None = None
     flash_vs_low_precision: float | None = None  # from the baseline, over its way from float32
     expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
-    worst_row: float | None = None  # the largest over heads
-    worst_row_where: str | None = None
     gradients: tuple[GradientSummary, ...] = ()
     noise: float | None = None  # the largest, over the floor's rms; 0: same bits; None: ran once
-    noise_where: str | None = None
-    fa_rule_heads: int | None = None  # that pass flash-attention's own rule, of `ok` ones
     biased_heads: int = 0
-    biased_worst: float | None = None
-    biased_where: str | None = None
     bias_testable: bool = False  # whether there were independent sequences enough to judge bias
 
 
@@ -156,7 +147,6 @@ class WeightSummary(Record):
     max_abs: float | None
     max_tensor: str | None
     mean_abs: float | None
-    w1: float | None
 
 
 class AuditSummary(Record):
