@@ -97,15 +97,14 @@ class Grid:
     @cached_property
     def _named(self) -> dict[str, list[str]]:
         """Kernel to the options somebody gave it a value for: what its label must say."""
-        choices = (*self.request.kernels, self.request.baseline)
-        return {
-            choice.name: [n for same in choices if same.name == choice.name for n in same.options]
-            for choice in choices
-        }
+        named: dict[str, list[str]] = {}
+        for choice in (*self.request.kernels, self.request.baseline):
+            named.setdefault(choice.name, []).extend(choice.options)
+        return named
 
     def _chosen(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        named = {name: options.get(name) for name in self._named.get(kernel, ())}
-        return {name: value for name, value in named.items() if value is not None}
+        named = self._named.get(kernel, ())
+        return {name: value for name in named if (value := options.get(name)) is not None}
 
     def _place(self, case: CaseConfig, fmt: str) -> dict[str, Any]:
         return {**case.axes, "case": case.entry, "format": fmt}
@@ -139,34 +138,32 @@ class Grid:
             return None
         return numbers if all(map(math.isfinite, numbers)) else None
 
-    @cached_property
+    @property
     def axis(self) -> Axis:
         """The axis of the curves; its ticks are the values in the order they are drawn."""
-        scale, title, ticks = self._drawn
-        return Axis(name=self.x, title=title, scale=scale, ticks=tuple(ticks.values()))
+        return self._drawn[0]
 
     @cached_property
-    def _drawn(self) -> tuple[Literal["linear", "log", "category"], str, dict[str, Tick]]:
-        """The axis' scale and title, and each value's tick. Formats stand at their significant
-        bits; as categories, like what is no number, where two have as many."""
-        values, numbers = self.axes[self.x], self._numbers(self.x)
-        below: dict[str, str] = {}
-        if self.x == "format":
-            below = {name: SHORT.get(format_named(name).name, "") for name in values}
-            bits = [format_named(name).precision for name in values]
-            if len({*bits}) < len(bits):
-                named = [below[v] or v for v in values]
-                ticks = {v: Tick(x=float(i), label=named[i]) for i, v in enumerate(values)}
-                return "category", "format", ticks
-            numbers = [float(each) for each in bits]
-        title = words(self.x)
-        if numbers is None:
-            return "category", title, {v: Tick(x=float(i), label=v) for i, v in enumerate(values)}
-        placed = sorted(zip(numbers, values, strict=True))
-        log = not below and placed[0][0] > 0 and placed[-1][0] / placed[0][0] >= 8
-        ticks = {v: Tick(x=x, label=f"{x:g}" if below else v, below=below.get(v, ""))
-                 for x, v in placed}  # fmt: skip
-        return "log" if log else "linear", title, ticks
+    def _drawn(self) -> tuple[Axis, dict[str, float]]:
+        """The axis, and where each value stands on it. Formats stand at their significant bits; as
+        categories, like what is no number, where two have as many."""
+        values, numbers, title = self.axes[self.x], self._numbers(self.x), words(self.x)
+        formats = {v: format_named(v) for v in values} if self.x == "format" else {}
+        below = {v: SHORT.get(fmt.name, "") for v, fmt in formats.items()}
+        if formats:
+            numbers = [float(fmt.precision) for fmt in formats.values()]
+        scale: Literal["linear", "log", "category"] = "linear"
+        if numbers is None or len({*numbers}) < len(numbers):
+            scale, title = "category", "format" if formats else title
+            ticks = {v: Tick(x=float(i), label=below.get(v) or v) for i, v in enumerate(values)}
+        else:
+            placed = sorted(zip(numbers, values, strict=True))
+            if not formats and placed[0][0] > 0 and placed[-1][0] / placed[0][0] >= 8:
+                scale = "log"
+            labels = {v: f"{x:g}" if formats else v for x, v in placed}
+            ticks = {v: Tick(x=x, label=labels[v], below=below.get(v, "")) for x, v in placed}
+        axis = Axis(name=self.x, title=title, scale=scale, ticks=tuple(ticks.values()))
+        return axis, {value: tick.x for value, tick in ticks.items()}
 
     @cached_property
     def configs(self) -> dict[str, CaseConfig]:
@@ -177,8 +174,8 @@ class Grid:
         case = self.configs[row.case]
         places = {**self._chosen(row.kernel, row.options), **self._place(case, row.format)}
         value = str(places.get(self.x, getattr(case, self.x, None)))
-        tick = self._drawn[2].get(value)
-        return (None, "") if tick is None else (tick.x, value)
+        x = self._drawn[1].get(value)
+        return (None, "") if x is None else (x, value)
 
     def place(self, row: DeviationRow) -> Place:
         """Where a row stands on the other axes of cases and formats: which figure it is in."""
@@ -192,12 +189,11 @@ class Grid:
         return " ".join([kernel, *parts])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Estimate:
     """One metric of one kernel in one cell, over seeds; by seed, for what is taken in pairs."""
 
-    row: DeviationRow
-    """Any of its rows: what it is of."""
+    row: DeviationRow  # any of its rows: what it is of
     metric: str
     by_seed: Mapping[int, float]
     ratios: Mapping[int, float]
@@ -221,41 +217,31 @@ def estimates(
 ) -> list[Estimate]:
     """Every metric of every kernel in every cell and format, in the order of the rows."""
     table = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
-    name, options = baseline
-    plain = table[(table["kernel"] == name) & (table["chosen"] == _chosen(options))]
+    plain = table[(table["kernel"] == baseline[0]) & (table["chosen"] == _chosen(baseline[1]))]
     base = plain.drop_duplicates(["case", "format", "seed"], keep="last")
     base = base.set_index(["case", "format", "seed"])
     estimates = []
     for _, group in table.groupby(CELL, sort=False):
-        row, seeds = group["row"].iloc[0], group["seed"].astype(int)
+        row, limited = group["row"].iloc[0], bool(group["limited"].any())
         for metric in metrics:
-            values = zip(seeds, group[metric], strict=True)
+            values = zip(group["seed"].astype(int), group[metric], strict=True)
             mine = {seed: value for seed, value in values if math.isfinite(value)}
             theirs = {s: base[metric].get((row.case, row.format, s), 0.0) for s in mine}
-            estimates.append(
-                Estimate(
-                    row=row,
-                    metric=metric,
-                    by_seed=mine,
-                    ratios={s: v / theirs[s] for s, v in mine.items() if theirs[s] > 0},
-                    limited=bool(group["limited"].any()),
-                )
-            )
+            ratios = {s: v / theirs[s] for s, v in mine.items() if theirs[s] > 0}
+            estimates.append(Estimate(row, metric, mine, ratios, limited))
     return estimates
 
 
 def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
     """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
-    names = ["case", "seed", "role", "kernel", "format"]
-    table = pd.DataFrame([[getattr(row, name) for name in names] for row in rows], columns=names)
-    table = table.assign(
+    table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields)).assign(
         chosen=[_chosen(row.options) for row in rows],
         limited=[row.reason == "reference-limited" for row in rows],
         row=pd.Series(rows, dtype=object),
     )
-    elements = pd.Series([row.elements for row in rows], dtype=float)
+    elements = table["elements"].astype(float)
     for metric in metrics:
-        values = pd.Series([getattr(row, metric) for row in rows], dtype=float)
+        values = table[metric].astype(float)
         power = {"mean": 1, "rms": 2}.get(POOLED[metric])
         table[metric] = values if power is None else values**power * elements
         table[f"{metric} weight"] = elements.where(values.notna())
@@ -275,7 +261,7 @@ def _chosen(options: Mapping[str, Any]) -> str:
     return repr(sorted(options.items()))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Line:
     """One curve before it is drawn: its estimates by place on the axis."""
 
@@ -299,17 +285,12 @@ def lines(estimates: Sequence[Estimate], grid: Grid) -> list[Line]:
     for estimate in estimates:
         row = estimate.row
         x, called = grid.at(row)
-        label = "input rounding" if row.role == "precision" else None
-        key = (label or grid.label(row.kernel, row.options), estimate.metric, grid.place(row))
-        collected.setdefault((*key, row.role, row.kernel), {})[x] = (called, estimate)
-    order = {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
+        label = "input rounding" if row.role == "precision" else grid.label(row.kernel, row.options)
+        key = (label, estimate.metric, grid.place(row), row.role, row.kernel)
+        collected.setdefault(key, {})[x] = (called, estimate)
+    order = {None: -1} | {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
     return [
-        Line(
-            label=label,
-            metric=metric,
-            place=place,
-            at=dict(sorted(at.items(), key=lambda at: -1 if at[0] is None else order[at[0]])),
-        )
+        Line(label, metric, place, dict(sorted(at.items(), key=lambda point: order[point[0]])))
         for (label, metric, place, *_), at in collected.items()
     ]
 
