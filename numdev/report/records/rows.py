@@ -49,6 +49,15 @@ class CaseRecord(Record):
     axes: dict[str, Any] = Field(default_factory=dict)  # of a grid's cell: its value on every axis
 
 
+class OfKernel(Record):
+    """Whose numbers they are."""
+
+    role: Role
+    kernel: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    format: str
+
+
 class _OfCall(Record):
     """Which call a row is of."""
 
@@ -63,7 +72,7 @@ class _OfCall(Record):
     attends: Attends | None = None  # of a pipeline: to the image, the text, or both as one
 
 
-class DeviationRow(_OfCall):
+class DeviationRow(OfKernel, _OfCall):
     """One head of one call, through one kernel, in one format. No numbers unless `ok`.
 
     `head` is a query head for out, lse and dq, a key head for dk and dv, and None on a row that
@@ -71,10 +80,6 @@ class DeviationRow(_OfCall):
     """
 
     head: int | None
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensor: Tensor
     status: Status
     reason: str | None = None  # why it was skipped or failed; if `ok`, a limit of the measurement
@@ -129,13 +134,9 @@ class SiteShare(Record):
     residual: float  # of the kernel, against the explanation with this site exact
 
 
-class AttributionRow(_OfCall):
+class AttributionRow(OfKernel, _OfCall):
     """Which roundings explain one kernel's errors in one call; rows count alike (as in row_rel)."""
 
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensor: Tensor = "out"
     heads: tuple[int, ...]  # the query heads that were compared
     explained_by: str | None  # the preset that makes these errors; null: unknown, see `reason`
@@ -150,14 +151,12 @@ class AttributionRow(_OfCall):
     sentence: str
 
 
-class WorstRow(_OfCall):
+class WorstRow(OfKernel, _OfCall):
     """A row that errs most, of the head of a call where one errs most, and what is special about
     it. For dk and dv a row is a key, and what is said of queries' rows is null; and the reverse."""
 
     role: Role = "kernel"
     kernel: str = ""
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensor: Tensor
     head: int  # query head for out and dq, key head for dk and dv
     batch: int
@@ -185,17 +184,13 @@ class WorstRow(_OfCall):
     sentence: str
 
 
-class ProfileRow(Record):
+class ProfileRow(OfKernel):
     """How one tensor of one call errs along its rows: in bins by position, heads and sequences
     pooled. Errors are relative to the row's term scale, as row_rel; null in a bin without a row."""
 
     case: str
     layer: int | None
     attends: Attends | None = None
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensor: Tensor
     length: int  # rows of the call: queries, or keys for dk and dv
     starts: tuple[int, ...]  # of each bin; it ends before the next, the last one with the call

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from numdev.report.records.rows import Attends, Phase, Record, Role, SiteShare, Tensor, WorstRow
+from numdev.report.records.rows import Attends, OfKernel, Phase, Record, Role, SiteShare, Tensor, WorstRow
 
 
 class Explanation(Record):
@@ -51,16 +51,7 @@ class GradientSummary(_OverHeads):
     nonfinite: int = 0
 
 
-class _OfKernel(Record):
-    """Whose numbers they are."""
-
-    kernel: str
-    options: dict[str, Any]
-    role: Role
-    format: str
-
-
-class KernelSummary(_OfKernel, _OverHeads):
+class KernelSummary(OfKernel, _OverHeads):
     """One kernel in one format over all heads and calls."""
 
     skipped: int
@@ -82,7 +73,7 @@ class KernelSummary(_OfKernel, _OverHeads):
     bias_testable: bool = False  # whether there were independent sequences enough to judge bias
 
 
-class PartSummary(_OfKernel, _OverHeads):
+class PartSummary(OfKernel, _OverHeads):
     """One kernel in one format over some of its calls: a phase of a generation, or what attends
     alike in one denoising step."""
 
@@ -92,7 +83,7 @@ class PartSummary(_OfKernel, _OverHeads):
     calls: int
 
 
-class ProfileSummary(_OfKernel):
+class ProfileSummary(OfKernel):
     """How one kernel errs along the rows of calls of one length: of each bin the median over these
     calls, the least and the largest. Null where no call has a number."""
 
@@ -163,16 +154,12 @@ class AuditSummary(Record):
     profiles: tuple[ProfileSummary, ...] = ()  # of the lengths that most calls have
 
 
-class CellRow(Record):
+class CellRow(OfKernel):
     """One metric of one kernel in one cell of a sweep: heads pooled, then the mean over seeds with
     its 95 % interval from a t-distribution, null for a single seed."""
 
     case: str
     axes: dict[str, Any] = Field(default_factory=dict)
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     metric: str
     seeds: int  # with a number
     mean: float | None
