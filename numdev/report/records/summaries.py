@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from numdev.report.records.rows import Attends, OfKernel, Phase, Record, Role, SiteShare, Tensor, WorstRow
+from numdev.report.records.rows import (
+    Attends,
+    OfKernel,
+    Phase,
+    Record,
+    Role,
+    SiteShare,
+    Tensor,
+    WorstRow,
+)
 
 
 class Explanation(Record):
