@@ -1,42 +1,14 @@
 """How far the fused fp64 reference may be from the blocked one, and holding it to that.
 
-To first order in u = 2^-53, with n keys, head_dim d, v_dim e, t tiles of keys, m = q_len * group
-terms in a sum over rows. A is the sum of absolute terms of a score, |scale| sum |q||k| + |bias|,
-the largest of a row whose P is not 0 (or its sink); T the term scale of O, L the log-sum-exp.
-
-Forward, per row:
-- A score: Q comes times scale and log2(e), which is rounded itself (3 u), and d products are summed
-  (d u); the soft cap divides, has a tanh good to 2 ulp, and multiplies by a rounded product (at
-  most 8 u more), or the bias is multiplied by log2(e) and added (3 u). In all (d + 12) u A.
-  Subtracting the maximum rounds numbers of at most 2 A, and every step of the maximum in between
-  another difference, which add up to no more than 2 A: (d + 16) u A.
-- exp2 is good to 2 u (`fused_tiles.exp2`), and fades by exp2 and a product: 3 u a tile, one more
-  for a sink. Call it all p = (d + 16) u A + (3 t + 7) u. It is relative in P.
-- l and PV sum n terms, PV multiplies, the quotient rounds: |O error| <= T (2 p + (2 n + 4) u).
-- T sums products of P as two bfloat16 numbers, good to 2^-16, and |V| as one, off by 2^-8 where it
-  has more than 8 digits, in fp32, taken to lose 2^-22 a term and a tile. |V| is scaled to at most
-  1: a product below 2^-126 may be lost, n 2^-125 of the largest |V| where a maximum is subtracted,
-  and 2^-45 of it where P goes down to 2^-80 and l as far: T has an error of
-  (2 p + (2 n + 4) u + 2^-16 + 2^-8 + (n + t + 8) 2^-22) T + (n 2^-125 + 2^-45) max |V|.
-- L = m log(2) + log l: p + (n + 4) u + 5 u (|L| + A).
-
-Backward:
-- P = 2^(S - L), where S has (d + 12) u A, L its error and the rounding of L log2(e), and the
-  difference rounds: w = 2 p + 2 u A + 8 u |L| + (n + 8) u, relative.
-- dP is off by e u D, D = sum |dO||V|; delta by (2 p + (2 n + e + 5) u) E, E = sum |dO| T.
-- 1 / cosh^2(y), y = X / cap, changes by 2 |dy| <= 2 (d + 6) u A / cap, and rounds: 12 u.
-- So dX is off by c P slope (D + E), where c is 4 p + 8 u (|L| + A) + (3 n + 2 e +
-  20) u and the soft cap's part. dQ and dK sum n and m such products with K or Q, which rounds
-  (n + 6) u and (2 m + 10) u, over runs of rows and with what is left of the scale; dV sums m
-  products P dO, with w.
-- Their term scales are sums of n or m products of bfloat16 numbers, off by 2^-8 each where a cast
-  cuts off (as in the interpreter), in fp32, taken to lose 2^-22 a term: (2^-7 + (n + 8) 2^-22) of
-  themselves. Terms are scaled to at most 2
-  and operands to at most 1; what is below 2^-133 is lost: n 2^-130 of the largest terms there
-  could be, |dO| |V| of the longest rows times the largest of the other operand.
-
-The blocked path has less of everything (`oracles`): two paths differ by at most twice this.
-What underflows is at most `TINY`, for inputs below 2^20.
+The bounds and their derivation are those of docs/method.md, "The reference, and its two paths";
+what they leave out: sums of a term scale in fp32 are taken to lose 2^-22 a term and a tile, and
+what underflows is counted. |V| is scaled to at most 1, so a product below 2^-126 may be lost, n
+2^-125 of the largest |V| where a maximum is subtracted, and 2^-45 of it where P goes down to 2^-80
+and l as far. Terms of the gradients' term scales are scaled to at most 2 and operands to at most 1,
+and what is below 2^-133 is lost: n 2^-130 of the largest terms there could be, |dO| |V| of the
+longest rows times the largest of the other operand. Everything else is at most `TINY`, for inputs
+below 2^20. The blocked path has less of all of it (`oracles`): two paths differ by at most twice
+this.
 """
 
 from __future__ import annotations
@@ -61,8 +33,8 @@ EXACT = ("empty", "unseen")
 def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
     """By tensor: the largest difference of the two paths. Holds several [B, H, q_len, kv_len]."""
     n, d, e, m = case.kv_len, case.q.shape[3], case.v.shape[3], case.q_len * case.group
-    q, dO, k, v = _operands(case)
-    P, A = _weights(case, exact, q, k)
+    q, dO, k, v = operands(case)
+    P, A = weights(case, exact, q, k)
     L = exact.lse.abs().masked_fill(exact.empty, 0.0)
     p = (d + 16) * U * A + (3 * math.ceil(n / LEAST_TILE) + 7) * U
     out = 2 * p + (2 * n + 4) * U
@@ -76,8 +48,8 @@ def bounds(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
         slope = (case.scale * q @ k.mT / case.softcap).cosh().square().reciprocal()
     W = abs(case.scale) * slope * P * (dO.abs() @ v.abs().mT + E[..., None])
     dq = (c[..., None] + (n + 6) * U) * (W @ k.abs())
-    dk = _of_group(case, ((c[..., None] + (2 * m + 10) * U) * W).mT @ q.abs())
-    dv = _of_group(case, ((w[..., None] + (2 * m + 4) * U) * P).mT @ dO.abs())
+    dk = of_group(case, ((c[..., None] + (2 * m + 10) * U) * W).mT @ q.abs())
+    dv = of_group(case, ((w[..., None] + (2 * m + 4) * U) * P).mT @ dO.abs())
     one_path = {
         "out": out[..., None] * exact.term_scale,
         "term_scale": (out[..., None] + _in_bfloat16(case)) * exact.term_scale + size,
@@ -97,7 +69,7 @@ def _in_bfloat16(case: AttentionCase) -> float:
 
 def _terms(case: AttentionCase, exact: Gradients) -> dict[str, Tensor]:
     """Those of the gradients' term scales."""
-    q, dO, k, v = _operands(case)
+    q, dO, k, v = operands(case)
     n, m = case.kv_len, case.q_len * case.group
     largest = dO.norm(dim=-1).max() * v.norm(dim=-1).max()
     found = {}
@@ -133,7 +105,7 @@ def _share(found: Tensor, exact: Tensor, limit: Tensor) -> float:
     return float(share.nan_to_num(nan=math.inf).max())
 
 
-def _operands(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, dO, and k and v repeated for every query head: fp64."""
     assert case.grad_out is not None
     q, dO = (x.detach().double() for x in (case.q, case.grad_out))
@@ -141,7 +113,7 @@ def _operands(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, dO, k, v
 
 
-def _weights(case: AttentionCase, exact: Gradients, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def weights(case: AttentionCase, exact: Gradients, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """P, and A [B, H, q_len]."""
     rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
     S, size = case.scale * q @ k.mT, abs(case.scale) * q.abs() @ k.abs().mT
@@ -159,5 +131,5 @@ def _weights(case: AttentionCase, exact: Gradients, q: Tensor, k: Tensor) -> tup
     return P, A
 
 
-def _of_group(case: AttentionCase, x: Tensor) -> Tensor:
+def of_group(case: AttentionCase, x: Tensor) -> Tensor:
     return x.unflatten(1, (case.kv_heads, case.group)).sum(2)

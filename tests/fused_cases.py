@@ -1,40 +1,42 @@
-"""Runs the fused fp64 reference in Triton's interpreter, on the CPU, and prints as JSON how far it
-is from the blocked one, in shares of the bounds that `fused_bounds` derives.
+"""The fused fp64 reference in Triton's interpreter, on the CPU, against the blocked one.
 
-    TRITON_INTERPRET=1 python tests/fused_cases.py
+    TRITON_INTERPRET=1 python -m pytest tests/fused_cases.py
 
-`test_fused.py` starts it once and asserts. The path is asked for where it would decline, on a CPU;
-tiles are small, so that there are several, and tanh, which the interpreter lacks, is numpy's.
+A process of its own, since triton reads that variable when it is imported; `test_triton.py` starts
+it. `fused_bounds` says how far the two may be apart. The path is asked for where it would decline,
+on a CPU; tiles are small, so that there are several, and tanh, which the interpreter lacks, is
+numpy's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import mpmath
 import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
-from fused_bounds import bounds, shares
+from fused_bounds import BACKWARD, FORWARD, bounds, shares
 from interpreted import multiply_bfloat16, prepare
 from oracles import FEATURES, step
 from triton.runtime.interpreter import TensorHandle
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, empty_rows
 from numdev.kernels.reference import blocked, fused
 from numdev.kernels.reference import fused_triton as fused_tiles
 from numdev.kernels.reference.fused_triton import exp2
 
+prepare()
+multiply_bfloat16()
+pytestmark = pytest.mark.filterwarnings("ignore")  # numpy's, of log(0) and -inf - -inf
 SINGLE, HALF = torch.float32, torch.float16
 SMALL = fused.Tile(32, 32, 1, 1)
-LARGE = {"heads": 2, "q_len": 40, "kv_len": 50, "head_dim": 12, "v_dim": 9}
+SHAPE = {"heads": 2, "q_len": 40, "kv_len": 50, "head_dim": 12, "v_dim": 9}
 ENDLESS = 2**31 - 1
 
 
@@ -52,7 +54,7 @@ class Libdevice:
 
 def large(dtype: torch.dtype = SINGLE, **changes: Any) -> AttentionCase:
     """A case of several tiles, none of them whole."""
-    return step(**{**LARGE, "dtype": dtype, **changes})
+    return step(**{**SHAPE, "dtype": dtype, **changes})
 
 
 def shown(*shape: int) -> torch.Tensor:
@@ -142,72 +144,81 @@ def shaped_cases() -> Iterator[tuple[str, AttentionCase]]:
     yield "another layout", laid_out_otherwise()
 
 
-def every_case() -> Iterator[tuple[str, AttentionCase]]:
-    for dtype in (SINGLE, HALF):
-        for name, fields in FEATURES.items():
-            yield f"{name}, {dtype}", step(**fields, dtype=dtype)
-    for name, made in large_cases():
-        yield f"large: {name}", made
+LARGE = {**dict(far_cases()), **dict(masked_cases()), **dict(shaped_cases())}
+CASES = {
+    **{f"{n}, {t}": step(**x, dtype=t) for t in (SINGLE, HALF) for n, x in FEATURES.items()},
+    **{f"large: {name}": made for name, made in LARGE.items()},
+}
 
 
-def large_cases() -> Iterator[tuple[str, AttentionCase]]:
-    yield from far_cases()
-    yield from masked_cases()
-    yield from shaped_cases()
+# --- in the interpreter --------------------------------------------------------------------------
 
 
-# --- what is printed -----------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "accept", lambda case: None)
+    monkeypatch.setattr(fused_tiles, "libdevice", Libdevice)
+    monkeypatch.setattr(fused, "FORWARD", {256: SMALL})
+    monkeypatch.setattr(fused, "BACKWARD", SMALL)
 
 
-def accuracy() -> Iterator[dict[str, Any]]:
-    """Shares of the bounds for every case, and those of planted mistakes."""
-    for name, made in every_case():
-        exact = blocked.gradients(made)
-        limits = bounds(made, exact)
-        found = fused.gradients(made)
-        yield {
-            "case": name,
-            "shares": shares(made, found, exact, limits),
-            "bounded": fused._Operands.of(made).bounded(made),
-            "empty": int(exact.empty.sum()),
-            "in empty rows": float(found.out[exact.empty].abs().sum()),
-            "by": found.by,
-            "planted": {
-                mistake: shares(made, blocked.gradients(wrong), exact, limits)
-                for mistake, wrong in planted(made)
-            },
-        }
-
-
-def planted(case: AttentionCase) -> Iterator[tuple[str, AttentionCase]]:
+def planted(case: AttentionCase) -> Iterator[AttentionCase]:
     """What a path that is nearly right would compute."""
-    for name, scale in (
-        ("scale", case.scale * (1 + 1e-9)),
-        ("scale in fp32", float(np.float32(case.scale))),
-    ):
+    for scale in (case.scale * (1 + 1e-9), float(np.float32(case.scale))):
         if scale != case.scale:
-            yield name, dataclasses.replace(case, scale=scale)
+            yield dataclasses.replace(case, scale=scale)
     if case.is_causal and abs(case.causal_offset) < 30:
-        yield "one key more", dataclasses.replace(case, causal_offset=case.causal_offset + 1)
+        yield dataclasses.replace(case, causal_offset=case.causal_offset + 1)
+
+
+USUAL = {f"large: {x}" for x in ("causal", "window", "grouped", "additive mask", "float16")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_paths_agree(name: str) -> None:
+    """Output, log-sum-exp, gradients and all their terms are those of the blocked path to within
+    the bound of fp64, and the same rows and keys are empty and unseen. A scale off by 1e-9 or
+    rounded to fp32, and one key more than causality lets, are beyond the bound of some tensor
+    wherever a row sees anything; in usual cases far beyond that of every one."""
+    case = CASES[name]
+    exact, found = blocked.gradients(case), fused.gradients(case)
+    limits = bounds(case, exact)
+    off = shares(case, found, exact, limits)
+    assert found.by == "fused"
+    assert set(off) == {*FORWARD, *BACKWARD, "empty", "unseen"}
+    assert max(off.values()) <= 1.0, off
+    assert not found.out[exact.empty].any()
+    for wrong in () if exact.empty.all() else planted(case):
+        off = shares(case, blocked.gradients(wrong), exact, limits)
+        assert max(off.values()) > 1.0, wrong.scale
+        if name in USUAL:
+            assert min(off[x] for x in ("out", "lse", "dq", "dk", "dv")) > 100.0, off
+
+
+def test_both_ways_to_a_softmax_are_taken() -> None:
+    """Some cases are bounded and subtract no maximum, others go online; rows without keys come with
+    both."""
+    met = [(fused._Operands.of(x).bounded(x), bool(empty_rows(x).any())) for x in CASES.values()]
+    for bounded in (True, False):
+        assert sum(way == bounded for way, _ in met) > 10
+        assert (bounded, True) in met
 
 
 PARTED = ("grouped", "one kv head", "positions, causal", "additive mask", "bool mask per head",
           "sinks, empty rows", "causal, rows without keys", "another layout")  # fmt: skip
 
 
-def divided() -> Iterator[dict[str, Any]]:
-    """Shares of the forward pass where every program takes one block of keys."""
-    named, before = dict(large_cases()), (fused.PROGRAMS, fused.LEAST_BLOCKS)
-    fused.PROGRAMS, fused.LEAST_BLOCKS = 1 << 20, 1
-    for name in PARTED:
-        made = named[name]
-        exact, found = blocked.gradients(made), fused.attend(made)
-        yield {
-            "case": name,
-            "parts": -(-made.kv_len // fused._span(made, SMALL, made.q.shape[0] * made.heads)),
-            "shares": shares(made, found, exact, bounds(made, exact)),
-        }
-    fused.PROGRAMS, fused.LEAST_BLOCKS = before
+@pytest.mark.parametrize("name", PARTED)
+def test_divided_keys_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are few programs each takes some keys, and what they return is merged; a sink
+    counts once, and a row may see nothing in a part, or in any."""
+    monkeypatch.setattr(fused, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(fused, "LEAST_BLOCKS", 1)
+    case = LARGE[name]
+    assert fused._span(case, SMALL, case.q.shape[0] * case.heads) < case.kv_len
+    exact, found = blocked.gradients(case), fused.attend(case)
+    off = shares(case, found, exact, bounds(case, exact))
+    assert max(off.values()) <= 1.0, off
 
 
 @triton.jit
@@ -216,49 +227,28 @@ def powers(X, Y, SIZE: tl.constexpr, SMALL_ONES: tl.constexpr):
     tl.store(Y + at, exp2(tl.load(X + at), SMALL_ONES))
 
 
-def arguments() -> torch.Tensor:
-    """Over all the range, near whole numbers and halves, and tiny: 8192 of them."""
+def power(x: torch.Tensor, small: bool) -> torch.Tensor:
+    y = torch.empty_like(x)
+    powers[(len(x) // 1024,)](x, y, 1024, small)
+    return y
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_exp2_is_as_good_as_it_says(small: bool) -> None:
+    """Against mpmath its relative error is below 2^-52 from -1021 to 1021, near whole numbers and
+    halves, and at tiny ones; at whole numbers it is exact, and below -1021 it is 0."""
     made = torch.Generator().manual_seed(3)
     wide = (torch.rand(4096, generator=made, dtype=torch.float64) - 0.5) * 2042
     whole = torch.arange(-1021, 1022, dtype=torch.float64).repeat(2)[:2048]
     noise = torch.randn(1536, generator=made, dtype=torch.float64) * 2.0**-10
     beside = whole[:1536] + 0.5 * (1 + noise)
     tiny = torch.logspace(-300, 0, 512, dtype=torch.float64) * (-1) ** torch.arange(512)
-    return torch.cat([wide, whole, beside.clamp(-1021, 1021), tiny])
-
-
-def exponentials() -> Iterator[dict[str, Any]]:
-    """The largest relative error of exp2 in units of 2^-53, beside mpmath, and some values."""
-    for small in (False, True):
-        x = arguments()
-        y = torch.empty_like(x)
-        powers[(len(x) // 1024,)](x, y, 1024, small)
-        edges = torch.zeros(1024, dtype=torch.float64)
-        edges[:6] = torch.tensor([-math.inf, -1e300, -1021.5, -1021.0, 1021.0, 0.0])
-        values = torch.empty_like(edges)
-        powers[(1,)](edges, values, 1024, small)
-        yield {"small": small, "worst": worst(x, y), "values": values[:6].tolist()}
-
-
-def worst(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest relative error of y as 2^x, over 2^-53."""
+    x = torch.cat([wide, whole, beside.clamp(-1021, 1021), tiny])
     with mpmath.workdps(40):
-        pairs = zip(map(mpmath.mpf, x.tolist()), map(mpmath.mpf, y.tolist()), strict=True)
-        return float(max(abs(b / mpmath.power(2, a) - 1) for a, b in pairs) * 2**53)
-
-
-def main() -> None:
-    prepare()
-    multiply_bfloat16()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    warnings.simplefilter("ignore")  # numpy's, of log(0) and -inf - -inf, which are meant
-    fused.accept = lambda case: None
-    fused_tiles.libdevice = Libdevice
-    fused.FORWARD, fused.BACKWARD = {256: SMALL}, SMALL
-    parts = {f.__name__: list(f()) for f in (accuracy, divided, exponentials)}
-    json.dump(parts, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+        pairs = zip(*(map(mpmath.mpf, z.tolist()) for z in (x, power(x, small))), strict=True)
+        assert 1.0 < max(abs(b / mpmath.power(2, a) - 1) for a, b in pairs) * 2**53 < 2.0
+    edges = torch.zeros(1024, dtype=torch.float64)
+    edges[:6] = torch.tensor([-1021.0, 1021.0, 0.0, -math.inf, -1e300, -1021.5])
+    values = power(edges, small)[:6].tolist()
+    assert values[:3] == [2.0**-1021, 2.0**1021, 1.0]
+    assert small or values[3:] == [0.0, 0.0, 0.0]

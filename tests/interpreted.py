@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 
@@ -89,6 +90,14 @@ def multiply_bfloat16() -> None:
         return multiply(self, in_fp32(a), in_fp32(b), *others)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def on_cuda(test: Any) -> Any:
+    """A test of Triton kernels on a GPU."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    for reason, is_missing in (("triton", not has_triton), ("CUDA", not torch.cuda.is_available())):
+        test = pytest.mark.skipif(is_missing, reason=f"needs {reason}")(test)
+    return pytest.mark.gpu(test)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

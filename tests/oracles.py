@@ -363,3 +363,9 @@ def poisoned(case: AttentionCase, name: str, place: Any, value: float) -> Attent
     x = getattr(case, name).clone()
     x[place] = value
     return dataclasses.replace(case, **{name: x})
+
+
+def to_cuda(case: AttentionCase) -> AttentionCase:
+    """The case with all its tensors on a GPU."""
+    tensors = {name: x.cuda() for name, x in vars(case).items() if isinstance(x, Tensor)}
+    return dataclasses.replace(case, **tensors)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_bounds import _of_group, _operands, _weights
+from fused_bounds import of_group, operands, weights
 from oracles import FEATURES, U64, make_case
 from recipes import EXPONENTIAL, REGIMES, autograd, drawn, rms, with_grad
 from torch import Tensor
@@ -37,11 +37,11 @@ def term_scales(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
     """What is added up in dQ, dK and dV before anything cancels, dP and delta included:
     X = scale sum P (D + E) |K| with D = sum |dO||V| and E = sum |dO||O|; sum P |dO| for dV."""
     exact = reference(case)
-    q, dO, k, v = (x if i == 0 else x.abs() for i, x in enumerate(_operands(case)))
-    P, _ = _weights(case, exact, q, _operands(case)[2])
+    q, dO, k, v = (x if i == 0 else x.abs() for i, x in enumerate(operands(case)))
+    P, _ = weights(case, exact, q, operands(case)[2])
     E = (dO * exact.term_scale).sum(dim=-1, keepdim=True)
     W = abs(case.scale) * P * (dO @ v.mT + E)
-    return W @ k, _of_group(case, W.mT @ q.abs()), _of_group(case, P.mT @ dO)
+    return W @ k, of_group(case, W.mT @ q.abs()), of_group(case, P.mT @ dO)
 
 
 # --- nothing rounded: the gradient ---------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_flash_cases.py
 
-A process of its own, since triton reads that variable when it is imported; `test_triton_flash.py`
-starts it. bfloat16 is left to the GPU: the interpreter computes it wrongly.
+A process of its own, since triton reads that variable when it is imported; `test_triton.py` starts
+it. bfloat16 is left to the GPU: the interpreter computes it wrongly.
 
 Every case is compared with fp64 element by element, in shares of a bound. Let u be the unit
 roundoff of the working format, w = 2^-24, T the term scale, t the number of tiles a row meets, A =
@@ -29,7 +29,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fused_bounds import _of_group, _operands, _weights
+from fused_bounds import of_group, operands, weights
 from interpreted import prepare
 
 from numdev.cases import AttentionCase, CaseRef
@@ -146,16 +146,16 @@ class Truth:
     def __post_init__(self) -> None:
         case = self.case
         self.exact = gradients(case)
-        q, dO, k, v = _operands(case)
-        P, _ = _weights(case, self.exact, q, k)
+        q, dO, k, v = operands(case)
+        P, _ = weights(case, self.exact, q, k)
         self.A = abs(case.scale) * float((q.abs() @ k.abs().mT).max())
         D = dO.abs() @ v.abs().mT + (dO.abs() * self.exact.term_scale).sum(-1)[..., None]
-        weights = abs(case.scale) * P * D
+        dS = abs(case.scale) * P * D
         self.terms = {
             "out": self.exact.term_scale,
-            "dq": weights @ k.abs(),
-            "dk": _of_group(case, weights.mT @ q.abs()),
-            "dv": _of_group(case, P.mT @ dO.abs()),
+            "dq": dS @ k.abs(),
+            "dk": of_group(case, dS.mT @ q.abs()),
+            "dv": of_group(case, P.mT @ dO.abs()),
         }
         largest = {"out": v, "dq": abs(case.scale) * k, "dk": abs(case.scale) * q, "dv": dO}
         self.largest = {name: float(x.abs().max()) for name, x in largest.items()}

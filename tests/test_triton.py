@@ -1,0 +1,168 @@
+"""Every Triton kernel where there is no GPU: it runs in Triton's interpreter, and is built for GPUs
+that are not here and fits into what their blocks have.
+
+    python tests/test_triton.py 80 90     compiles for these, and prints as JSON what became of each
+
+A change that no longer compiles on a GPU is seen where there is none; and of generations on which
+nobody measured it is known which paths are there. Nothing runs that was compiled: what kernels
+would have written is whatever was in memory. CUDA's own assembler comes with Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from interpreted import HERE, python
+from oracles import step
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from numdev.cases import AttentionCase, CaseRef
+from numdev.errors import Refused
+from numdev.formats import FORMATS
+from numdev.kernels import find
+from numdev.kernels.reference import fused
+from numdev.metrics.yardstick import Yardstick
+
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide,
+technical specifications)."""
+KERNELS = {"compare_rows", "forward", "score_gradients", "of_queries", "of_keys"}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["triton_flash_cases.py", "fused_cases.py"])
+def test_in_the_interpreter(cases: str) -> None:
+    """A file's tests pass, in a process of its own."""
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases))
+    done = python(*arguments, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+# --- built for GPUs that are not here ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Any]:
+    done = python(__file__, *map(str, SHARED), TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_is_built(capability: int, built: dict[str, Any]) -> None:
+    """And takes no more shared memory than a block has there, with one exception."""
+    mine = {name: x for name, x in built.items() if name.startswith(f"{capability}: ")}
+    assert {name: x["refused"] for name, x in mine.items() if x["refused"]} == {}
+    kernels = [kernel for x in mine.values() for kernel in x["built"]]
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS
+    large = {
+        name.partition(": ")[2]
+        for name, x in mine.items()
+        if any(kernel["shared"] > SHARED[capability] for kernel in x["built"])
+    }
+    # Its tiles are options, and Triton's message says what to do.
+    assert large == ({"triton-flash, 256 bfloat16"} if capability == 120 else set())
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_tiles_are_those_that_were_measured_where_they_can_be(
+    capability: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that are pretended to be on such a GPU get them."""
+    monkeypatch.setattr(fused, "_of_gpu", lambda _: (SHARED[capability], capability // 10))
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 8, width, device="cuda:0")
+        case = AttentionCase(ref=CaseRef(case="there"), q=x, k=x, v=x, scale=1.0)
+        tile = fused._forward_tile(case)
+    assert (tile in fused.FORWARD.values()) == (capability in (80, 90))
+    assert (tile in fused.ELSEWHERE.values()) == (capability in (100, 120))
+
+
+# --- the process that compiles -------------------------------------------------------------------
+
+
+def launches() -> Iterator[tuple[str, Any]]:
+    """What is to be compiled, by name: what makes other code of the kernels."""
+    from numdev.metrics import row_sums_triton
+
+    o, r = torch.randn(1, 2, 64, 128).bfloat16(), torch.randn(1, 2, 64, 128).double()
+    y = Yardstick(
+        reference=r,
+        term_scale=r.abs(),
+        empty=torch.zeros(1, 2, 64, dtype=torch.bool),
+        format=FORMATS["bfloat16"],
+        baseline=o,
+    )
+    yield "row sums", lambda: row_sums_triton.element_sums(o, r.float(), y)
+    kinds: dict[str, dict[str, Any]] = {
+        "64 bfloat16": {},
+        "128 bfloat16": {"head_dim": 128, "v_dim": 128},
+        "128 float32": {"head_dim": 128, "v_dim": 128, "dtype": torch.float32},
+        "256 bfloat16": {"head_dim": 256, "v_dim": 256},
+        "mask": {"mask": torch.rand(70, 70) < 0.7, "sinks": True},
+        "soft cap": {"softcap": 30.0, "window": (9, 3), "is_causal": False},
+    }
+    usual = {"heads": 2, "q_len": 70, "kv_len": 70, "head_dim": 64, "v_dim": 64, "is_causal": True}
+    flash = find("triton-flash")
+    for name, fields in kinds.items():
+        case = step(**{"dtype": torch.bfloat16, **usual, **fields})
+        yield f"reference, {name}", lambda case=case: fused.gradients(case)
+        if case.softcap is None:
+            yield f"triton-flash, {name}", lambda case=case: flash.gradients(case)
+
+
+def main() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        """What Triton asks of a GPU before it compiles for it."""
+
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+
+        def __init__(self, capability: int) -> None:
+            self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+
+    built: list[dict[str, Any]] = []
+    run = JITFunction.run
+
+    def compiled(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *given, grid=grid, warmup=True, **options)
+        built.append({"kernel": self.__name__, "shared": kernel.metadata.shared})
+        assert kernel.asm["cubin"]
+
+    JITFunction.run = compiled
+    measured = fused.FORWARD
+    fused.accept = fused.accept_scores = lambda *given: None
+    found = {}
+    for capability in map(int, sys.argv[1:]):
+        driver.set_active(Driver(capability))
+        elsewhere = not fused.suits(SHARED[capability], capability // 10)
+        fused.FORWARD = fused.ELSEWHERE if elsewhere else measured
+        for name, launch in launches():
+            built.clear()
+            why = None
+            try:
+                launch()
+            except Refused as error:
+                why = error.message
+            found[f"{capability}: {name}"] = {"refused": why, "built": list(built)}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
