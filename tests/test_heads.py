@@ -24,7 +24,7 @@ from numdev.diagnose.report import (
     Imbalance,
 )
 from numdev.report import read
-from numdev.report.renderers import html, terminal
+from numdev.report.renderers import terminal
 
 SAMPLE = Path(__file__).parent / "data" / "reports" / "diagnose.json"
 
@@ -274,16 +274,6 @@ def shown(found: DiagnoseReport, width: int) -> str:
     out = io.StringIO()
     terminal.show(found, Console(file=out, width=width))
     return out.getvalue()
-
-
-def test_the_page_has_the_picture() -> None:
-    """Running sums by both formulas, the other dashed, and what each cure costs."""
-    found = read(SAMPLE)
-    assert isinstance(found, DiagnoseReport)
-    page = html.page(found)
-    assert 'class="c0 dashed"' in page.replace("series ", "")
-    for part in ("Running sum of delta", "dO∘O", "dP∘P", "tied maxima: ", *found.costs):
-        assert part in page
 
 
 def test_a_report_without_anything() -> None:

@@ -27,7 +27,7 @@ from numdev.diagnose import passes
 from numdev.diagnose import statistics as stats
 from numdev.diagnose.passes import Computed, Truth
 from numdev.diagnose.projection import similarity, spectral
-from numdev.diagnose.report import Formula, HeadRow, RunningError
+from numdev.diagnose.report import Formula, HeadRow
 from numdev.diagnose.statistics import Columns
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Kept
@@ -37,7 +37,6 @@ from numdev.sources.projection import Projection
 
 FORMULAS: tuple[Formula, Formula] = ("dO*O", "dP*P")
 NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
-MOST_TOKENS = 200  # of a running sum in a report
 OF_WEIGHTS = ("similarity", "spectral_norm", "spectral_ratio")
 
 
@@ -49,26 +48,6 @@ class Diagnosis:
     found: Computed
     errors: Mapping[Formula, Tensor]  # of delta, by the recipe's formula and then by the other
     heads: tuple[HeadRow, ...]
-
-    def running(self, head: int) -> tuple[RunningError, ...]:
-        """The running sum of delta's error by both formulas, in the sequence where it runs furthest
-        by the recipe's own: at most MOST_TOKENS of the rows that count, evenly spread, the last
-        among them. A formula whose error is not finite is left out."""
-        rows = self.truth.rows
-        runs = stats.longest_run(next(iter(self.errors.values())), rows)[:, head]
-        worst = int(runs.nan_to_num(-math.inf).argmax())
-        tokens = rows[worst, head].nonzero()[:, 0]
-        n = len(tokens)
-        count = min(n, MOST_TOKENS)
-        shown = torch.arange(1, count + 1) * n // max(1, count) - 1
-        place, lines = self.heads[head].place, []
-        for formula, error in self.errors.items():
-            sums = (error[worst, head, tokens].cumsum(dim=0) / math.sqrt(max(n, 1))).cpu()[shown]
-            if n and bool(sums.isfinite().all()):
-                at = tuple(tokens.cpu()[shown].tolist())
-                values = tuple(sums.tolist())
-                lines.append(RunningError(**place, formula=formula, tokens=at, sums=values))
-        return tuple(lines)
 
 
 def diagnosed(

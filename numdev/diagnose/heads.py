@@ -117,12 +117,6 @@ def leading(ranking: Sequence[Ranked]) -> Ranked:
     return next((r for test in (at_fault, judged) for r in ranking if test(r)), ranking[0])
 
 
-def suspects(heads: Sequence[HeadRow]) -> tuple[HeadRow, ...]:
-    """Heads at fault, then the others, each by their score."""
-    ordered = sorted(ranked(heads, ()), key=lambda r: not at_fault(r))
-    return tuple(next(h for h in heads if h.is_of(r)) for r in ordered)
-
-
 def shares(cure: CureRow, without: CureRow) -> Mapping[str, float]:
     """The shares that a cure leaves, of the error of dW_Q, and of delta's mean error if that had
     one sign. None where the cure gives NaN or infinity."""

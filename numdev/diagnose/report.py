@@ -160,15 +160,6 @@ class KernelRow(Place):
     dw_q_error: Value = None
 
 
-class RunningError(Place):
-    """The running sum over tokens of the error of delta, of one sequence, relative as `DeltaError`
-    and divided by sqrt(rows)."""
-
-    formula: Formula
-    tokens: tuple[int, ...]
-    sums: tuple[float, ...]
-
-
 class Ranked(Place):
     """A head's place in the answer."""
 
@@ -199,7 +190,6 @@ class DiagnoseReport(Report):
     cures: tuple[CureRow, ...] = ()
     costs: dict[str, str] = Field(default_factory=dict)  # by cure: where it fails, what it takes
     kernels: tuple[KernelRow, ...] = ()
-    running: tuple[RunningError, ...] = ()  # of a few heads: those at fault, then by rank
     figures: tuple[Figure, ...] = ()  # over training
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from numdev.diagnose import report as records
 from numdev.diagnose.chain import diagnosed
 from numdev.diagnose.cures import CURES, cured, seen_from_outside
 from numdev.diagnose.curves import axis_of, figures, onsets
-from numdev.diagnose.heads import answer, leading, ranked, suspects
+from numdev.diagnose.heads import answer, leading, ranked
 from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
@@ -36,7 +36,6 @@ from numdev.system import System
 from numdev.yamlfile import read_yaml
 
 KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is named
-DRAWN_RUNS = 3  # heads whose running sums are kept: those at fault first, then by their score
 
 
 def diagnose(
@@ -73,9 +72,6 @@ def diagnose(
         except Refused as refusal:
             return {"refused": [{"why": f"{case.ref.case}: {refusal.message}"}]}
         rows["head"] = found.heads
-        if last:
-            drawn = suspects(found.heads)[:DRAWN_RUNS]
-            rows["running"] = [row for head in drawn for row in found.running(head.head)]
         if last or request.every_checkpoint:
             with watch("cures"):
                 rows["cure"] = cured(found, CURES) if request.cures else ()
@@ -126,10 +122,6 @@ def diagnose(
         cures=cures,
         costs={name: cure.breaks for name, cure in CURES.items()} if cures else {},
         kernels=journal.records("kernel", records.KernelRow),
-        running=tuple(
-            row for head in suspects(last)[:DRAWN_RUNS]
-            for row in journal.records("running", records.RunningError) if row.is_of(head)
-        ),
         figures=figures(heads, leading(ranking)) if axis else (),
     )  # fmt: skip
 

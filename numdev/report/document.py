@@ -110,8 +110,6 @@ class Chart:
     interval: str = "95 % interval"
     seeds: str = "seeds"  # what was averaged over; nothing for plain values
     marks: tuple[tuple[float, str], ...] = ()  # upright lines: where, and the words beside each
-    styles: tuple[str, ...] = ()  # of each curve, in place of a colour and points of its own
-    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -57,14 +57,14 @@ def svg(chart: Chart) -> Markup:
     ends = []
     for i, curve in enumerate(figure.curves):
         style, marker = styles[curve.label]
-        group = ET.SubElement(root, "g", {"class": chart.styles[i] if chart.styles else style})
+        group = ET.SubElement(root, "g", {"class": style})
         drawn = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
         # Points of a category stand beside each other.
         shift = (i - (len(figure.curves) - 1) / 2) * step if axis.scale == "category" else 0.0
         places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
         if curve.constant:
             places = [(edge, y(p.mean)) for edge in (LEFT, RIGHT) for p in drawn]
-        elif not chart.styles:
+        else:
             _points(group, curve.label, drawn, places, y, MARKERS[marker], axis.scale)
         if axis.scale != "category" or curve.constant:
             _path(group, "line", places)

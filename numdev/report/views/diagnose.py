@@ -1,6 +1,5 @@
-"""A diagnosis, shown: the heads ranked, the running sums of delta's error, the map of what every
-head's error does, then cures and real kernels on the head that the answer is about, and the curves
-over training. What is null is a dash."""
+"""A diagnosis, shown: the heads ranked, the map of what every head's error does, cures and real
+kernels on the head that the answer is about, and the curves over training. Null is a dash."""
 
 from __future__ import annotations
 
@@ -8,13 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from numdev.diagnose.heads import CONDITIONS, MOVED, WRONG, judged, leading, percent
-from numdev.diagnose.report import CureRow, DiagnoseReport, Place, Ranked, RunningError
-from numdev.report import Axis, Curve, Figure, Point, Tick
+from numdev.diagnose.report import CureRow, DiagnoseReport, Place, Ranked
 from numdev.report import document as doc
 from numdev.report.numbers import NONE, ratio, si
 
 SHOWN = 10  # heads in the ranked table; all are behind a fold of the page
-COLOURS = 6
 SHADES = (MOVED / 4, MOVED, 4 * MOVED, 16 * MOVED)  # from where on a score is darker
 
 
@@ -35,9 +32,6 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         yield _ranked(report, SHOWN, some, ("terminal", "html"))
         yield _ranked(report, count, f"Heads by {_score(report)}", ("markdown",))
         yield from doc.notes((f"The chain: {', '.join(CONDITIONS)}.",), doc.PAGE)
-        running = [row for row in report.running if len(row.sums) > 1]
-        if running:
-            yield doc.Figures((_picture(running, report),), doc.PAGE)
         yield _map(report)
         limits = ", ".join(f"{100 * limit:.2g} %" for limit in SHADES)
         yield from doc.notes((f"Darker from {limits} on.",), doc.PAGE)
@@ -106,35 +100,6 @@ def _cures(rows: Sequence[CureRow], report: DiagnoseReport, head: str) -> doc.Ta
     standard = [row.cure == "none" for row in rows]
     name = f"{head}: the same inputs with one thing changed"
     return doc.table((*_columns("cure", CURE), last), cells, standard, title=name)
-
-
-def _picture(rows: Sequence[RunningError], report: DiagnoseReport) -> doc.Chart:
-    """Running sums: a colour for each head, dashed by the formula it does not use."""
-    end = max(token for row in rows for token in row.tokens)
-    places = sorted({*range(0, end + 1, max(1, round(end / 4))), end})
-    heads = list(dict.fromkeys(row.brief for row in rows))
-    used = {h.brief: h.used.formula for h in report.heads if h.used}
-    styles, curves = [], []
-    for row in rows:
-        dashed = "" if used.get(row.brief) == row.formula else " dashed"
-        styles.append(f"c{heads.index(row.brief) % COLOURS}{dashed}")
-        points = tuple(
-            Point(x=float(token), label=f"token {token}", mean=s, low=None, high=None, seeds=1)
-            for token, s in zip(row.tokens, row.sums, strict=True)
-        )
-        label = f"{row.brief}, {row.formula.replace('*', '∘')}"
-        curves.append(Curve(label=label, role="kernel", kernel="", points=points))
-    figure = Figure(
-        title="Running sum of delta's error, worst sequence", metric="running", relative=False,
-        y_title="sum of errors / √rows", y_scale="linear", curves=tuple(curves),
-    )  # fmt: skip
-    ticks = tuple(Tick(x=float(place), label=str(place)) for place in places)
-    axis = Axis(name="token", title="token", scale="linear", ticks=ticks)
-    note = (
-        "Solid: delta by the formula in use; dashed: by the other. Errors of one sign leave zero "
-        "on a line."
-    )
-    return doc.Chart(figure, axis, seeds="", styles=tuple(styles), note=note)
 
 
 def _map(report: DiagnoseReport) -> doc.Table:
