@@ -47,10 +47,8 @@ def repeats(kernel: str, own: object, every: Sequence[object]) -> bool:
 
 
 def parts(parts: Sequence[PartSummary]) -> Iterator[doc.Node]:
-    """For each format a table of the phases, or one of the steps for each kind of attention, and
-    the errors by step as figures."""
+    """For each format a table of the phases, or one of the steps for each kind of attention."""
     steps = sorted({p.step for p in parts if p.step is not None})
-    figures = []
     for fmt, kind in dict.fromkeys((p.format, p.attends) for p in parts):
         kernels: dict[Kernel, list[PartSummary]] = {}
         for p in parts:
@@ -66,11 +64,6 @@ def parts(parts: Sequence[PartSummary]) -> Iterator[doc.Node]:
             rows = {k: [doc.floors(own.get(step)) for step in steps] for k, own in at.items()}
             name = f"{fmt}, {KINDS[kind]}: ×floor by denoising step"
             yield _table(list(map(str, steps)), rows, title=name, kind="series")
-            figures.append(_by_step(f"{fmt}, {KINDS[kind]}: error by denoising step", kernels))
-    if len(steps) > 1:
-        ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
-        axis = Axis(name="step", title="denoising step", scale="linear", ticks=ticks)
-        yield doc.Figures(doc.charts([f for f in figures if f.curves], axis, seeds=""))
     if parts:
         yield doc.Paragraph(OF_PARTS, "soft", doc.PAGE)
 
@@ -95,29 +88,6 @@ def _table(
         [role != "kernel" for _, role in shown],
         title=title,
         kind=kind,
-    )
-
-
-def _by_step(title: str, kernels: dict[Kernel, list[PartSummary]]) -> Figure:
-    points = {
-        key: tuple(
-            Point(x=float(p.step or 0), label=f"step {p.step}", mean=p.row_rel, low=None, high=None,
-                  seeds=1)
-            for p in own if p.row_rel is not None
-        )
-        for key, own in kernels.items()
-    }  # fmt: skip
-    return Figure(
-        title=title,
-        metric="row_rel",
-        relative=False,
-        y_title="error of a row over its terms, median head",
-        y_scale="log",
-        curves=tuple(
-            Curve(label=label, role=role, kernel=label, points=own)
-            for (label, role), own in points.items()
-            if own and not repeats(label, own, list(points.values()))
-        ),
     )
 
 
