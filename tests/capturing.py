@@ -38,10 +38,17 @@ OUT = {
 
 class Run:
     """One run of a model in fp64: its cases, the input of every attention's output layer, its
-    logits. With `generate` the model writes that many tokens after the first."""
+    logits; or with its own eager attention, its softmax kept in fp64. With `generate` the model
+    writes that many tokens after the first."""
 
     def __init__(
-        self, model: nn.Module, name: str, inputs: dict[str, Tensor], generate: int | None = None
+        self,
+        model: nn.Module,
+        name: str,
+        inputs: dict[str, Tensor],
+        generate: int | None = None,
+        *,
+        eager: bool = False,
     ) -> None:
         self.cases: list[AttentionCase] = []
         self.outputs: list[Tensor] = []
@@ -52,23 +59,13 @@ class Run:
             if at.endswith(OUT[name])
         ]
         hooks.append(model.register_forward_hook(lambda *call: setattr(self, "logits", call[2][0])))
-        self.go(model, inputs, generate)
+        if not eager:
+            capture(model, inputs, self.cases.append, source="test", generate=generate)
+        else:
+            with torch.no_grad(), DoubleSoftmax():
+                model(**inputs) if generate is None else decode(model, inputs, generate)
         for hook in hooks:
             hook.remove()
-
-    def go(self, model: nn.Module, inputs: dict[str, Tensor], generate: int | None) -> None:
-        capture(model, inputs, self.cases.append, source="test", generate=generate)
-
-
-class EagerRun(Run):
-    """The same with the model's own eager attention, its softmax kept in fp64."""
-
-    def go(self, model: nn.Module, inputs: dict[str, Tensor], generate: int | None) -> None:
-        with torch.no_grad(), DoubleSoftmax():
-            if generate is None:
-                model(**inputs)
-            else:
-                decode(model, inputs, generate)
 
 
 class DoubleSoftmax(TorchFunctionMode):
@@ -100,29 +97,24 @@ def eager(name: str, directory: Path) -> Any:
 
 
 def attend(case: AttentionCase) -> Tensor:
-    """softmax(scores) V in fp64, position by position as the case's fields say."""
+    """softmax(scores) V in fp64, as the case's fields say."""
     q, k, v = (x.double() for x in (case.q, case.k, case.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * case.scale
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
-    for i in range(q.shape[2]):
-        for j in range(k.shape[2]):
-            back = i + case.causal_offset - j
-            left, right = case.window or (None, None)
-            if (
-                (case.is_causal and back < 0)
-                or (left is not None and back > left)
-                or (right is not None and -back > right)
-            ):
-                scores[:, :, i, j] = -math.inf
+    n, m = scores.shape[2:]
+    back = torch.arange(n)[:, None] + case.causal_offset - torch.arange(m)
+    left, right = (math.inf if side is None else side for side in case.window or (None, None))
+    hidden = (back > left) | (-back > right) | (case.is_causal & (back < 0))
+    scores = scores.masked_fill(hidden, -math.inf)
     if case.mask is not None:
         is_bool = case.mask.dtype == torch.bool
         scores = scores + (torch.where(case.mask, 0.0, -math.inf) if is_bool else case.mask)
     if case.sinks is not None:
         sink = case.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    return torch.softmax(scores, dim=-1)[..., : k.shape[2]] @ v
+    return torch.softmax(scores, dim=-1)[..., :m] @ v
 
 
 def merged(x: Tensor) -> Tensor:

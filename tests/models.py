@@ -1,7 +1,7 @@
 """Tiny models that tests build on the spot: real architectures, and modules written by hand.
 
-Weights are drawn far wider than a trained model's start, so that scores spread over several units:
-with scores near zero a soft cap, a window or a wrong scale would hardly move the output.
+Weights are drawn far wider than a trained model's start: with scores near zero a soft cap, a window
+or a wrong scale would hardly move the output.
 """
 
 from __future__ import annotations
@@ -19,43 +19,27 @@ from transformers import PreTrainedModel
 
 SMALL = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
-DECODER = {
-    **WIDE,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+HEADS = {"intermediate_size": 48, "num_attention_heads": 4}
+DECODER = {**WIDE, **HEADS, "max_position_embeddings": 64}
 GROUPED = {**DECODER, "num_key_value_heads": 2, "head_dim": 8}
 T5 = {**SMALL, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-SEQ2SEQ = {
-    **SMALL,
-    **{f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in
-       (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))},
-    "d_model": 32,
-    "init_std": 0.3,
-}  # fmt: skip
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2} | {
-    "num_attention_heads": 4
-}
+T5 |= {"initializer_factor": 1.0, "decoder_start_token_id": 0}
+SEQ2SEQ = {**SMALL, "d_model": 32, "init_std": 0.3, "max_position_embeddings": 64}
+for part in ("encoder", "decoder"):
+    SEQ2SEQ |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 48}
+TOWER = {"hidden_size": 32, "num_hidden_layers": 2, **HEADS}
 IMAGE = {"image_size": 12, "patch_size": 4}  # ten tokens: nine patches and one for the class
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # Architecture and configuration, by name.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-        | {"initializer_range": 0.3},
-    ),
+    "gpt2": ("GPT2LMHeadModel", {**WIDE, "n_head": 4, "n_positions": 64}),
     # Grouped heads, 4 queries to a key.
     "llama": ("LlamaForCausalLM", {**DECODER, "num_attention_heads": 8, "num_key_value_heads": 2}),
     "bert": ("BertForMaskedLM", DECODER),
     # A learned position bias is added to the scores.
-    "t5": ("T5EncoderModel", {**T5, "initializer_factor": 1.0}),
-    "t5_seq2seq": (
-        "T5ForConditionalGeneration",
-        {**T5, "initializer_factor": 1.0, "decoder_start_token_id": 0},
-    ),
+    "t5": ("T5EncoderModel", T5),
+    "t5_seq2seq": ("T5ForConditionalGeneration", T5),
     # Calls SDPA itself, past transformers' attention interface; one key head for all queries.
     "falcon": (
         "FalconForCausalLM",
@@ -86,8 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bart": (
         "BartForConditionalGeneration",
-        {**SEQ2SEQ, "max_position_embeddings": 64, "decoder_start_token_id": 2}
-        | {"forced_eos_token_id": None},
+        {**SEQ2SEQ, "decoder_start_token_id": 2, "forced_eos_token_id": None},
     ),
     # An encoder of 24 frames of 8 mel bins as 12 positions, and a decoder.
     "whisper": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -54,7 +55,6 @@ def test_an_encoder_decoder_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     """Its three attentions are rows of their own in the map, under its layer and what it is."""
     found, shown = audit(capsys, saved("t5_seq2seq", tmp_path))
     assert len(kernel_rows(found)) == 6 * 4
-    assert found.summary.map is not None
     names = found.summary.map.layers
     assert len(names) == len(set(names)) == 6
     assert sum("encoder" in n and "SelfAttention" in n for n in names) == 2
@@ -86,7 +86,6 @@ def test_a_model_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows = kernel_rows(found)
     assert [sum(r.phase == p for r in rows) for p in ("prefill", "decode")] == [16, 32]
     assert [(c.q_len, c.kv_len) for c in found.cases] == [(6, 6)] * 2 + [(1, 7)] * 2 + [(1, 8)] * 2
-    assert found.summary.map is not None
     assert found.summary.map.layers == ("0 prefill", "1 prefill", "0 decode", "1 decode")
     assert "0 decode" in shown
     assert found.request["generate"] == 2
@@ -101,9 +100,8 @@ def test_what_is_written_fits_after_what_is_read(
     """A model of 64 positions that writes 60 tokens reads 4; an encoder is not so limited."""
     checkpoint = open_checkpoint(saved(name, tmp_path))
     model = checkpoint.load_model(dtype=torch.float32, device="cpu")
-    request = AuditRequest(
-        target="", checkpoint="x", kernels=(), length=99, sequences=1, generate=generate
-    )
+    how: dict[str, Any] = {"length": 99, "sequences": 1, "generate": generate}
+    request = AuditRequest(target="", checkpoint="x", kernels=(), **how)
     prompt = model_inputs(request, checkpoint, model)
     assert prompt.inputs["input_ids"].shape == (1, length)
     capture(model, prompt.inputs, lambda case: None, source="", generate=generate)
@@ -120,11 +118,7 @@ def test_what_is_written_fits_after_what_is_read(
     ],
 )
 def test_requests_that_cannot_be_met(
-    name: str,
-    flags: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, flags: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     """In one line, before anything is measured."""
     assert words in refusal(capsys, 2, saved(name, tmp_path), *flags)

@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capturing import TOLERANCE, EagerRun, Run, attend, eager, merged, opened, worst
+from capturing import TOLERANCE, Run, attend, eager, merged, opened, worst
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -56,7 +56,7 @@ def agrees(
     """Hold every case, answered here and by the reference, against the eager output of that call;
     and the logits."""
     captured = Run(opened(name, tmp_path), name, given, steps)
-    own = EagerRun(eager(name, tmp_path), name, given, steps)
+    own = Run(eager(name, tmp_path), name, given, steps, eager=True)
     assert len(captured.cases) == len(own.outputs) > 0
     mask = given.get("attention_mask", torch.ones(B, N)).bool()
     for case, expected in zip(captured.cases, own.outputs, strict=True):
@@ -85,14 +85,12 @@ def test_a_captured_call_computes_what_the_models_own_attention_does(
 @pytest.mark.parametrize(
     ("name", "given", "calls"),
     [
+        *[(n, {**text("right"), **DECODER}, 6) for n in ("t5_seq2seq", "bart")],
+        *[(n, text(), 2) for n in ("gemma3", "mistral")],
         ("t5_seq2seq", {**text(), **DECODER}, 6),
-        ("t5_seq2seq", {**text("right"), **DECODER}, 6),
-        ("bart", {**text("right"), **DECODER}, 6),
         ("vit", PIXELS, 2),
         ("clip", {**text(), **PIXELS}, 4),
         ("whisper", {**FRAMES, **DECODER}, 6),
-        ("gemma3", text(), 2),
-        ("mistral", text(), 2),
     ],
 )
 def test_a_call_computes_what_the_models_own_attention_does(
@@ -123,22 +121,13 @@ def test_a_call_of_a_generation_computes_what_the_models_own_attention_does(
         assert cases[-1].mask.shape[-1] == N + STEPS
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"scale": 0.36},
-        {"is_causal": False},
-        {"window": (6, 0)},
-        {"softcap": 3.0},
-        {"sinks": torch.zeros(8)},
-    ],
-    ids=lambda w: next(iter(w)),
-)
-def test_the_comparison_rejects_a_wrong_case(wrong: dict[str, object], tmp_path: Path) -> None:
+def test_the_comparison_rejects_a_wrong_case(tmp_path: Path) -> None:
     """A case with any one field wrong is far from the eager output."""
     captured = Run(opened("llama", tmp_path), "llama", text())
-    case = dataclasses.replace(captured.cases[0], **wrong)
-    assert worst(merged(attend(case)), captured.outputs[0]) > 1e-3
+    wrong = {"scale": 0.36, "is_causal": False, "window": (6, 0), "softcap": 3.0}
+    for name, value in {**wrong, "sinks": torch.zeros(8)}.items():
+        case = dataclasses.replace(captured.cases[0], **{name: value})
+        assert worst(merged(attend(case)), captured.outputs[0]) > 1e-3
 
 
 def test_calls_come_as_sdpa_would_have_had_them(tmp_path: Path) -> None:
@@ -196,17 +185,14 @@ def test_a_single_query_keeps_its_heads(tmp_path: Path) -> None:
 def test_calls_are_named_by_module_layer_and_phase(tmp_path: Path) -> None:
     """Names are unique; a decode step has one query, and a key more than the one before."""
     model = opened("llama", tmp_path)
-    refs = [case.ref for case in cases_of(model, text())]
-    assert [(r.case, r.layer, r.call) for r in refs] == [
-        ("model.layers.0.self_attn#0", 0, 0),
-        ("model.layers.1.self_attn#0", 1, 0),
-    ]
+    refs, name = [case.ref for case in cases_of(model, text())], "model.layers.{}.self_attn#{}"
+    assert [(r.case, r.layer, r.call) for r in refs] == [(name.format(i, 0), i, 0) for i in (0, 1)]
     assert attention_modules(model) == [r.module for r in refs]
     first = [c for c in cases_of(model, text(), generate=2) if c.ref.layer == 0]
     assert [(c.ref.case, c.ref.phase, c.ref.call, c.q_len, c.kv_len) for c in first] == [
-        ("model.layers.0.self_attn#0/prefill", "prefill", 0, N, N),
-        ("model.layers.0.self_attn#1/decode", "decode", 1, 1, N + 1),
-        ("model.layers.0.self_attn#2/decode", "decode", 2, 1, N + 2),
+        (name.format(0, "0/prefill"), "prefill", 0, N, N),
+        (name.format(0, "1/decode"), "decode", 1, 1, N + 1),
+        (name.format(0, "2/decode"), "decode", 2, 1, N + 2),
     ]
 
 
@@ -307,23 +293,17 @@ def test_a_run_is_gone_through_item_by_item() -> None:
 # --- what cannot be captured ----------------------------------------------------------------------
 
 
-def chained(*parts: nn.Module) -> nn.Module:
-    model = nn.Sequential(*parts)
-    model.forward = lambda input_ids: nn.Sequential.forward(model, input_ids)  # type: ignore
-    return model
+BY_HAND = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2))
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         (models.Attending("softmax"), "not seen in attn;"),
-        (
-            chained(models.Attending("sdpa"), models.Attending.Layer("softmax", 16, 2)),
-            "not seen in 1;",
-        ),
+        (BY_HAND, "not seen in 1;"),
         (models.Twice("softmax"), "not seen in attn;"),
         (models.Split(attends=False), "project"),
-        (chained(nn.Embedding(96, 4)), "no attention call"),
+        (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
         (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
     ],
 )
@@ -331,8 +311,9 @@ def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
     model: nn.Module, says: str
 ) -> None:
     """A shorter report is not an answer: every run of a layer must have made a call."""
+    name = "input" if isinstance(model, nn.Sequential) else "input_ids"
     with pytest.raises(MeasurementError, match=says):
-        cases_of(model, text())
+        cases_of(model, {name: IDS})
 
 
 def test_every_run_of_a_layer_must_make_a_call() -> None:
@@ -377,15 +358,10 @@ def test_inputs_that_do_not_fit_are_an_error_in_one_line(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("children", "owns"),
     [
-        ("q_proj k_proj v_proj o_proj", True),
-        ("query key value", True),
-        ("Wqkv Wo", True),
-        ("c_attn c_proj", True),
-        ("q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj", True),
-        ("q_norm k_norm v_norm", False),
-        ("in_proj conv1d out_proj", False),
-        ("q_proj k_proj v_proj q_conv1d", False),
-        ("receptance key value", False),
+        *[(n, True) for n in ("q_proj k_proj v_proj o_proj", "query key value", "Wqkv Wo")],
+        *[(n, True) for n in ("c_attn", "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj")],
+        *[(n, False) for n in ("q_norm k_norm v_norm", "in_proj conv1d out_proj")],
+        *[(n, False) for n in ("q_proj k_proj v_proj q_conv1d", "receptance key value")],
     ],
 )
 def test_projections_are_known_by_their_names(children: str, owns: bool) -> None:
@@ -400,16 +376,9 @@ def test_projections_are_known_by_their_names(children: str, owns: bool) -> None
 
 def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     """`--layers 1,99` audits layer 1, and says once that there is no layer 99."""
-    request = AuditRequest(
-        target="demo",
-        checkpoint="demo",
-        kernels=(Choice(name="sdpa-math"),),
-        layers=(1, 99),
-        length=16,
-        sequences=1,
-        device="cpu",
-        reproducers=0,
-    )
+    small: dict[str, Any] = {"length": 16, "sequences": 1, "device": "cpu", "reproducers": 0}
+    demo = {"target": "demo", "checkpoint": "demo", "kernels": (Choice(name="sdpa-math"),)}
+    request = AuditRequest(**demo, **small, layers=(1, 99))
     said: list[str] = []
     assert {row.layer for row in audit(request, tmp_path, say=said.append).rows} == {1}
     assert sum("no attention call in layers 99" in line for line in said) == 1

@@ -10,6 +10,7 @@ import diffusers
 import pipelines
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from numdev.cases import AttentionCase
 from numdev.cli.main import main
@@ -18,6 +19,7 @@ from numdev.sources.opening import open_source
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention
+OWN_CODE = "runs no code that comes with a pipeline"
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--device", "cpu")
 
 
@@ -40,13 +42,10 @@ def request(path: Path, **given: Any) -> AuditRequest:
 
 def captured(path: Path, **given: Any) -> list[AttentionCase]:
     """Every case that the pipeline's source hands over."""
-    found: list[AttentionCase] = []
-    source = open_source(request(path, **given), System.here("cpu"))
-    found += [located.load() for located in source]
-    return found
+    return [x.load() for x in open_source(request(path, **given), System.here("cpu"))]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], code: int, target: Path, *flags: str) -> str:
+def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(["audit", str(target), *SMALL, *flags, "--output", str(target.parent / "refused")])
@@ -91,12 +90,8 @@ def test_the_captured_run_is_the_pipelines_own(unet: Path) -> None:
     source.denoiser.register_forward_hook(lambda m, a, out: answers.append(out[0].clone()))
     list(source)
     watched, answers[:] = list(answers), []
-    source.pipeline(
-        **source.arguments,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    )
+    how = {"generator": torch.Generator().manual_seed(0), "output_type": "latent"}
+    source.pipeline(**source.arguments, num_inference_steps=2, **how)
     assert len(watched) == len(answers) == 2
     assert all(torch.equal(a, b) for a, b in zip(watched, answers, strict=True))
     assert not torch.equal(watched[0], answers[1])
@@ -133,81 +128,53 @@ def test_prompts_from_a_file(unet: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "code", "says"),
     [
-        {"_class_name": ["my_pipeline", "MyPipeline"]},
-        {"unet": ["my_unet", "MyUNet"]},
-        {"../unet": ["diffusers", "UNet2DConditionModel"]},
-    ],
-)
-def test_code_of_its_own_is_refused(
-    unet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
-) -> None:
-    """A custom pipeline, a part of another library, a path for a name: exit code 2, none run."""
-    path = edited(unet, tmp_path / "p", **changes)
-    for name in ("my_pipeline.py", "my_unet.py", "pipeline.py"):
-        (path / name).write_text("raise SystemExit('code ran')")
-    assert "runs no code that comes with a pipeline" in refusal(capsys, 2, path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"_class_name": "NoSuchPipeline"}, "has no NoSuchPipeline"),
-        ({"unet": ["diffusers", "DiffusionPipeline"]}, "has no DiffusionPipeline"),
-        ({"extra": ["diffusers", "AutoencoderKL"]}, "is missing"),
+        ({"_class_name": ["my_pipeline", "MyPipeline"]}, 2, OWN_CODE),
+        ({"unet": ["my_unet", "MyUNet"]}, 2, OWN_CODE),
+        ({"../unet": ["diffusers", "UNet2DConditionModel"]}, 2, OWN_CODE),
+        ({"_class_name": "NoSuchPipeline"}, 3, "has no NoSuchPipeline"),
+        ({"unet": ["diffusers", "DiffusionPipeline"]}, 3, "has no DiffusionPipeline"),
+        ({"extra": ["diffusers", "AutoencoderKL"]}, 3, "is missing"),
     ],
 )
 def test_names_that_are_no_parts(
-    unet: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    says: str,
+    unet: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], code: int, says: str
 ) -> None:
-    """Whatever the libraries have under a name, only parts of pipelines are built."""
-    assert says in refusal(capsys, 3, edited(unet, tmp_path / "p", **changes))
+    """A custom pipeline, a part of another library, a path for a name, a class that is no part of a
+    pipeline: none is built, and no code run."""
+    path = edited(unet, tmp_path / "p", **changes)
+    for name in ("my_pipeline.py", "my_unet.py", "pipeline.py"):
+        (path / name).write_text("raise SystemExit('code ran')")
+    assert says in refusal(capsys, code, path)
 
 
-def test_a_pickle_is_not_read(
-    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def denoiser_alone(dit: Path, path: Path) -> Path:
+    """A copy of the pipeline whose denoiser has its configuration and no weights."""
+    part = edited(dit, path) / "transformer"
+    part.unlink()
+    part.mkdir()
+    (part / "config.json").write_bytes((dit / "transformer" / "config.json").read_bytes())
+    return part
+
+
+def test_a_pickle_is_not_read(dit: Path, tmp_path: Path, capsys: Any) -> None:
     """Weights as .bin alone: the file is named, and is not opened."""
-    path = edited(dit, tmp_path / "p")
-    (path / "transformer").unlink()
-    (path / "transformer").mkdir()
-    config = (dit / "transformer" / "config.json").read_bytes()
-    (path / "transformer" / "config.json").write_bytes(config)
-    (path / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"no pickle")
-    err = refusal(capsys, 2, path)
-    assert "no weights that numdev reads" in err
+    part = denoiser_alone(dit, tmp_path / "p")
+    (part / "diffusion_pytorch_model.bin").write_bytes(b"no pickle")
+    assert "no weights that numdev reads" in refusal(capsys, 2, part.parent)
 
 
-def test_weights_that_are_missing_are_named(
-    dit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_missing_are_named(dit: Path, tmp_path: Path, capsys: Any) -> None:
     """A tensor short: no layer is left as it was drawn."""
-    from safetensors.torch import load_file, save_file
-
-    path = edited(dit, tmp_path / "p")
-    (path / "transformer").unlink()
-    (path / "transformer").mkdir()
-    source, name = dit / "transformer", "diffusion_pytorch_model.safetensors"
-    (path / "transformer" / "config.json").write_bytes((source / "config.json").read_bytes())
-    tensors = load_file(source / name)
+    part, name = denoiser_alone(dit, tmp_path / "p"), "diffusion_pytorch_model.safetensors"
+    tensors = load_file(dit / "transformer" / name)
     del tensors["transformer_blocks.1.attn1.to_q.weight"]
-    save_file(tensors, path / "transformer" / name)
-    assert "transformer_blocks.1.attn1.to_q.weight" in refusal(capsys, 3, path)
+    save_file(tensors, part / name)
+    assert "transformer_blocks.1.attn1.to_q.weight" in refusal(capsys, 3, part.parent)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--steps", "0,4"), "--steps: expected steps below 4, got 4"),
-        (("--generate", "2"), "is a diffusers pipeline"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    dit: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
-) -> None:
-    assert says in refusal(capsys, 2, dit, *flags)
+def test_options_that_do_not_fit_are_refused(dit: Path, capsys: Any) -> None:
+    said = refusal(capsys, 2, dit, "--steps", "0,4")
+    assert "--steps: expected steps below 4, got 4" in said
+    assert "is a diffusers pipeline" in refusal(capsys, 2, dit, "--generate", "2")

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from numdev.sources.prompts import draw, from_text, wanted
 
 PAD, CLS, SEP, UNKNOWN = range(4)
+IMAGES = "3 images of 3 x 12 x 12 drawn with seed 5"
 
 
 def tokenizer(*, special: bool = False, **options: Any) -> PreTrainedTokenizerFast:
     """Words w0, w1, ... are the ids 10, 11, ...; with `special`, [CLS] and [SEP] around a text."""
     vocab = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[UNK]": UNKNOWN}
-    vocab.update({word: 4 + i for i, word in enumerate("abcdef")})
-    vocab.update({f"w{i}": 10 + i for i in range(100)})
+    vocab |= {f"w{i}": 10 + i for i in range(100)}
     words = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
@@ -36,16 +36,12 @@ def text(directory: Path, name: str, words: range) -> Path:
     return path
 
 
-def rows(prompt: Any) -> list[list[int]]:
-    assert prompt.inputs["input_ids"].dtype == torch.int64
-    return prompt.inputs["input_ids"].tolist()
-
-
 def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
     """They count for the length."""
     file = text(tmp_path, "a.txt", range(6))
     prompt = from_text([file], tokenizer(special=True), length=4, sequences=8)
-    assert rows(prompt) == [[CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)]
+    assert prompt.inputs["input_ids"].dtype == torch.int64
+    assert prompt.inputs["input_ids"].tolist() == [[CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -57,9 +53,9 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
     reads = tokenizer(special=True, padding_side=side, pad_token=pad)
     prompt = from_text(files, reads, length=6, sequences=2)
     short, fill = [CLS, 10, 11, SEP], [PAD, PAD]
-    assert rows(prompt)[1] == (fill + short if side == "left" else short + fill)
-    mask = prompt.inputs["attention_mask"].tolist()
-    assert mask == [[1] * 6, [0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0]]
+    ids, mask = (prompt.inputs[n][1].tolist() for n in ("input_ids", "attention_mask"))
+    assert ids == (fill + short if side == "left" else short + fill)
+    assert mask == ([0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0])
     assert prompt.description == "2 x up to 6 tokens of a and b"
 
 
@@ -69,9 +65,7 @@ def test_a_shorter_file_is_padded_on_the_tokenizers_side(
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("llama", ["input_ids"]),
-        ("bert", ["input_ids"]),
-        ("t5", ["input_ids"]),
+        *[(name, ["input_ids"]) for name in ("llama", "bert", "t5")],
         ("t5_seq2seq", ["input_ids", "decoder_input_ids"]),
         ("vit", ["pixel_values"]),
         ("clip", ["input_ids", "pixel_values"]),
@@ -86,8 +80,7 @@ def test_what_a_model_needs(name: str, needs: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "argument", "shape", "words"),
     [
-        ("vit", "pixel_values", (3, 3, 12, 12), "3 images of 3 x 12 x 12 drawn with seed 5"),
-        ("clip", "pixel_values", (3, 3, 12, 12), "3 images of 3 x 12 x 12 drawn with seed 5"),
+        *[(n, "pixel_values", (3, 3, 12, 12), IMAGES) for n in ("vit", "clip")],
         ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24 drawn with seed 5"),
     ],
 )

@@ -65,15 +65,11 @@ def paged() -> dict[str, Any]:
 def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal: bool) -> Any:
     """One sequence in numpy, aligned at the last key: [queries, heads, dim] from packed tensors."""
     out = np.zeros((len(q), HEADS, v.shape[-1]))
-    for head in range(HEADS):
-        own = head // (HEADS // KV_HEADS)
-        for i in range(len(q)):
-            at = i + len(k) - len(q)
-            first = 0 if left is None else max(0, at - left)
-            seen = slice(first, at + 1 if causal else len(k))
-            scores = k[seen, own] @ q[i, head] * scale
-            weights = np.exp(scores - scores.max())
-            out[i, head] = weights @ v[seen, own] / weights.sum()
+    for head, i in np.ndindex(HEADS, len(q)):
+        at, own = i + len(k) - len(q), head // (HEADS // KV_HEADS)
+        seen = slice(0 if left is None else max(0, at - left), at + 1 if causal else len(k))
+        weights = np.exp(k[seen, own] @ q[i, head] * scale)
+        out[i, head] = weights @ v[seen, own] / weights.sum()
     return out
 
 
@@ -139,13 +135,10 @@ def test_what_does_not_fit_together_is_refused(
 def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers' calls in one file: the same tensors come back, rows know the phase, and the
     report sets prefill beside decode."""
-    cases = [
-        case
-        for layer in range(2)
-        for case in numdev.varlen_cases(
-            **paged(), causal=True, module=f"layers.{layer}.attn", layer=layer, source="engine"
-        )
-    ]
+    cases = []
+    for i in range(2):
+        how = {"causal": True, "module": f"layers.{i}.attn", "layer": i, "source": "engine"}
+        cases += numdev.varlen_cases(**paged(), **how)
     numdev.save_cases(tmp_path / "dump.safetensors", cases)
     stored = open_cases(tmp_path / "dump.safetensors").cases
     assert [s.ref for s in stored] == [c.ref for c in cases]
@@ -153,9 +146,6 @@ def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: pytest.CaptureFixtur
     flags = ("--kernel", "sdpa-math", "--device", "cpu", "-o", str(tmp_path / "o"))
     main(["audit", str(tmp_path / "dump.safetensors"), *flags])
     found = report.read(tmp_path / "o")
-    assert isinstance(found, report.AuditReport)
-    assert [p.phase for p in found.summary.parts if p.kernel == "sdpa-math"] == [
-        "prefill",
-        "decode",
-    ]
+    phases = [part.phase for part in found.summary.parts if part.kernel == "sdpa-math"]
+    assert phases == ["prefill", "decode"]
     assert "bfloat16: prefill beside decode" in capsys.readouterr().out

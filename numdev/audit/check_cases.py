@@ -20,7 +20,7 @@ from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
 from numdev.errors import UsageError, closest
 from numdev.sources.loss import with_drawn
-from numdev.sources.opening import Drawn, Located, Source, with_upstream
+from numdev.sources.opening import Drawn, Located, Source
 from numdev.sources.synthetic import REGIMES, check
 from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.yamlfile import bundled, read_yaml, validated
@@ -103,8 +103,8 @@ class CheckSource(Source):
             raise UsageError(
                 f"{path}: holds no captured tensors", hint="see docs/inputs.md, or give a .yaml"
             )
-        for stored in open_cases(path, device=self._device).cases:
-            yield with_upstream(stored, self._seeds[0]) if self._gradients else stored
+        seed = self._seeds[0] if self._gradients else None
+        yield from open_cases(path, device=self._device, upstream=seed).cases
 
 
 def _by_name(name: str) -> Sequence[CaseConfig]:

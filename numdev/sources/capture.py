@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import FunctionType
@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase, CaseRef, Window
 from numdev.errors import MeasurementError, NumdevError, UsageError
@@ -94,7 +94,7 @@ def handed_over(run: Callable[[Callable[[T], None]], object]) -> Iterator[T]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """A case out of a running model (here now, and gone when the model goes on) or a file."""
+    """A case out of a running model: here now, and gone when the model goes on."""
 
     ref: CaseRef
     load: Callable[[], AttentionCase]
@@ -116,13 +116,10 @@ def capture(
     """Run `model(**inputs)` once, calling `on_call` at every attention call, whose case shares its
     tensors with the model. With `generate` the model writes that many tokens after the first. With
     `upstream` cases have grad_out: where it is that of the model's loss, `on_call` runs after the
-    backward pass, in the same order. `on_met` is told of every call as it is made, and of the
-    modules that run. Returns the number of calls, and the cases whose gradient is drawn since the
-    model's loss has no usable one.
-
-    Raises MeasurementError for a call that is no function of its inputs (dropout) or has an
-    argument numdev does not know, for inputs the model fails on, and for attention that was not
-    seen."""
+    backward pass, in the same order. Returns the number of calls, and the cases whose gradient is
+    drawn since the model's loss has no usable one. Raises MeasurementError for a call that is no
+    function of its inputs (dropout) or has an argument numdev does not know, for inputs the model
+    fails on, and for attention that was not seen."""
     step = TrainingStep(upstream) if upstream and upstream.loss else None
     watch = Watch(model, source=source, generates=generate is not None, on_met=on_met)
 
@@ -153,13 +150,9 @@ def capture_run(
     """What `run` returns; `on_call` is called at every attention call that the watched model makes
     in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
     way. `owner` is named where the run fails; None where it was ended early."""
-    interceptor = _Interceptor(watch.next_call, on_call, step, lambda: bool(watch.running))
-    with (
-        _blaming(owner, "failed on its inputs"),
-        watch.watching(),
-        suppress(Enough),
-        interceptor.meeting(),
-    ):
+    interceptor = _Interceptor(on_call, watch, step)
+    blaming, ending = _blaming(owner, "failed on its inputs"), suppress(Enough)
+    with blaming, watch.watching(), ending, interceptor.meeting():
         return run()
     return None
 
@@ -173,7 +166,7 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
         calls.append(case)
         raise Enough
 
-    with suppress(Enough), _Interceptor(lambda: CaseRef(case="first"), end).meeting():
+    with suppress(Enough), _Interceptor(end).meeting():
         run()
     return calls[0] if calls else None
 
@@ -197,14 +190,10 @@ class _Interceptor(TorchFunctionMode):
     """Meets every SDPA call. The mode is off inside its own handler, so nothing is met twice."""
 
     def __init__(
-        self,
-        next_call: Callable[[], CaseRef],
-        on_call: OnCall,
-        step: TrainingStep | None = None,
-        wanted: Callable[[], bool] = lambda: True,
+        self, on_call: OnCall, watch: Watch | None = None, step: TrainingStep | None = None
     ) -> None:
         super().__init__()
-        self.next_call, self.on_call, self.step, self.wanted = next_call, on_call, step, wanted
+        self.on_call, self.watch, self.step = on_call, watch, step
         self.passed: Mapping[str, Any] = {}
         """What a model passed to its attention function that SDPA has no argument for."""
 
@@ -213,34 +202,30 @@ class _Interceptor(TorchFunctionMode):
         """Calls made in here are met. Off is the inference fast path of `nn.MultiheadAttention` and
         `nn.TransformerEncoderLayer`, one operator with no call inside to be met."""
         fast = torch.backends.mha.get_fastpath_enabled()
-        token = _active.set(self)
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             with self:
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            _active.reset(token)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self.wanted():
-            return self._meet(*args, **kwargs)
-        if func is F.multi_head_attention_forward and self.wanted():
-            return self._multi_head(args, kwargs)
+        if self.watch is None or self.watch.running:
+            if func is F.scaled_dot_product_attention:
+                return self._meet(*args, **kwargs)
+            if func is F.multi_head_attention_forward:
+                return self._multi_head(args, kwargs)
         return func(*args, **kwargs)
 
     def _meet(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
-        case = _as_case(self.next_call(), self.passed, *args, **kwargs)
+        ref = self.watch.next_call() if self.watch else CaseRef(case="call")
+        case = _as_case(ref, self.passed, *args, **kwargs)
         if self.step is None:
-            token = _active.set(None)  # a model that on_call runs is not this one
-            try:
-                self.on_call(case)
-            finally:
-                _active.reset(token)
+            self.on_call(case)
         if case.softcap is None and case.sinks is None:
             out = F.scaled_dot_product_attention(*args, **kwargs)
         else:  # SDPA has no words for it
@@ -264,9 +249,6 @@ class _Interceptor(TorchFunctionMode):
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
         own, weights = original(*args, **kwargs)
         return (own if self.step is None else out), weights
-
-
-_active: ContextVar[_Interceptor | None] = ContextVar("numdev_interceptor", default=None)
 
 
 def _as_case(
@@ -320,16 +302,19 @@ def _window(
     q_len = q.shape[-2]
     if size is None or size >= q_len + offset:
         return None
-    what = f"{ref.module}: passes a window of {size}"
-    hint = "its SDPA and its flash attention would not compute the same"
-    if mask is None:
-        raise MeasurementError(f"{what} but no mask", hint=hint)
-    open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    i = torch.arange(q_len, device=mask.device)[:, None] + offset
-    back = i - torch.arange(q_len + offset, device=mask.device)
-    right = size - 1 if bool((open_ & (back < 0)).any()) else 0
-    if bool((open_ & ((back >= size) | (back < -right))).any()):
-        raise MeasurementError(f"{what} and a mask that reaches beyond it", hint=hint)
+    beyond, right = " but no mask", 0
+    if mask is not None:
+        open_ = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        i = torch.arange(q_len, device=mask.device)[:, None] + offset
+        back = i - torch.arange(q_len + offset, device=mask.device)
+        right = size - 1 if bool((open_ & (back < 0)).any()) else 0
+        reaches = bool((open_ & ((back >= size) | (back < -right))).any())
+        beyond = " and a mask that reaches beyond it" if reaches else ""
+    if beyond:
+        raise MeasurementError(
+            f"{ref.module}: passes a window of {size}{beyond}",
+            hint="its SDPA and its flash attention would not compute the same",
+        )
     return (size - 1, right)
 
 
@@ -376,8 +361,10 @@ def _attention(
             f"{kind} passes its attention an argument numdev does not know: {', '.join(unknown)}",
             hint="the captured call would not be the model's; please report the model",
         )
-    active = _active.get()
-    interceptor = active or _Interceptor(lambda: CaseRef(case=kind), lambda case: None)
+    # Within its own handler the mode is off: a model that `on_call` runs is not the one met.
+    modes = _get_current_function_mode_stack()
+    active = next((mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)
+    interceptor = active or _Interceptor(lambda case: None)
     interceptor.passed = passed
     try:
         with nullcontext() if active else interceptor:

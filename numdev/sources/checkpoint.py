@@ -1,15 +1,19 @@
-"""A Hugging Face checkpoint, opened lazily and safely, and the model it says it is.
+"""Weights on disk, opened lazily and safely, and their model.
 
-It is `config.json` beside safetensors files or `pytorch_model.bin`, whole or sharded, or what
-torch.distributed.checkpoint wrote. transformers builds the model from the config and the tensors
-that `numdev.sources.files` read, so neither its search for files nor the network is in play.
+A Hugging Face checkpoint is `config.json` beside weight files: transformers builds the model from
+the config and the tensors that `numdev.sources.files` read, so neither its search for files nor the
+network is in play. The model of a state dict (a file, the index of sharded ones, or a
+`torch.distributed.checkpoint` directory) is the user's own `package.module:factory`, which is
+handed the stored configuration if it takes one. Loading is strict.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from numdev.errors import MeasurementError, UsageError
+from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
 from numdev.sources.dcp import SplitTensor, files_of, is_distributed, open_distributed
@@ -28,6 +33,10 @@ from numdev.sources.streaming import Deferred, Stored
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 META = torch.device("meta")
+SUFFIXES = (".safetensors", *storage.PICKLES)
+INDEX = ".index.json"
+CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
+"""Where training scripts put the model's configuration: nanoGPT, Lightning, and others."""
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
 POSITIONS_AFTER_PADDING = re.compile(
@@ -48,13 +57,13 @@ class Weights:
     prefix: str = ""  # What is taken off all names
 
     @classmethod
-    def opened(cls, path: Path, files: tuple[Path, ...] = (), **own: Any) -> Self:
-        """The weights at a path: in these files, or a distributed checkpoint."""
+    def opened(cls, path: Path, **own: Any) -> Self:
+        """The weights at a path: in its files, or a distributed checkpoint."""
         if is_distributed(path):
             nesting, split = open_distributed(path)
             own |= {"split": split, "nesting": nesting, "prefix": storage.common_prefix([*split])}
-            files = files_of(path)
-        return cls(path=path, name=path.resolve().name, files=files, **own)
+            own["files"] = files_of(path)
+        return cls(path=path, name=path.resolve().name, **own)
 
     @property
     def vocab_size(self) -> int | None:
@@ -86,13 +95,16 @@ class Weights:
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every stored tensor with its name, one at a time in file order, in its stored format;
-        `tied` ones of a pickle once, or under each of their names."""
+        `tied` ones, which share storage as only a pickle can hold them, once or by each name."""
         for name, split in self.split.items():
             yield name.removeprefix(self.prefix), split.read()
         for path in () if self.split else self.files:
-            named = storage.read(path)
-            for name, tensor in named if tied else storage.distinct(path, named):
-                yield name.removeprefix(self.prefix), tensor
+            seen = set()
+            for name, tensor in storage.read(path):
+                place = storage.held_at(tensor) if path.suffix in storage.PICKLES else None
+                if tied or place is None or place not in seen:
+                    seen.add(place)
+                    yield name.removeprefix(self.prefix), tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +117,7 @@ class Checkpoint(Weights):
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """The model in eval mode, its weights cast to `dtype`, its attention open to capture.
-        Raises MeasurementError for an unknown architecture, and names weights that are missing, of
-        the wrong shape, or of no use to the model; heads it does not have are passed over."""
+        Raises MeasurementError for an unknown architecture, and for weights that do not fit it."""
         return self._built(dict(self.tensors(tied=True)), dtype).to(device).eval()
 
     def deferred_model(self, *, dtype: torch.dtype) -> nn.Module:
@@ -207,7 +218,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     storage.refuse_code(stored)
     hint = f"expected {' or '.join(WHOLE)}, whole or sharded with an index"
     files = () if is_distributed(path) else storage.weight_files(path, WHOLE, hint)
-    return Checkpoint.opened(path, files, config=read_json(stored))
+    return Checkpoint.opened(path, files=files, config=read_json(stored))
 
 
 def _may_be_left_over(key: str, model: nn.Module) -> bool:
@@ -229,3 +240,115 @@ def size(config: Mapping[str, Any], *names: str) -> int | None:
             if isinstance(place.get(name), int):
                 return int(place[name])
     return None
+
+
+# --- a state dict and the factory of its model --------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDict(Weights):
+    """Opened weights and the factory of their model."""
+
+    factory: str
+    build: Callable[..., Any]
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it beside its name and identity."""
+        build = self.build
+        made_from = vars(build).get("__init__", build) if isinstance(build, type) else build
+        described = {"model": self.factory, "model_made_from": fingerprint(made_from)}
+        return {**described, **super().describe()}
+
+    def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
+        """The factory's model with the stored weights, cast to `dtype`, in eval mode. Raises
+        UsageError for a factory that cannot be called or gives no module, MeasurementError for one
+        that raises, and for weights that are not the model's."""
+        model = self._built()
+        # Where transformers is loaded, its models may be inside: they are led to numdev's attention
+        # function, since a soft cap would be lost on the way to SDPA.
+        transformers: Any = sys.modules.get("transformers")
+        for module in () if transformers is None else model.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                module.set_attn_implementation(attention_implementation(type(module)))
+                module.config.get_text_config().use_cache = False
+        model = model.to(dtype)  # before loading, which would round to the factory's own format
+        state = dict(self.fitted(model).tensors(tied=True))
+        self._check(model, state)
+        model.load_state_dict(state, strict=False)
+        return model.to(device).eval()
+
+    def _built(self) -> nn.Module:
+        """The factory's model, of no argument or the stored configuration."""
+        arguments = (dict(self.config),) if self.config else ()
+        try:
+            signature = inspect.signature(self.build)
+            required = [p for p in signature.parameters.values() if p.default is p.empty]
+            if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required):
+                arguments = ()
+            signature.bind(*arguments)
+        except (TypeError, ValueError) as error:  # ValueError: no signature, it is written in C
+            what = f"the factory {self.factory} cannot be called for {self.path}: {error}"
+            hint = "write one that takes no argument, or the configuration stored with the weights"
+            raise UsageError(what, hint=hint) from error
+        try:
+            model = self.build(*arguments)
+        except (Exception, SystemExit) as error:
+            words = f"{type(error).__name__}: {storage.one_line(error)}"
+            what = f"the factory {self.factory} raised {words}"
+            raise MeasurementError(what, hint="call it in Python to see where") from error
+        if isinstance(model, nn.Module):
+            return model
+        what = f"the factory {self.factory}: expected a torch.nn.Module, got {type(model).__name__}"
+        raise UsageError(what, hint="let it return the model")
+
+    def _check(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Raises MeasurementError unless the stored weights are the model's own, name by name. A
+        tied weight may be stored under one of its names, and a buffer that the model computes be
+        left over."""
+        own = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+        named = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        stored = {id(x) for name, x in named.items() if name in state}
+        tied = {name for name, x in named.items() if id(x) in stored}
+        computed = dict(model.named_buffers()).keys()
+        storage.refuse_misfits(
+            self.path,
+            f"{type(model).__name__} of {self.factory}",
+            missing=own.keys() - state.keys() - tied,
+            unused=state.keys() - model.state_dict().keys() - computed,
+            misshapen=[
+                (name, state[name].shape, x.shape)
+                for name, x in own.items()
+                if name in state and state[name].shape != x.shape
+            ],
+        )
+
+
+def open_state_dict(path: Path, factory: str | None) -> StateDict:
+    """Open the weights at `path`, and import the factory of their model. Raises UsageError where
+    there are none or no factory, MeasurementError for a damaged file and one without a state dict.
+    """
+    if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
+        accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
+        raise UsageError(f"{path}: expected {accepted}", hint="see docs/inputs.md")
+    if not factory or ":" not in factory:
+        what = f"{path}: its model: expected --model package.module:factory, got {factory!r}"
+        raise UsageError(what, hint="or give the directory of a Hugging Face checkpoint")
+    build = imported(factory, "model")
+    config: Mapping[str, Any] = {}
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if path.suffix in storage.PICKLES:
+        content = storage.read_pickle(path)
+        config = next((c for key in CONFIGS if isinstance(c := content.get(key), dict)), {})
+    elif beside.is_file():
+        config = storage.read_json(beside)
+    own: dict[str, Any] = {"factory": factory, "build": build, "config": config}
+    if is_distributed(path):
+        return StateDict.opened(path, **own)
+    files = storage.shards(path) if path.name.endswith(INDEX) else (path,)
+    names = [name for file in files for name, _ in storage.read(file)]
+    if not names:
+        raise MeasurementError(f"{path}: holds no tensor", hint="save model.state_dict()")
+    return StateDict.opened(path, files=files, prefix=storage.common_prefix(names), **own)

@@ -72,15 +72,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file and their names, in the file's order."""
+    """The tensors of a file and their names, in the file's order. Those of safetensors are mapped
+    one by one: what was read through a map counts as the process's memory until it is gone."""
     if path.suffix in PICKLES:
-        return iter(state_in(path, read_pickle(path)).items())
-    return read_safetensors(path)
-
-
-def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file and their names, in the file's order. Each is mapped anew:
-    what was read through a map counts as the process's memory until the map is gone."""
+        yield from state_in(path, read_pickle(path)).items()
+        return
     with open_safetensors(path) as file:
         names = file.offset_keys()
     for name in names:
@@ -132,17 +128,6 @@ def common_prefix(names: Sequence[str]) -> str:
     return taken
 
 
-def distinct(path: Path, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file without those that share the storage of an earlier one (tied weights),
-    as only a pickle can hold them."""
-    seen = set()
-    for name, tensor in named:
-        place = held_at(tensor)
-        if place is None or path.suffix not in PICKLES or place not in seen:
-            seen.add(place)
-            yield name, tensor
-
-
 def held_at(x: Tensor) -> tuple[Any, ...] | None:
     """What two views of the same values have in common; None for what has no elements or is no
     plain array."""
@@ -152,13 +137,12 @@ def held_at(x: Tensor) -> tuple[Any, ...] | None:
 
 
 def identity(files: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of files."""
+    """SHA-256 over the names and contents of files, in hexadecimal."""
     lines = (f"{path.name} {sha256(path)}\n" for path in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -172,19 +156,17 @@ def refuse_misfits(
 ) -> None:
     """Raises MeasurementError, which names them, where weights at `path` do not fit their model.
     `misshapen` has a weight's name, its stored shape and the model's."""
-    shapes = [f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen]
-    problems = [
-        f"{problem} {some(sorted(names))}"
-        for problem, names in (
-            ("needs the weights", missing),
-            ("has no place for", unused),
-            ("needs other shapes than the stored", shapes),
-        )
-        if names
-    ]
-    if problems:
+    problems = {
+        "needs the weights": missing,
+        "has no place for": unused,
+        "needs other shapes than the stored": [
+            f"{name} {list(old)} instead of {list(new)}" for name, old, new in misshapen
+        ],
+    }
+    said = ", and ".join(f"{what} {some(sorted(of))}" for what, of in problems.items() if of)
+    if said:
         hint = "is it the model these weights were saved from?"
-        raise MeasurementError(f"{path}: {model} {', and '.join(problems)}", hint=hint)
+        raise MeasurementError(f"{path}: {model} {said}", hint=hint)
 
 
 def refuse_code(path: Path) -> None:

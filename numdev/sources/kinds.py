@@ -6,19 +6,8 @@ from __future__ import annotations
 
 import re
 
-KINDS = (
-    "embedding",
-    "attention q",
-    "attention k",
-    "attention v",
-    "attention qkv",
-    "attention o",
-    "mlp",
-    "norm",
-    "head",
-    "other",
-)
-"""In the order in which they are shown; `attention qkv` is a projection that holds all three."""
+_ATTENTIONS = tuple(f"attention {name}" for name in ("q", "k", "v", "qkv", "o"))
+KINDS = ("embedding", *_ATTENTIONS, "mlp", "norm", "head", "other")  # in the order shown
 
 _LEAF = re.compile(r"(?:weight|bias|gamma|beta|running_mean|running_var)$")
 _NORM = re.compile(r"norm|layrnorm|^ln(_|\d|$)|^bn\d*$", re.IGNORECASE)
@@ -38,12 +27,9 @@ _RULES = tuple(
         ("attention v", r"v_proj\w*|value|value_proj|wv|to_v|v_lin|v"),
         ("attention o", r"o_proj|out_proj|to_out|out_lin"),
         ("attention o", rf"{_ATTENTION}\.(?:c_proj|proj|dense|output\.dense|o|wo|out)"),
-        (
-            "mlp",
-            r"\w*mlp\w*|ffn?|feed_forward|feedforward|densereludense|\w*experts?|moe\w*|\w*_moe",
-        ),
-        ("mlp", r"fc\d?|c_fc|w[123]|gate_proj|up_proj|down_proj|gate_up_proj|linear[12]|lin[12]"),
-        ("mlp", r"intermediate|output\.dense|dense_h_to_4h|dense_4h_to_h"),
+        ("mlp", r"\w*mlp\w*|ffn?|feed_forward|feedforward|densereludense|\w*experts?|moe\w*"),
+        ("mlp", r"\w*_moe|fc\d?|c_fc|w[123]|gate_proj|up_proj|down_proj|gate_up_proj|linear[12]"),
+        ("mlp", r"lin[12]|intermediate|output\.dense|dense_h_to_4h|dense_4h_to_h"),
     )
 )
 # Whole names: a Llama from Meta's own files, and BERT's heads, whose parts mean other things within

@@ -20,17 +20,16 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
 from numdev.layouts import laid_out, transposed
 from numdev.sources.capture import Captured, Enough, capture, handed_over
-from numdev.sources.checkpoint import Checkpoint, open_checkpoint
+from numdev.sources.checkpoint import Checkpoint, StateDict, open_checkpoint, open_state_dict
 from numdev.sources.dcp import is_distributed
 from numdev.sources.files import FETCH, some
-from numdev.sources.loss import STORED, Upstream, drawn_from, find_upstream, with_drawn
+from numdev.sources.loss import Upstream, drawn_from, find_upstream
 from numdev.sources.pipeline import PipelineSource, is_pipeline
 from numdev.sources.projection import Projections
 from numdev.sources.prompts import model_inputs
-from numdev.sources.statedict import StateDict, open_state_dict
 from numdev.sources.streaming import Streamed
 from numdev.sources.synthetic import Shapes, check, draw, draw_mask
-from numdev.sources.tensorfile import StoredCase, holds_cases, open_cases
+from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.sources.watch import Layers, attention_modules, layer_of
 from numdev.system import System
 
@@ -69,27 +68,24 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     where the request is for gradients; with `projections`, those of a running model know the layer
     that made their queries. Raises UsageError for an option without meaning for this source."""
     path = _path(request)
-    opening: Callable[[], Source]
+    opening: Callable[..., Source] = partial(CheckpointSource, projections=projections)
+    kind, meaningless = "no diffusers pipeline", FOR_PIPELINES
     if request.cases:
         kind, meaningless = "a configuration", ("layers", *FOR_MODELS)
         seeds, gradients = (request.seed,), bool(request.gradients)
-        opening = partial(
-            ConfigSource, request.target, request.cases, seeds, system, gradients=gradients
+        opening = lambda request, system: ConfigSource(  # noqa: E731
+            request.target, request.cases, seeds, system, gradients=gradients
         )
     elif is_pipeline(path):
-        kind, meaningless = "a diffusers pipeline", NOT_FOR_PIPELINES
-        opening = partial(PipelineSource, request, system)
+        kind, meaningless, opening = "a diffusers pipeline", NOT_FOR_PIPELINES, PipelineSource
     elif holds_cases(path):
         kind, meaningless = "a file of captured tensors", FOR_MODELS
-        opening = partial(TensorFileSource, request, system)
-    else:
-        kind, meaningless = "no diffusers pipeline", FOR_PIPELINES
-        opening = partial(CheckpointSource, request, system, projections=projections)
+        opening = TensorFileSource
     for name in meaningless:
         if getattr(request, name):
             what = f"{request.target} is {kind}, for which {name!r} means nothing"
             raise UsageError(what, hint=f"leave --{name} out")
-    return opening()
+    return opening(request, system)
 
 
 def _path(request: AuditRequest) -> Path:
@@ -161,13 +157,6 @@ class Drawn:
         )
 
 
-def with_upstream(stored: StoredCase, seed: int) -> Located:
-    """A stored case that is loaded with a grad_out: its own, else a drawn one."""
-    if "grad_out" in stored.tensors:
-        return stored
-    return Captured(ref=stored.ref, axes=stored.axes, load=lambda: with_drawn(stored.load(), seed))
-
-
 class ConfigSource(Source):
     """Cases drawn from a configuration's shapes, each with every seed; with grad_out if wanted."""
 
@@ -204,16 +193,14 @@ class TensorFileSource(Source):
     gradients are asked for and none is stored."""
 
     def __init__(self, request: AuditRequest, system: System) -> None:
-        self.stored = open_cases(Path(request.checkpoint or ""), device=system.device)
+        seed = request.seed if request.gradients else None
+        path = Path(request.checkpoint or "")
+        self.stored = open_cases(path, device=system.device, upstream=seed)
         layers = Layers(request.layers)
         self.chosen = [case for case in self.stored.cases if layers.choose(case.ref.layer)]
-        self.seed, self.origin = request.seed, ""
-        if request.gradients:
-            origins = (
-                (c.call.grad_out or STORED) if "grad_out" in c.tensors else drawn_from(self.seed)
-                for c in self.chosen
-            )
-            self.origin = "; ".join(dict.fromkeys(origins))
+        self.origin = ""
+        if seed is not None:
+            self.origin = "; ".join(dict.fromkeys(case.upstream_from for case in self.chosen))
             self.notes = (f"Upstream gradients: {self.origin}.",)
         self.notes += layers.notes(request.target)
 
@@ -232,7 +219,7 @@ class TensorFileSource(Source):
         return len(self.chosen)
 
     def __iter__(self) -> Iterator[Located]:
-        return (with_upstream(c, self.seed) if self.origin else c for c in self.chosen)
+        return iter(self.chosen)
 
 
 class CheckpointSource(Source):
@@ -246,7 +233,15 @@ class CheckpointSource(Source):
                 hint="leave --generate out, or audit it without gradients",
             )
         self.request, self.projections = request, projections
-        opened, self.model, self.streamed, self.notes = open_model(request, system)
+        opened, dtype = self._opened(), dtype_of(format_named(request.model_dtype))
+        self.streamed: Streamed | None = None
+        self.model: nn.Module
+        if request.stream and isinstance(opened, Checkpoint):
+            self.streamed = Streamed(opened.deferred_model(dtype=dtype), device=system.device)
+            self.model = self.streamed.model  # to be run within `Streamed.running`
+            self.notes = ("The model's weights are streamed from disk, layer by layer.",)
+        else:
+            self.model = opened.load_model(dtype=dtype, device=system.device)
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
             raise UsageError(
@@ -336,46 +331,28 @@ class CheckpointSource(Source):
             if not asked or not layer or int(layer[1]) in asked:
                 yield name, tensor
 
-
-# --- the model of a request ---------------------------------------------------------------------
-
-
-def open_model(
-    request: AuditRequest, system: System
-) -> tuple[Checkpoint | StateDict, nn.Module, Streamed | None, tuple[str, ...]]:
-    """The request's weights, their model on the system's device, how it is streamed if it is (it is
-    then run within `Streamed.running`), and what a user should be told at once. Raises UsageError
-    for a request that cannot be met, MeasurementError for damaged weights, or another model's."""
-    opened = open_weights(request)
-    dtype = dtype_of(format_named(request.model_dtype))
-    if isinstance(opened, StateDict) and request.stream:
-        raise UsageError(
-            f"--stream: the factory {opened.factory} builds its model whole",
-            hint="leave --stream out, or give a Hugging Face directory",
-        )
-    if isinstance(opened, StateDict) or not request.stream:
-        return opened, opened.load_model(dtype=dtype, device=system.device), None, ()
-    streamed = Streamed(opened.deferred_model(dtype=dtype), device=system.device)
-    note = "The model's weights are streamed from disk, layer by layer."
-    return opened, streamed.model, streamed, (note,)
-
-
-def open_weights(request: AuditRequest) -> Checkpoint | StateDict:
-    """The request's weights, opened and not loaded. A directory says itself which model it is; a
-    file or a bare distributed checkpoint needs a factory."""
-    path = _path(request)
-    distributed = is_distributed(path)
-    if path.is_dir() and not distributed and any(path.glob("*.distcp")):
-        raise MeasurementError(
-            f"{path}: .metadata is missing, the last file of a distributed checkpoint",
-            hint=f"{FETCH}, or take one whose save has ended",
-        )
-    bare = distributed and not (path / "config.json").is_file()
-    if path.is_file() or bare or (request.model and distributed):
-        return open_state_dict(path, request.model)
-    if request.model:
-        raise UsageError(
-            f"{request.checkpoint}: says itself which model it is, so --model has no place",
-            hint="leave it out, or give the weight file instead of the directory",
-        )
-    return open_checkpoint(path)
+    def _opened(self) -> Checkpoint | StateDict:
+        """The request's weights, not loaded. A directory says itself which model it is; a file or a
+        bare distributed checkpoint needs a factory."""
+        path, request = _path(self.request), self.request
+        distributed = is_distributed(path)
+        if path.is_dir() and not distributed and any(path.glob("*.distcp")):
+            raise MeasurementError(
+                f"{path}: .metadata is missing, the last file of a distributed checkpoint",
+                hint=f"{FETCH}, or take one whose save has ended",
+            )
+        bare = distributed and not (path / "config.json").is_file()
+        if path.is_file() or bare or (request.model and distributed):
+            opened = open_state_dict(path, request.model)
+            if request.stream:
+                raise UsageError(
+                    f"--stream: the factory {opened.factory} builds its model whole",
+                    hint="leave --stream out, or give a Hugging Face directory",
+                )
+            return opened
+        if request.model:
+            raise UsageError(
+                f"{request.checkpoint}: says itself which model it is, so --model has no place",
+                hint="leave it out, or give the weight file instead of the directory",
+            )
+        return open_checkpoint(path)

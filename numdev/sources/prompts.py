@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest
-from numdev.sources.checkpoint import LENGTHS, Checkpoint, load_tokenizer, size
-from numdev.sources.files import read_safetensors
-from numdev.sources.statedict import StateDict
+from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
+from numdev.sources.files import read as read_tensors
 
 # What stands for an input: given the one, the other is not needed.
 INSTEAD = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_embeds"}
@@ -189,22 +188,17 @@ def read_text(file: Path) -> str:
 
 
 def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
-    """The arguments a run of the model needs beside the `given` ones; of a model that is not of
-    transformers those without a default. One that generates makes its decoder's inputs itself."""
-    parameters = inspect.signature(model.forward).parameters
-    config: Any = getattr(model, "config", None)
-    main = getattr(model, "main_input_name", None)
-    if config is None or main is None:
-        names = [n for n in _arguments(model.forward)[0] if parameters[n].default is inspect._empty]
-    else:
-        # In a model of text and vision without two towers side by side, images replace tokens.
-        towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
-        replaced = any(hasattr(config, n) for n in ("image_token_id", "image_token_index"))
-        names = [main]
-        if "pixel_values" in parameters and towers and not replaced:
-            names.append("pixel_values")
-        if config.is_encoder_decoder and "decoder_input_ids" in parameters and not generates:
-            names.append("decoder_input_ids")
+    """The arguments a run of a transformers model needs beside the `given` ones. One that generates
+    makes its decoder's inputs itself."""
+    takes, _ = _arguments(model.forward)
+    config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
+    # In a model of text and vision without two towers side by side, images replace tokens.
+    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
+    replaced = any(hasattr(config, n) for n in ("image_token_id", "image_token_index"))
+    if "pixel_values" in takes and towers and not replaced:
+        names.append("pixel_values")
+    if config.is_encoder_decoder and "decoder_input_ids" in takes and not generates:
+        names.append("decoder_input_ids")
     return [n for n in dict.fromkeys(names) if n not in given and INSTEAD.get(n) not in given]
 
 
@@ -214,7 +208,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file", hint="--inputs takes a safetensors file")
-    inputs = dict(sorted(read_safetensors(path)))
+    inputs = dict(sorted(read_tensors(path)))
     if not inputs:
         raise UsageError(f"{path}: holds no tensor", hint="name tensors after the model's inputs")
     takes, _ = _arguments(model.forward)

@@ -29,6 +29,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import MeasurementError, UsageError
 from numdev.sources import files as storage
 from numdev.sources.files import FETCH
+from numdev.sources.loss import STORED, drawn_from, with_drawn
 from numdev.yamlfile import Strict, validated
 
 KEY, VERSION = "numdev", 1
@@ -129,6 +130,7 @@ class StoredCase:
     call: Call  # with the file's defaults filled in
     tensors: tuple[str, ...]
     device: str = "cpu"
+    upstream: int | None = None  # the seed of a grad_out where none is stored; None: not wanted
 
     @property
     def ref(self) -> CaseRef:
@@ -142,6 +144,13 @@ class StoredCase:
     @property
     def axes(self) -> dict[str, Any]:
         return dict(self.call.axes)
+
+    @property
+    def upstream_from(self) -> str:
+        """Where its grad_out comes from, in words."""
+        if "grad_out" in self.tensors:
+            return self.call.grad_out or STORED
+        return "" if self.upstream is None else drawn_from(self.upstream)
 
     def load(self) -> AttentionCase:
         """Read the tensors. Raises MeasurementError where the file has changed since, UsageError,
@@ -179,7 +188,9 @@ class StoredCase:
                 "give 0 (top-left, as PyTorch aligns) or "
                 f"{case.kv_len - case.q_len} (bottom-right, as flash-attention does)",
             )
-        return case
+        if self.upstream is None or case.grad_out is not None:
+            return case
+        return with_drawn(case, self.upstream)
 
     def _arranged(self, name: str, tensor: Tensor) -> Tensor:
         """A view with a case's axes of a tensor whose axes are in the order of its layout."""
@@ -222,8 +233,9 @@ def holds_cases(path: Path) -> bool:
         return KEY in (file.metadata() or {})
 
 
-def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
+def open_cases(path: Path, *, device: str = "cpu", upstream: int | None = None) -> CaseFile:
     """Open a captured-tensor file or a directory of them, and check every call; loads no tensor.
+    With the seed `upstream` a call without grad_out is loaded with a drawn one.
     Raises UsageError, naming file and call, for what is not as docs/inputs.md has it,
     MeasurementError for a damaged file and an unknown version."""
     files: tuple[Path, ...] = (path,)
@@ -235,15 +247,17 @@ def open_cases(path: Path, *, device: str = "cpu") -> CaseFile:
             if Path(name).name != name or not (path / name).is_file():
                 raise MeasurementError(f"{path}: its file {name!r} is missing", hint=FETCH)
         files = tuple(path / name for name in names)
-    opened = [_open_file(file, device) for file in files]
-    cases = tuple(case for _, found in opened for case in found)
+    opened = [_open_file(file) for file in files]
+    cases = tuple(
+        replace(case, device=device, upstream=upstream) for _, found in opened for case in found
+    )
     name, count = Counter(case.ref.case for case in cases).most_common(1)[0]
     if count > 1:
         raise UsageError(f"{path}: {count} calls are called {name!r}", hint="name each differently")
     return CaseFile(path=path, files=files, cases=cases, versions=opened[0][0].versions)
 
 
-def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
+def _open_file(path: Path) -> tuple[Header, list[StoredCase]]:
     with storage.open_safetensors(path) as file:
         header = _header(path, (file.metadata() or {}).get(KEY))
         by_call: dict[int, list[str]] = {}
@@ -265,7 +279,7 @@ def _open_file(path: Path, device: str) -> tuple[Header, list[StoredCase]]:
         call = call.model_copy(update={"source": call.source or header.source, "layout": layout})
         case = StoredCase(path=path, index=index, call=call, tensors=tuple(by_call.get(index, ())))
         case.load()  # mapped and not read, it is built, which finds what does not fit
-        cases.append(replace(case, device=device))
+        cases.append(case)
     return header, cases
 
 
