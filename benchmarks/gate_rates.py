@@ -36,8 +36,8 @@ from power import REGIMES, sound_kernels
 from scipy.stats import binomtest
 
 from numdev.audit import rows as audit_rows
-from numdev.audit.attempt import attempt
 from numdev.audit.bench import Bench
+from numdev.audit.isolation import attempt
 from numdev.audit.plan import Task
 from numdev.audit.run import runner
 from numdev.audit.task import Runner, bench_of, measure_task

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from numdev import report as reports
 from numdev.audit import run
-from numdev.audit.attempt import copied
+from numdev.audit.isolation import copied
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase, CaseRef

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit.explain_rows import explain, whole_groups
+from numdev.audit.explanations import explain, whole_groups
 from numdev.audit.plan import Task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.cli.main import cli

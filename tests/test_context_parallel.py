@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_sharded import TENSORS, drawn, errors
 
-from numdev.audit.attempt import Failure, attempt
+from numdev.audit.isolation import Failure, attempt
 from numdev.errors import MeasurementError, Refused
 from numdev.kernels import Output, find
 from numdev.kernels.context_parallel import end_all, together

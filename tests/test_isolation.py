@@ -19,8 +19,7 @@ import torch
 from oracles import FEATURES, make_case
 
 from numdev.audit import isolation
-from numdev.audit.attempt import Failure, attempt
-from numdev.audit.isolation import Isolated
+from numdev.audit.isolation import Failure, Isolated, attempt
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, find
@@ -143,7 +142,7 @@ def test_ctrl_c_ends_the_worker(case: AttentionCase, tmp_path: Path) -> None:
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
                 ran(isolated, "broken_kernels:hangs", case, {"note": str(note)})
-            assert isolated.pid is None
+            assert isolated.process is None
     finally:
         signal.signal(signal.SIGINT, before)
     wait_for_the_end(note)
@@ -175,9 +174,9 @@ def test_a_worker_that_died_between_tasks_is_replaced(
 ) -> None:
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
-    assert shared.pid is not None
-    os.kill(shared.pid, signal.SIGKILL)
-    wait_for(lambda: gone(shared.pid or 0))
+    assert shared.process.pid is not None
+    os.kill(shared.process.pid, signal.SIGKILL)
+    wait_for(lambda: gone(shared.process.pid or 0))
     assert isinstance(ran(shared, "baseline", case, {}), Output)
 
 

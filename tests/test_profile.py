@@ -14,7 +14,7 @@ from on_bench import prepare
 from torch import Tensor
 
 from numdev import report
-from numdev.audit.examine import profile
+from numdev.audit.explanations import profile
 from numdev.audit.plan import Task
 from numdev.audit.run import audit
 from numdev.audit.task import measure_task

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from on_bench import prepare
 
 from numdev.audit.bench import Bench
-from numdev.audit.examine import examine
+from numdev.audit.explanations import examine
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef

@@ -18,9 +18,9 @@ import torch
 from on_bench import prepare
 from torch import Tensor
 
-from numdev.audit import check, undeclared
+from numdev.audit import check
 from numdev.audit.check_cases import CheckSource
-from numdev.audit.examine import examine
+from numdev.audit.explanations import Likeness, examine, likeness
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.kernels import Kernel, Output
@@ -177,10 +177,10 @@ def test_only_elements_explain() -> None:
     step = emulated_step(prepared.case, {"preset": "eager"})
     formats = dict.fromkeys(step, prepared.case.format)
 
-    def found(factor: float) -> undeclared.Likeness | None:
+    def found(factor: float) -> Likeness | None:
         exact = {n: getattr(prepared.reference, n) for n in step}
         moved = {n: exact[n] + factor * (step[n].double() - exact[n]) for n in step}
-        return undeclared.likeness(Output(**moved), tuple(step), formats, prepared, HERE)
+        return likeness(Output(**moved), tuple(step), formats, prepared, HERE)
 
     own = found(1.0)
     assert own is not None

@@ -11,7 +11,7 @@ import torch
 from oracles import FEATURES, make_case
 from torch import Tensor
 
-from numdev.audit.examine import NOTABLE, SHOWN, most
+from numdev.audit.explanations import NOTABLE, SHOWN, most
 from numdev.cases import AttentionCase
 from numdev.formats import FORMATS
 from numdev.kernels.reference import attend, gradients

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.audit.attempt import Failure, attempt
+from numdev.audit.isolation import Failure, attempt
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import FORMATS, Format

@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import torch
 
-from numdev.audit.attempt import attempt, copied, one_line
 from numdev.audit.check_cases import CheckSource
-from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
-from numdev.audit.records import recorded
+from numdev.audit.isolation import attempt, copied, one_line
+from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce.making import reproduce
 from numdev.audit.run import provenance
 from numdev.audit.task import Rows, measured_here

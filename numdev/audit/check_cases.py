@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from numdev.audit.isolation import on_device
+from numdev.audit.isolation import copied
 from numdev.audit.task import InMemory
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
@@ -79,7 +77,7 @@ class CheckSource(Source):
 
     def _located(self, named: Named, number: int) -> Iterator[Located]:
         if isinstance(named, AttentionCase):
-            case = on_device(named, torch.device(self._device))
+            case = copied(named, self._device)
             lacks = self._gradients and case.grad_out is None
             yield InMemory(case=with_drawn(case, self._seeds[0]) if lacks else case)
         elif isinstance(named, Mapping):

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from numdev.audit.attempt import Failure, one_line
-from numdev.audit.isolation import CPU, Isolated, on_device, set_torch, torch_settings
+from numdev.audit.isolation import Failure, Isolated, copied, one_line, set_torch, torch_settings
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
@@ -153,7 +152,7 @@ class Workers:
             yield from self._landed()
         if shipped:
             with self.watch("capture"):
-                located = InMemory(case=on_device(located.load(), CPU), axes=located.axes)
+                located = InMemory(case=copied(located.load(), "cpu"), axes=located.axes)
         plan = dataclasses.replace(self.plan, kernels=())  # workers find their own
         parcel = pickle.dumps((plan, [task for _, task in tasks], located, self.limit_s))
         future = self.client.submit(work, self.expected, parcel, pure=False)
@@ -278,7 +277,7 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
             process, watch = _isolated(), stopwatch(plan.system.device)
             process.limit_s = limit_s
             with watch("capture"):
-                case = on_device(located.load(), torch.device(plan.system.device))
+                case = copied(located.load(), plan.system.device)
             here = InMemory(case=case, axes=located.axes)
             return list(measured_here(here, planned, plan, process.run, watch)), watch.seconds()
     except NumdevError as error:

@@ -1,15 +1,11 @@
-"""Kernels in a process of their own, so that a crash costs one row.
+"""Kernels are foreign code: what one does wrong costs its own row.
 
-A CUDA fault ruins its process for every kernel that follows, a segmentation fault ends it, a hang
-never does. `Isolated` runs kernels in a worker with a time limit. What happens to the worker
-becomes the reason of one `Failure`, and the next task gets a new worker; as long as nothing fails,
-the worker and what it has imported and compiled are kept.
-
-The worker computes what this process would: the same import path, torch settings and layout of
-tensors, bit for bit. One pipe carries cases there and outputs back, pickled, as CPU tensors. It
-leads a process group, which is killed as a whole when the limit has passed, on Ctrl-C, on `close`,
-and by its guard when this process is gone, even by SIGKILL. (Not `multiprocessing`: its children
-import the caller's main module again, and Dask's workers may have none.)"""
+`attempt` runs a kernel here and turns what it raises into a `Failure` with its reason in words. A
+CUDA fault ruins its process, a segmentation fault ends it, a hang never does: `Isolated` runs
+kernels in a worker process with a time limit, kept as long as nothing fails, bit for bit as here.
+The worker leads a process group, killed as a whole at the limit, on Ctrl-C, on `close`, and by its
+guard when this process is gone. (Not `multiprocessing`: its children import the caller's main
+module again, and Dask's workers may have none.)"""
 
 from __future__ import annotations
 
@@ -25,19 +21,69 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from numdev.audit.attempt import Failure, attempt, one_line
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, NumdevError
+from numdev.errors import MeasurementError, NumdevError, Refused
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.output import as_output
 from numdev.layouts import strided_as
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no output. Plain words: an exception would keep the kernel's tensors alive."""
+
+    status: Literal["skipped", "failed"]
+    reason: str
+
+
+Runner = Callable[..., Output | Failure]  # `attempt`, or `Isolated.run` in a process of its own
+
+
+def attempt(
+    kernel: Kernel, case: AttentionCase, options: Mapping[str, Any], *, gradients: bool = False
+) -> Output | Failure:
+    """The kernel's output, with `gradients` that of one training step, or what went wrong. The
+    kernel gets a copy of the inputs, so that writing into them spoils no other kernel's."""
+    run = kernel.gradients if gradients else kernel.attend
+    try:
+        with torch.set_grad_enabled(gradients):
+            output = run(copied(case), **options)
+        if case.q.is_cuda:
+            torch.cuda.synchronize()  # a fault of this kernel comes out here, not in the next one
+        return output
+    except Refused as refusal:
+        return Failure("skipped", refusal.message)
+    except Exception as error:
+        return Failure("failed", one_line(error))
+    except SystemExit as stop:
+        return Failure("failed", f"it ended the program (exit code {stop.code})")
+
+
+def copied(record: Any, device: str | torch.device | None = None) -> Any:
+    """A case or an output with detached tensors of its own, or on a device, laid out alike."""
+    moved = {
+        name: strided_as(x.detach().to(device or x.device, copy=device is None), x)
+        for name, x in vars(record).items()
+        if isinstance(x, Tensor)
+    }
+    return dataclasses.replace(record, **moved)
+
+
+def one_line(error: Exception) -> str:
+    """The exception's kind and the first line of what it says, without its full stop."""
+    text = str(error).strip() or repr(error)
+    return f"{type(error).__name__}: {text.splitlines()[0].removesuffix('.')}"
+
+
+# --- in a process of its own ----------------------------------------------------------------------
 
 # What the worker's interpreter runs. First it leaves a guard: a child that waits for the other end
 # of the lifeline to be closed, as the end of numdev's process does, and then kills the group. It
@@ -56,7 +102,6 @@ serve(pipe)
 """
 TICK_S = 0.2  # how often it is looked whether the worker lives
 START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
-CPU = torch.device("cpu")
 
 
 class Isolated:
@@ -64,7 +109,7 @@ class Isolated:
 
     def __init__(self, limit_s: float = 60.0) -> None:
         self.limit_s = limit_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._ends = contextlib.ExitStack()  # of the pipe and the lifeline
         self._pipe: Connection
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker lives
@@ -75,11 +120,6 @@ class Isolated:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int | None:
-        """The worker's process, which leads a group of that number; None while there is none."""
-        return self._process.pid if self._process else None
-
     def run(
         self,
         kernel: Kernel,
@@ -88,17 +128,14 @@ class Isolated:
         *,
         gradients: bool = False,
     ) -> Output | Failure:
-        """What `attempt` gives for the kernel of this name, on the case's device.
-
-        The limit is for the kernel alone, its compilation included, without the start of a worker.
-        A worker whose kernel failed is not used again. Raises MeasurementError where the worker
-        cannot be started; any exception, Ctrl-C included, ends the worker first.
-        """
-        device = case.q.device
-        how = (kernel.name, dict(options), gradients)
-        task = pickle.dumps((*how, on_device(case, CPU), str(device), torch_settings()))
+        """What `attempt` gives for the kernel of this name. The limit is for the kernel and its
+        compilation, not for the start of a worker. Raises MeasurementError where none can be
+        started; any exception, Ctrl-C included, ends the worker first."""
+        device, on_cpu = case.q.device, copied(case, "cpu")
+        how = (kernel.name, dict(options), gradients, on_cpu, str(device), torch_settings())
+        task = pickle.dumps(how)
         try:
-            if self._process is None or self._process.poll() is not None:
+            if self.process is None or self.process.poll() is not None:
                 self._start()
             self._stderr.truncate(0)
             with contextlib.suppress(BrokenPipeError):  # it just died, and so it will be found
@@ -109,7 +146,7 @@ class Isolated:
             raise
         if isinstance(result, Output):
             try:  # a process in which foreign code ran may answer anything
-                return as_output(on_device(result, device), case)
+                return as_output(copied(result, device), case)
             except Exception as error:
                 result = _unusable(error)
         if result.status == "failed":
@@ -118,7 +155,7 @@ class Isolated:
 
     def close(self) -> None:
         """End the worker, and all that it started."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -134,7 +171,7 @@ class Isolated:
         self._ends.callback(os.close, end)
         passed = (theirs.fileno(), lifeline)
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, json.dumps([sys.path, *passed])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -151,18 +188,18 @@ class Isolated:
 
     def _answer(self, limit_s: float) -> Any:
         """What the worker sends next, or what became of it."""
-        assert self._process is not None
+        assert self.process is not None
         pipe, deadline = self._pipe, time.monotonic() + limit_s
         try:
             # A process it left behind may hold the pipe, so that its end is not told.
             while not pipe.poll(min(TICK_S, max(0.0, deadline - time.monotonic()))):
-                if self._process.poll() is not None and not pipe.poll():
-                    return self._fate(self._process)
+                if self.process.poll() is not None and not pipe.poll():
+                    return self._fate(self.process)
                 if time.monotonic() >= deadline:
                     return Failure("failed", f"no answer within {limit_s:g} s")
             return pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            return self._fate(self._process)
+            return self._fate(self.process)
         except Exception as error:
             return _unusable(error)
 
@@ -179,9 +216,8 @@ class Isolated:
             if code == -signal.SIGKILL:
                 what += ", as a system does that runs out of memory"
         self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").split("\n")
-        last = next((x.strip() for x in reversed(lines) if x.strip()), "")
-        return Failure("failed", f"{what} ({last})" if last else what)
+        said = self._stderr.read().decode(errors="replace").strip()
+        return Failure("failed", f"{what} ({said.splitlines()[-1].strip()})" if said else what)
 
 
 def _unusable(error: Exception) -> Failure:
@@ -201,23 +237,13 @@ def serve(descriptor: int) -> None:
             os.killpg(0, signal.SIGKILL)
         set_torch(settings)
         try:
-            kernel, here = find(name), on_device(case, torch.device(device))
+            kernel, here = find(name), copied(case, device)
         except NumdevError as error:
             result: Any = Failure("failed", f"not found in the isolated process: {error}")
         else:
             result = attempt(kernel, here, options, gradients=gradients)
-        answer = result if isinstance(result, Failure) else on_device(result, CPU)
+        answer = result if isinstance(result, Failure) else copied(result, "cpu")
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def on_device(record: Any, device: torch.device) -> Any:
-    """A case or an output with detached tensors on a device, which lie in memory as they did."""
-    moved = {
-        name: strided_as(x.detach().to(device), x)
-        for name, x in vars(record).items()
-        if isinstance(x, Tensor)
-    }
-    return dataclasses.replace(record, **moved)
 
 
 MATMUL, CUDNN, CUDA = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numdev
-from numdev.audit.records import recorded
 from numdev.cases import CaseRef
 from numdev.config import AuditRequest, Choice
 from numdev.errors import UsageError
@@ -208,3 +208,15 @@ def digest(data: Any) -> str:
     """A short, stable hash of plain data."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a report can hold them: what JSON has no word for (a dtype, infinity) by name."""
+    return {name: _plain(value) for name, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    plain = value is None or isinstance(value, bool | int | str)
+    if plain or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return getattr(value, "__qualname__", None) or repr(value)

@@ -1,23 +1,22 @@
-"""The rows of one measured kernel: each tensor's metrics, and what stands beside them."""
+"""The rows of a report: those of one measured kernel, of a case, and of a stored weight."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
-from numdev.audit.attempt import Failure
 from numdev.audit.bench import Bench
-from numdev.audit.plan import Task
-from numdev.audit.records import recorded
-from numdev.audit.undeclared import Likeness, with_bias_explained
+from numdev.audit.isolation import Failure
+from numdev.audit.plan import Task, recorded
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.explain.wrong_function import far_off, suspect
-from numdev.formats import Format, format_of
+from numdev.formats import FORMATS, Format, format_of, round_to
 from numdev.kernels import Kernel, Output
 from numdev.kernels.emulation.predict import returning, unexpected
 from numdev.kernels.output import GRADIENTS
@@ -25,7 +24,10 @@ from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain, measure_precision
 from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere
 from numdev.metrics.noise import noise
-from numdev.report import NOT_PREDICTED, DeviationRow
+from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow, WeightRow
+
+if TYPE_CHECKING:
+    from numdev.audit.explanations import Likeness
 
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
@@ -77,7 +79,7 @@ def rows_of(
         along[tensor] = _deviation(task, tensor, chosen, fmt, output, bench, claim, like)
         heads = along[tensor].heads
         if like is not None and tensor == "out":
-            heads = with_bias_explained(heads, like, bench.yardsticks[tensor].for_format(fmt))
+            heads = like.without_its_bias(heads, bench.yardsticks[tensor].for_format(fmt))
         if task.role == "kernel" and tensor == "out":
             _suspect(heads, chosen, output, bench)
         _finish(heads, task, tensor, runs, bench, rest)
@@ -263,3 +265,71 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
     """The options to call the kernel with: those that are not its defaults."""
     defaults = recorded(kernel.options)
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}
+
+
+# --- cases and weights ----------------------------------------------------------------------------
+
+WEIGHTS_AT_ONCE = 1 << 24
+
+
+def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:
+    """What a case is, in plain data, for the report."""
+    mask: Literal["none", "bool", "additive"] = "none"
+    if case.mask is not None:
+        mask = "bool" if case.mask.dtype == torch.bool else "additive"
+    same = ("heads", "kv_heads", "q_len", "kv_len", "is_causal", "causal_offset", "window")
+    return CaseRecord(
+        case=case.ref.case,
+        batch=case.q.shape[0],
+        head_dim=case.q.shape[3],
+        v_dim=case.v.shape[3],
+        source_format=case.format.name,
+        mask=mask,
+        sinks=case.sinks is not None,
+        grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
+        axes=dict(axes or {}),
+        **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
+    )
+
+
+def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
+    """What casting a stored tensor to a format costs.
+
+    Elements the format cannot hold, or that were not finite to begin with, are counted and left
+    out of the averages. Sums are fp64; a tensor goes by WEIGHTS_AT_ONCE elements, so that memory
+    does not depend on it.
+    """
+    lossless = fmt.contains(format_of(tensor.dtype))
+    parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
+    sums = [_cast_sums(part, None if lossless else fmt) for part in parts]
+    usable, largest, total, squares, norm = (
+        torch.stack(sums).unbind(dim=1) if sums else torch.zeros(5, 1)
+    )
+    count = int(usable.sum())
+    mean = float(total.sum()) / count if count else None
+    size = float(norm.sum()) ** 0.5
+    return WeightRow(
+        tensor=name,
+        shape=tuple(tensor.shape),
+        stored=str(tensor.dtype).removeprefix("torch."),
+        format=fmt.name,
+        elements=tensor.numel(),
+        nonfinite=tensor.numel() - count,
+        max_abs=float(largest.max()) if count else None,
+        mean_abs=mean,
+        rel=float(squares.sum()) ** 0.5 / size if count and size else None,
+    )
+
+
+def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
+    """How many elements survive the cast (None: to a format that holds them all), the largest
+    error, and the sums of |error|, error^2 and x^2 over them."""
+    wide = part.double()
+    # What float32 holds is rounded there, in a third of the time and to the same values.
+    small = fmt and part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)
+    error = (wide if fmt is None else round_to(part if small else wide, fmt)) - wide
+    usable = error.isfinite()
+    error, x = (torch.where(usable, y, 0.0) for y in (error.abs_(), wide))
+    return torch.stack(
+        [usable.sum().double(), error.max(), error.sum(), error.square().sum(), x.square().sum()]
+    )

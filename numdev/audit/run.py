@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numdev
-from numdev.audit.attempt import Runner, attempt
 from numdev.audit.bench import Selection
 from numdev.audit.cluster import Cluster, Workers, at_work
-from numdev.audit.examine import most
-from numdev.audit.isolation import Isolated
+from numdev.audit.explanations import most
+from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header
-from numdev.audit.records import weight_row
 from numdev.audit.reproduce.making import reproduce
+from numdev.audit.rows import weight_row
 from numdev.audit.task import Finished, InMemory, measured_here
 from numdev.audit.timing import Stopwatch, stopwatch
 from numdev.config import AuditRequest, SweepRequest

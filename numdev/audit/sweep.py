@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from numdev.audit.cluster import Cluster
-from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels
-from numdev.audit.records import recorded
+from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.run import Progress, Say, measure, provenance, silent
 from numdev.audit.timing import stopwatch
 from numdev.config import SweepRequest

@@ -13,15 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numdev.audit.attempt import Failure, Runner, attempt, one_line
 from numdev.audit.bench import Bench, Selection
-from numdev.audit.examine import examine, profile, remarkable
-from numdev.audit.explain_rows import explain
+from numdev.audit.explanations import beyond, examine, explain, likeness, profile, remarkable
+from numdev.audit.isolation import Failure, Runner, attempt, one_line
 from numdev.audit.plan import Plan, Planned, Task
-from numdev.audit.records import case_record
-from numdev.audit.rows import COUNTED, Measured, bare_row, formats_of, given, rows_of
+from numdev.audit.rows import COUNTED, Measured, bare_row, case_record, formats_of, given, rows_of
 from numdev.audit.timing import Stopwatch
-from numdev.audit.undeclared import beyond, likeness
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output

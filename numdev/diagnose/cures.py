@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from numdev.audit.attempt import Failure, attempt
+from numdev.audit.isolation import Failure, attempt
 from numdev.diagnose.chain import Diagnosis, biases, delta_numbers, ds_row_sum
 from numdev.diagnose.passes import Computed, Truth, computed
 from numdev.diagnose.report import CureRow, KernelRow

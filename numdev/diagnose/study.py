@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numdev.audit.journal import Journal, Row
-from numdev.audit.plan import Planned, digest, header
-from numdev.audit.records import recorded
+from numdev.audit.plan import Planned, digest, header, recorded
 from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import OF_DIAGNOSIS, stopwatch
 from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading

@@ -3,10 +3,9 @@
 Tensor code rounds wherever it casts, in forward and again where autograd comes back through the
 cast. Some of it no recipe of `emulated` describes: P that is cast before it is normalised has a
 gradient that is rounded before it is, and a maximum that is not detached gets what rounding left of
-the sum of a row of dS. So such ways are written out, to be laid beside a kernel's errors
-(`numdev.audit.undeclared`). All are sound: sums are in fp32, and nothing is rounded on its way but
-what a cast or a product of 16-bit tensors rounds once. Memory is O(q_len * kv_len). A row that sees
-no key is 0.
+the sum of a row of dS. So such ways are written out, for `numdev.audit.explanations`. All are
+sound: sums are in fp32, and nothing is rounded on its way but what a cast or a product of 16-bit
+tensors rounds once. Memory is O(q_len * kv_len). A row that sees no key is 0.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ import torch
 
 from numdev.audit.interrupt import deferred
 from numdev.audit.journal import Journal
-from numdev.audit.plan import Planned, digest, header
-from numdev.audit.records import recorded
+from numdev.audit.plan import Planned, digest, header, recorded
 from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import OF_TRAINING, Stopwatch, stopwatch
 from numdev.errors import UsageError

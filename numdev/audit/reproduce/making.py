@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.attempt import Failure, Runner
 from numdev.audit.bench import Selection
+from numdev.audit.isolation import Failure, Runner
 from numdev.audit.plan import Plan, Planned
 from numdev.audit.reproduce.reduction import reduce
 from numdev.audit.reproduce.script import figure_for, write

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.audit.records import WEIGHTS_AT_ONCE, weight_row
+from numdev.audit.rows import WEIGHTS_AT_ONCE, weight_row
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_of
 from numdev.metrics.paired import paired

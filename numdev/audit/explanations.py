@@ -1,0 +1,453 @@
+"""What explains the errors of a measured kernel: a known way of rounding, its rounding sites, the
+rows that err most, and where along a call errors are.
+
+Without a declared claim a kernel is held to `fa2`. Where it errs beyond that, other ways sound code
+rounds are tried on the same inputs (`likeness`): claims of PyTorch's fused operators, presets that
+stand for real code (not `golden2024` and `qiu2025`, whose running sums in the working format are a
+fault here), and PyTorch code with autograd's gradients. A way explains a kernel whose errors it has
+element by element: the residual |x - way| / |x - r|, rows counting alike, is at most a half over
+all tensors, and sqrt(1/2) in each beyond its limit. A prediction that is merely larger leaves 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from numdev.audit.bench import KV_TENSORS, Bench
+from numdev.audit.isolation import Failure, Runner, attempt
+from numdev.audit.plan import Task
+from numdev.audit.rows import COUNTED, Measured, formats_of, given, identity, returned
+from numdev.errors import MeasurementError, Refused, UsageError
+from numdev.explain.attribution import (
+    ENOUGH,
+    EXPLAINS,
+    FORWARD_VARIED,
+    Attribution,
+    Claim,
+    attribute,
+    row_weights,
+    weighed,
+)
+from numdev.explain.words import sentence
+from numdev.formats import Format, round_to
+from numdev.gate.rules import default_rules
+from numdev.kernels import Kernel, Output, sdpa
+from numdev.kernels.autograd_styles import WAYS, Way
+from numdev.kernels.emulation.predict import (
+    CASTS,
+    emulated_step,
+    emulation,
+    returning,
+    unexpected,
+    unpredictable,
+)
+from numdev.kernels.emulation.recipe import SITES
+from numdev.kernels.output import GRADIENTS
+from numdev.kernels.reference import attend, gradients
+from numdev.kernels.reference.results import Gradients, Reference
+from numdev.metrics.binning import starts
+from numdev.metrics.deviation import Metrics, measure
+from numdev.metrics.row_sums import Numbers
+from numdev.metrics.worst_rows import worst_rows
+from numdev.metrics.yardstick import Yardstick
+from numdev.report import AttributionRow, DeviationRow, ProfileRow, SiteShare, WorstRow
+from numdev.report.statistics import BIAS_ALPHA
+from numdev.system import System
+
+# --- a known way of rounding ---------------------------------------------------------------------
+
+Step = Mapping[str, Tensor]  # by tensor, what a way returns for the measured heads and rows
+IN_ONE = math.sqrt(0.5)  # the largest residual in a tensor that is beyond its limit
+MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no larger one is tried
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Likeness:
+    """A way of rounding that explains a kernel."""
+
+    words: str
+    """`as sdpa-flash rounds on this CPU`: the row's claim."""
+    expected: Step
+    residual: float
+    """The root mean square of all tensors'."""
+
+    def without_its_bias(self, metrics: Sequence[Metrics], yardstick: Yardstick) -> list[Metrics]:
+        """The metrics of an output, without a large bias that the way has too (two nearer each
+        other than the limit are one); `nulls` says whose it is."""
+        if not any(_excess("bias", head.get("bias_size")) > 1 for head in metrics):
+            return list(metrics)
+        way = round_to(self.expected["out"], yardstick.format)
+        explained = []
+        for head, its in zip(metrics, measure(way, yardstick).heads, strict=True):
+            size, other = head.get("bias_size"), its.get("bias_size")
+            if size and other and _excess("bias", size) > 1 >= _excess("bias", size - other):
+                why = f"{size:+.3f} ulp, {self.words}"
+                head = {**head, "bias_size": None, "nulls": {**head["nulls"], "bias_size": why}}
+            explained.append(head)
+        return explained
+
+
+def _excess(rule: str, value: float | None, row: DeviationRow | None = None) -> float:
+    """How far a value is on the way to the limit of a rule of configs/gate/default.yaml."""
+    threshold = next(t for t in default_rules().thresholds if t.name == rule)
+    return (threshold if row is None else threshold.at(row)).excess(value)
+
+
+def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
+    """The tensors of one call that are beyond what the default rules allow them beside `fa2`; none
+    where that is no matter of rounding: something is not finite, another function is suspected."""
+    if any(row.nonfinite or row.suspicion for row in rows):
+        return ()
+    tensors = ("out", "dv", "dq", "dk")
+    return tuple(t for t in tensors if _beyond([r for r in rows if r.tensor == t]))
+
+
+def _beyond(rows: Sequence[DeviationRow]) -> bool:
+    ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
+    if not ratios:
+        return False
+    worst = max((r.worst_row for r in rows if r.worst_row is not None), default=0.0)
+    values = {"error": max(ratios), "typical head": median(ratios), "worst row": worst}
+    if any(_excess(name, value, rows[0]) > 1 for name, value in values.items()):
+        return True
+    biased = (r for r in rows if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
+    return any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
+
+
+def likeness(
+    output: Output,
+    tensors: Collection[str],
+    formats: Mapping[str, Format],
+    bench: Bench,
+    system: System,
+) -> Likeness | None:
+    """The way that best explains an output of which `tensors` are beyond their limits under `fa2`;
+    `formats` are those of all that came back. None where no way does, or where an element cannot
+    be predicted (in float32). A way that cannot take the call is not tried."""
+    names = [n for n in formats if n in bench.by_row]
+    if any(unpredictable({"preset": "fa2"}, bench.case.format, formats[n]) for n in names):
+        return None
+    select = bench.selection.select
+    residuals = {n: _residual(select(getattr(output, n), n), bench.yardsticks[n]) for n in names}
+    best: Likeness | None = None
+    for words, way in _ways(formats, bench, system):
+        try:
+            expected = way()
+        except (Refused, MeasurementError, UsageError):
+            continue
+        if expected is None:
+            continue
+        left = {n: residual(expected[n]) for n, residual in residuals.items()}
+        together = math.sqrt(sum(x * x for x in left.values()) / len(left))
+        explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in tensors)
+        if explains and (best is None or together < best.residual):
+            best = Likeness(words=words, expected=expected, residual=together)
+        if together <= ENOUGH:
+            break
+    return best
+
+
+def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
+    """|x - way| / |x - r| as a function of the way's tensor, rows counting alike; where x has no
+    error 0, or infinity if the way errs."""
+    wide = x.double()
+    weight = row_weights(x, y.reference, y.term_scale.norm(dim=-1), y.format)
+    size = float(weighed(wide - y.reference, weight).norm())
+
+    def residual(expected: Tensor) -> float:
+        left = float(weighed(wide - expected.double(), weight).norm())
+        return left / size if size else (math.inf if left else 0.0)
+
+    return residual
+
+
+def _ways(
+    formats: Mapping[str, Format], bench: Bench, system: System
+) -> Iterator[tuple[str, Callable[[], Step | None]]]:
+    """What is tried, in words, the likeliest first."""
+    place = "GPU" if system.device == "cuda" else "CPU"
+    claims: dict[str, Mapping[str, Any]] = {
+        f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
+        for name, operator in sdpa.OPERATORS[system.device].items()
+    }
+    claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
+    for words, claim in claims.items():
+        yield words, functools.partial(bench.predicted, returning(claim, bench.case, formats))
+    if bench.case.working is None and set(formats.values()) == {bench.case.format}:
+        for words, way in WAYS.items():
+            yield words, functools.partial(_written, way, bench)
+
+
+def _written(way: Way, bench: Bench) -> Step | None:
+    """What a way that is written out returns, and autograd's gradients of it."""
+    case = bench.measured
+    if case.sinks is not None or case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
+        return None
+    key = f"written {way!r}"
+    if key not in bench.predictions:
+        kernel = Kernel(name="written", function=way, any_rows=True)
+        with bench.watch("predictions"):
+            output = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
+        if isinstance(output, Failure):
+            return None
+        tensors = {n: getattr(output, n) for n in ("out", *GRADIENTS) if n in bench.by_row}
+        bench.predictions[key] = {n: x.float() for n, x in tensors.items() if x is not None}
+    return bench.predictions[key]
+
+
+# --- rounding sites ------------------------------------------------------------------------------
+
+# How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
+# Where gradients are, heads come in whole groups, at least one of them.
+MOST_HEADS = 4
+KEPT_BYTES = 1 << 30  # how much of the emulations is kept; the first are what tensors share
+TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
+
+
+def explain(
+    task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
+) -> list[AttributionRow]:
+    """Which roundings make the errors of the task's kernel, by tensor it returned; none where it
+    returned nothing. "Unknown" where emulations predict nothing, as in fp32, and on failure."""
+    if kernel.missing(system):
+        return []
+    case, heads, options = bench.case, bench.selection.heads, given(task.options, kernel)
+    try:
+        output = run(kernel, case, options, gradients=task.gradients)
+        if task.gradients and isinstance(output, Failure):
+            output = run(kernel, case, options)
+        if isinstance(output, Failure):
+            return []
+        claim = kernel.claims(case, output, system)
+        compared = _Compared(bench, output)
+    except COUNTED as error:
+        return [_row(task, "out", chosen(heads), None, f"it could not be tried ({error})")]
+    rows = []
+    for tensor in compared.formats:
+        found, unknown = None, compared.unpredictable(tensor, claim)
+        if not unknown:
+            try:
+                found = compared.attribution(tensor, claim)
+            except COUNTED as error:
+                unknown = f"it could not be tried ({error})"
+        rows.append(_row(task, tensor, compared.heads[tensor], found, unknown))
+        if tensor == "out":
+            claim = _informed(claim, found)
+    return rows
+
+
+class _Compared:
+    """Some heads of a kernel's output, in the measured rows, the truth, and emulations of them."""
+
+    def __init__(self, bench: Bench, output: Output) -> None:
+        case, select, self.output = bench.case, bench.selection, output
+        tensors = {t: x for t in CASTS if (x := getattr(output, t)) is not None}
+        self.formats = {t: returned(x, case) for t, x in tensors.items()}
+        if backward := "dq" in tensors:
+            heads, kv_heads = whole_groups(select.heads, case.group)
+            some = case.select_groups(list(kv_heads))
+        else:
+            heads, kv_heads = chosen(select.heads), ()
+            some = case.select_heads(list(heads))
+        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in CASTS}
+        self.rows = select.queries
+        self.case = some if self.rows is None else some.select_rows(self.rows)
+        self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
+        self.kept: dict[str, dict[str, Tensor]] = {}
+
+    def unpredictable(self, tensor: str, claim: Claim | None) -> str | None:
+        if self.rows is not None and tensor in KV_TENSORS:
+            return "query rows are sampled, and a key's gradient is a sum over all of them"
+        return unpredictable(claim or {"preset": "fa2"}, self.case.format, self.formats[tensor])
+
+    def attribution(self, tensor: str, claim: Claim | None) -> Attribution | None:
+        output = getattr(self.output, tensor)[:, list(self.heads[tensor])]
+        return attribute(
+            output if self.rows is None else output[:, :, self.rows],
+            getattr(self.exact, tensor),
+            getattr(self.exact, TERMS[tensor]).norm(dim=-1),
+            self.case.format,
+            claim,
+            lambda tried: self.emulated(tensor, tried),
+            tensor=tensor,
+            group=self.case.group,
+        )
+
+    def emulated(self, tensor: str, tried: Claim) -> Tensor:
+        """One emulation of backward serves all three gradients; the output needs none."""
+        recipe = returning(tried, self.case, self.formats)
+        key = f"{tensor == 'out'} {sorted(recipe.items())!r}"
+        if key in self.kept:
+            return self.kept[key][tensor]
+        if tensor == "out":
+            step = {"out": emulation(self.case, recipe)}
+        else:
+            step = {t: x for t, x in emulated_step(self.case, recipe).items() if t != "out"}
+        if sum(x.nbytes for kept in self.kept.values() for x in kept.values()) < KEPT_BYTES:
+            self.kept[key] = step
+        return step[tensor]
+
+
+def _informed(claim: Claim | None, found: Attribution | None) -> Claim | None:
+    """The claim with the tiles that explain the output, where it was right but for those."""
+    if claim is None or found is None or found.why_not:
+        return claim
+    shown = found.best.claim
+    if shown.get("preset") != claim.get("preset", "fa2"):
+        return claim
+    rest = {k: v for k, v in claim.items() if k not in FORWARD_VARIED}
+    return {**rest, **{k: v for k, v in shown.items() if k in FORWARD_VARIED}}
+
+
+def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:
+    """At most so many of them, evenly spread."""
+    return heads[:: max(1, len(heads) // most)][:most]
+
+
+def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """About MOST_HEADS query heads, all that read some of the kv heads these read, and those kv
+    heads: dK and dV are sums over a group."""
+    kv = chosen(tuple(dict.fromkeys(h // group for h in heads)), max(1, MOST_HEADS // group))
+    return tuple(h * group + i for h in kv for i in range(group)), kv
+
+
+def _row(
+    task: Task,
+    tensor: str,
+    heads: tuple[int, ...],
+    found: Attribution | None,
+    unknown: str | None,
+) -> AttributionRow:
+    fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
+    fields |= {"explained_by": None, "reason": unknown, "sentence": ""}
+    if found is not None:
+        shares = [{**dataclasses.asdict(s), "rounds": SITES[s.site].rounds} for s in found.shares]
+        fields |= {
+            "explained_by": None if found.why_not else found.best.preset,
+            "reason": found.why_not,
+            "nearest": found.best.preset,
+            "recipe": dict(found.best.claim),
+            "residual": found.best.residual,
+            "size": found.best.ratio,
+            "next_preset": found.next.preset,
+            "next_residual": found.next.residual,
+            "sites": tuple(SiteShare(**share) for share in shares),
+        }
+    row = AttributionRow(**fields)
+    return row.model_copy(update={"sentence": sentence(row)})
+
+
+# --- the rows that err most ----------------------------------------------------------------------
+
+SHOWN = 3  # rows in a report's summary
+# From this multiple of what is predicted for it a row is shown. In sound kernels on a model's own
+# inputs the worst is at 1.01 in forward and 1.42 in backward (the demo, bfloat16): naming those
+# would be noise. Half as far as the smallest limit of the rules (`worst row`, 5), so that what
+# comes near one is seen.
+NOTABLE = 2.0
+# The same, whatever the order in which the two places that compute a ratio add up its squares.
+NEARLY = NOTABLE * (1 - 1e-9)
+PLACE = ("case", "layer", "call", "tensor", "head", "batch", "row")
+
+
+def examine(
+    task: Task, kernel: Kernel, measured: Measured, bench: Bench, system: System
+) -> list[WorstRow]:
+    """The worst rows of each tensor of a measured task, beside what its rows were held to; none
+    where it returned nothing."""
+    output, held_to, select = measured.output, measured.held_to, bench.selection
+    worst: list[WorstRow] = []
+    if output is None:
+        return worst
+    try:
+        claim = kernel.claims(bench.case, output, system)
+        formats = formats_of(output, bench)
+        for tensor, fmt in formats.items():
+            if tensor in KV_TENSORS and len(select.heads) != bench.case.heads:
+                continue  # what a key receives comes from query heads that are not measured
+            predicted = None
+            if tensor in bench.by_row and unexpected(claim, bench.case.format, fmt) is None:
+                held_to = held_to or bench.predicted(returning(claim, bench.case, formats))
+                predicted = held_to[tensor]
+            worst += worst_rows(
+                bench.case,
+                select.select(getattr(output, tensor), tensor),
+                bench.yardsticks[tensor].for_format(fmt),
+                select.heads_of(tensor),
+                predicted=predicted,
+                tensor=tensor,
+                lse=bench.lse if tensor in KV_TENSORS else None,
+                rows=select.rows_of(tensor),
+                identity=identity(task),
+            )
+    except COUNTED:
+        pass
+    return worst
+
+
+def remarkable(rows: Iterable[DeviationRow]) -> bool:
+    """Whether some row of some head errs NOTABLE times what is predicted for it, or is not finite,
+    or nothing is predicted: whether `most` may show one."""
+    return any(
+        row.status == "ok"
+        and row.tensor != "lse"
+        and (row.worst_row is None or row.worst_row >= NEARLY or bool(row.nonfinite))
+        for row in rows
+    )
+
+
+def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
+    """Those a summary shows: what is not finite and should be, then the largest ratios to what is
+    predicted, from NOTABLE on; each row once."""
+    notable = [r for r in rows if r.nonfinite or (r.predicted and (r.ratio or 0.0) >= NOTABLE)]
+    unique: dict[tuple[object, ...], WorstRow] = {}
+    for row in sorted(notable, key=lambda row: (-row.nonfinite, -(row.ratio or 0.0))):
+        unique.setdefault(tuple(getattr(row, name) for name in PLACE), row)
+    return tuple(list(unique.values())[:SHOWN])
+
+
+# --- along a call --------------------------------------------------------------------------------
+
+OF_PROFILE = ("case", "layer", "attends", "role", "kernel", "options", "format")
+
+
+def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow]:
+    """How each tensor errs along its call, by bin of positions; none where there are no bins, and
+    of planted faults. Errors are root mean squares in the unit of `row_rel`. Not times the floor,
+    which is 0 where a row sees one key: its result is a row of V and needs no rounding."""
+    rows: list[ProfileRow] = []
+    about = {name: x for name, x in identity(task).items() if name in OF_PROFILE}
+    for tensor, deviation in measured.along.items() if task.role != "control" else ():
+        along, length = deviation.along, bench.selection.length_of(tensor)
+        if not along:
+            continue
+        predicted = None
+        if task.role == "kernel" and "predicted" in along:
+            least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
+            predicted = _rms(least, along["expected_count"])
+        shown = {
+            "tensor": tensor,
+            "length": length,
+            "starts": starts(length),
+            "counts": [int(n) for n in along["counted"]],
+            "errors": _rms(along["relative"], along["counted"]),
+            "predicted": predicted,
+        }
+        rows.append(ProfileRow.model_validate({**about, **shown}))
+    return rows
+
+
+def _rms(squares: Numbers, counts: Numbers) -> tuple[float | None, ...]:
+    """Of each bin, to four digits; None where it has no row."""
+    with np.errstate(all="ignore"):
+        values = np.sqrt(squares / counts)
+    return tuple(float(f"{x:.4g}") if math.isfinite(x) else None for x in values)
