@@ -13,7 +13,7 @@ from typing import Any
 
 from numdev.audit.check import Backward, check, one_thread
 from numdev.audit.check_cases import CheckSource, Named
-from numdev.audit.reproduce.script import folder_of, name_of
+from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
 from numdev.gate import check_words as checkwords

@@ -23,9 +23,9 @@ import torch
 from on_bench import measured_rows
 from oracles import make_case
 
+from numdev.audit import script as reproducer
 from numdev.audit.plan import Task
-from numdev.audit.reproduce import script as reproducer
-from numdev.audit.reproduce.reduction import at_positions, part, reduce
+from numdev.audit.reproduce import at_positions, part, reduce
 from numdev.cases import AttentionCase, explicit_mask, visible
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import format_named

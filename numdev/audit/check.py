@@ -19,7 +19,7 @@ import torch
 from numdev.audit.check_cases import CheckSource
 from numdev.audit.isolation import attempt, copied, one_line
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
-from numdev.audit.reproduce.making import reproduce
+from numdev.audit.reproduce import reproduce
 from numdev.audit.run import provenance
 from numdev.audit.task import Rows, measured_here
 from numdev.audit.timing import stopwatch

@@ -20,7 +20,7 @@ from numdev.audit.explanations import most
 from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header
-from numdev.audit.reproduce.making import reproduce
+from numdev.audit.reproduce import reproduce
 from numdev.audit.rows import weight_row
 from numdev.audit.task import Finished, InMemory, measured_here
 from numdev.audit.timing import Stopwatch, stopwatch

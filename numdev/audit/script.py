@@ -1,11 +1,9 @@
 """A finding as a bug report: a short script that needs torch alone, its tensors, a few words.
 
 The script reads the tensors, computes the answer in fp64 by the definition, runs the kernel as a
-user would (PyTorch, the baseline, or a function of q, k and v are spelled out, with the arguments
-numdev gives them), prints the figure of the finding, and exits with 1 if it shows. Nothing of
-numdev is in it, unless the kernel itself is written for numdev. The text is in the template
-`data/reproducer/reproduce.py.j2`; here is what it is told. The case is written as it is given:
-`numdev.audit.reproduce.reduction` makes it small beforehand.
+user would, prints the figure of the finding, and exits with 1 if it shows. Nothing of numdev is in
+it, unless the kernel itself is written for numdev. The text is in the template
+`data/reproducer/reproduce.py.j2`; here is what it is told.
 """
 
 from __future__ import annotations
@@ -98,17 +96,14 @@ def write(
 ) -> Path:
     """Write reproduce.py and tensors.safetensors into `directory`; returns the script.
 
-    `tensor` is out, lse, dq, dk or dv; `head` a query head, or a kv head for dk and dv. A case with
-    grad_out is a training step: inputs require gradients also where `tensor` is out or lse.
-    `metric` is one of FIGURES, `noise`, or `raises` for a kernel that fails; `observed` is its
-    value for this case, in the unit of the report. The script says that the deviation shows from
-    `limit` on: by default half of what was observed, and a single element for `nonfinite`.
-    `options` are those that are not the kernel's defaults. `folder` is where the module of the
-    kernel is looked for last.
+    `head` is a kv head for dk and dv. With grad_out inputs require gradients also where `tensor` is
+    out or lse. `metric` is one of FIGURES, `noise`, or `raises` for a kernel that fails; `observed`
+    is its value for this case. The deviation shows from `limit` on: by default half of what was
+    observed, and a single element for `nonfinite`. `options` are those that are not the kernel's
+    defaults; `folder` is where its module is looked for last.
 
     Raises UsageError for an option that has no spelling, MeasurementError for a format that torch
-    has no dtype for, gradients of inputs that are not finite, and where the directory cannot be
-    written.
+    has no dtype for, gradients of inputs that are not finite, and where nothing can be written.
     """
     training, backward = case.grad_out is not None, tensor in GRADIENTS
     if case.working is not None:
@@ -129,6 +124,7 @@ def write(
     if system.gpu:
         where = f"{system.gpu}, driver {system.driver}, CUDA {system.cuda}"
     present = {n: x for n in (*REQUIRED, *OPTIONAL) if (x := getattr(case, n)) is not None}
+    about = f"{kernel.name}{given}, torch {system.packages.get('torch', '?')}, {where}"
     facts: dict[str, Any] = {
         **{"imports": (), "needs": "", "backend": None},
         **call,
@@ -148,8 +144,7 @@ def write(
         "limit": limit,
         "folder": None if folder is None else str(folder),
         "runs": RUNS_OF_NOISE,
-        "about": f"Measured: {kernel.name}{given}, torch {system.packages.get('torch', '?')}, "
-        f"{where}.",
+        "about": f"Measured: {about}.",
     }
     templates = Environment(
         loader=PackageLoader("numdev", "data/reproducer"),
@@ -190,28 +185,26 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
     (its mask explicit)."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
-        return _sdpa(name, case)
+        return _sdpa(case, BACKENDS[name])
     if name == "baseline":
         words = "plain attention as eager model code has it, every product in the working format"
         return case, {"call": "baseline", "kernel_words": words}
-    if ":" not in name and kernel.adapted is not None:
-        return _function(name, kernel.adapted, options, case)
-    if ":" in name:
-        function = imported(name, "kernel")
-        if next(iter(inspect.signature(function).parameters), "") != "case":
-            return _function(name, function, options, case)
-    imports = ("from numdev.cases import AttentionCase, CaseRef", "from numdev.kernels import find")
+    function = imported(name, "kernel") if ":" in name else kernel.adapted
+    if function and next(iter(inspect.signature(function).parameters), "") != "case":
+        return _function(name, function, options, case)
     return case, {
         "call": "numdev",
         "kernel_words": f"{name}, a kernel written for numdev",
         "arguments": "".join(f", {n}={literal(x)}" for n, x in options.items()),
-        "imports": imports,
+        "imports": (
+            "from numdev.cases import AttentionCase, CaseRef",
+            "from numdev.kernels import find",
+        ),
         "needs": "numdev",
     }
 
 
-def _sdpa(name: str, case: AttentionCase) -> Call:
-    backend = BACKENDS[name]
+def _sdpa(case: AttentionCase, backend: str | None) -> Call:
     by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
     if case.restricts_positions and not by_flag:
         case = _with_mask(case, explicit_mask(case))

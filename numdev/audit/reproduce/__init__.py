@@ -1,1 +1,0 @@
-"""A finding as a script that shows it with PyTorch alone."""
