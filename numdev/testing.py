@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.check import Backward, check, one_thread
-from numdev.audit.check_cases import CheckSource, Named
+from numdev.audit.check import Backward, CheckSource, Named, check, one_thread
 from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError

@@ -27,7 +27,7 @@ from torch import Tensor
 import numdev
 from numdev.audit import check
 from numdev.audit import rows as audit_rows
-from numdev.audit.check_cases import CheckSource, default_cases
+from numdev.audit.check import CheckSource, default_cases
 from numdev.errors import MeasurementError, UsageError
 from numdev.testing import CheckFailed, check_attention
 

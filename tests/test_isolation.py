@@ -174,9 +174,10 @@ def test_a_worker_that_died_between_tasks_is_replaced(
 ) -> None:
     """That is no fault of the next kernel."""
     ran(shared, "baseline", case, {})
-    assert shared.process.pid is not None
-    os.kill(shared.process.pid, signal.SIGKILL)
-    wait_for(lambda: gone(shared.process.pid or 0))
+    assert shared.process is not None
+    pid = shared.process.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: gone(pid))
     assert isinstance(ran(shared, "baseline", case, {}), Output)
 
 

@@ -19,7 +19,7 @@ from on_bench import prepare
 from torch import Tensor
 
 from numdev.audit import check
-from numdev.audit.check_cases import CheckSource
+from numdev.audit.check import CheckSource
 from numdev.audit.explanations import Likeness, examine, likeness
 from numdev.audit.plan import Task
 from numdev.audit.task import measure_task

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,15 @@ from typing import Any, Literal
 
 import torch
 
-from numdev.audit.check_cases import CheckSource
 from numdev.audit.isolation import attempt, copied, one_line
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.run import provenance
-from numdev.audit.task import Rows, measured_here
-from numdev.audit.timing import stopwatch
+from numdev.audit.task import InMemory, Rows, measured_here
+from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
-from numdev.errors import Refused
+from numdev.config import CaseConfig, CheckConfig
+from numdev.errors import Refused, UsageError, closest
 from numdev.gate.findings import findings_of
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules
@@ -33,11 +34,19 @@ from numdev.kernels import Kernel
 from numdev.kernels.output import GRADIENTS, differentiate
 from numdev.report import AuditReport, Finding
 from numdev.report.summary import summarise
+from numdev.sources.loss import with_drawn
+from numdev.sources.opening import ConfigSource, Located
+from numdev.sources.synthetic import REGIMES
+from numdev.sources.tensorfile import holds_cases, open_cases
 from numdev.system import System
+from numdev.yamlfile import bundled, read_yaml, validated
 
 SECONDS = 3.0  # how long a finding is made smaller: somebody waits for the test
 TRIED = 3  # so many findings are tried before there is no script
+SHAPE = {"batch": 2, "heads": 4, "seq_len": 129, "head_dim": 64}  # of a case that does not say
+FEATURES = bundled("check/features.yaml")  # one feature a case
 Backward = bool | Literal["auto"]
+Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +102,7 @@ def check(
         gradients=backward is not False,
         repeats=2,
     )
-    watch = stopwatch(system.device)
+    watch = Stopwatch(system.device)
     done: dict[str, Rows] = {}
     for located in source:
         tasks = plan.tasks(located.ref)
@@ -147,35 +156,21 @@ def _scripts(
 def declining(kernel: Kernel) -> Kernel:
     """The kernel, with a NotImplementedError taken for a refusal, and failing where it writes into
     its inputs. A NotImplementedError in the backward pass is that of a kernel that has none."""
-    step = kernel.backward
-    if step == "autograd":
 
-        def step(case: Any, **options: Any) -> Any:
-            return differentiate(lambda c: kernel.function(c, **options), case)
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(case: AttentionCase, **options: Any) -> Any:
+            try:
+                return function(case, **options)
+            except NotImplementedError as error:
+                raise Refused(one_line(error)) from error
 
-    return dataclasses.replace(
-        kernel,
-        function=_intact(_refusing(kernel.function)),
-        backward=_refusing(step) if callable(step) else None,
-    )
+        return run
 
-
-def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except NotImplementedError as error:
-            raise Refused(one_line(error)) from error
-
-    return run
-
-
-def _intact(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(case: AttentionCase, **options: Any) -> Any:
+    @functools.wraps(kernel.function)
+    def intact(case: AttentionCase, **options: Any) -> Any:
         before = copied(case)
-        result = function(case, **options)
+        result = kernel.function(case, **options)
         names = ("q", "k", "v", "mask", "sinks")
         both = {name: (getattr(case, name), getattr(before, name)) for name in names}
         written = [n for n, (x, was) in both.items() if x is not None and not x.equal(was)]
@@ -183,4 +178,93 @@ def _intact(function: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(f"it writes into its inputs ({', '.join(written)})")
         return result
 
-    return run
+    step = kernel.backward
+    if step == "autograd":
+
+        def step(case: AttentionCase, **options: Any) -> Any:
+            return differentiate(lambda c: kernel.function(c, **options), case)
+
+    backward = refusing(step) if callable(step) else None
+    return dataclasses.replace(kernel, function=refusing(intact), backward=backward)
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+class CheckSource(ConfigSource):
+    """Cases named by a kernel's author (None: configs/check/default.yaml): a name of these or of a
+    regime of inputs, a YAML file, captured tensors, a mapping with the keys of a YAML case, a call
+    at hand. Drawn ones come once for each seed, with grad_out if wanted. Raises UsageError for a
+    name that is none, for what cannot be read, and for two cases of one name."""
+
+    def __init__(
+        self,
+        named: Sequence[Named] | None,
+        seeds: Sequence[int],
+        device: str,
+        *,
+        gradients: bool,
+    ) -> None:
+        if not seeds:
+            raise UsageError("no seed is given", hint="give one, for example seeds=0")
+        self._seeds, self._device, self._gradients = tuple(seeds), device, gradients
+        self.target = "default cases" if named is None else "given cases"
+        self.cases = [] if named is not None else self._drawn(default_cases())
+        for number, each in enumerate(named or ()):
+            self.cases += self._located(each, number)
+        if not self.cases:
+            raise UsageError("there is no case to check", hint="leave `cases` out for the default")
+        names = Counter((located.ref.case, located.ref.seed) for located in self.cases)
+        (name, _), count = names.most_common(1)[0]
+        if count > 1:
+            raise UsageError(f"{count} cases are called {name!r}", hint="name each differently")
+
+    def describe(self) -> dict[str, Any]:
+        names = dict.fromkeys(located.ref.case for located in self.cases)
+        return {**super().describe(), "named": list(names)}
+
+    def _located(self, named: Named, number: int) -> Sequence[Located]:
+        if isinstance(named, AttentionCase):
+            case = copied(named, self._device)
+            lacks = self._gradients and case.grad_out is None
+            return [InMemory(case=with_drawn(case, self._seeds[0]) if lacks else case)]
+        if isinstance(named, Mapping):
+            return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
+        path = Path(named)
+        if path.suffix in (".yaml", ".yml"):
+            return self._drawn(read_yaml(path, CheckConfig).cases)
+        if not isinstance(named, Path) and not path.exists():
+            return self._drawn(_by_name(named))
+        if not holds_cases(path):
+            raise UsageError(
+                f"{path}: holds no captured tensors", hint="see docs/inputs.md, or give a .yaml"
+            )
+        seed = self._seeds[0] if self._gradients else None
+        return open_cases(path, device=self._device, upstream=seed).cases
+
+    def _drawn(self, configs: Sequence[CaseConfig]) -> list[Located]:
+        on, seeds = System(device=self._device), self._seeds
+        source = ConfigSource(self.target, configs, seeds, on, gradients=self._gradients)
+        return list(source)
+
+
+def default_cases() -> tuple[CaseConfig, ...]:
+    """configs/check/default.yaml."""
+    return read_yaml(bundled("check/default.yaml"), CheckConfig).cases
+
+
+def _by_name(name: str) -> Sequence[CaseConfig]:
+    """A case of the default set, or a regime of inputs, without and with a causal mask."""
+    known = {config.name: config for config in default_cases()}
+    if name in known:
+        return [known[name]]
+    if name not in REGIMES:
+        raise UsageError(
+            f"no case, no regime of inputs and no file is called {name!r}",
+            hint=closest(name, [*known, *REGIMES]),
+        )
+    return _configured({**SHAPE, "name": name, "inputs": name, "causal": [False, True]})
+
+
+def _configured(case: Mapping[str, Any]) -> Sequence[CaseConfig]:
+    return validated({"cases": [case]}, CheckConfig, "cases").cases

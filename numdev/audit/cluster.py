@@ -34,7 +34,7 @@ from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
 from numdev.audit.task import Finished, InMemory, measured_here
-from numdev.audit.timing import Stopwatch, stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import control_named
@@ -274,7 +274,7 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
             _check(known)  # first: another version might not even read the parcel
             plan, tasks, located, limit_s = pickle.loads(parcel)
             planned = [(_planned(task, known["kernels"]), task) for task in tasks]
-            process, watch = _isolated(), stopwatch(plan.system.device)
+            process, watch = _isolated(), Stopwatch(plan.system.device)
             process.limit_s = limit_s
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)

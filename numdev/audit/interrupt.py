@@ -45,18 +45,15 @@ def watching() -> Iterator[Callable[[], None]]:
 def deferred() -> Iterator[None]:
     """An interrupt that comes in here takes effect at the end, for what must not be done by halves.
     A second one takes effect at once."""
-    came, before = 0, None
+    came = False
 
     def remember(number: int, frame: Any) -> None:
         nonlocal came
-        came += 1
-        if came > 1:
-            signal.signal(signal.SIGINT, before)
-            signal.raise_signal(number)
+        if came:
+            raise KeyboardInterrupt
+        came = True
 
-    try:
-        with _handling(remember) as before:
-            yield
-    finally:
-        if came == 1:
-            signal.raise_signal(signal.SIGINT)
+    with _handling(remember):
+        yield
+    if came:
+        raise KeyboardInterrupt

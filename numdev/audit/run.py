@@ -23,7 +23,7 @@ from numdev.audit.plan import Plan, header
 from numdev.audit.reproduce import reproduce
 from numdev.audit.rows import weight_row
 from numdev.audit.task import Finished, InMemory, measured_here
-from numdev.audit.timing import Stopwatch, stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
 from numdev.explain.words import explanations
@@ -72,7 +72,7 @@ def audit(
     MeasurementError when a sound request could not be carried out.
     """
     system = System.here(request.device)
-    watch = stopwatch(system.device)
+    watch = Stopwatch(system.device)
     plan = Plan.of(request, system)
     with watch("capture"):
         source = open_source(request, system)

@@ -12,7 +12,7 @@ from pathlib import Path
 from numdev.audit.cluster import Cluster
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.run import Progress, Say, measure, provenance, silent
-from numdev.audit.timing import stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.config import SweepRequest
 from numdev.kernels import find
 from numdev.report import CaseRecord, SweepReport, SweepSummary
@@ -89,7 +89,7 @@ def sweep(
     `workers`: who measures; None: this process.
     """
     request, grid = planned.request, planned.grid
-    watch = stopwatch(planned.plan.system.device)
+    watch = Stopwatch(planned.plan.system.device)
     results = measure(
         *(planned.source, planned.plan, request, request.measured(), directory, watch),
         workers=workers,

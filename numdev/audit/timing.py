@@ -15,15 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 SECTIONS = (
     *("capture", "kernels", "reference", "predictions", "metrics", "baseline", "weights", "other"),
 )
-OF_DIAGNOSIS = ("capture", "chain", "cures", "kernels", "other")
-OF_TRAINING = ("training", "metrics", "saving", "other")
 TOTAL = "total"
 
 
 class Stopwatch:
     """Runs from when it is made. `with watch("reference"):` counts for that section."""
 
-    def __init__(self, sections: Sequence[str] = SECTIONS, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", sections: Sequence[str] = SECTIONS) -> None:
         self._spent = dict.fromkeys(sections, 0.0)
         self._open = ["other"]
         self._waits = device == "cuda"
@@ -71,15 +69,9 @@ class Stopwatch:
         self._last = now
 
 
-def stopwatch(device: str, sections: Sequence[str] = SECTIONS) -> Stopwatch:
-    """A running one, which waits for the device where there is one."""
-    return Stopwatch(sections, device)
-
-
 def words(timings: Mapping[str, float]) -> str:
     """`12.3 s: capture 2.1, kernels 0.8`, without what rounds to 0.0; empty without times."""
     if TOTAL not in timings:
         return ""
-    parts = dict.fromkeys((*SECTIONS, *OF_TRAINING, *OF_DIAGNOSIS))
-    shares = [f"{s} {timings[s]:.1f}" for s in parts if timings.get(s, 0.0) >= 0.05]
+    shares = [f"{s} {x:.1f}" for s, x in timings.items() if s != TOTAL and x >= 0.05]
     return f"{timings[TOTAL]:.1f} s{': ' if shares else ''}{', '.join(shares)}"

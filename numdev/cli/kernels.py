@@ -55,7 +55,7 @@ def kernels(device: str, checked: str | None, as_json: bool) -> None:
 
 def _check(kernel: Kernel, system: System, *, as_json: bool) -> int:
     """Print what the check of a kernel found; the exit code."""
-    from numdev.audit.check_cases import FEATURES
+    from numdev.audit.check import FEATURES
     from numdev.report.foreign import json_text
     from numdev.testing import check_kernel
 

@@ -15,7 +15,7 @@ from typing import Any
 from numdev.audit.journal import Journal, Row
 from numdev.audit.plan import Planned, digest, header, recorded
 from numdev.audit.run import Progress, provenance
-from numdev.audit.timing import OF_DIAGNOSIS, stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Reading
 from numdev.diagnose import report as records
 from numdev.diagnose.chain import diagnosed
@@ -58,7 +58,7 @@ def diagnose(
     notes += left_out
     hashes = {stage.name: stage.sha256 for stage in stages}
     head = header(request.model_dump(mode="json"), system, kernels, {"stages": hashes})
-    watch = stopwatch(system.device, OF_DIAGNOSIS)
+    watch = Stopwatch(system.device, ("capture", "chain", "cures", "kernels", "other"))
 
     def rows_of(stage: Stage, located: Located) -> dict[str, Sequence[Row]]:
         """The rows of one call, by kind."""

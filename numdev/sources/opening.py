@@ -172,7 +172,7 @@ class ConfigSource(Source):
         for config in configs:
             check(config.inputs.name, config.inputs.options)
         self.target = target
-        self.cases = [
+        self.cases: list[Located] = [
             Drawn(config=c, seed=seed, source=target, device=system.device, gradients=gradients)
             for c in configs
             for seed in seeds

@@ -18,7 +18,7 @@ from numdev.audit.interrupt import deferred
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Planned, digest, header, recorded
 from numdev.audit.run import Progress, provenance
-from numdev.audit.timing import OF_TRAINING, Stopwatch, stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.errors import UsageError
 from numdev.kernels import find
 from numdev.system import System
@@ -51,7 +51,7 @@ def train(
     until = None if stop_after is None else time.monotonic() + stop_after
     with deterministic(wanted=request.deterministic):  # cuBLAS asks when CUDA starts
         system = System.here(request.device)
-        watch = stopwatch(system.device, OF_TRAINING)
+        watch = Stopwatch(system.device, ("training", "metrics", "saving", "other"))
         plan = _planned(request, system)
         device = torch.device(system.device)
         data = load(request.data, request.model, request.batch, device)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from numdev.audit.run import Progress, provenance
-from numdev.audit.timing import stopwatch
+from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, UsageError
 from numdev.report.io import claim
 from numdev.sources.files import some
@@ -59,7 +59,7 @@ def weights(
     system = System.here(device)
     opened = [open_weights(target) for target in targets]
     claim(directory, "weights", request, overwrite=overwrite)
-    watch = stopwatch(system.device)
+    watch = Stopwatch(system.device)
     rows: list[TensorRow] = []
     sums: list[pairs.Sums] = []
     with watch("weights"):
