@@ -460,6 +460,7 @@ IDS = {"source": "tokens", "files": ["{data}"], "vocabulary": 7}
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"steps": 10**30}, "steps: Input should be less than or equal to 10000000"),
         ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'"),
         (
             {"model": {**SMALL["model"], "kv_heads": 1}},

@@ -96,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if os.environ.get(COMPLETION):
             raise  # click has answered the shell, and ends the program so
         _fail(f"the code of a kernel ended the program (exit code {stop.code})", 3)
+    except MemoryError:
+        _fail("the memory is full; ask for less", 3)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}; is there room, and may you write there?", 3)

@@ -19,7 +19,7 @@ STOP = "Stop then, with everything saved; the same command continues."
     "train configs/train/tiny-ci.yaml",
 )
 @click.argument("config", type=FILE)
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", help=STEPS)
+@click.option("--steps", type=click.IntRange(1, 10_000_000), metavar="N", help=STEPS)
 @click.option(
     "--stop-after", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help=STOP
 )

@@ -26,6 +26,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Above = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=0, strict=True)]
 Keys = tuple[Set[str], Set[str]]  # keys that must be given, and those that may be
+MOST_STEPS = 10_000_000
 LEAST_BPE = 258  # tokens of the smallest tokenizer: the bytes, and two of its own
 DIFFERENCES = {
     *("kernel", "backward_kernel", "format", "attention_format", "seed", "data_order"),
@@ -197,7 +198,7 @@ class _Run(Strict):
     model: ModelConfig
     data: DataConfig
     batch: Positive
-    steps: Positive
+    steps: Annotated[int, Field(gt=0, le=MOST_STEPS, strict=True)]
     checkpoints: Checkpoints | None = None
     deterministic: bool = True  # whether PyTorch is told to use deterministic algorithms alone
     save_every: Above = 300.0  # seconds after which the state of a run is saved, to continue from
