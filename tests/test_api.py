@@ -1,7 +1,7 @@
 """The public API: what it promises of sound kernels, of faulty ones, and of what cannot be run.
 
 The faulty kernels are those of benchmarks/planted.py, each sound but for one fault that
-tests/test_planted.py holds to an fp64 computation of the very mistake. Here each must be caught by
+tests/test_power.py holds to an fp64 computation of the very mistake. Here each must be caught by
 the default cases, and the message must name the tensor it shows in.
 """
 
