@@ -37,10 +37,9 @@ from scipy.stats import binomtest
 
 from numdev.audit import rows as audit_rows
 from numdev.audit.bench import Bench
-from numdev.audit.isolation import attempt
+from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.plan import Task
-from numdev.audit.run import runner
-from numdev.audit.task import Runner, bench_of, measure_task
+from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules, default_rules
@@ -153,7 +152,7 @@ def broken() -> Iterator[tuple[str, Trial, Trial]]:
     on = benches(0)[1:]  # plain functions of q, k, v take no causal one
     beside = rows_of(find("planted:sound"), on)
     for name in BROKEN:
-        with runner(isolated=True, limit_s=LIMIT_S) as run, _no_search():
+        with Isolated(LIMIT_S) as run, _no_search():
             rows = [*beside, *rows_of(find(f"broken_kernels:{name}"), on, run=run)]
         required = default_rules().model_copy(update={"required": (f"*:{name}",)})
         yield name, trial("broken", name, rows), trial("broken", name, rows, required)

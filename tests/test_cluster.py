@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,10 +15,10 @@ import torch
 
 from numdev.audit import cluster
 from numdev.audit.cluster import Cluster, at_work, cluster_of, sharing
-from numdev.audit.isolation import torch_settings
+from numdev.audit.isolation import Isolated, attempt, torch_settings
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header, plan_controls, plan_formats, plan_kernels
-from numdev.audit.run import measure_source, runner
+from numdev.audit.run import measure_source
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import AuditConfig, Choice
@@ -54,7 +55,7 @@ def rows_of(
     shared, watch = header_of(plan), Stopwatch()
     with (
         Journal.open(directory, shared, overwrite=False) as journal,
-        runner(isolated=crew is not None, limit_s=limit_s) as run,
+        Isolated(limit_s) if crew is not None else contextlib.nullcontext(attempt) as run,
         at_work(crew, plan, shared, limit_s, watch, lambda text: None) as workers,
     ):
         measure_source(source, plan, journal, run, watch, workers)

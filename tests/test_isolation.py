@@ -39,7 +39,7 @@ def ran(
 ) -> Any:
     """What a kernel, by its name, gives in a process of its own."""
     isolated.limit_s = limit_s
-    return isolated.run(find(name), case, options)
+    return isolated(find(name), case, options)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_no_orphans_of_a_killed_parent(tmp_path: Path) -> None:
         isolated = Isolated()
         from numdev.kernels import find
         hangs = find("broken_kernels:hangs")
-        isolated.run(hangs, make_case(), {{"note": {str(note)!r}}})
+        isolated(hangs, make_case(), {{"note": {str(note)!r}}})
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)])
     wait_for(note.exists)

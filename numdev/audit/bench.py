@@ -33,11 +33,12 @@ from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.key_gradients import key_gradients
 from numdev.kernels.reference.results import Gradients, Reference
 from numdev.metrics.binning import membership
-from numdev.metrics.finiteness import inputs_finite
 from numdev.metrics.sampling import Sample
 from numdev.metrics.yardstick import Yardstick, widened
 
 KV_TENSORS = ("dk", "dv")  # of kv heads; the others are of query heads
+# By tensor, the field of a reference with its term scale.
+TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,10 +49,8 @@ class Selection:
     """Whole. What a row that sees no key returns is a convention, and so would be what flows back
     through it: such rows have an upstream gradient of 0."""
     gradients: bool
-    heads: tuple[int, ...]
-    """The query heads that are measured, in the order of the case."""
-    queries: Tensor | None = None
-    """The query rows that are measured, where not all are."""
+    heads: tuple[int, ...]  # the query heads that are measured, in the order of the case
+    queries: Tensor | None = None  # the query rows that are measured, where not all are
     keys: Tensor | None = None
     """The keys that dk and dv are measured in, where queries are sampled: some, or all."""
 
@@ -157,18 +156,14 @@ class Bench:
     """A selection in one format, with a yardstick for each of its tensors."""
 
     selection: Selection
-    case: AttentionCase
-    """Whole and rounded: what kernels are given."""
-    measured: AttentionCase
-    """The measured heads and query rows of it."""
+    case: AttentionCase  # whole and rounded: what kernels are given
+    measured: AttentionCase  # the measured heads and query rows of it
     format: Format
-    reference: Reference
-    """Of what is measured; with gradients where they are wanted."""
+    reference: Reference  # of what is measured; with gradients where they are wanted
     lse: Tensor
     """[B, H, q_len] of the measured heads: the reference's, of all queries where it is known."""
     baseline: Output | Failure
-    yardsticks: Mapping[str, Yardstick]
-    """By tensor: `out`, and with gradients dq, dk and dv."""
+    yardsticks: Mapping[str, Yardstick]  # by tensor: `out`, and with gradients dq, dk and dv
     watch: Stopwatch
     predictions: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What emulations return, by recipe."""
@@ -189,37 +184,30 @@ class Bench:
             with watch("reference"):
                 reference, lse = selection.exact(case)
         with watch("baseline"):
-            baseline = selection.baseline(case, gradients=selection.gradients)
-            wide = None
+            baseline, fp32 = selection.baseline(case, gradients=selection.gradients), None
             if not isinstance(baseline, Failure) and not fmt.contains(FORMATS["float32"]):
                 wide = selection.baseline(given.rounded_to(FORMATS["float32"]))
+                fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
         measured = selection.measured(case)
         by_query, by_key = _arithmetic(measured)
-
-        def yardstick(tensor: str, terms: Tensor, empty: Tensor, **more: Any) -> Yardstick:
+        yardsticks = {}
+        for tensor in TERMS if isinstance(reference, Gradients) else ("out",):
             plain = getattr(baseline, tensor, None)
-            return Yardstick(
+            rows = {"empty": reference.empty, "lse": reference.lse, "arithmetic": by_query}
+            if tensor in KV_TENSORS and isinstance(reference, Gradients):
+                # A key that no query sees has gradients of exactly 0, and is judged by that.
+                rows = {"empty": torch.zeros_like(reference.unseen)}
+                if selection.keys is None:  # of sampled queries dk and dv are not predicted
+                    rows["arithmetic"] = by_key
+            yardsticks[tensor] = Yardstick(
                 reference=getattr(reference, tensor),
-                term_scale=terms,
-                empty=empty,
+                term_scale=getattr(reference, TERMS[tensor]),
                 format=fmt,
                 baseline=None if plain is None else selection.select(plain, tensor),
                 unrounded=getattr(unrounded, tensor),
-                **more,
+                baseline_fp32=fp32 if tensor == "out" else None,
+                **rows,
             )
-
-        of_rows = {"arithmetic": by_query, "lse": reference.lse}
-        fp32 = selection.select(wide.out) if isinstance(wide, Output) else None
-        of_out = {**of_rows, "baseline_fp32": fp32}
-        yardsticks = {"out": yardstick("out", reference.term_scale, reference.empty, **of_out)}
-        if isinstance(reference, Gradients):
-            # A key that no query sees has gradients of exactly 0, and is judged by that.
-            none = torch.zeros_like(reference.unseen)
-            # Of sampled queries dk and dv are not predicted.
-            errs = {"arithmetic": by_key if selection.keys is None else None}
-            yardsticks["dq"] = yardstick("dq", reference.dq_terms, reference.empty, **of_rows)
-            yardsticks["dk"] = yardstick("dk", reference.dk_terms, none, **errs)
-            yardsticks["dv"] = yardstick("dv", reference.dv_terms, none, **errs)
         return cls(
             selection=selection,
             case=case,
@@ -259,10 +247,6 @@ class Bench:
                     step = {"out": emulation(self.measured, claim)}
             self.predictions[key] = step
         return self.predictions[key]
-
-    @cached_property
-    def inputs_finite(self) -> bool:
-        return inputs_finite(self.case)
 
 
 def _arithmetic(case: AttentionCase) -> tuple[Tensor, Tensor]:

@@ -57,8 +57,7 @@ class Checked:
     judgement: Judgement
     passed: bool
     scripts: tuple[Path, ...] = ()
-    said: tuple[str, ...] = ()
-    """Why there is no script, where there is none."""
+    said: tuple[str, ...] = ()  # why there is no script, where there is none
 
 
 @contextlib.contextmanager

@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from numdev.audit.isolation import Failure, Isolated, copied, one_line, set_torch, torch_settings
+from numdev.audit.isolation import (
+    Failure,
+    Isolated,
+    copied,
+    one_line,
+    set_torch,
+    torch_settings,
+)
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
@@ -83,20 +90,16 @@ def cluster_of(workers: int | None, scheduler: str | None) -> Cluster | None:
 @contextlib.contextmanager
 def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
     """PyTorch on the threads that each worker gets: on a CPU an equal share, on a GPU all. Here
-    too, since a report is about one number of threads.
-
-    Raises UsageError for more workers than there are GPUs, or on a CPU processors.
-    """
+    too, since a report is about one number of threads. Raises UsageError for more workers than
+    there are GPUs, or on a CPU processors."""
     if cluster is None or cluster.workers is None:
         yield
         return
     before, on_cpu = torch.get_num_threads(), System.here(device).device == "cpu"
     most = (os.cpu_count() or 1) if on_cpu else len(visible_gpus())
     if cluster.workers > most:
-        kind = "processors" if on_cpu else "GPUs"
-        raise UsageError(
-            f"--workers: expected at most {most}, the number of {kind} here, got {cluster.workers}"
-        )
+        what = f"{most}, the number of {'processors' if on_cpu else 'GPUs'} here"
+        raise UsageError(f"--workers: expected at most {what}, got {cluster.workers}")
     if on_cpu:
         torch.set_num_threads(max(1, before // cluster.workers))
     try:
@@ -249,14 +252,16 @@ def _client(cluster: Cluster, system: System) -> Iterator[Client]:
         # that starts it anew when it dies. They end when this process does, even by SIGKILL.
         gpus = visible_gpus() if system.device == "cuda" else []
         threads = {name: str(system.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        own = [{"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {} for i in range(cluster.workers)]
         here = {"host": "127.0.0.1", "dashboard": False}
         # memory_limit: tensors are not Dask's to count, nor to spill.
         shared = {**here, "nthreads": 1, "memory_limit": 0, "silence_logs": logging.CRITICAL}
-        own = [{"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {} for i in range(cluster.workers)]
-        nannies = [{**shared, "env": {**threads, **environ}} for environ in own]
+        nannies = [
+            {"cls": Nanny, "options": {**shared, "env": {**threads, **environ}}} for environ in own
+        ]
         local = SpecCluster(
             scheduler={"cls": Scheduler, "options": here},
-            workers={i: {"cls": Nanny, "options": options} for i, options in enumerate(nannies)},
+            workers=dict(enumerate(nannies)),
             shutdown_on_close=False,  # what an interrupt left half begun ends with its parent
         )
         yield stack.enter_context(Client(stack.enter_context(local), set_as_default=False))
@@ -279,53 +284,45 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)
             here = InMemory(case=case, axes=located.axes)
-            return list(measured_here(here, planned, plan, process.run, watch)), watch.seconds()
+            return list(measured_here(here, planned, plan, process, watch)), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"
         return type(error)(f"worker {who}: {error.message}", hint=error.hint)
-
-
-def leave() -> None:
-    """End the process of isolated kernels, if there is one."""
-    if _isolated.cache_info().currsize:
-        _isolated().close()
-        _isolated.cache_clear()
-
-
-def _check(expected: Mapping[str, Any]) -> None:
-    """Take over torch's settings. Raises UsageError where anything else is different here, but for
-    the number of GPUs: a worker mostly sees one."""
-    settings = expected["torch"]
-    set_torch(settings)
-    here = _environment(expected["environment"]["device"], json.dumps(settings, sort_keys=True))
-    there = {**expected["environment"], "devices": here["devices"]}
-    if here != there:
-        where, wanted, got = first_difference(there, here)
-        raise UsageError(
-            f"environment: expected {where} {wanted!r}, got {got!r}",
-            hint="a report never mixes two; give all workers the same, and start them anew",
-        )
-
-
-@functools.cache
-def _environment(device: str, settings: str) -> Any:
-    """Once a process and settings of torch, on which it depends: so it tells of the source that was
-    imported, not of an edited one."""
-    return json.loads(json.dumps(environment(System.here(device)), default=str))
-
-
-def _planned(task: Task, known: Mapping[str, str]) -> Planned:
-    name = task.kernel
-    kernel = control_named(name).kernel() if task.role == "control" else find(name)
-    if kernel.made_from != known.get(name):
-        raise UsageError(
-            f"kernel {name}: has another source here",
-            hint="give all workers the same, and start them anew",
-        )
-    return Planned(role=task.role, kernel=kernel, options=task.options)
 
 
 @functools.cache
 def _isolated() -> Isolated:
     """Kept from case to case, until `leave`."""
     return Isolated()
+
+
+def leave() -> None:
+    """End the process of isolated kernels, if there is one."""
+    if _isolated.cache_info().currsize:
+        _isolated().close()
+
+
+SAME = "give all workers the same, and start them anew"
+
+
+def _check(expected: Mapping[str, Any]) -> None:
+    """Take over torch's settings. Raises UsageError where anything else is different here, but for
+    the number of GPUs: a worker mostly sees one."""
+    set_torch(expected["torch"])
+    system = System.here(expected["environment"]["device"])
+    here = json.loads(json.dumps(environment(system), default=str))
+    there = {**expected["environment"], "devices": here["devices"]}
+    if here != there:
+        where, wanted, got = first_difference(there, here)
+        raise UsageError(
+            f"environment: expected {where} {wanted!r}, got {got!r}",
+            hint=f"a report never mixes two; {SAME}",
+        )
+
+
+def _planned(task: Task, known: Mapping[str, str]) -> Planned:
+    name = task.kernel
+    kernel = control_named(name).kernel() if task.role == "control" else find(name)
+    if kernel.made_from != known.get(name):
+        raise UsageError(f"kernel {name}: has another source here", hint=SAME)
+    return Planned(role=task.role, kernel=kernel, options=task.options)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from numdev.audit.bench import KV_TENSORS, Bench
+from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Task
 from numdev.audit.rows import COUNTED, Measured, formats_of, given, identity, returned
@@ -74,11 +74,9 @@ MOST_SCORES = 1 << 25  # ways that are written out keep all scores of a call; no
 class Likeness:
     """A way of rounding that explains a kernel."""
 
-    words: str
-    """`as sdpa-flash rounds on this CPU`: the row's claim."""
+    words: str  # `as sdpa-flash rounds on this CPU`: the row's claim
     expected: Step
-    residual: float
-    """The root mean square of all tensors'."""
+    residual: float  # the root mean square of all tensors'
 
     def without_its_bias(self, metrics: Sequence[Metrics], yardstick: Yardstick) -> list[Metrics]:
         """The metrics of an output, without a large bias that the way has too (two nearer each
@@ -210,7 +208,6 @@ def _written(way: Way, bench: Bench) -> Step | None:
 # Where gradients are, heads come in whole groups, at least one of them.
 MOST_HEADS = 4
 KEPT_BYTES = 1 << 30  # how much of the emulations is kept; the first are what tensors share
-TERMS = {"out": "term_scale", "dq": "dq_terms", "dk": "dk_terms", "dv": "dv_terms"}
 
 
 def explain(

@@ -44,7 +44,7 @@ class Failure:
     reason: str
 
 
-Runner = Callable[..., Output | Failure]  # `attempt`, or `Isolated.run` in a process of its own
+Runner = Callable[..., Output | Failure]  # `attempt`, or an `Isolated`
 
 
 def attempt(
@@ -120,7 +120,7 @@ class Isolated:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
+    def __call__(
         self,
         kernel: Kernel,
         case: AttentionCase,

@@ -28,11 +28,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Journal:
-    """The finished tasks of one request in one directory. Use as a context manager.
-
-    `visit` must be called for every task of the request, finished or not; `rows` then gives all
-    rows of a kind in that order, however often the run was interrupted.
-    """
+    """The finished tasks of one request in one directory. Use as a context manager. `visit` must be
+    called for every task of the request, finished or not; `rows` then gives all rows of a kind in
+    that order, however often the run was interrupted."""
 
     def __init__(self, directory: Path, header: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -43,12 +41,9 @@ class Journal:
 
     @classmethod
     def open(cls, directory: Path, header: Mapping[str, Any], *, overwrite: bool) -> Journal:
-        """Start or continue in `directory`.
-
-        Raises UsageError when it holds something else, or the journal of another request or
-        environment, unless `overwrite` (which removes only what numdev wrote), and when it cannot
-        be written.
-        """
+        """Start or continue in `directory`. Raises UsageError when it cannot be written, holds
+        something else, or the journal of another request or environment unless `overwrite`, which
+        removes only what numdev wrote."""
         journal = cls(directory, header)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -112,7 +107,15 @@ class Journal:
             self._file = path.open("w", encoding="utf-8")
             self._write({"header": self.header})
             return
-        self._check_header(header["header"])
+        for part in {**self.header, **header["header"]}:
+            was, now = header["header"].get(part), self.header.get(part)
+            if was != now:
+                where, was, now = first_difference(was, now)
+                raise UsageError(
+                    f"{self.directory}: holds a run with a different {part}: "
+                    f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
+                    hint="choose another --output, or --overwrite to start anew",
+                )
         good = len(first)
         for raw in lines[1:]:
             line = _parse(raw, {"task", "rows"})
@@ -124,26 +127,12 @@ class Journal:
         self._file.truncate(good)  # a torn last line belongs to a task that was not finished
         self._file.seek(good)
 
-    def _check_header(self, theirs: Any) -> None:
-        for part in {**self.header, **theirs}:
-            was, now = theirs.get(part), self.header.get(part)
-            if was != now:
-                where, was, now = first_difference(was, now)
-                raise UsageError(
-                    f"{self.directory}: holds a run with a different {part}: "
-                    f"{where}{' was ' if where else ''}{was!r}, now {now!r}",
-                    hint="choose another --output, or --overwrite to start anew",
-                )
-
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=_plain)
+        plain: Any = lambda row: row.model_dump(mode="json")  # noqa: E731
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False, default=plain)
         self._file.write(text + "\n")
         self._file.flush()
-
-
-def _plain(row: BaseModel) -> dict[str, Any]:
-    return row.model_dump(mode="json")
 
 
 def _parse(raw: bytes, keys: set[str]) -> dict[str, Any] | None:

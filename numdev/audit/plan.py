@@ -28,7 +28,6 @@ from numdev.system import System
 
 # What always runs beside the kernels under audit, first: (role, kernel).
 ALWAYS = (("precision", "reference"), ("floor", "floor"), ("baseline", "baseline"))
-READING = ("streamed",)  # what a source says of how it was read, which changes no number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +50,7 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)
     format: str
     heads: tuple[int, ...] | None = None
-    gradients: bool = False
-    """Whether it is a training step, and dq, dk and dv are measured too."""
+    gradients: bool = False  # whether it is a training step, and dq, dk and dv are measured too
     repeats: int = 1
     """How often the kernel runs on the same inputs; from two on its noise is measured."""
     sample: Sample | None = None
@@ -100,12 +98,11 @@ class Plan:
     def tasks(self, ref: CaseRef) -> Iterator[tuple[Planned, Task]]:
         """All tasks of a case, in the order they are reported: format by format, what always runs
         first."""
-        sample = self.sample(ref)
         for fmt in self.formats:
             for planned in self.kernels:
-                yield planned, self.task(planned, fmt.name, ref, sample)
+                yield planned, self.task(planned, fmt.name, ref)
 
-    def task(self, planned: Planned, format_name: str, ref: CaseRef, sample: Sample | None) -> Task:
+    def task(self, planned: Planned, format_name: str, ref: CaseRef) -> Task:
         return Task(
             case=ref,
             role=planned.role,
@@ -115,7 +112,7 @@ class Plan:
             heads=self.heads,
             gradients=self.gradients,
             repeats=self.repeats if planned.role == "kernel" else 1,
-            sample=sample,
+            sample=self.sample(ref),
         )
 
     def sample(self, ref: CaseRef) -> Sample | None:
@@ -136,7 +133,7 @@ def header(
         "request": request,
         "environment": environment(system),
         "kernels": {p.kernel.name: p.kernel.made_from for p in kernels},
-        "source": {name: x for name, x in source.items() if name not in READING},
+        "source": {name: x for name, x in source.items() if name != "streamed"},
     }
 
 
@@ -212,11 +209,12 @@ def digest(data: Any) -> str:
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as a report can hold them: what JSON has no word for (a dtype, infinity) by name."""
-    return {name: _plain(value) for name, value in options.items()}
 
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float) and math.isfinite(value):
+            return value
+        return getattr(value, "__qualname__", None) or repr(value)
 
-def _plain(value: Any) -> Any:
-    plain = value is None or isinstance(value, bool | int | str)
-    if plain or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return getattr(value, "__qualname__", None) or repr(value)
+    return {name: plain(value) for name, value in options.items()}

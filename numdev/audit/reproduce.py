@@ -26,7 +26,7 @@ from numdev.audit.plan import Plan, Planned
 from numdev.audit.rows import given
 from numdev.audit.script import figure_for, write
 from numdev.audit.task import measure_one
-from numdev.cases import AttentionCase, visible
+from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
 from numdev.gate.rules import value_of
@@ -130,7 +130,7 @@ def _accused(
     if not kernel.declares:  # what explained nothing in the whole call is not tried in its parts
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: {"preset": "fa2"})
     task = dataclasses.replace(
-        plan.task(planned, finding.formats[0], whole.ref, plan.sample(whole.ref)),
+        plan.task(planned, finding.formats[0], whole.ref),
         heads=None,
         repeats=3 if metric == "noise_ratio" else 1,
     )
@@ -214,16 +214,15 @@ def reduce(
         )
     search = _Search(case, still_shows, time.monotonic() + budget_s)
     search.heads(head)
-    if case.mask is not None:
-        search.accept(dataclasses.replace(search.best, mask=None))
+    search.fewer_features()
     for pieces in PIECES:
         search.fewer("batch", pieces)
-        if case.restricts_positions:
+        if search.best.restricts_positions:
             search.ranges()
         else:
             search.fewer("key", pieces)
             search.fewer("row", pieces)
-    search.drop_idle_restrictions()
+    search.fewer_features()
     return search.best if any(still_shows(search.best) for _ in range(TRIES)) else case
 
 
@@ -283,16 +282,13 @@ class _Search:
                     dropped = t
                 step //= 2
 
-    def drop_idle_restrictions(self) -> None:
-        """Drop causality and a window that hide no key, and a mask that changes no score."""
-        case = self.best
-        rows, keys = slice(0, case.q_len), slice(0, case.kv_len)
-        everywhere = visible(dataclasses.replace(case, mask=None), rows, keys)
-        if everywhere is not None and bool(everywhere.all()):
-            self.accept(dataclasses.replace(case, is_causal=False, causal_offset=0, window=None))
-        mask = self.best.mask
-        if mask is not None and bool((mask if mask.dtype == torch.bool else mask == 0).all()):
+    def fewer_features(self) -> None:
+        """Leave out the mask, and causality and the window."""
+        if self.best.mask is not None:
             self.accept(dataclasses.replace(self.best, mask=None))
+        if self.best.is_causal or self.best.window:
+            everywhere: dict[str, Any] = {"is_causal": False, "causal_offset": 0, "window": None}
+            self.accept(dataclasses.replace(self.best, **everywhere))
 
 
 def _fewest(size: int, shows: Callable[[list[int]], bool], pieces: int = ALL) -> None:

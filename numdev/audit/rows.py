@@ -22,7 +22,7 @@ from numdev.kernels.emulation.predict import returning, unexpected
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain, measure_precision
-from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere
+from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_finite
 from numdev.metrics.noise import noise
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow, WeightRow
 
@@ -31,18 +31,16 @@ if TYPE_CHECKING:
 
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
-Claim = Mapping[str, Any] | None
 OF_CASE = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
+WEIGHTS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
     """What came of one task."""
 
-    rows: list[DeviationRow]
-    """One per head and tensor, or a single one that says why there is none."""
-    output: Output | None = None
-    """What the kernel returned first; None where it returned nothing."""
+    rows: list[DeviationRow]  # one per head and tensor, or a single one that says why there is none
+    output: Output | None = None  # what the kernel returned first; None where it returned nothing
     held_to: Mapping[str, Tensor] | None = None
     """By tensor, the way of rounding the output was held to, where its claim predicts another."""
     along: Mapping[str, Deviation] = field(default_factory=dict)
@@ -53,184 +51,174 @@ def rows_of(
     task: Task,
     runs: Sequence[Output],
     bench: Bench,
-    claim: Claim,
+    claim: Mapping[str, Any] | None,
     like: Likeness | None = None,
 ) -> Measured:
     """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
     claim's, or those of the way `like` that explains it. Raises MeasurementError for an output
     that lacks a tensor."""
-    output, selection = runs[0], bench.selection
-    rest = _elsewhere(task, output, bench)
-    trained = any(getattr(output, name) is not None for name in GRADIENTS)
-    # What was computed of sampled queries alone has no dk and dv.
-    tensors = bench.by_row if task.role in ("baseline", "control") else bench.tensors
-    rows: list[DeviationRow] = []
-    along: dict[str, Deviation] = {}
-    for tensor in tensors if trained else ("out",):
-        x, of = getattr(output, tensor), selection.sampled_from(tensor)
-        if x is None:
-            raise MeasurementError(f"it returned no {tensor}")
-        if task.role == "precision":
-            heads = measure_precision(bench.yardsticks[tensor], of=of).heads
-            rows += _rows(task, tensor, heads, output, bench)
-            continue
-        chosen = selection.select(x, tensor)
-        fmt = bench.format if task.role == "floor" else returned(x, bench.case)
-        along[tensor] = _deviation(task, tensor, chosen, fmt, output, bench, claim, like)
-        heads = along[tensor].heads
-        if like is not None and tensor == "out":
-            heads = like.without_its_bias(heads, bench.yardsticks[tensor].for_format(fmt))
-        if task.role == "kernel" and tensor == "out":
-            _suspect(heads, chosen, output, bench)
-        _finish(heads, task, tensor, runs, bench, rest)
-        rows += _rows(task, tensor, heads, output, bench, fmt)
-    if output.lse is not None and task.role not in ("precision", "control"):
-        exact, of = bench.reference, selection.sampled_from("lse")
-        heads = measure_plain(selection.select(output.lse), exact.lse, exact.empty, of=of).heads
-        _finish(heads, task, "lse", runs, bench, rest)
-        rows += _rows(task, "lse", heads, output, bench)
+    of = _Of(task, runs, bench, claim, like)
+    rows, along = of.rows()
     expected = None if like is None else like.expected
-    return Measured(rows=rows, output=output, held_to=expected, along=along)
+    return Measured(rows=rows, output=runs[0], held_to=expected, along=along)
 
 
-def _deviation(
-    task: Task,
-    tensor: str,
-    x: Tensor,
-    fmt: Format,
-    output: Output,
-    bench: Bench,
-    claim: Claim,
-    like: Likeness | None,
-) -> Deviation:
-    """One tensor's metrics beside what is predicted of it."""
-    y, selection = bench.yardsticks[tensor].for_format(fmt), bench.selection
-    of, bins = selection.sampled_from(tensor), selection.bins_of(tensor)
-    measured = functools.partial(measure, x, y, of=of, bins=bins)
-    if task.role == "floor":
-        return measured()
-    lacking: tuple[str, ...] = ("expected_ratio", "worst_row")
-    why = unexpected(claim, bench.case.format, fmt)
-    if tensor not in bench.by_row:
-        lacking, why = (*lacking, "baseline_ratio"), NOT_PREDICTED
-    if why is not None:
-        deviation = measured()
+@dataclass(frozen=True, eq=False)
+class _Of:
+    """The runs of a task, and what they are held to."""
+
+    task: Task
+    runs: Sequence[Output]
+    bench: Bench
+    claim: Mapping[str, Any] | None
+    like: Likeness | None
+
+    def rows(self) -> tuple[list[DeviationRow], dict[str, Deviation]]:
+        """A row per head and tensor; by tensor, the sums along the call."""
+        task, output, bench, select = self.task, self.runs[0], self.bench, self.bench.selection
+        rest = self.elsewhere()
+        trained = any(getattr(output, name) is not None for name in GRADIENTS)
+        # What was computed of sampled queries alone has no dk and dv.
+        tensors = bench.by_row if task.role in ("baseline", "control") else bench.tensors
+        rows: list[DeviationRow] = []
+        along: dict[str, Deviation] = {}
+        for tensor in tensors if trained else ("out",):
+            x, sampled, y = getattr(output, tensor), select.sampled_from(tensor), bench.yardsticks
+            if x is None:
+                raise MeasurementError(f"it returned no {tensor}")
+            if task.role == "precision":
+                rows += self.shown(tensor, measure_precision(y[tensor], of=sampled).heads)
+                continue
+            chosen = select.select(x, tensor)
+            fmt = bench.format if task.role == "floor" else returned(x, bench.case)
+            along[tensor] = self.deviation(tensor, chosen, fmt)
+            heads = along[tensor].heads
+            if self.like is not None and tensor == "out":
+                heads = self.like.without_its_bias(heads, y[tensor].for_format(fmt))
+            if task.role == "kernel" and tensor == "out":
+                self.suspect(heads, chosen)
+            self.finish(heads, tensor, rest)
+            rows += self.shown(tensor, heads, fmt)
+        if output.lse is not None and task.role not in ("precision", "control"):
+            exact, lse = bench.reference, select.select(output.lse)
+            heads = measure_plain(lse, exact.lse, exact.empty, of=select.sampled_from("lse")).heads
+            self.finish(heads, "lse", rest)
+            rows += self.shown("lse", heads)
+        return rows, along
+
+    def deviation(self, tensor: str, x: Tensor, fmt: Format) -> Deviation:
+        """One tensor's metrics beside what is predicted of it."""
+        bench, select = self.bench, self.bench.selection
+        y, bins = bench.yardsticks[tensor].for_format(fmt), select.bins_of(tensor)
+        measured = functools.partial(measure, x, y, of=select.sampled_from(tensor), bins=bins)
+        if self.task.role == "floor":
+            return measured()
+        lacking: tuple[str, ...] = ("expected_ratio", "worst_row")
+        why = unexpected(self.claim, bench.case.format, fmt)
+        if tensor not in bench.by_row:
+            lacking, why = (*lacking, "baseline_ratio"), NOT_PREDICTED
+        if why is not None:
+            deviation = measured()
+            for head in deviation.heads:
+                _null(head, lacking, why)
+            return deviation
+        if self.like is None:
+            changed = returning(self.claim, bench.case, formats_of(self.runs[0], bench))
+            expected = bench.predicted(changed)[tensor]
+            whose = str((self.claim or {}).get("preset", "fa2"))
+        else:
+            expected, whose = self.like.expected[tensor], self.like.words
+        deviation = measured(expected)
         for head in deviation.heads:
-            _null(head, lacking, why)
+            head["claim"] = whose
         return deviation
-    if like is None:
-        changed = returning(claim, bench.case, formats_of(output, bench))
-        expected, whose = bench.predicted(changed)[tensor], str((claim or {}).get("preset", "fa2"))
-    else:
-        expected, whose = like.expected[tensor], like.words
-    deviation = measured(expected)
-    for head in deviation.heads:
-        head["claim"] = whose
-    return deviation
 
+    def elsewhere(self) -> dict[str, list[Elsewhere]]:
+        """What of a kernel's tensors is not finite in the rows that are not measured, by tensor;
+        nothing where all that came back is finite, as it should be."""
+        bench, output, select = self.bench, self.runs[0], self.bench.selection
+        if self.task.role != "kernel" or not bench.sampled:
+            return {}
+        formats = formats_of(output, bench)
+        if output.lse is not None:
+            formats["lse"] = format_of(output.lse.dtype)
+        whole = {name: select.select_heads(getattr(output, name), name) for name in formats}
+        if all_finite(whole.values()) and inputs_finite(bench.case):
+            return {}
+        case = select.with_heads(bench.case)
+        return {
+            name: elsewhere(x, name, case, select.rows_of(name), formats[name])
+            for name, x in whole.items()
+        }
 
-# --- what rows say beside their metrics ----------------------------------------------------------
-
-
-def _null(head: Metrics, names: Iterable[str], why: str) -> None:
-    head["nulls"] = {**head["nulls"], **dict.fromkeys(names, why)}
-
-
-def _elsewhere(task: Task, output: Output, bench: Bench) -> dict[str, list[Elsewhere]]:
-    """What of a kernel's tensors is not finite in the rows that are not measured, by tensor;
-    nothing where all that came back is finite, as it should be."""
-    if task.role != "kernel" or not bench.sampled:
-        return {}
-    formats = formats_of(output, bench)
-    if output.lse is not None:
-        formats["lse"] = format_of(output.lse.dtype)
-    select = bench.selection
-    whole = {name: select.select_heads(getattr(output, name), name) for name in formats}
-    if bench.inputs_finite and all_finite(whole.values()):
-        return {}
-    case = select.with_heads(bench.case)
-    return {
-        name: elsewhere(x, name, case, select.rows_of(name), formats[name])
-        for name, x in whole.items()
-    }
-
-
-def _suspect(heads: Sequence[Metrics], x: Tensor, output: Output, bench: Bench) -> None:
-    """How much of each head is not finite in rows that see no key; and what the kernel seems to
-    compute instead, in heads that are far off."""
-    if any(head["empty_rows"] for head in heads):
-        wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
-        for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
-            head["empty_nonfinite"] = count
-    select = bench.selection
-    if far := [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]:
-        given = (bench.case, output.out, bench.reference, select.heads, far, select.queries)
-        causes = suspect(*given)
+    def suspect(self, heads: Sequence[Metrics], x: Tensor) -> None:
+        """How much of each head is not finite in rows that see no key; and what the kernel seems to
+        compute instead, in heads that are far off."""
+        bench, select = self.bench, self.bench.selection
+        if any(head["empty_rows"] for head in heads):
+            wrong = ~x.isfinite() & bench.yardsticks["out"].empty[..., None]
+            for head, count in zip(heads, wrong.sum(dim=(0, 2, 3)).tolist(), strict=True):
+                head["empty_nonfinite"] = count
+        far = [h for h, head in zip(select.heads, heads, strict=True) if far_off(head)]
+        if not far:
+            return
+        out, exact = self.runs[0].out, bench.reference
+        causes = suspect(bench.case, out, exact, select.heads, far, select.queries)
         for h, head in zip(select.heads, heads, strict=True):
             if h in causes:
                 head["suspicion"], head["suspicion_cut"] = causes[h].cause, causes[h].cut
 
+    def finish(
+        self, heads: Sequence[Metrics], tensor: str, rest: Mapping[str, Sequence[Elsewhere]]
+    ) -> None:
+        """What holds of whole heads, rows that are not measured included: `nonfinite`, the checksum
+        of the first run, and how far runs differ."""
+        for head, there in zip(heads, rest.get(tensor, ()), strict=False):
+            count = head["nonfinite"] + there.nonfinite
+            head["nonfinite"] = count
+            if there.unknown and not count:
+                head["nonfinite"] = None
+                _null(head, ("nonfinite",), there.unknown)
+        if self.task.role == "control":
+            return
+        tensors = [getattr(run, tensor) for run in self.runs]
+        if any(x is None for x in tensors):
+            raise MeasurementError(f"runs on the same inputs differ in the kind of {tensor}")
+        whole = [self.bench.selection.select_heads(x, tensor) for x in tensors]
+        for head, bits in zip(heads, checksums(whole[0]), strict=True):
+            head["bits"] = bits
+        for head, its in zip(heads, noise(whole) if len(whole) > 1 else (), strict=False):
+            head["noise"] = None if its.flickering else its.noise
+            if its.flickering:
+                why = f"{its.flickering} elements are finite in some runs and not in others"
+                _null(head, ("noise",), why)
+            elif its.noise is None:
+                _null(head, ("noise",), "no element is finite")
 
-def _finish(
-    heads: Sequence[Metrics],
-    task: Task,
-    tensor: str,
-    runs: Sequence[Output],
-    bench: Bench,
-    rest: Mapping[str, Sequence[Elsewhere]],
-) -> None:
-    """What holds of whole heads, rows that are not measured included: `nonfinite`, the checksum of
-    the first run, and how far runs differ."""
-    for head, there in zip(heads, rest.get(tensor, ()), strict=False):
-        count = head["nonfinite"] + there.nonfinite
-        head["nonfinite"] = count
-        if there.unknown and not count:
-            head["nonfinite"] = None
-            _null(head, ("nonfinite",), there.unknown)
-    if task.role == "control":
-        return
-    tensors = [getattr(run, tensor) for run in runs]
-    if any(x is None for x in tensors):
-        raise MeasurementError(f"runs on the same inputs differ in the kind of {tensor}")
-    whole = [bench.selection.select_heads(x, tensor) for x in tensors]
-    for head, bits in zip(heads, checksums(whole[0]), strict=True):
-        head["bits"] = bits
-    for head, its in zip(heads, noise(whole) if len(runs) > 1 else (), strict=False):
-        head["noise"] = None if its.flickering else its.noise
-        if its.flickering:
-            why = f"{its.flickering} elements are finite in some runs and not in others"
-            _null(head, ("noise",), why)
-        elif its.noise is None:
-            _null(head, ("noise",), "no element is finite")
+    def shown(
+        self, tensor: str, heads: Sequence[Metrics], out_format: Format | None = None
+    ) -> list[DeviationRow]:
+        task, output, select = self.task, self.runs[0], self.bench.selection
+        limited = task.format == "float64" and task.role != "precision"
+        shared = {
+            **identity(task),
+            "tensor": tensor,
+            "status": "ok",
+            "reason": "reference-limited" if limited else None,
+            "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
+            "out_format": out_format.name if out_format else None,
+        }
+        rows = select.rows_of(tensor)
+        if rows is not None and select.sampled_from(tensor) is not None:
+            shared |= {"sampled": True, "rows_measured": len(rows)}
+        return [
+            DeviationRow.model_validate({**shared, "head": head, **values})
+            for head, values in zip(select.heads_of(tensor), heads, strict=True)
+        ]
 
 
-# --- rows ----------------------------------------------------------------------------------------
-
-
-def _rows(
-    task: Task,
-    tensor: str,
-    heads: Sequence[Metrics],
-    output: Output,
-    bench: Bench,
-    out_format: Format | None = None,
-) -> list[DeviationRow]:
-    limited = task.format == "float64" and task.role != "precision"
-    shared = {
-        **identity(task),
-        "tensor": tensor,
-        "status": "ok",
-        "reason": "reference-limited" if limited else None,
-        "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
-        "out_format": out_format.name if out_format else None,
-    }
-    rows = bench.selection.rows_of(tensor)
-    if rows is not None and bench.selection.sampled_from(tensor) is not None:
-        shared |= {"sampled": True, "rows_measured": len(rows)}
-    return [
-        DeviationRow.model_validate({**shared, "head": head, **values})
-        for head, values in zip(bench.selection.heads_of(tensor), heads, strict=True)
-    ]
+def _null(head: Metrics, names: Iterable[str], why: str) -> None:
+    head["nulls"] = {**head["nulls"], **dict.fromkeys(names, why)}
 
 
 def bare_row(task: Task, failure: Failure, tensor: Literal["out", "dq"] = "out") -> DeviationRow:
@@ -268,8 +256,6 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
 
 
 # --- cases and weights ----------------------------------------------------------------------------
-
-WEIGHTS_AT_ONCE = 1 << 24
 
 
 def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:

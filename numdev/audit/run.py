@@ -40,7 +40,7 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report.summary import summarise
-from numdev.sources.opening import Located, Source, open_source
+from numdev.sources.opening import Source, open_source
 from numdev.sources.tensorfile import Writer
 from numdev.system import System
 
@@ -57,18 +57,14 @@ def audit(
     request: AuditRequest,
     directory: Path,
     *,
-    workers: Cluster | None = None,
-    overwrite: bool = False,
-    save_cases: Path | None = None,
     command: str = "",
-    progress: Progress = silent,
     say: Say = lambda text: None,
+    **how: Any,
 ) -> AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
 
-    `workers`: who measures; None: this process. `save_cases`: a directory to write every case to,
-    unrounded. `say` is told what a user should know that the report does not hold. Raises
-    UsageError for a request that cannot be run here, before anything is measured, and
+    `say` is told what a user should know that the report does not hold; `how` is what `measure`
+    takes. Raises UsageError for a request that cannot be run here, before anything is measured, and
     MeasurementError when a sound request could not be carried out.
     """
     system = System.here(request.device)
@@ -77,14 +73,7 @@ def audit(
     with watch("capture"):
         source = open_source(request, system)
     asked = request.model_dump(mode="json")
-    results = measure(
-        *(source, plan, request, asked, directory, watch),
-        workers=workers,
-        overwrite=overwrite,
-        save_cases=save_cases,
-        progress=progress,
-        say=say,
-    )
+    results = measure(source, plan, request, asked, directory, watch, say=say, **how)
     with watch("weights"):
         weights = tuple(_weight_rows(source, plan))
     journal = results.journal
@@ -114,8 +103,7 @@ class Results:
     rows: tuple[DeviationRow, ...]
     findings: tuple[Finding, ...]
     tested: tuple[str, ...]
-    described: Mapping[str, Any]
-    """The source, in plain data."""
+    described: Mapping[str, Any]  # the source, in plain data
 
 
 def measure(
@@ -126,30 +114,30 @@ def measure(
     directory: Path,
     watch: Stopwatch,
     *,
-    workers: Cluster | None,
-    overwrite: bool,
+    workers: Cluster | None = None,
+    overwrite: bool = False,
     save_cases: Path | None = None,
-    progress: Progress,
+    progress: Progress = silent,
     say: Say,
 ) -> Results:
     """Measure a source, hold its rows to the rules, and write scripts of what they find. A run that
-    was interrupted continues where `asked` and all else that decides its numbers is the same."""
+    was interrupted continues where `asked` and all else that decides its numbers is the same.
+    `workers`: who measures; None: this process. `save_cases`: where to write cases, unrounded."""
     told = tuple(source.notes)
     for note in told:
         say(note)
-    described = source.describe()
+    described, limit_s = source.describe(), request.time_limit
     shared = header(asked, plan.system, plan.kernels, described)
-    limit_s = request.time_limit
-    writer = Writer(save_cases, overwrite=overwrite) if save_cases else None
+    # What has cost a worker its life must not be run in this process afterwards.
+    isolated = request.isolate or workers is not None
     with (
         Journal.open(directory, shared, overwrite=overwrite) as journal,
-        # What has cost a worker its life must not be run in this process afterwards.
-        runner(isolated=request.isolate or workers is not None, limit_s=limit_s) as run,
+        Isolated(limit_s) if isolated else contextlib.nullcontext(attempt) as run,
         at_work(workers, plan, shared, limit_s, watch, say) as team,
-        writer or contextlib.nullcontext(),
+        Writer(save_cases, overwrite=overwrite) if save_cases else contextlib.nullcontext() as save,
     ):
         before = journal.finished
-        measure_source(source, plan, journal, run, watch, team, writer, progress)
+        measure_source(source, plan, journal, run, watch, team, save, progress)
         if before and journal.finished == before:
             say("Every task was finished before; --overwrite measures them again.")
         elif before:
@@ -195,7 +183,9 @@ def measure_source(
         for located in source:
             with watch("other"):
                 if writer is not None:
-                    located = _saved(located, writer, plan)
+                    case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
+                    writer.add(case, located.axes)
+                    located = InMemory(case=case, axes=located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
                 unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]
@@ -212,16 +202,6 @@ def measure_source(
                 keep(workers.rest())
 
 
-@contextlib.contextmanager
-def runner(*, isolated: bool, limit_s: float) -> Iterator[Runner]:
-    """Where kernels under audit run: here, or in a process of their own with a time limit."""
-    if not isolated:
-        yield attempt
-        return
-    with Isolated(limit_s) as process:
-        yield process.run
-
-
 def provenance(system: System, described: Mapping[str, Any], command: str) -> Provenance:
     """Where the numbers of a report made now, here, come from."""
     return Provenance(
@@ -231,12 +211,6 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
         system=system.as_dict(),
         source=dict(described),
     )
-
-
-def _saved(located: Located, writer: Writer, plan: Plan) -> InMemory:
-    case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
-    writer.add(case, located.axes)
-    return InMemory(case=case, axes=located.axes)
 
 
 def _weight_rows(source: Source, plan: Plan) -> Iterator[WeightRow]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from numdev.audit.cluster import Cluster
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
-from numdev.audit.run import Progress, Say, measure, provenance, silent
+from numdev.audit.run import Say, measure, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.config import SweepRequest
 from numdev.kernels import find
@@ -52,8 +52,8 @@ def plan(request: SweepRequest) -> SweepPlan:
     check_metrics(request.y, request.target)
     grid = Grid(request, [(p.kernel.name, p.options) for p in kernels])
     _ = grid.axis  # refuse a grid without one now
-    baseline = find(request.baseline.name)
-    options = recorded(baseline.with_options(request.baseline.options))
+    name = find(request.baseline.name).name
+    options = recorded(find(name).with_options(request.baseline.options))
     return SweepPlan(
         request=request,
         plan=Plan(
@@ -67,9 +67,7 @@ def plan(request: SweepRequest) -> SweepPlan:
         source=ConfigSource(
             request.target, request.cases, request.seeds, system, gradients=request.gradients
         ),
-        baseline=next(
-            p for p in kernels if p.kernel.name == baseline.name and p.options in ({}, options)
-        ),
+        baseline=next(p for p in kernels if p.kernel.name == name and p.options in ({}, options)),
         grid=grid,
     )
 
@@ -78,25 +76,15 @@ def sweep(
     planned: SweepPlan,
     directory: Path,
     *,
-    workers: Cluster | None = None,
-    overwrite: bool = False,
     command: str = "",
-    progress: Progress = silent,
     say: Say = lambda text: None,
+    **how: Any,
 ) -> SweepReport:
     """Run the plan, journalling into `directory`; returns the report, which the caller writes.
-
-    `workers`: who measures; None: this process.
-    """
-    request, grid = planned.request, planned.grid
-    watch = Stopwatch(planned.plan.system.device)
-    results = measure(
-        *(planned.source, planned.plan, request, request.measured(), directory, watch),
-        workers=workers,
-        overwrite=overwrite,
-        progress=progress,
-        say=say,
-    )
+    `how` is what `measure` takes."""
+    request, source, grid = planned.request, planned.source, planned.grid
+    watch, asked = Stopwatch(planned.plan.system.device), request.measured()
+    results = measure(source, planned.plan, request, asked, directory, watch, say=say, **how)
     rows = results.rows
     of = (planned.baseline.kernel.name, planned.baseline.options)
     cells = estimates(rows, tuple(dict.fromkeys((*request.y, *IN_CELLS))), of)

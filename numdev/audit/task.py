@@ -84,7 +84,7 @@ def measure_case(
             bench = Bench.of(selection, format_named(format_name), exact, watch)
         except COUNTED as error:  # the case is too large for its reference
             for _, task in of_format:
-                yield task, {"row": [bare_row(task, _unmeasured(error))]}
+                yield task, {"row": [_unmeasured(task, error)]}
             continue
         for planned, task in of_format:
             yield task, _rows(planned.kernel, task, bench, plan, run)
@@ -139,11 +139,11 @@ def measure_task(
                 measured.rows.append(bare_row(task, why, "dq"))
             return measured
     except COUNTED as error:
-        return Measured(rows=[bare_row(task, _unmeasured(error))])
+        return Measured(rows=[_unmeasured(task, error)])
 
 
-def _unmeasured(error: Exception) -> Failure:
-    return Failure("failed", f"while measuring: {one_line(error)}")
+def _unmeasured(task: Task, error: Exception) -> DeviationRow:
+    return bare_row(task, Failure("failed", f"while measuring: {one_line(error)}"))
 
 
 def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output] | Failure:
@@ -189,10 +189,9 @@ def measure_one(
     task: Task, kernel: Kernel, case: AttentionCase, system: System, run: Runner = attempt
 ) -> list[DeviationRow]:
     """The rows of one task on a case in memory."""
+    how: dict[str, Any] = {"gradients": task.gradients, "sample": task.sample}
     try:
-        bench = bench_of(
-            case, task.format, task.heads, gradients=task.gradients, sample=task.sample
-        )
+        bench = bench_of(case, task.format, task.heads, **how)
     except COUNTED as error:
-        return [bare_row(task, _unmeasured(error))]
+        return [_unmeasured(task, error)]
     return measure_task(task, kernel, bench, system, run).rows
