@@ -1,4 +1,5 @@
-"""`numdev audit` from end to end: models that are no language models, and models that write."""
+"""`numdev audit` of models that are no language models or write; and what a model is given to read:
+whole chunks of text with their special tokens, drawn ids, images, spectrograms."""
 
 from __future__ import annotations
 
@@ -8,37 +9,27 @@ from typing import Any
 import models
 import pytest
 import torch
+from commands import refusal
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from numdev import report
 from numdev.cli.main import main
 from numdev.config import AuditRequest
 from numdev.sources.capture import capture
 from numdev.sources.checkpoint import open_checkpoint
-from numdev.sources.prompts import model_inputs
+from numdev.sources.prompts import draw, from_text, model_inputs, wanted
 
 SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--length", "6", "--device", "cpu")
 
 
-def audit(
-    capsys: pytest.CaptureFixture[str], target: Path, *flags: str
-) -> tuple[report.AuditReport, str]:
+def audit(capsys: Any, target: Path, *flags: str) -> tuple[report.AuditReport, str]:
     """The report of an audit, and what the terminal shows of it."""
     output = target.parent / f"out{len(list(target.parent.iterdir()))}"
     main(["audit", str(target), *SMALL, *flags, "--output", str(output)])
     return report.read(output), capsys.readouterr().out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], code: int, target: Path, *flags: str) -> str:
-    """The one line that refuses the request."""
-    capsys.readouterr()  # saving the model shows a progress bar
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", str(target), *SMALL, *flags, "--output", str(target.parent / "refused")])
-    err = capsys.readouterr().err
-    assert stop.value.code == code, err
-    assert err.count("\n") == 1
-    assert "unexpected" not in err
-    return err
 
 
 def saved(name: str, directory: Path) -> Path:
@@ -51,7 +42,7 @@ def kernel_rows(found: report.AuditReport) -> list[report.DeviationRow]:
     return rows
 
 
-def test_an_encoder_decoder_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_decoder_model(tmp_path: Path, capsys: Any) -> None:
     """Its three attentions are rows of their own in the map, under its layer and what it is."""
     found, shown = audit(capsys, saved("t5_seq2seq", tmp_path))
     assert len(kernel_rows(found)) == 6 * 4
@@ -64,7 +55,7 @@ def test_an_encoder_decoder_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "the same for the decoder" in found.provenance.source["prompt"]
 
 
-def test_images_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_from_a_file(tmp_path: Path, capsys: Any) -> None:
     """The tensors given are what the model reads, as many as there are; the rest is drawn."""
     target = saved("clip", tmp_path)
     given = tmp_path / "cats.safetensors"
@@ -80,7 +71,7 @@ def test_images_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert digests[0] != digests[1]
 
 
-def test_a_model_that_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_writes(tmp_path: Path, capsys: Any) -> None:
     """Prefill and decode are told apart in rows, cases and the map."""
     found, shown = audit(capsys, saved("llama", tmp_path), "--generate", "2")
     rows = kernel_rows(found)
@@ -121,5 +112,89 @@ def test_requests_that_cannot_be_met(
     name: str, flags: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
 ) -> None:
     """In one line, before anything is measured."""
-    assert words in refusal(capsys, 2, saved(name, tmp_path), *flags)
-    assert not (tmp_path / "refused").exists()
+    assert words in refusal(capsys, 2, saved(name, tmp_path), *SMALL, *flags)
+
+
+# --- what a model is given to read ---------------------------------------------------------------
+
+PAD, CLS, SEP, UNKNOWN = range(4)
+IMAGES = "3 images of 3 x 12 x 12 drawn with seed 5"
+
+
+def tokenizer(*, special: bool = False, **options: Any) -> PreTrainedTokenizerFast:
+    """Words w0, w1, ... are the ids 10, 11, ...; with `special`, [CLS] and [SEP] around a text."""
+    vocab = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[UNK]": UNKNOWN}
+    vocab |= {f"w{i}": 10 + i for i in range(100)}
+    words = Tokenizer(WordLevel(vocab, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if special:
+        words.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", **options)
+
+
+def text(directory: Path, name: str, words: range) -> Path:
+    path = directory / name
+    path.write_text(" ".join(f"w{i}" for i in words), encoding="utf-8")
+    return path
+
+
+def test_every_chunk_carries_the_special_tokens(tmp_path: Path) -> None:
+    """They count for the length."""
+    file = text(tmp_path, "a.txt", range(6))
+    prompt = from_text([file], tokenizer(special=True), length=4, sequences=8)
+    assert prompt.inputs["input_ids"].dtype == torch.int64
+    assert prompt.inputs["input_ids"].tolist() == [[CLS, 10 + i, 11 + i, SEP] for i in (0, 2, 4)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", [None, "[PAD]"])
+def test_a_shorter_file_is_padded_on_the_tokenizers_side(
+    tmp_path: Path, side: str, pad: str | None
+) -> None:
+    files = [text(tmp_path, "a", range(4)), text(tmp_path, "b", range(2))]
+    reads = tokenizer(special=True, padding_side=side, pad_token=pad)
+    prompt = from_text(files, reads, length=6, sequences=2)
+    short, fill = [CLS, 10, 11, SEP], [PAD, PAD]
+    ids, mask = (prompt.inputs[n][1].tolist() for n in ("input_ids", "attention_mask"))
+    assert ids == (fill + short if side == "left" else short + fill)
+    assert mask == ([0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0])
+    assert prompt.description == "2 x up to 6 tokens of a and b"
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        *[(name, ["input_ids"]) for name in ("llama", "bert", "t5")],
+        ("t5_seq2seq", ["input_ids", "decoder_input_ids"]),
+        ("vit", ["pixel_values"]),
+        ("clip", ["input_ids", "pixel_values"]),
+        ("whisper", ["input_features", "decoder_input_ids"]),
+        ("wav2vec2", ["input_values"]),
+    ],
+)
+def test_what_a_model_needs(name: str, needs: list[str]) -> None:
+    assert wanted(getattr(models, name)()) == needs
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "shape", "words"),
+    [
+        *[(n, "pixel_values", (3, 3, 12, 12), IMAGES) for n in ("vit", "clip")],
+        ("whisper", "input_features", (3, 8, 24), "3 spectrograms of 8 x 24 drawn with seed 5"),
+    ],
+)
+def test_images_and_spectrograms_have_the_configs_size(
+    name: str, argument: str, shape: tuple[int, ...], words: str
+) -> None:
+    """Drawn from N(0, 1) with the seed, without touching torch's own generator."""
+    model = getattr(models, name)()
+    state = torch.get_rng_state()
+    prompt, same, other = (draw(argument, model, count=3, length=9, seed=s) for s in (5, 5, 6))
+    assert prompt.inputs[argument].shape == shape
+    assert prompt.description == words
+    assert prompt.digest == same.digest != other.digest
+    # 1000 values and more: the mean is within 4 standard errors of 0 and the variance near 1.
+    x = prompt.inputs[argument]
+    assert abs(x.mean()) < 4 / x.numel() ** 0.5
+    assert abs(x.var() - 1) < 4 * (2 / x.numel()) ** 0.5
+    assert torch.equal(torch.get_rng_state(), state)

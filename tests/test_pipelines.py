@@ -10,17 +10,16 @@ import diffusers
 import pipelines
 import pytest
 import torch
+from commands import refusal
 from safetensors.torch import load_file, save_file
 
 from numdev.cases import AttentionCase
-from numdev.cli.main import main
 from numdev.config import AuditRequest, Choice
 from numdev.sources.opening import open_source
 from numdev.system import System
 
 BLOCKS = 4  # of the UNet: down, middle, two in up; each with self and cross attention
 OWN_CODE = "runs no code that comes with a pipeline"
-SMALL = ("--kernel", "sdpa-math", "--sequences", "2", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +42,6 @@ def request(path: Path, **given: Any) -> AuditRequest:
 def captured(path: Path, **given: Any) -> list[AttentionCase]:
     """Every case that the pipeline's source hands over."""
     return [x.load() for x in open_source(request(path, **given), System.here("cpu"))]
-
-
-def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["audit", str(target), *SMALL, *flags, "--output", str(target.parent / "refused")])
-    err = capsys.readouterr().err
-    assert stop.value.code == code, err
-    assert "unexpected" not in err
-    return err
 
 
 def edited(path: Path, to: Path, **changes: Any) -> Path:

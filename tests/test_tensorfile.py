@@ -1,5 +1,5 @@
-"""Captured tensors on disk: what is written comes back, what others write is read, and a file that
-is wrong is named in one line."""
+"""Captured tensors on disk: what is written comes back, what others write is read, a file that is
+wrong is named in one line; and calls as serving engines make them become the cases they are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
+from commands import run
 from safetensors.torch import save_file
 from torch import Tensor
 
+import numdev
+from numdev import report
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli.main import main
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels.reference import attend
 from numdev.sources.tensorfile import Writer, open_cases, write
@@ -51,14 +54,6 @@ def failure(path: Path, kind: type[NumdevError], *words: str) -> None:
         open_cases(path)
     assert "\n" not in str(caught.value)
     assert [word for word in (str(path), *words) if word not in str(caught.value)] == []
-
-
-def run(*arguments: object) -> int:
-    try:
-        main([str(a) for a in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 # --- there and back ------------------------------------------------------------------------------
@@ -253,3 +248,135 @@ def test_what_is_wrong_is_named(
 ) -> None:
     """Before anything is measured, in one line, with the file, the call and what to do."""
     failure(third_party(tmp_path / "x.safetensors", tensors, **header), UsageError, *words)
+
+
+# --- calls of serving engines, packed and paged ---------------------------------------------------
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 8, 4
+QUERIES, KEYS = (5, 1, 0, 3), (5, 9, 0, 7)
+"""A prefill, a decode step, a sequence that is only padding, and a chunk after four keys."""
+
+
+def begins(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+
+
+def packed() -> dict[str, Any]:
+    """q, k and v behind each other, with four rows of padding after the queries."""
+    return {
+        "q": drawn(sum(QUERIES) + 4, HEADS, DIM),
+        "k": drawn(sum(KEYS), KV_HEADS, DIM, seed=1),
+        "v": drawn(sum(KEYS), KV_HEADS, DIM + 2, seed=2)[..., :DIM],
+        "cu_seqlens_q": begins(QUERIES),
+        "cu_seqlens_k": begins(KEYS),
+    }
+
+
+def paged() -> dict[str, Any]:
+    """The same keys in pages of four that lie in no order, the rest of each page full of NaN."""
+    given = packed()
+    caches = {n: torch.full((12, PAGE, KV_HEADS, DIM), math.nan) for n in "kv"}
+    free = iter((7, 2, 11, 0, 5, 9, 3))
+    table = torch.full((len(KEYS), 3), -1, dtype=torch.int32)
+    for i, (start, count) in enumerate(zip(begins(KEYS).tolist(), KEYS, strict=False)):
+        for page in range(-(-count // PAGE)):
+            table[i, page] = place = next(free)
+            held = slice(start + PAGE * page, start + min(count, PAGE * (page + 1)))
+            for n, cache in caches.items():
+                cache[place, : held.stop - held.start] = given[n][held]
+    return {
+        "q": given["q"],
+        **caches,
+        "cu_seqlens_q": given["cu_seqlens_q"],
+        "seqused_k": torch.tensor(KEYS, dtype=torch.int32),
+        "block_table": table,
+    }
+
+
+def attention(q: Any, k: Any, v: Any, *, scale: float, left: int | None, causal: bool) -> Any:
+    """One sequence in numpy, aligned at the last key: [queries, heads, dim] from packed tensors."""
+    out = np.zeros((len(q), HEADS, v.shape[-1]))
+    for head, i in np.ndindex(HEADS, len(q)):
+        at, own = i + len(k) - len(q), head // (HEADS // KV_HEADS)
+        seen = slice(0 if left is None else max(0, at - left), at + 1 if causal else len(k))
+        weights = np.exp(k[seen, own] @ q[i, head] * scale)
+        out[i, head] = weights @ v[seen, own] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("given", [packed, paged])
+@pytest.mark.parametrize(("causal", "left"), [(True, None), (False, None), (True, 2)])
+def test_a_packed_call_is_one_case_a_sequence(given: Any, causal: bool, left: int | None) -> None:
+    """Each case, attended in fp64, is what plain loops over the packed tensors give for its rows;
+    1 % off in the scale is not."""
+    whole = packed()
+    window = {} if left is None else {"window_size": (left, 0)}
+    cases = numdev.varlen_cases(**given(), causal=causal, softmax_scale=0.3, **window)
+    assert [c.ref.case for c in cases] == [f"attention#0/seq{i}" for i in (0, 1, 3)]
+    q, k, v = (whole[n].double().numpy() for n in "qkv")
+    rows, keys = begins(QUERIES).tolist(), begins(KEYS).tolist()
+    for i, case in zip((0, 1, 3), cases, strict=True):
+        own = (q[rows[i] : rows[i + 1]], *(x[keys[i] : keys[i + 1]] for x in (k, v)))
+        wanted = attention(*own, scale=0.3, left=left, causal=causal)
+        wrong = attention(*own, scale=0.303, left=left, causal=causal)
+        found = attend(case).out[0].transpose(0, 1).numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-13)
+        assert not np.allclose(found, wrong, rtol=1e-12, atol=1e-13)
+
+
+def test_cases_are_copies() -> None:
+    """The engine overwrites its cache, and the case stays."""
+    given = paged()
+    case = numdev.varlen_cases(**given)[1]
+    before = case.k.clone()
+    given["k"].zero_()
+    assert torch.equal(case.k, before)
+    assert case.k.isfinite().all()
+
+
+def test_flash_attentions_words_for_nothing() -> None:
+    """softcap 0 and a window of (-1, -1) are none; -1 on a side is no limit there."""
+    case = numdev.varlen_cases(**packed(), softcap=0.0, window_size=(-1, -1))[0]
+    assert (case.softcap, case.window) == (None, None)
+    case = numdev.varlen_cases(**packed(), softcap=30.0, window_size=(3, -1))[0]
+    assert (case.softcap, case.window) == (30.0, (3, None))
+    assert numdev.varlen_cases(**packed(), causal=True, window_size=(3, -1))[0].window == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "says"),
+    [
+        (packed, {"cu_seqlens_q": torch.tensor([0, 6, 5])}, "cu_seqlens_q: expected"),
+        (packed, {"cu_seqlens_k": None}, r"got .*none"),
+        (packed, {"cu_seqlens_k": torch.tensor([0, 5])}, r"got .*\[5\], \[2\]"),
+        (packed, {"seqused_k": torch.tensor([6, 9, 0, 7])}, "sequence 0: expected 6 keys, got 5"),
+        (paged, {"block_table": torch.zeros(1, 3)}, r"\[1, 3\]"),
+        (paged, {"block_table": torch.full((4, 3), 12)}, "expected pages below 12"),
+        (paged, {"seqused_k": torch.tensor([5, 13, 0, 7])}, "expected 13 keys, got 12"),
+        (packed, {"window_size": (3,)}, r"window_size: .* got \[3\]"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    given: Any, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        numdev.varlen_cases(**{**given(), **changes})
+
+
+def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:
+    """Two layers' calls in one file: the same tensors come back, rows know the phase, and the
+    report sets prefill beside decode."""
+    cases = []
+    for i in range(2):
+        how = {"causal": True, "module": f"layers.{i}.attn", "layer": i, "source": "engine"}
+        cases += numdev.varlen_cases(**paged(), **how)
+    numdev.save_cases(tmp_path / "dump.safetensors", cases)
+    stored = open_cases(tmp_path / "dump.safetensors").cases
+    assert [s.ref for s in stored] == [c.ref for c in cases]
+    assert all(torch.equal(s.load().k, c.k) for s, c in zip(stored, cases, strict=True))
+    flags = ("--kernel", "sdpa-math", "--device", "cpu", "-o", tmp_path / "o")
+    assert run("audit", tmp_path / "dump.safetensors", *flags) == 0
+    found = report.read(tmp_path / "o")
+    phases = [part.phase for part in found.summary.parts if part.kernel == "sdpa-math"]
+    assert phases == ["prefill", "decode"]
+    assert "bfloat16: prefill beside decode" in capsys.readouterr().out

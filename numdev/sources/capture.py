@@ -220,17 +220,53 @@ class _Interceptor(TorchFunctionMode):
                 return self._multi_head(args, kwargs)
         return func(*args, **kwargs)
 
-    def _meet(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the call over as a case, or hold it for its gradient; the right answer to it."""
+    def _meet(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Hand an SDPA call over as a case, which what the model passed beside it joins, or hold it
+        for its gradient; the right answer to it."""
         ref = self.watch.next_call() if self.watch else CaseRef(case="call")
-        case = _as_case(ref, self.passed, *args, **kwargs)
+        if dropout_p > 0:
+            what = f"{ref.module}: attention with dropout {dropout_p} has no one answer"
+            raise MeasurementError(what, hint="put the model in eval mode")
+        q, mask, scale = query, attn_mask, options.get("scale")
+        if q.shape != self.passed.get("query", q).shape:
+            # For a single query transformers lays the heads of a group out as rows of one head.
+            q = self.passed["query"]
+            if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+                mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
+        offset = key.shape[-2] - q.shape[-2]
+        window = _window(ref, self.passed.get("sliding_window"), mask, q, offset)
+        try:
+            case = AttentionCase(
+                ref=ref,
+                q=q,
+                k=key,
+                v=value,
+                scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+                mask=mask,
+                is_causal=is_causal,
+                causal_offset=0 if window is None else offset,
+                window=window,
+                softcap=self.passed.get("softcap"),
+                sinks=self.passed.get("s_aux"),
+            )
+        except UsageError as error:
+            raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
         if self.step is None:
             self.on_call(case)
         if case.softcap is None and case.sinks is None:
-            out = F.scaled_dot_product_attention(*args, **kwargs)
+            call = (query, key, value, attn_mask, dropout_p, is_causal)
+            out = F.scaled_dot_product_attention(*call, **options)
         else:  # SDPA has no words for it
             out = find("baseline").attend(case).out
-            query = args[0] if args else kwargs["query"]
             out = out.reshape(*query.shape[:-1], out.shape[-1])
         return out if self.step is None else self.step.hold(case, out)
 
@@ -249,48 +285,6 @@ class _Interceptor(TorchFunctionMode):
         out, _ = met(*args, **{**kwargs, "need_weights": False, "is_causal": False})
         own, weights = original(*args, **kwargs)
         return (own if self.step is None else out), weights
-
-
-def _as_case(
-    ref: CaseRef,
-    passed: Mapping[str, Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> AttentionCase:
-    """An SDPA call as a case; what the model passed beside it joins it."""
-    if dropout_p > 0:
-        what = f"{ref.module}: attention with dropout {dropout_p} has no one answer"
-        raise MeasurementError(what, hint="put the model in eval mode")
-    q, mask = query, attn_mask
-    if q.shape != passed.get("query", q).shape:
-        # For a single query transformers lays the heads of a group out as rows of one head.
-        q = passed["query"]
-        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
-            mask = mask.reshape(mask.shape[0], q.shape[1], 1, mask.shape[-1])
-    offset = key.shape[-2] - q.shape[-2]
-    window = _window(ref, passed.get("sliding_window"), mask, q, offset)
-    try:
-        return AttentionCase(
-            ref=ref,
-            q=q,
-            k=key,
-            v=value,
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-            mask=mask,
-            is_causal=is_causal,
-            causal_offset=0 if window is None else offset,
-            window=window,
-            softcap=passed.get("softcap"),
-            sinks=passed.get("s_aux"),
-        )
-    except UsageError as error:
-        raise MeasurementError(error.message, hint="numdev cannot audit this call") from error
 
 
 def _window(
@@ -377,8 +371,8 @@ def _attention(
 
 def decode(model: nn.Module, inputs: Mapping[str, Tensor], steps: int) -> None:
     """The prefill and `steps` decode passes, with a cache: greedy and without the end token, so
-    that the same inputs give the same calls. A model with a `generate` of its own (Whisper's splits
-    audio) is run by transformers' common one."""
+    that the same inputs give the same calls; by transformers' common `generate` (Whisper's own
+    splits audio)."""
     import transformers
 
     text = cast(Any, model).config.get_text_config(decoder=True)

@@ -33,6 +33,7 @@ from numdev.sources.streaming import Deferred, Stored
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size")
 META = torch.device("meta")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
@@ -261,8 +262,8 @@ class StateDict(Weights):
 
     def load_model(self, *, dtype: torch.dtype, device: str) -> nn.Module:
         """The factory's model with the stored weights, cast to `dtype`, in eval mode. Raises
-        UsageError for a factory that cannot be called or gives no module, MeasurementError for one
-        that raises, and for weights that are not the model's."""
+        UsageError for a factory that gives no module, MeasurementError for one that raises, and for
+        weights that are not the model's."""
         model = self._built()
         # Where transformers is loaded, its models may be inside: they are led to numdev's attention
         # function, since a soft cap would be lost on the way to SDPA.
@@ -279,23 +280,15 @@ class StateDict(Weights):
 
     def _built(self) -> nn.Module:
         """The factory's model, of no argument or the stored configuration."""
-        arguments = (dict(self.config),) if self.config else ()
         try:
-            signature = inspect.signature(self.build)
-            required = [p for p in signature.parameters.values() if p.default is p.empty]
-            if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in required):
-                arguments = ()
-            signature.bind(*arguments)
-        except (TypeError, ValueError) as error:  # ValueError: no signature, it is written in C
-            what = f"the factory {self.factory} cannot be called for {self.path}: {error}"
-            hint = "write one that takes no argument, or the configuration stored with the weights"
-            raise UsageError(what, hint=hint) from error
-        try:
-            model = self.build(*arguments)
+            parameters = inspect.signature(self.build).parameters.values()
+            takes = any(p.default is p.empty and p.kind not in VARIADIC for p in parameters)
+            model = self.build(*((dict(self.config),) if takes and self.config else ()))
         except (Exception, SystemExit) as error:
             words = f"{type(error).__name__}: {storage.one_line(error)}"
             what = f"the factory {self.factory} raised {words}"
-            raise MeasurementError(what, hint="call it in Python to see where") from error
+            hint = "it gets no argument, or the configuration stored with the weights"
+            raise MeasurementError(what, hint=hint) from error
         if isinstance(model, nn.Module):
             return model
         what = f"the factory {self.factory}: expected a torch.nn.Module, got {type(model).__name__}"

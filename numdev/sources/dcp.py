@@ -1,9 +1,8 @@
 """The tensors of a `torch.distributed.checkpoint` directory, one at a time.
 
 A tensor is stored in pieces, each a byte range of a `__RANK_N.distcp` file that torch.save wrote,
-and the pickle `.metadata` says where. A pickle is a program: this one is read by an unpickler that
-refuses every name such metadata is not made of, and builds empty records in place of torch's
-classes.
+and the pickle `.metadata` says where. It is read by an unpickler that refuses every name such
+metadata is not made of, and builds empty records in place of torch's classes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import io
 import itertools
 import math
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,16 +112,15 @@ def files_of(directory: Path) -> tuple[Path, ...]:
 
 def _fills(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> bool:
     """Whether the pieces are blocks within the shape that cover it exactly once."""
-    if any(len(p.start) != len(shape) or len(p.shape) != len(shape) for p in pieces):
+    if not pieces or any({len(p.start), len(p.shape)} != {len(shape)} for p in pieces):
         return False
     blocks = [list(zip(p.start, p.shape, strict=True)) for p in pieces]
     within = all(a + n <= m for b in blocks for (a, n), m in zip(b, shape, strict=True))
-    overlap = any(
-        all(max(a, b) < min(a + n, b + m) for (a, n), (b, m) in zip(p, q, strict=True))
+    apart = all(
+        any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(p, q, strict=True))
         for p, q in itertools.combinations(blocks, 2)
     )
-    enough = sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
-    return bool(pieces) and within and enough and not overlap
+    return within and apart and sum(math.prod(p.shape) for p in pieces) == math.prod(shape)
 
 
 # --- the metadata -------------------------------------------------------------------------------
@@ -134,11 +131,42 @@ def read_metadata(directory: Path) -> list[SplitTensor]:
     that asks for anything but metadata, is damaged, or names a file elsewhere; nothing of it is
     run."""
     path = directory / METADATA
+    places: dict[Any, dict[str, Any]] = {}
+    tensors = []
     with naming(path, "is not the metadata of a distributed checkpoint"), path.open("rb") as file:
-        found = list(_described(path, _Unpickler(path, file).load()))
-    if not found:
+        metadata = _Unpickler(path, file).load()
+        for index, info in metadata.storage_data.items():
+            name = str(info.relative_path)
+            if Path(name).name != name:
+                what = f"{path}: {name!r} is not the name of a file beside it"
+                raise MeasurementError(what, hint=DISTRUST)
+            offset, length = _sizes((info.offset, info.length))
+            key = str(index.fqn), _sizes(getattr(index, "offset", None) or ())
+            places[key] = {"file": name, "offset": offset, "length": length}
+        keys = getattr(metadata, "planner_data", None)
+        for name, stored in metadata.state_dict_metadata.items():
+            if type(stored).__name__ == "BytesStorageMetadata":
+                continue
+            if not isinstance(dtype := stored.properties.dtype, torch.dtype):
+                raise ValueError(f"{name} has no dtype")
+            pieces = []
+            for chunk in stored.chunks:
+                start, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
+                place = places.get((str(name), start)) or places[str(name), ()]
+                pieces.append(Piece(start=start, shape=shape, **place))
+            way = keys.get(name) if isinstance(keys, dict) else None
+            tensor = SplitTensor(
+                directory=directory,
+                name=str(name),
+                path=tuple(map(str, way)) if isinstance(way, tuple | list) else (str(name),),
+                dtype=dtype,
+                shape=_sizes(stored.size),
+                pieces=tuple(pieces),
+            )
+            tensors.append(tensor)
+    if not tensors:
         raise MeasurementError(f"{directory}: holds no tensor", hint="save model.state_dict()")
-    return found
+    return tensors
 
 
 class _Record:
@@ -169,38 +197,6 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         what = f"asks for {module}.{name}, which is no part of a checkpoint's metadata"
         raise MeasurementError(f"{self._path}: {what}: it is not unpickled", hint=DISTRUST)
-
-
-def _described(path: Path, metadata: Any) -> Iterator[SplitTensor]:
-    places: dict[Any, dict[str, Any]] = {}
-    for index, info in metadata.storage_data.items():
-        file = str(info.relative_path)
-        if Path(file).name != file:
-            what = f"{path}: {file!r} is not the name of a file beside it"
-            raise MeasurementError(what, hint=DISTRUST)
-        offset, length = _sizes((info.offset, info.length))
-        key = str(index.fqn), _sizes(getattr(index, "offset", None) or ())
-        places[key] = {"file": file, "offset": offset, "length": length}
-    keys = getattr(metadata, "planner_data", None)
-    for name, stored in metadata.state_dict_metadata.items():
-        if type(stored).__name__ == "BytesStorageMetadata":
-            continue
-        if not isinstance(dtype := stored.properties.dtype, torch.dtype):
-            raise ValueError(f"{name} has no dtype")
-        pieces = []
-        for chunk in stored.chunks:
-            start, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
-            place = places.get((str(name), start)) or places[str(name), ()]
-            pieces.append(Piece(start=start, shape=shape, **place))
-        way = keys.get(name) if isinstance(keys, dict) else None
-        yield SplitTensor(
-            directory=path.parent,
-            name=str(name),
-            path=tuple(map(str, way)) if isinstance(way, tuple | list) else (str(name),),
-            dtype=dtype,
-            shape=_sizes(stored.size),
-            pieces=tuple(pieces),
-        )
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

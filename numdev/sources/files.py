@@ -12,7 +12,7 @@ import logging
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,18 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file and their names, in the file's order. Those of safetensors are mapped
     one by one: what was read through a map counts as the process's memory until it is gone."""
     if path.suffix in PICKLES:
-        yield from state_in(path, read_pickle(path)).items()
-        return
+        content = read_pickle(path)
+        for state in (*(content.get(key) for key in NESTED), content):
+            if isinstance(state, dict):
+                tensors = {str(name): x for name, x in state.items() if isinstance(x, Tensor)}
+                if tensors:
+                    yield from tensors.items()
+                    return
+        keys = some([repr(key) for key in content]) or "nothing"
+        raise MeasurementError(
+            f"{path}: holds no state dict (but {keys})",
+            hint=f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}",
+        )
     with open_safetensors(path) as file:
         names = file.offset_keys()
     for name in names:
@@ -104,20 +114,6 @@ def read_pickle(path: Path) -> dict[Any, Any]:
             hint="convert it to safetensors with a tool you trust",
         ) from error
     return state if isinstance(state, dict) else {}
-
-
-def state_in(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The tensors in what torch.save wrote: under one of NESTED, or of the whole."""
-    for state in (*(content.get(key) for key in NESTED), content):
-        if isinstance(state, dict):
-            tensors = {str(name): x for name, x in state.items() if isinstance(x, Tensor)}
-            if tensors:
-                return tensors
-    keys = some([repr(key) for key in content]) or "nothing"
-    raise MeasurementError(
-        f"{path}: holds no state dict (but {keys})",
-        hint=f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}",
-    )
 
 
 def common_prefix(names: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
 """Where upstream gradients (dO) come from: the model's own loss, or a seed.
 
 A language model of transformers is asked to predict what it reads, a model with two towers for its
-contrastive loss, any other is run as it is; a run without gradients shows whether there is a loss.
-For a loss, calls are held during the forward pass and their gradients asked of autograd in one go,
-at the edges of the graph where the outputs were made: right also where the model overwrites an
-output, and no graph is held while calls are measured.
+contrastive loss, any other is run as it is. Calls are held during the forward pass and their
+gradients asked of autograd in one go, at the edges of the graph where the outputs were made: right
+also where the model overwrites an output, and no graph is held while calls are measured.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,23 @@ class Upstream:
 def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> Upstream:
     """Where this model's upstream gradients on these inputs come from; runs it once to see. A loss
     that raises, or is not finite, is none; `why_not` says so."""
-    words, arguments = _objective(model, inputs)
+    words, arguments = OWN, dict[str, Any]()
+    if hasattr(model, "get_output_embeddings"):  # a model of transformers
+        asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
+        encodes = cast(Any, model).config.is_encoder_decoder
+        decoder = "decoder_" if encodes else ""
+        labels, mask = inputs.get(f"{decoder}input_ids"), inputs.get(f"{decoder}attention_mask")
+        embeddings: Any = model.get_output_embeddings
+        if labels is not None and "labels" in asks and embeddings() is not None:
+            if mask is not None and mask.shape == labels.shape:
+                labels = labels.masked_fill(mask == 0, IGNORED)
+            # A causal model shifts labels itself; what a decoder reads beside an encoder is shifted
+            # already, so its labels are what follows.
+            if encodes:
+                labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+            words, arguments = LANGUAGE, {"labels": labels}
+        elif "return_loss" in asks:
+            arguments = {"return_loss": True}
     try:
         with torch.no_grad():
             loss = loss_of(model(**at_home(model, {**inputs, **arguments})))
@@ -89,34 +104,14 @@ def with_drawn(case: AttentionCase, seed: int) -> AttentionCase:
 
 def at_home(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs where the model is, floating-point tensors as it computes."""
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return dict(inputs)
-    return {
-        name: x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
-        if isinstance(x, Tensor)
-        else x
-        for name, x in inputs.items()
-    }
-
-
-def _objective(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
-    """The loss to ask the model for, in words, and the arguments that ask for it. Labels are token
-    ids, IGNORED at padding. A causal model shifts them itself; a decoder's text beside an encoder
-    is shifted already: its labels are what follows."""
-    if not hasattr(model, "get_output_embeddings"):  # none of transformers
-        return OWN, {}
-    asks = inspect.signature(model.forward).parameters.keys() - inputs.keys()
-    decoder = "decoder_" if model.config.is_encoder_decoder else ""  # type: ignore[union-attr]
-    labels, mask = inputs.get(f"{decoder}input_ids"), inputs.get(f"{decoder}attention_mask")
-    predicts = "labels" in asks and model.get_output_embeddings() is not None  # type: ignore[operator]
-    if not predicts or labels is None:
-        return OWN, {"return_loss": True} if "return_loss" in asks else {}
-    if mask is not None and mask.shape == labels.shape:
-        labels = labels.masked_fill(mask == 0, IGNORED)
-    if decoder:
-        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
-    return LANGUAGE, {"labels": labels}
+    home, weight = (
+        dict(inputs),
+        next((p for p in model.parameters() if p.is_floating_point()), None),
+    )
+    for name, x in inputs.items():
+        if weight is not None and isinstance(x, Tensor):
+            home[name] = x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+    return home
 
 
 # --- one training step --------------------------------------------------------------------------
@@ -147,10 +142,9 @@ class TrainingStep:
         MeasurementError where the model has since overwritten what it attended over."""
         for case, _, versions in self.held:
             if versions != _versions(case):
-                raise MeasurementError(
-                    f"{case.ref.module}: the model overwrites what it attended over",
-                    hint="its gradients cannot be audited; its forward pass can",
-                )
+                what = f"{case.ref.module}: the model overwrites what it attended over"
+                hint = "its gradients cannot be audited; its forward pass can"
+                raise MeasurementError(what, hint=hint)
         edges = {i: edge for i, (_, edge, _) in enumerate(self.held) if edge is not None}
         grads: dict[int, Tensor] = {}
         if loss is not None and loss.requires_grad and edges:

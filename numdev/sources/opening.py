@@ -1,5 +1,4 @@
-"""Where cases come from: a configuration's shapes, a model's forward pass, or tensors on disk. A
-source hands its cases over one at a time and keeps none of them."""
+"""Sources hand cases over one at a time and keep none: shapes, a model's run, tensors on disk."""
 
 from __future__ import annotations
 
@@ -68,24 +67,25 @@ def open_source(request: AuditRequest, system: System, *, projections: bool = Fa
     where the request is for gradients; with `projections`, those of a running model know the layer
     that made their queries. Raises UsageError for an option without meaning for this source."""
     path = _path(request)
-    opening: Callable[..., Source] = partial(CheckpointSource, projections=projections)
+    pipeline = not request.cases and is_pipeline(path)
+    stored = not request.cases and not pipeline and holds_cases(path)
     kind, meaningless = "no diffusers pipeline", FOR_PIPELINES
     if request.cases:
         kind, meaningless = "a configuration", ("layers", *FOR_MODELS)
-        seeds, gradients = (request.seed,), bool(request.gradients)
-        opening = lambda request, system: ConfigSource(  # noqa: E731
-            request.target, request.cases, seeds, system, gradients=gradients
-        )
-    elif is_pipeline(path):
-        kind, meaningless, opening = "a diffusers pipeline", NOT_FOR_PIPELINES, PipelineSource
-    elif holds_cases(path):
+    elif pipeline:
+        kind, meaningless = "a diffusers pipeline", NOT_FOR_PIPELINES
+    elif stored:
         kind, meaningless = "a file of captured tensors", FOR_MODELS
-        opening = TensorFileSource
     for name in meaningless:
         if getattr(request, name):
             what = f"{request.target} is {kind}, for which {name!r} means nothing"
             raise UsageError(what, hint=f"leave --{name} out")
-    return opening(request, system)
+    if request.cases:
+        how = {"gradients": bool(request.gradients)}
+        return ConfigSource(request.target, request.cases, (request.seed,), system, **how)
+    if pipeline or stored:
+        return (PipelineSource if pipeline else TensorFileSource)(request, system)
+    return CheckpointSource(request, system, projections=projections)
 
 
 def _path(request: AuditRequest) -> Path:
@@ -114,7 +114,7 @@ class Drawn:
     def load(self) -> AttentionCase:
         """Draw it, in fp32, from the seed and the name of the grid's entry: cells that differ only
         in how attention is computed share their inputs."""
-        config = self.config
+        config, inputs = self.config, self.config.inputs
         shapes = Shapes(
             batch=config.batch,
             heads=config.heads,
@@ -124,14 +124,8 @@ class Drawn:
             head_dim=config.head_dim,
             v_dim=config.v_dim or config.head_dim,
         )
-        drawn = draw(
-            config.inputs.name,
-            shapes,
-            seed=self.seed,
-            options=config.inputs.options,
-            label=config.entry,
-            gradients=self.gradients,
-        )
+        how: dict[str, Any] = {"seed": self.seed, "label": config.entry}
+        drawn = draw(inputs.name, shapes, options=inputs.options, gradients=self.gradients, **how)
         q, k, v = laid_out(config.layout, *(x.to(self.device) for x in drawn))
         grad_out, mask = drawn.grad_out, None
         if grad_out is not None:
@@ -139,8 +133,7 @@ class Drawn:
             if config.layout != "contiguous":  # the gradient of [batch, length, heads * dim]
                 grad_out = transposed(grad_out)
         if config.mask is not None:
-            mask = draw_mask(config.mask, shapes, seed=self.seed, label=config.entry)
-            mask = mask.to(self.device)
+            mask = draw_mask(config.mask, shapes, **how).to(self.device)
         side = None if config.window is None else config.window - 1
         return AttentionCase(
             ref=self.ref,
@@ -169,14 +162,11 @@ class ConfigSource(Source):
         *,
         gradients: bool = False,
     ) -> None:
+        self.target, self.cases = target, list[Located]()
+        how: dict[str, Any] = {"source": target, "device": system.device, "gradients": gradients}
         for config in configs:
             check(config.inputs.name, config.inputs.options)
-        self.target = target
-        self.cases: list[Located] = [
-            Drawn(config=c, seed=seed, source=target, device=system.device, gradients=gradients)
-            for c in configs
-            for seed in seeds
-        ]
+            self.cases += [Drawn(config=config, seed=seed, **how) for seed in seeds]
 
     def describe(self) -> dict[str, Any]:
         return {"config": self.target, "cases": len(self.cases)}
@@ -224,7 +214,7 @@ class TensorFileSource(Source):
 
 class CheckpointSource(Source):
     """The attention calls of a model: of one forward pass, a generation, or with gradients of one
-    training step. Once it was iterated, `notes` says which calls the loss does not reach."""
+    training step. Once iterated, `notes` says which calls the loss does not reach."""
 
     def __init__(self, request: AuditRequest, system: System, *, projections: bool = False) -> None:
         if request.gradients and request.generate:
@@ -319,9 +309,9 @@ class CheckpointSource(Source):
             )
         self.notes += layers.notes(self.request.target)
         if drawn:
-            missed = f"{len(drawn)} of {calls} calls ({some(drawn)})"
+            missed = f"The loss has no usable gradient for {len(drawn)} of {calls} calls"
             origin = drawn_from(self.request.seed)
-            self.notes += (f"The loss has no usable gradient for {missed}; theirs is {origin}.",)
+            self.notes += (f"{missed} ({some(drawn)}); theirs is {origin}.",)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of the layers asked for, where these are numbered in names, and what is in none."""

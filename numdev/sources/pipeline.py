@@ -1,10 +1,9 @@
 """A diffusers pipeline: opened safely, run for some steps, its denoiser's attention handed over.
 
 Its parts are classes of diffusers and transformers that `model_index.json` names, and nothing else;
-weights are safetensors files alone, and nothing is fetched. The denoiser is audited: the UNet or
-transformer that runs once a step. A step ends where the scheduler is asked for the next latents:
-guidance run apart belongs to the same step, and Heun's two evaluations make two. The run ends with
-the last step that is wanted, so no picture is decoded.
+weights are safetensors files alone, and nothing is fetched. A step ends where the scheduler is
+asked for the next latents: guidance run apart belongs to the same step, and Heun's two evaluations
+make two. The run ends with the last step that is wanted, so no picture is decoded.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ def is_pipeline(path: Path) -> bool:
 
 class PipelineSource:
     """The attention calls of a diffusion pipeline's denoiser, at every denoising step or chosen
-    ones; gradients are drawn, for a pipeline has no loss. `notes` names the parts that are not
-    audited. Raises UsageError without diffusers, for code of its own and for a request that has no
-    meaning for it; MeasurementError for a damaged index, unknown classes, and weights that are
-    missing or of another shape."""
+    ones; gradients are drawn, for a pipeline has no loss. Raises UsageError without diffusers, for
+    code of its own and for a request that has no meaning for it; MeasurementError for a damaged
+    index, unknown classes, and weights that do not fit."""
 
     notes: tuple[str, ...] = ()
 
@@ -152,9 +150,8 @@ class PipelineSource:
         return model.eval()
 
     def _read(self) -> tuple[dict[str, Any], str]:
-        """What images are made of, as arguments of the pipeline's call and in words: the prompts of
-        files, a line each and used again from the first on, else drawn words of the pipeline's
-        tokenizer, which mean nothing, or drawn classes."""
+        """What images are made of, as arguments of the pipeline's call and in words: the lines of
+        text files, in turn; else drawn words of its tokenizer, or drawn classes."""
         takes = inspect.signature(type(self.pipeline).__call__).parameters
         count, seed = self.request.sequences, self.request.seed
         known = ("self", "prompt", "class_labels", "batch_size")
@@ -194,8 +191,8 @@ class PipelineSource:
         return arguments, f"{count} images, of nothing but noise"
 
     def _run(self, handle: Callable[[Captured], None]) -> None:
-        """Denoise, handing over the calls of the chosen steps and layers, which know their step and
-        what they attend to. Latents are drawn on the CPU, the same for every device."""
+        """Denoise, handing over the calls of the chosen steps and layers. Latents are drawn on the
+        CPU, the same for every device."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
         layers, seed = Layers(self.request.layers), self.request.seed

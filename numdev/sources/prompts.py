@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from numdev.config import AuditRequest, demo_checkpoint
 from numdev.errors import UsageError, closest
 from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
+from numdev.sources.files import one_line
 from numdev.sources.files import read as read_tensors
 
 # What stands for an input: given the one, the other is not needed.
@@ -177,11 +178,9 @@ def read_text(file: Path) -> str:
     """A UTF-8 text file. Raises UsageError where it is none."""
     try:
         return file.read_text(encoding="utf-8")
-    except OSError as error:
-        what = f"{file}: cannot be read ({error.strerror})"
-    except UnicodeDecodeError as error:
-        what = f"{file}: is not UTF-8 at byte {error.start}"
-    raise UsageError(what, hint="give a text file in UTF-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{file}: cannot be read ({one_line(error)})"
+        raise UsageError(what, hint="give a text file in UTF-8") from error
 
 
 # --- the other arguments of a model -------------------------------------------------------------
@@ -203,9 +202,8 @@ def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = F
 
 
 def read(path: Path, model: nn.Module) -> Prompt:
-    """The tensors of a safetensors file, named after the arguments of the model's forward. Raises
-    UsageError for a file that is not there, is empty, or names an argument the model does not have.
-    """
+    """The tensors of a safetensors file, named after arguments of the model's forward. Raises
+    UsageError where there is no such file, no tensor, or no such argument."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file", hint="--inputs takes a safetensors file")
     inputs = dict(sorted(read_tensors(path)))
@@ -223,8 +221,7 @@ def read(path: Path, model: nn.Module) -> Prompt:
 
 def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> Prompt:
     """The argument `name` of the model, for `count` sequences; `length` is the most a decoder
-    reads. Raises UsageError for one that cannot be drawn, or whose size the config does not give.
-    """
+    reads. Raises UsageError for one that cannot be drawn."""
     config: Any = getattr(model, "config", None)
     if name == "decoder_input_ids":
         text = config.get_text_config(decoder=True)

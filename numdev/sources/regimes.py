@@ -1,10 +1,9 @@
 """The regimes of synthetic inputs, and the draws that they are made of.
 
-A regime is a function of the shapes, the draws, and parameters that a configuration may set. What
-in a kernel breaks on each, and who was hurt by it: docs/hazards.md. What a hazard needs of the
-call: configs/sweep/hazards.yaml. Each head of each named tensor has a stream of its own, from seed,
-label, name and head alone: a tensor keeps its numbers whatever else is drawn. All is drawn on the
-host, to the same bits on every machine.
+A regime is a function of the shapes, the draws, and parameters that a configuration may set. Each
+regime in full, and what breaks on it: docs/hazards.md. Each head of each named tensor has a stream
+of its own, from seed, label, name and head alone: a tensor keeps its numbers whatever else is
+drawn. All is drawn on the host, to the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -107,14 +106,13 @@ class Inputs:
         return iter((self.q, self.k, self.v))
 
 
-def plain(shapes: Shapes, draws: Draws) -> Inputs:
-    """q, k and v of independent N(0, 1)."""
-    return of_each(shapes, draws.normal)
-
-
 def of_each(shapes: Shapes, draw: Callable[[str, tuple[int, ...]], Tensor]) -> Inputs:
     """q, k and v, each drawn alike from its name and shape."""
     return Inputs(*(draw(name, getattr(shapes, name)) for name in "qkv"))
+
+
+def plain(shapes: Shapes, draws: Draws) -> Inputs:
+    return of_each(shapes, draws.normal)  # N(0, 1)
 
 
 # --- regimes whose answer only a reference knows
@@ -140,8 +138,7 @@ def outliers(
 
 
 def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 0.1) -> Inputs:
-    """Every query meets key 0 with a score higher by about `strength`, and that key's V is `value`
-    times N(0, 1). The other keys are orthogonal to the direction that makes the difference."""
+    """Key 0 scores higher by about `strength`, and its V is `value` times N(0, 1)."""
     q, k, v = plain(shapes, draws)
     size = shapes.head_dim**-0.5
     direction = torch.full((shapes.head_dim,), size, dtype=torch.float32, device="cpu")
@@ -154,8 +151,7 @@ def sink(shapes: Shapes, draws: Draws, *, strength: float = 8.0, value: float = 
 
 
 def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0) -> Inputs:
-    """The row maximum is attained by `count` identical keys (the first ones), above all others by
-    about `strength`, and V is of one sign there: P = 1 exactly, and same-signed sums carry."""
+    """The first `count` keys are one, above others by about `strength`; V has one sign there."""
     if count < 1:
         raise ValueError("count must be at least 1")
     q, k, v = sink(shapes, draws, strength=strength, value=1.0)
@@ -167,8 +163,7 @@ def ties(shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0)
 def one_signed_gradient(
     shapes: Shapes, draws: Draws, *, count: int = 2, strength: float = 8.0
 ) -> Inputs:
-    """As `ties`, with all of V and of dO negative, -1 - |N(0, 1)|. With `count` 0 nothing ties, and
-    scores are N(0, 1)."""
+    """As `ties` (`count` 0: nothing ties), with all of V and of dO negative, -1 - |N(0, 1)|."""
     if count < 0:
         raise ValueError("count must be at least 0")
     inputs = ties(shapes, draws, count=count, strength=strength) if count else plain(shapes, draws)
@@ -184,8 +179,7 @@ def one_sign(shapes: Shapes, draws: Draws, *, least: float = 1.0) -> Inputs:
 
 
 def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1.0) -> Inputs:
-    """All scores so far below 0 that the log-sum-exp of every row is about `lse`: one feature of q
-    is the constant `q`, that of k makes up the rest. A larger `q` keeps k within float16."""
+    """The log-sum-exp of every row is about `lse`: feature 0 of q is `q`, that of k the rest."""
     queries, keys, values = plain(shapes, draws)
     # Scores of N(0, 1) alone have a log-sum-exp of about log(kv_len) + 1/2.
     score = lse - math.log(shapes.kv_len) - 0.5
@@ -195,8 +189,7 @@ def far_below(shapes: Shapes, draws: Draws, *, lse: float = -120.0, q: float = 1
 
 
 def massive_channel(shapes: Shapes, draws: Draws, *, q: float = 448.0, k: float = 1880.0) -> Inputs:
-    """One feature is the constant `q` in every query and `k` in every key; the rest is N(0, 1).
-    In exact arithmetic it moves all scores alike, and changes no output."""
+    """One feature is the constant `q` in every query and `k` in every key; the rest is N(0, 1)."""
     queries, keys, values = plain(shapes, draws)
     channel = shapes.head_dim // 2
     queries[..., channel], keys[..., channel] = q, k
@@ -211,8 +204,7 @@ def near_constant_keys(shapes: Shapes, draws: Draws, *, spread: float = 0.01) ->
 
 
 def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
-    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1. Summed
-    term by term, since a matrix product sums in an order that depends on the machine."""
+    """K and V of rank `rank`: sums of that many outer products of N(0, 1), of variance 1."""
     if rank < 1:
         raise ValueError("rank must be at least 1")
 
@@ -222,7 +214,7 @@ def low_rank(shapes: Shapes, draws: Draws, *, rank: int = 2) -> Inputs:
         left = draws.normal(f"{name} left", (*shape[:3], rank)).double()
         right = draws.normal(f"{name} right", (*shape[:2], rank, shape[3])).double()
         total = torch.zeros(shape, dtype=torch.float64, device="cpu")
-        for r in range(rank):
+        for r in range(rank):  # a matrix product's order depends on the machine
             total = total + left[..., r : r + 1] * right[..., r : r + 1, :]
         return (total / math.sqrt(rank)).float()
 
@@ -246,10 +238,6 @@ def near_overflow(shapes: Shapes, draws: Draws, *, peak: float = 6e4) -> Inputs:
 
 
 # --- every link of the biased-rounding chain by hand (Qiu & Yao, arXiv 2510.04212) ----------------
-#
-# Tied keys that P meets with exactly 1, V of one sign there, a small tail of the other keys, dO of
-# one sign, and layer inputs X[T] that look alike, so that the rank-1 terms (P K)[T]^T X[T] of the
-# error of W_Q's gradient add up. Each is a parameter, so that a head can be given all but one.
 #
 # Every number is exact in bfloat16 and in float16, and sums of two such values in float16 too
 # (`v_bits` 11 gives it values that fill it, which bfloat16 rounds). Feature 0 of q is about
@@ -338,8 +326,7 @@ def uniform(shapes: Shapes, draws: Draws) -> Inputs:
 
 
 def one_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
-    """Every query has one key whose score is above all others by at least `margin`, chosen at
-    random among keys 0 to i + max(0, kv_len - q_len): out is that key's V."""
+    """Of every query one key, drawn among those before it, scores highest by `margin` or more."""
     return _coded(shapes, draws, 1, margin)
 
 
@@ -349,13 +336,10 @@ def two_hot(shapes: Shapes, draws: Draws, *, margin: float = 80.0) -> Inputs:
 
 
 def _coded(shapes: Shapes, draws: Draws, copies: int, margin: float) -> Inputs:
-    """Keys are sign patterns of their own, and a query is the pattern of its key.
-
-    A pattern is the key's number in binary, each bit repeated in as many features as there are, so
-    that two keys' scores differ by a multiple of 2 * repeats * (size of the entries) / sqrt(d). The
-    entries are powers of two: exact in every format. Where head_dim has too few features for the
-    patterns, the keys that get none are 0.
-    """
+    """Keys are sign patterns of their own, and a query is the pattern of its key: its number in
+    binary, each bit repeated in as many features as there are, so that two keys' scores differ by a
+    multiple of 2 * repeats * (size of the entries) / sqrt(d). The entries are powers of two: exact
+    in every format. Where head_dim has too few features, the keys that get no pattern are 0."""
     distinct = -(-shapes.kv_len // copies)
     bits = min(shapes.head_dim, max(1, (distinct - 1).bit_length()))
     repeats = shapes.head_dim // bits

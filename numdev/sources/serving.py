@@ -67,6 +67,12 @@ def varlen_cases(
             f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}",
             hint="docs/inputs.md has their shapes",
         )
+    window: Window | None = None
+    if window_size is not None and any(side >= 0 for side in window_size):
+        if len(window_size) != 2:
+            raise UsageError(f"window_size: expected (left, right), got {list(window_size)}")
+        left, right = (None if side < 0 else int(side) for side in window_size)
+        window = (left, 0 if causal else right)
     cases = []
     for i, (start, end) in enumerate(itertools.pairwise(rows)):
         count, own = counts[i], q[start:end]
@@ -94,7 +100,7 @@ def varlen_cases(
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
             is_causal=causal,
             causal_offset=count - len(own),
-            window=_window(window_size, causal),
+            window=window,
             softcap=softcap or None,
             sinks=None if sinks is None else sinks.detach().to("cpu", copy=True),
         )
@@ -137,12 +143,3 @@ def _alone(x: Tensor) -> Tensor:
     """[length, heads, dim] as a case has it, [1, heads, length, dim], lying as it did."""
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return copy.transpose(0, 1).unsqueeze(0)
-
-
-def _window(sides: Sequence[int] | None, causal: bool) -> Window | None:
-    if sides is None or all(side < 0 for side in sides):
-        return None
-    if len(sides) != 2:
-        raise UsageError(f"window_size: expected (left, right), got {list(sides)}")
-    left, right = (None if side < 0 else int(side) for side in sides)
-    return (left, 0 if causal else right)

@@ -1,10 +1,10 @@
 """Run a model whose weights stay on disk: a layer's are read when it runs, and let go after it.
 
 A `Deferred` stands for a stored tensor while transformers puts a model together, and records what
-is done to it (renaming, casting, stacking experts). Units are the members of an outermost
-`ModuleList` (layers) and the modules that hold no such list; hooks fill in one's weights before it
-runs and take them out after. Values are made as the whole model's are, operation by operation, and
-lie in memory as these do, so kernels that care about alignment give the same bits.
+is done to it (casting, stacking experts). Units are the members of an outermost `ModuleList`
+(layers) and the modules that hold no such list; hooks fill in one's weights before it runs and take
+them out after. Values are made as the whole model's are and lie in memory as these do, so kernels
+that care about alignment give the same bits.
 """
 
 from __future__ import annotations
@@ -117,11 +117,10 @@ class Streamed:
                     elif kind == "_buffers" and type(x) is Tensor:
                         places[name] = x.to(self.device)
 
-        inside: set[nn.Module] = set()
         for unit in dict.fromkeys(_divided(model)):
-            inside.update(unit.modules())
             self.units[unit] = [slot for part in unit.modules() for slot in slots(part)]
-        for module in set(names) - inside:  # what a module that holds lists has of its own is small
+        inside = {part for unit in self.units for part in unit.modules()}
+        for module in names.keys() - inside:  # what a module that holds lists has itself is small
             self._fill(list(slots(module)))
 
     @contextmanager
@@ -143,8 +142,7 @@ class Streamed:
     def _fill(self, slots: Sequence[Slot]) -> None:
         for places, name, weight, empty in slots:
             value = weight.made(self._read)
-            is_parameter = getattr(empty, "_is_param", False)
-            places[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+            places[name] = nn.Parameter(value, requires_grad=False) if empty._is_param else value
 
     def _read(self, stored: Stored) -> Tensor:
         with storage.open_safetensors(stored.file) as file:

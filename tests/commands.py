@@ -1,0 +1,32 @@
+"""Commands run as a user runs them, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from numdev.cli.main import main
+
+
+def run(*arguments: object) -> int:
+    """The exit code of `numdev ARGUMENTS`."""
+    try:
+        main([str(a) for a in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def refusal(capsys: Any, code: int, target: Path, *flags: str) -> str:
+    """The one line that refuses to audit a target, with this exit code."""
+    capsys.readouterr()  # saving a model shows a progress bar
+    with pytest.raises(SystemExit) as stop:
+        main(["audit", str(target), *flags, "--output", str(target.parent / "refused")])
+    err = capsys.readouterr().err
+    assert stop.value.code == code, err
+    assert err.count("\n") == 1
+    assert "unexpected" not in err
+    assert not (target.parent / "refused").exists()
+    return err
