@@ -45,7 +45,6 @@ from numdev.report.views import kernels as kernels_view
 from numdev.report.views import weights as weights_view
 from numdev.training.weights.report import (
     GroupRow,
-    PairSummary,
     SourceRecord,
     TensorRow,
     WeightsReport,
@@ -188,14 +187,12 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
     tensor = TensorRow(**numbers, tensor="t", layer="0", kind="mlp", shape=(2, 5), stored_of="F32",
                        stored_against="F32", w1=0.16, spread=0.17, w1_rel=0.18)  # fmt: skip
     group = GroupRow(**numbers, group="all", name="all", tensors=1, mean_w1=0.19, mean_spread=0.2,
-                     mean_w1_rel=0.51)  # fmt: skip
-    pair = PairSummary(of="b", against="a", tensors=1, identical=0, elements=10, max_abs=0.11,
-                       max_tensor="t", mean_abs=0.12, rel=0.13, mean_w1=0.19, yardstick="bfloat16",
-                       times_median=1.0, times_largest=1.0, times_tensor="t")  # fmt: skip
+                     mean_w1_rel=0.51, identical=0, max_tensor="t", yardstick="bfloat16",
+                     times_median=1.0, times_largest=1.0, times_tensor="t")  # fmt: skip
     source = SourceRecord(name="a", files=("f",), tensors=1, elements=10, sha256="0")
     report = WeightsReport(
         provenance=provenance(), request={}, sources=(source, source), rows=(tensor,),
-        groups=(group,), summary=WeightsSummary(answer=("x",), notes=(), pairs=(pair,)),
+        groups=(group,), summary=WeightsSummary(answer=("x",), notes=()),
     )  # fmt: skip
     shared = [("mean", "0.12"), ("max", "0.11"), ("rel", "0.13")]
     casts = [("×bf16", "2.10"), ("×fp16", "3.10"), ("×fp8", "4.10"), ("cosine", "0.14"),

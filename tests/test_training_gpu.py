@@ -13,9 +13,8 @@ import yaml
 from numdev.errors import MeasurementError
 from numdev.training.config import TrainConfig, TrainRequest, resolve
 from numdev.training.data import load
-from numdev.training.lane import Lane
+from numdev.training.lane import FIRST, Lane
 from numdev.training.lockstep import deterministic
-from numdev.training.replay import FIRST
 from numdev.training.study import train
 from numdev.yamlfile import read_yaml
 

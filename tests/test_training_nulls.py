@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from numdev.formats import format_of, ulp
-from numdev.training.nulls import move_weights, rerounded
+from numdev.training.lane import move_weights, rerounded
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -73,16 +73,16 @@ def test_equal_weights_are_said_to_be_equal(compare: Compare) -> None:
         "b.pt equals a.pt: every finite element of the 4 tensors compared (456).",
     )
     assert found.remarks == ()
-    assert found.summary.pairs[0].identical == 4
+    assert found.totals[0].identical == 4
 
 
 def test_weights_in_bfloat16_are_set_beside_a_coarser_cast(compare: Compare) -> None:
     """Where the first is stored in bfloat16 a cast to it changes nothing; the yardstick is the
     first coarser format. Where there is none, that is said."""
     first = {k: x.bfloat16() for k, x in state().items()}
-    assert compare(first, state(1)).summary.pairs[0].yardstick == "float8_e4m3fn"
+    assert compare(first, state(1)).totals[0].yardstick == "float8_e4m3fn"
     found = compare({k: x.to(torch.float8_e4m3fn) for k, x in state().items()}, state(1))
-    assert found.summary.pairs[0].yardstick is None
+    assert found.totals[0].yardstick is None
     assert "is coarser than how a.pt is stored" in said(found)
 
 
@@ -108,7 +108,7 @@ def test_nan_weights_are_counted_and_the_rest_is_compared(compare: Compare) -> N
     other[NAMES[1]][3, :2] = float("nan")
     found = compare(state(), other)
     assert "has 2 NaN or infinite elements of 128" in said(found)
-    assert found.summary.pairs[0].identical == 3
+    assert found.totals[0].identical == 3
     assert all(row.mean_abs == 0 for row in found.rows)
 
 

@@ -7,7 +7,7 @@ beside it but the batch, so it computes the same whoever runs beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,21 @@ from numdev.kernels.training import attended, crossed
 from numdev.training.config import ModelConfig, Optimiser, Variant
 from numdev.training.data import seed_of
 from numdev.training.models import Batch, build
-from numdev.training.nulls import move_weights, rerounded
-from numdev.training.replay import RECORDABLE, Replay
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HERE = CaseRef(case="training")
 Chosen = tuple[Kernel, Mapping[str, Any]]
 """A kernel and its options."""
+RECORDABLE = frozenset({"baseline", "sdpa-flash", "triton-flash", "emulated"})
+"""Kernels that never wait for the device, as tests/test_training_gpu.py has seen."""
+FIRST = 3
+"""Steps that run as they are: they make the optimiser's state, and compile what is compiled."""
+Run = Callable[[Batch], tuple[Tensor, Tensor]]
+
+ODDS = 12
+"""One output in so many is moved. Rounding to nearest errs by ulp²/12 in the mean square, and so
+does moving one value in twelve by an ulp."""
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 @dataclass(kw_only=True)
@@ -258,3 +266,104 @@ def _named(variant: Variant) -> Iterator[None]:
             f"variant {variant.name} ({variant.kernel.name}): {words}",
             hint=hint or "leave the variant out, or give it another kernel",
         ) from error
+
+
+# --- nulls: differences that mean nothing -------------------------------------------------------
+# Training is chaotic, so any difference grows: a distance between two runs says something only
+# beside the distance that runs reach which differ by no more than rounding.
+
+
+def rerounded(out: Tensor, generator: torch.Generator) -> Tensor:
+    """out with one in ODDS of its values, drawn at random, moved to a neighbouring number of its
+    dtype, up or down alike: an error without bias, as large as that of one rounding. Gradients
+    pass unchanged. Zeros, infinities and NaN stay."""
+    drawn = torch.randint(
+        2 * ODDS, out.shape, generator=generator, device=out.device, dtype=torch.uint8
+    )
+    moved: Tensor = _Moved.apply(out, (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8))  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, steps: Tensor) -> Tensor:
+        return moved_by(out, steps)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        return given[0], None
+
+
+def moved_by(x: Tensor, steps: Tensor) -> Tensor:
+    """x moved by so many numbers of its dtype (-1, 0 or 1), away from zero where positive: the
+    bits of a float, its sign aside, count its dtype's numbers. Zeros, infinities and NaN stay."""
+    bits = x.contiguous().view(BITS[x.dtype])
+    stays = (x == 0) | ~x.isfinite()
+    return (bits + steps.to(bits.dtype).masked_fill(stays, 0)).view(x.dtype)
+
+
+@torch.no_grad()
+def move_weights(network: nn.Module, generator: torch.Generator) -> None:
+    """Every weight to a neighbouring number of its dtype, away from zero or toward it with equal
+    odds. Weights that are 0 stay. `generator` is on the CPU, and the network too."""
+    for parameter in network.parameters():
+        up = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8)
+        parameter.copy_(moved_by(parameter, 2 * up - 1))
+
+
+# --- a step recorded once and replayed -----------------------------------------------------------
+# The step of a small network is a thousand short launches, and the host takes longer to ask for
+# them than the device to run them. As a CUDA graph they are asked for at once, with the same bits
+# as results (tests/test_training_gpu.py). A recording keeps the memory of its step.
+
+
+class Replay:
+    """A function of a batch that gives two scalars on the device, run as it is at first and
+    replayed from then on. It is the same at every call, and given with each, since what it belongs
+    to holds this: a cycle would keep the memory of both. Shapes of batches must not change, and
+    neither may the addresses of what it reads and writes."""
+
+    def __init__(self, device: torch.device, noise: torch.Generator | None) -> None:
+        self.device, self.noise, self.ran = device, noise, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._batch: dict[str, Tensor] = {}
+        self._results: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, run: Run, batch: Batch, *, plain: bool) -> tuple[Tensor, Tensor]:
+        """What `run` gives; `plain`: by running it, whatever was recorded."""
+        self.ran += 1
+        if plain or self.ran <= FIRST:
+            return run(batch)
+        if self.graph is None:
+            self.graph = self._recorded(run, batch)
+        assert self._results is not None
+        for name, x in batch.items():
+            self._batch[name].copy_(x)
+        self.graph.replay()
+        return self._results
+
+    def _recorded(self, run: Run, batch: Batch) -> torch.cuda.CUDAGraph:
+        """Record a run without running it. Raises what the run raises."""
+        self._batch = {name: x.clone() for name, x in batch.items()}
+        graph = torch.cuda.CUDAGraph()
+        if self.noise is not None:
+            graph.register_generator_state(self.noise)
+        torch.cuda.synchronize(self.device)
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = default.get_state()
+        failed: BaseException | None = None
+        try:
+            with torch.cuda.graph(graph):
+                try:
+                    self._results = run(self._batch)
+                except BaseException as error:
+                    failed = error
+        except RuntimeError as error:  # a recording that failed cannot be ended either
+            failed = failed or error
+        if failed is not None:
+            # It would go on believing that a graph is recorded, and draw no number ever again.
+            fresh = torch.Generator(default.device)
+            fresh.set_state(before)
+            default.graphsafe_set_state(fresh.graphsafe_get_state())
+            raise failed
+        return graph

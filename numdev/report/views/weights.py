@@ -9,7 +9,7 @@ from typing import Any
 from numdev.report import document as doc
 from numdev.report.document import PAGE, TERMINAL, TEXT, Cell
 from numdev.report.numbers import NONE, si, times
-from numdev.training.weights.report import GroupRow, PairSummary, TensorRow, WeightsReport
+from numdev.training.weights.report import GroupRow, TensorRow, WeightsReport
 
 SHOWN = 8
 """Tensors of a pair in the terminal; rows.csv has all."""
@@ -32,7 +32,7 @@ def line(report: WeightsReport) -> str:
 
 
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
-    for pair in report.summary.pairs:
+    for pair in report.totals:
         groups = [g for g in report.groups if g.of == pair.of]
         kinds = [g for g in groups if g.group != "layer"]
         tensors = leading(report, pair)
@@ -68,7 +68,7 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     )
 
 
-def leading(report: WeightsReport, pair: PairSummary) -> list[TensorRow]:
+def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
     """A pair's tensors, first those that moved most: beside a cast to its yardstick, and where that
     says nothing by their mean difference."""
 

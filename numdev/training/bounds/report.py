@@ -71,7 +71,6 @@ class BoundsSummary(Record):
     answer: tuple[str, ...]
     seeds: tuple[int, ...]
     variants: tuple[BoundsVariant, ...]
-    missing: tuple[str, ...]  # what cannot be said, for want of what
     deterministic: bool | None
     """Whether the golden run, repeated, gave the same bits; null where it was not repeated."""
     axis: Axis | None  # of the figures; null for one step

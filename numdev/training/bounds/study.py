@@ -20,9 +20,9 @@ import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.report import Provenance
+from numdev.report.numbers import si, times
 from numdev.report.statistics import factor
 from numdev.training import figures
-from numdev.training.bounds.answer import PAIRED, WHOLE, answer, missing
 from numdev.training.bounds.report import (
     BoundsReport,
     BoundsSummary,
@@ -31,6 +31,7 @@ from numdev.training.bounds.report import (
     Saturation,
 )
 from numdev.training.bounds.saturation import (
+    MERGED,
     METRICS,
     NULLS,
     curves,
@@ -47,6 +48,31 @@ BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
     "low_precision": ("other_seed", *NULLS),
 }
 """What the distance of a role is divided by."""
+PAIRED = "mean_abs"
+WHOLE = "all"
+ORDER: tuple[VariantRole, ...] = (
+    *("low_precision", "null_rounding", "attention_precision", "null_ulp", "null_repeat"),
+    "other_seed",
+)
+"""What a distance is set beside, in the order of a sentence."""
+NOT_DETERMINISTIC = (
+    "NOT DETERMINISTIC: the golden run repeated is off by up to {off}, and every distance below "
+    "holds that too."
+)
+NOT_FINITE = "NOT FINITE: {label} has no finite distance in {where}, and counts in no ratio there."
+RATIO = "{lead}: {label} changes weights {beside}."
+PAPER = ", where the first paper reports 0.2 to 0.5"
+MERGED_FROM = (
+    "From step {step} on curves have merged: a distance there says how chaotic training is, not "
+    "how large flash's deviation was."
+)
+NOT_MERGED = "Merging: by step {step} the curves have not merged with the null's."
+NO_MARK = "Merging: where curves merge is not known, since {reason}."
+REPEATED = "Null: the golden run repeated gives the same bits."
+PROXIES = (
+    "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
+    "al. 2024), and not whether either trains well. W1 does not know which weight moved."
+)
 
 
 def bounds(path: Path, *, command: str = "") -> BoundsReport:
@@ -80,7 +106,6 @@ def bounds(path: Path, *, command: str = "") -> BoundsReport:
         answer=(),
         seeds=tuple(sorted({row.seed for row in run.distances})),
         variants=kinds,
-        missing=missing(kinds),
         deterministic=None if pd.isna(off) else bool(off == 0),
         axis=axis,
     )
@@ -169,3 +194,66 @@ def _comparison(place: Mapping[str, Any], by_seed: dict[int, float], why: str) -
     if mean is not None and low is None:
         nulls = dict.fromkeys(("low", "high"), "one seed has no interval")
     return Comparison(**place, ratio=mean, low=low, high=high, by_seed=by_seed, nulls=nulls)
+
+
+# --- the first sentences -------------------------------------------------------------------------
+
+
+def answer(
+    report: BoundsReport, lost: Mapping[str, Mapping[int, int]], off: float
+) -> Iterator[str]:
+    """The first sentences, `WHERE: what was found`: flash beside low precision, another seed and
+    chance while curves have not merged. What voids that comes first. `lost`: of a kind of run, the
+    seeds in which it was not finite, and from which step on. `off`: the largest distance of a
+    repeat, in any metric."""
+    mark = next(s for s in report.saturations if s.group == WHOLE)
+    if report.summary.deterministic is False:
+        yield NOT_DETERMINISTIC.format(off=si(off))
+    for label, seeds in lost.items():
+        where = [f"seed {seed} from step {step} on" for seed, step in sorted(seeds.items())]
+        yield NOT_FINITE.format(label=label, where=", ".join(where))
+    for label in (v.label for v in report.summary.variants if v.role == "flash"):
+        here = _of(report, "early", label)
+        if beside := "; ".join(_beside(report, c) for c in here if c.ratio is not None):
+            yield RATIO.format(lead=_early(mark), label=label, beside=beside)
+        elif here:
+            yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
+    if mark.reason is not None:
+        yield NO_MARK.format(reason=mark.reason)
+    elif mark.saturated is None:
+        yield NOT_MERGED.format(step=mark.steps[-1])
+    else:
+        yield MERGED_FROM.format(step=mark.saturated)
+    if report.summary.deterministic:
+        yield REPEATED
+    yield PROXIES
+
+
+def _of(report: BoundsReport, window: str, label: str, metric: str = PAIRED) -> list[Comparison]:
+    """The comparisons of all weights of one kind of run in a window."""
+    where = (WHOLE, window, label, metric)
+    chosen = [c for c in report.comparisons if (c.group, c.window, c.variant, c.metric) == where]
+    return sorted(chosen, key=lambda c: ORDER.index(c.against_role))
+
+
+def _beside(report: BoundsReport, c: Comparison) -> str:
+    """`0.97 x [0.93 to 1.00] as much as null: re-rounded, no larger (W1 0.95 x)`. An interval that
+    reaches far above a null shows as little that a distance is not larger."""
+    ends = "" if c.low is None or c.high is None else f" [{times(c.low)} to {times(c.high)}]"
+    words = f"{times(c.ratio)} x{ends} as much as {c.against}"
+    if c.against_role in NULLS and ((c.ratio or 0.0) if c.low is None else c.low) <= 1:
+        words += ", no larger" if c.high is None or c.high <= MERGED else ", not told apart"
+    same = _of(report, c.window, c.variant, "w1")
+    w1 = next((o.ratio for o in same if o.against == c.against), None)
+    return f"{words} (W1 {times(w1)} x){PAPER if c.against_role == 'low_precision' else ''}"
+
+
+def _early(mark: Saturation) -> str:
+    """Which steps the first window is."""
+    if mark.reason is not None:
+        return f"At step {mark.steps[0]}"
+    if mark.chance is not None and (mark.bends is None or mark.chance < mark.bends):
+        return f"Before step {mark.chance}, where chance begins to decide"
+    if mark.bends is None:
+        return f"Up to step {mark.steps[-1]}, with no sign that curves merge"
+    return f"Before step {mark.bends}, where curves begin to merge"

@@ -72,9 +72,17 @@ class GroupRow(WeightNumbers):
     group: Literal["all", "kind", "layer"]
     name: str
     tensors: int
+    identical: int  # of them, equal in every element
+    max_tensor: str | None
     mean_w1: float | None  # of the tensors' W1, by elements: never below W1 of all their values
     mean_spread: float | None
     mean_w1_rel: float | None
+    yardstick: Cast | None
+    """The first cast coarser than what most tensors of `against` are stored in: a cast to what they
+    are in changes nothing, to a finer format next to nothing."""
+    times_median: float | None  # the median tensor's; then the largest, and whose that is
+    times_largest: float | None
+    times_tensor: str | None
 
 
 class Remark(Record):
@@ -99,32 +107,11 @@ class SourceRecord(Record):
     """Names that share the storage of another; it is compared once."""
 
 
-class PairSummary(Record):
-    """One set of weights against the first, all compared tensors together."""
-
-    of: str
-    against: str
-    tensors: int
-    identical: int  # of them, equal in every element
-    elements: int
-    max_abs: float | None
-    max_tensor: str | None
-    mean_abs: float | None
-    rel: float | None
-    mean_w1: float | None
-    yardstick: Cast | None
-    """The first cast coarser than what most tensors of `against` are stored in."""
-    times_median: float | None  # the median tensor's; then the largest, and whose that is
-    times_largest: float | None
-    times_tensor: str | None
-
-
 class WeightsSummary(Record):
     """What a reader wants first."""
 
     answer: tuple[str, ...]
     notes: tuple[str, ...]
-    pairs: tuple[PairSummary, ...]
 
 
 class WeightsReport(Report):
@@ -143,6 +130,11 @@ class WeightsReport(Report):
     def damage(self) -> tuple[Remark, ...]:
         """What could not be read, and so was not compared."""
         return tuple(r for r in self.remarks if r.what == "damaged")
+
+    @property
+    def totals(self) -> tuple[GroupRow, ...]:
+        """All compared tensors together, of each set beside the first."""
+        return tuple(g for g in self.groups if g.group == "all")
 
     def tables(self) -> dict[str, Sequence[Record]]:
         return {"rows": self.rows, "groups": self.groups, "remarks": self.remarks}

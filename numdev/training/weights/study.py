@@ -7,7 +7,8 @@ is that of the largest tensor. What cannot be compared becomes a remark, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor
 from numdev.audit.run import Progress, provenance
 from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, UsageError
+from numdev.formats import FORMATS
 from numdev.report.io import claim
+from numdev.report.numbers import times
 from numdev.sources.files import some
 from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
 from numdev.training.weights import pairs
-from numdev.training.weights.answer import summarise
 from numdev.training.weights.files import Stored, Weights, open_weights
 from numdev.training.weights.report import (
     GroupRow,
@@ -30,6 +32,7 @@ from numdev.training.weights.report import (
     SourceRecord,
     TensorRow,
     WeightsReport,
+    WeightsSummary,
 )
 
 HEADS = ("lm_head.weight", "embed_out.weight", "decoder.weight", "proj_out.weight")
@@ -38,6 +41,31 @@ EMBEDDINGS = (
     *("tok_embeddings.weight", "shared.weight"),
 )
 """Ends of the names of output heads, and of the embeddings that they are commonly tied to."""
+BLIND = 0.25
+"""Below this share of the mean difference, W1 needs the word that it is blind to pairing."""
+SAID: tuple[Matter, ...] = (
+    *("damaged", "not finite", "reshaped", "missing", "extra", "not compared"),
+)
+ASIDES: tuple[Matter, ...] = ("tied", "empty")
+UNKNOWN = "{p.of} and {p.against}: the mean difference is not known ({null})."
+EQUAL = (
+    "{p.of} equals {p.against}: every finite element of the {p.tensors} tensors compared "
+    "({p.elements:,})."
+)
+DIFFERS = (
+    "{p.of} differs from {p.against} by {p.mean_abs:.1e} on average: {beside} At most "
+    "{p.max_abs:.1e}, in {p.max_tensor}; {p.identical} of {p.tensors} tensors are equal."
+)
+NO_CAST = "no cast that would have changed anything is coarser than how {p.against} is stored."
+BESIDE = (
+    "{median} x what one cast to {p.yardstick} would have changed (median tensor), largest in "
+    "{p.times_tensor} ({largest} x)."
+)
+BAGS = "W1 of {p.of}: {p.mean_w1:.1e}, {share:.2g} of the mean difference.{blind}"
+IS_BLIND = (
+    " W1 is blind to pairing: it compares bags of values, is 0 for a permuted tensor, and takes "
+    "two seeds for one cast. The mean difference is what the weights differ by."
+)
 
 
 def weights(
@@ -94,7 +122,10 @@ def weights(
     return WeightsReport(
         provenance=provenance(system, {"checkpoint": ", ".join(targets)}, command),
         request=request,
-        summary=summarise(rows, groups, remarks),
+        summary=WeightsSummary(
+            answer=tuple(_answer(groups, remarks)),
+            notes=tuple(f"{r.source}: {r.tensor} {r.words}." for r in remarks if r.what in ASIDES),
+        ),
         sources=sources,
         rows=tuple(rows),
         groups=groups,
@@ -187,21 +218,64 @@ class Comparison:
 def _groups(rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]) -> Iterator[GroupRow]:
     """For each set: all together, then by kind, then by layer in the order of the file."""
     for of in dict.fromkeys(row.of for row in rows):
-        parts: dict[tuple[str, str], list[pairs.Sums]] = {("all", "all"): []}
-        parts |= {("kind", kind): [] for kind in KINDS}
+        parts: dict[tuple[str, str], list[tuple[TensorRow, pairs.Sums]]]
+        parts = {("all", "all"): [], **{("kind", kind): [] for kind in KINDS}}
         for row, part in zip(rows, sums, strict=True):
             if row.of == of:
                 for key in (("all", "all"), ("kind", row.kind), ("layer", row.layer or "")):
                     if key[1]:
-                        parts.setdefault(key, []).append(part)
+                        parts.setdefault(key, []).append((row, part))
         for (group, name), these in parts.items():
             if these:
                 place: Any = {"of": of, "against": rows[0].against, "group": group, "name": name}
-                means = {key: f"mean_{key}" for key in ("w1", "spread", "w1_rel")}
-                found = pairs.numbers(pairs.pooled(these))
-                nulls = {means.get(key, key): why for key, why in found.pop("nulls").items()}
-                found = {means.get(key, key): value for key, value in found.items()}
-                yield GroupRow(**place, tensors=len(these), nulls=nulls, **found)
+                yield _group(place, *zip(*these, strict=True))
+
+
+def _group(
+    place: Mapping[str, Any], rows: Sequence[TensorRow], sums: Sequence[pairs.Sums]
+) -> GroupRow:
+    stored = [FORMATS[row.stored_against].precision for row in rows]
+    coarser = {name: sum(FORMATS[name].precision < p for p in stored) for name in pairs.CASTS}
+    cast: Any = next((name for name, count in coarser.items() if 2 * count > len(rows)), None)
+    ratios = {r.tensor: x for r in rows if cast and (x := r.times(cast)) is not None}
+    apart = {r.tensor: r.max_abs for r in rows if r.max_abs is not None}
+    largest = max(ratios, key=lambda name: ratios[name], default=None)
+    means = {key: f"mean_{key}" for key in ("w1", "spread", "w1_rel")}
+    values = pairs.numbers(pairs.pooled(sums))
+    nulls = {means.get(key, key): why for key, why in values.pop("nulls").items()}
+    return GroupRow(
+        **place,
+        **{means.get(key, key): value for key, value in values.items()},
+        tensors=len(rows),
+        identical=sum(r.equal == 1 and not (r.nonfinite_of or r.nonfinite_against) for r in rows),
+        max_tensor=max(apart, key=lambda name: apart[name], default=None),
+        yardstick=cast,
+        times_median=statistics.median(ratios.values()) if ratios else None,
+        times_largest=None if largest is None else ratios[largest],
+        times_tensor=largest,
+        nulls=nulls,
+    )
+
+
+def _answer(groups: Sequence[GroupRow], remarks: Sequence[Remark]) -> Iterator[str]:
+    """The mean difference beside what one cast of the same tensors would have changed, W1 beside
+    the mean difference, and what could not be compared, damage first."""
+    for g in (g for g in groups if g.group == "all"):
+        if g.mean_abs is None or g.max_abs == 0:
+            yield (UNKNOWN if g.mean_abs is None else EQUAL).format(
+                p=g, null=g.nulls.get("mean_abs")
+            )
+            continue
+        beside = NO_CAST if g.times_median is None else BESIDE
+        ratios = {"median": times(g.times_median), "largest": times(g.times_largest)}
+        yield DIFFERS.format(p=g, beside=beside.format(p=g, **ratios))
+        share = (g.mean_w1 or 0.0) / g.mean_abs
+        yield BAGS.format(p=g, share=share, blind=IS_BLIND if share < BLIND else "")
+    for what in SAID:
+        for source in dict.fromkeys(r.source for r in remarks if r.what == what):
+            these = [r for r in remarks if (r.what, r.source) == (what, source)]
+            listed = some([f"{r.tensor} {r.words}" if r.tensor else r.words for r in these])
+            yield f"{what.capitalize()} in {source}: {listed}."
 
 
 def _record(source: Weights) -> SourceRecord:
