@@ -1,16 +1,21 @@
 """The adapters for external packages, each against a stand-in of its documented interface.
 
-The stand-ins (stand_ins.py) compute in float64 and round once, so an adapter that says everything
-right returns the reference, rounded once; each of their faults is one that an adapter could have.
+The stand-ins compute in float64 and round once, so an adapter that says everything right returns
+the reference, rounded once. Their arguments are those of flash-attn 2.8, flash_attn_interface
+(flash-attn-3), flash_attn.cute (flash-attn-4, 4.0) and xformers 0.0.35; what these check of their
+inputs, the stand-ins check too. `fault` makes one wrong as an adapter could be: top-left, window,
+heads, lse or scale.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
+import types
 from typing import Any
 
 import pytest
-import stand_ins
 import torch
 from oracles import make_case
 from torch import Tensor
@@ -20,6 +25,213 @@ from numdev.kernels import Output, Refused, find
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.sdpa import efficient_attention, flash_attention_2
 from numdev.system import System
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor | None,
+    scale: float,
+    *,
+    added: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    fault: str = "",
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence, q [n, heads, d], k and v [m, kv_heads, .], and the log-sum-exp
+    [heads, n], with float32's precision as the packages have it."""
+    group = q.shape[1] // k.shape[1]
+    wide = [x.double().transpose(0, 1) for x in (q, k, v)]
+    for x in (1, 2):
+        repeated = wide[x].repeat(group, 1, 1), wide[x].repeat_interleave(group, dim=0)
+        wide[x] = repeated[fault != "heads"]
+    S = wide[0] @ wide[1].mT * (scale * (1.01 if fault == "scale" else 1.0))
+    if softcap:
+        S = softcap * torch.tanh(S / softcap)
+    if added is not None:
+        S = S + added.double()
+    if hidden is not None:
+        S = S.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:2], 1)], dim=-1)
+    L = torch.logsumexp(S, dim=-1)
+    empty = torch.isneginf(L)
+    P = torch.exp(S - L.masked_fill(empty, 0.0)[..., None])[..., : k.shape[0]]
+    return (P @ wide[2]).transpose(0, 1).to(q.dtype), L.float()
+
+
+def beyond(n: int, m: int, left: int, right: int, fault: str = "") -> Tensor | None:
+    """True where a window hides a key, aligned bottom-right: query i is at key i + m - n. A side
+    below 0 has no limit."""
+    if left < 0 and right < 0:
+        return None
+    offset = 0 if fault == "top-left" else m - n
+    distance = torch.arange(m)[None, :] - torch.arange(n)[:, None] - offset
+    hidden = torch.zeros(n, m, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left - (1 if fault == "window" else 0)
+    if right >= 0:
+        hidden |= distance > right
+    return hidden
+
+
+# --- flash-attention -----------------------------------------------------------------------------
+
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+COMMON = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
+SPLIT = ("num_splits", "pack_gqa")
+# By module: what it takes, a side of a window without a limit, and what asks for the log-sum-exp.
+MODULES: dict[str, tuple[tuple[str, ...], int | None, str]] = {
+    "flash_attn": (COMMON, -1, "return_attn_probs"),
+    "flash_attn_interface": ((*COMMON, *SPLIT), -1, "return_attn_probs"),
+    "flash_attn.cute": ((*COMMON, *SPLIT, "learnable_sink"), None, "return_lse"),
+}
+
+
+def flash(name: str, fault: str) -> types.ModuleType:
+    """One of the modules of MODULES."""
+    known, unlimited, asks = MODULES[name]
+
+    def sequence(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        assert q.dtype == k.dtype == v.dtype
+        assert q.dtype in (torch.float16, torch.bfloat16)
+        assert q.shape[-1] <= 256
+        assert name != "flash_attn" or v.shape[-1] == q.shape[-1]
+        sink = given.get("learnable_sink")
+        assert sink is None or sink.dtype == torch.bfloat16
+        assert all(side == unlimited or side >= 0 for side in given["window_size"])
+        left, right = (-1 if side is None else side for side in given["window_size"])
+        hidden = beyond(q.shape[0], k.shape[0], left, 0 if given["causal"] else right, fault)
+        scale, softcap = given["softmax_scale"], given["softcap"]
+        return plain(q, k, v, hidden, scale, softcap=softcap, sinks=sink, fault=fault)
+
+    def checked(given: dict[str, Any], *more: str) -> dict[str, Any]:
+        assert given.pop(asks)
+        assert given.keys() <= {*known, *more}
+        return given
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        """[batch, length, heads, head_dim], and the log-sum-exp [batch, heads, length]."""
+        given = checked(given)
+        parts = [sequence(*x, given) for x in zip(q, k, v, strict=True)]
+        lse = torch.stack([x[1] for x in parts])
+        return torch.stack([x[0] for x in parts]), lse.flip(1) if fault == "lse" else lse
+
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        """[total, heads, head_dim], and the log-sum-exp [heads, total]."""
+        given = checked(given, *PACKED)
+        cu_q, cu_k, *most = (given[n] for n in PACKED)
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert (cu_q[0], cu_q[-1], cu_k[-1]) == (0, q.shape[0], k.shape[0])
+        assert most == [int(cu_q.diff().max()), int(cu_k.diff().max())]
+        lengths = (cu_q.diff().tolist(), cu_k.diff().tolist(), cu_k.diff().tolist())
+        pieces = (x.split(at) for x, at in zip((q, k, v), lengths, strict=True))
+        parts = [sequence(*x, given) for x in zip(*pieces, strict=True)]
+        lse = torch.cat([x[1] for x in parts], dim=1)
+        return torch.cat([x[0] for x in parts]), lse.flip(0) if fault == "lse" else lse
+
+    module = types.ModuleType(name)
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    return module
+
+
+# --- xformers ------------------------------------------------------------------------------------
+
+# By bias: from its arguments the sides of a window, and from where it is aligned.
+BIASES: dict[str, Any] = {
+    "LowerTriangularMask": lambda: (-1, 0, "top-left"),
+    "LowerTriangularFromBottomRightMask": lambda: (-1, 0, ""),
+    "LowerTriangularFromBottomRightLocalAttentionMask": lambda size: (size - 1, 0, ""),
+    "LocalAttentionFromBottomRightMask":
+        lambda window_left, window_right: (window_left, window_right, ""),
+}  # fmt: skip
+
+
+class Bias:
+    """What hides keys; a kind of it is made of its name in BIASES."""
+
+    def __init__(self, *given: int, **named: int) -> None:
+        self.left, self.right, self.aligned = BIASES[type(self).__name__](*given, **named)
+        assert self.left >= 0 or self.right == 0
+
+    def hidden(self, n: int, m: int, fault: str) -> Tensor | None:
+        return beyond(n, m, self.left, self.right, self.aligned or fault)
+
+
+def reasons(operator: str, q: Tensor, bias: Any) -> list[str]:
+    """Why an operator does not take a call."""
+    is_flash, is_tensor = operator == "flash", isinstance(bias, Tensor)
+    kind = type(bias).__name__
+    found = {
+        "attn_bias type is <class 'torch.Tensor'>": is_flash and is_tensor,
+        f"attn_bias type is {kind}": not is_flash and kind == "LocalAttentionFromBottomRightMask",
+        "dtype=torch.float32 (supported: float16, bfloat16)": is_flash and q.dtype == torch.float32,
+        "attn_bias.stride(-2) % 8 != 0": is_tensor
+        and any(bias.stride(d) % 8 for d in range(bias.ndim - 1)),
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def xformers(fault: str) -> dict[str, types.ModuleType]:
+    """The modules `xformers.ops.fmha` and `xformers.ops.fmha.attn_bias`."""
+    fmha, kinds = (types.ModuleType(f"xformers.ops.fmha{x}") for x in ("", ".attn_bias"))
+    for name in BIASES:
+        setattr(kinds, name, type(name, (Bias,), {}))
+    for name, operator in (("cutlass", "cutlassF-pt"), ("flash", "fa2F@2.8.3-pt")):
+        forward = types.SimpleNamespace(NAME=operator, kind=name)
+        setattr(fmha, name, types.SimpleNamespace(FwOp=forward, BwOp=f"{name} backward"))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Any, scale: float, op: Any) -> Any:
+        if refused := reasons(op.kind, q, bias):
+            raise ValueError(
+                "Operator `memory_efficient_attention` does not support inputs:\n"
+                f"     query       : shape={tuple(q.shape)} ({q.dtype})\n"
+                f"`{op.NAME}` is not supported because:\n    " + "\n    ".join(refused)
+            )
+        grouped = q.shape[2:4] if q.ndim == 5 else None
+        flat = [x.flatten(2, 3) if grouped else x for x in (q, k, v)]
+        if grouped and fault == "heads":
+            flat[1:] = [x.transpose(2, 3).flatten(2, 3) for x in (k, v)]
+        outs, sums = [], []
+        for batch, (one_q, one_k, one_v) in enumerate(zip(*flat, strict=True)):
+            added, hidden = None, None
+            if isinstance(bias, Tensor):
+                added = bias[batch].flatten(0, 1) if grouped else bias[batch]
+            elif bias is not None:
+                hidden = bias.hidden(one_q.shape[0], one_k.shape[0], fault)
+            out, lse = plain(one_q, one_k, one_v, hidden, scale, added=added, fault=fault)
+            outs.append(out)
+            sums.append(lse.flip(0) if fault == "lse" else lse)
+        out, lse = torch.stack(outs), torch.stack(sums)
+        if op.kind == "cutlass":  # pads the length to a multiple of 32
+            lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+        if grouped:
+            out, lse = out.unflatten(2, grouped), lse.unflatten(1, grouped)
+        return out, lse
+
+    def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op):
+        assert query.ndim == 4, "grouped heads have no backward"
+        return attend(query, key, value, attn_bias, scale, op[0])[0]
+
+    def forward_requires_grad(query, key, value, attn_bias=None, p=0.0, scale=None, *, op):
+        return attend(query, key, value, attn_bias, scale, op)
+
+    fmha.memory_efficient_attention = memory_efficient_attention
+    fmha.memory_efficient_attention_forward_requires_grad = forward_requires_grad
+    fmha.attn_bias = kinds
+    return {fmha.__name__: fmha, kinds.__name__: kinds}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
+    """Put all stand-ins where imports find them, for one test."""
+    modules = {name: flash(name, fault) for name in MODULES} | xformers(fault)
+    modules |= {name: types.ModuleType(name) for name in ("xformers", "xformers.ops")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+# --- the cases -----------------------------------------------------------------------------------
 
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-4")
 ALL = (*FLASH, "xformers")
@@ -73,7 +285,7 @@ def assert_right(case: AttentionCase, found: Output) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install(monkeypatch)
+    install(monkeypatch)
 
 
 # --- layouts, alignment, windows, the log-sum-exp ------------------------------------------------
@@ -130,7 +342,7 @@ def test_comparing_rejects_what_an_adapter_could_get_wrong(
 ) -> None:
     """A wrong alignment, a window wider by one, another order of heads, a log-sum-exp of other
     heads, and a scale off by 1 % all fail the comparison above."""
-    stand_ins.install(monkeypatch, fault)
+    install(monkeypatch, fault)
     case = case_of(CASES[feature])
     with pytest.raises(AssertionError):
         assert_right(case, find(name).attend(case, **options))
