@@ -1,21 +1,28 @@
-"""Attention over merged shards: schedules, merging and its rounding, the claim. That every order is
-attention is in test_oracle.py."""
+"""Attention over merged shards: schedules, merging and its rounding, the claim; and PyTorch's
+context parallelism, which is the same. That every order is attention is in test_oracle.py."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import mpmath
 import numpy as np
 import pytest
 import torch
-from oracles import U32, U64, assert_within, make_case, sees
+from oracles import U32, U64, assert_within, make_case, sees, to_cuda
+from recipes import drawn as drawn_case
 from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef
+from numdev.audit.isolation import Failure, attempt
+from numdev.cases import AttentionCase
+from numdev.errors import MeasurementError, Refused
 from numdev.formats import FORMATS
 from numdev.kernels import Output, find
+from numdev.kernels.context_parallel import end_all, together
 from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.reference import gradients as exact_gradients
 from numdev.kernels.sharded import Merge, merged, schedule
@@ -27,23 +34,9 @@ TENSORS = ("out", "dq", "dk", "dv")
 SYSTEM = System.here("cpu")
 
 
-def drawn(
-    length: int = 256,
-    kv_len: int | None = None,
-    *,
-    heads: int = 2,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-    **fields: Any,
-) -> AttentionCase:
+def drawn(length: int = 256, kv_len: int | None = None, **fields: Any) -> AttentionCase:
     """A case of normal inputs with an upstream gradient."""
-    g = torch.Generator().manual_seed(seed)
-    rows, keys = (1, heads, length, head_dim), (1, kv_heads, kv_len or length, head_dim)
-    q, k, v, dO = (torch.randn(shape, generator=g).to(dtype) for shape in (rows, keys, keys, rows))
-    ref = CaseRef(case="drawn")
-    return AttentionCase(ref=ref, q=q, k=k, v=v, scale=head_dim**-0.5, grad_out=dO, **fields)
+    return drawn_case(kv_len or length, rows=length, **{"head_dim": 32, "kv_heads": 2, **fields})
 
 
 def run(case: AttentionCase, **options: Any) -> Output:
@@ -240,3 +233,114 @@ def test_the_growth_is_what_counting_gives(
         return (rms(found.out.double() - exact) / floor) ** 2
 
     assert squares(merge_format) == pytest.approx(squares("float32") + more, rel=0.05)
+
+
+# --- PyTorch's context parallelism: the same numbers, and ranks that fail ------------------------
+
+# On a CPU its ranks are processes over gloo that call PyTorch's ring themselves; what stands before
+# the ring on CUDA is tested on two GPUs.
+PARALLEL = find("context-parallel")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def explained(case: Any, **options: Any) -> tuple[Output, Output]:
+    """Context parallelism, and the `sharded` that it should be."""
+    real = PARALLEL.gradients(case, **PARALLEL.with_options(options))
+    balanced = options.get("load_balance", case.is_causal)
+    same = SHARDED.with_options(
+        {
+            "shards": options.get("world", 2),
+            "order": "zigzag" if balanced else "ring",
+            "merge_format": "float32" if options.get("convert_to_f32", True) else "promoted",
+        }
+    )
+    return real, SHARDED.gradients(case, **same)
+
+
+@pytest.mark.parametrize("convert_to_f32", [True, False])
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("balance", ["not causal", "plain", "balanced"])
+def test_it_is_sharded_bit_by_bit(balance: str, rotate: str, convert_to_f32: bool) -> None:
+    """Output and gradients of two ranks are those of `sharded` with two shards, every bit."""
+    case = drawn(64, is_causal=balance != "not causal")
+    real, same = explained(
+        case,
+        rotate=rotate,
+        convert_to_f32=convert_to_f32,
+        load_balance=balance == "balanced",
+    )
+    assert all(torch.equal(getattr(real, t), getattr(same, t)) for t in TENSORS)
+    assert real.ran == f"context parallelism, {rotate}: {same.ran}"
+
+
+def test_a_rank_that_dies_is_one_failed_row() -> None:
+    """SIGKILL to a rank: the attempt fails and says so, no rank is left, and the next one runs."""
+    case = drawn(64)
+    PARALLEL.attend(case)
+    pids = together(2, "cpu").pids
+    os.kill(pids[1], signal.SIGKILL)
+    failed = attempt(PARALLEL, case, {})
+    assert isinstance(failed, Failure)
+    assert failed.status == "failed"
+    assert "rank 1 of 2 was killed by SIGKILL" in failed.reason
+    assert not any(map(alive, pids))
+    assert isinstance(attempt(PARALLEL, case, {}), Output)
+
+
+def test_ranks_that_hang_are_ended() -> None:
+    """Stopped ranks are not waited for beyond the limit, and no rank is left."""
+    ranks = together(2, "cpu")
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(MeasurementError, match="rank 0, 1 of 2 did not answer"):
+        ranks.ask({"rotate": "allgather"}, limit_s=0.5)
+    assert ranks.ended
+    assert not any(map(alive, ranks.pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:  # an orphan that nobody waited for has ended too
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "reason"),
+    [
+        (drawn(64, softcap=1.0), {}, "no soft cap"),
+        (drawn(64, mask=torch.ones(64, 64, dtype=torch.bool)), {}, "no masks"),
+        (drawn(64, window=(2, 0)), {}, "no masks"),
+        (drawn(64, is_causal=True, causal_offset=1), {}, "from the top left"),
+        (drawn(32, 64, is_causal=True), {}, "as many queries as keys"),
+        (drawn(62, is_causal=True), {}, "62 and 62 are no multiples of 4"),
+        (drawn(64), {"load_balance": True}, "causal calls alone"),
+    ],
+)
+def test_what_it_refuses(case: Any, options: dict[str, Any], reason: str) -> None:
+    """Each in words, before a rank is asked."""
+    with pytest.raises(Refused, match=reason):
+        PARALLEL.attend(case, **options)
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("convert_to_f32", [True, False])
+@pytest.mark.parametrize("balance", ["not causal", "plain", "balanced"])
+def test_on_gpus_it_is_sharded(balance: str, convert_to_f32: bool) -> None:
+    """Two GPUs give the output of `sharded` on one, every bit, and its gradients to 1 % of their
+    errors' size (flash attention's backward adds up dq in no fixed order)."""
+    case = to_cuda(drawn(1024, heads=4, kv_heads=4, head_dim=64, is_causal=balance != "not causal"))
+    real, same = explained(case, convert_to_f32=convert_to_f32, load_balance=balance == "balanced")
+    assert torch.equal(real.out, same.out)
+    found, expected = errors(case, real), errors(case, same)
+    for t in TENSORS:
+        assert found[t] == pytest.approx(expected[t], rel=0.01), t
