@@ -8,13 +8,13 @@ import importlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, Field, ValidationError
 
+import numdev
 from numdev.errors import MeasurementError, UsageError
 from numdev.report.foreign import cell
 from numdev.report.records.reports import SCHEMA_VERSION, Line, Report
@@ -31,6 +31,14 @@ KINDS = {
 """Where the class of each kind of report is; imported when one is read."""
 
 
+class _Head(BaseModel):
+    """What a file says of itself; None where it does not, or what a report cannot say."""
+
+    schema_version: Any = None
+    kind: Any = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+
 def read(path: Path) -> Report:
     """Read `report.json`, or a directory that holds one.
 
@@ -45,43 +53,27 @@ def read(path: Path) -> Report:
             f"{path}: cannot read a report there ({error.strerror})",
             hint="give a report.json, or a directory an audit wrote",
         ) from error
-    head = _head(text)
-    refused = f"{path}: not a report this version understands"
-    for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
-        if head.get(name) not in known:
-            expected, got = ", ".join(map(str, known)), repr(head.get(name))
-            message = f"{refused}: {name}: expected {expected}, got {got}"
-            raise MeasurementError(message, hint=_hint(head))
-    module, _, name = KINDS[head["kind"]].partition(":")
-    model: type[Report] = getattr(importlib.import_module(module), name)
+    head = _Head()
     try:
+        head = _Head.model_validate_json(text)
+        for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
+            if (got := getattr(head, name)) not in known:
+                raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
+        module, _, name = KINDS[head.kind].partition(":")
+        model: type[Report] = getattr(importlib.import_module(module), name)
         with uncollected():
             return model.model_validate_json(text)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "the file"
-        raise MeasurementError(f"{refused}: {where}: {problem['msg']}", hint=_hint(head)) from error
-
-
-def _head(text: bytes) -> dict[str, Any]:
-    """What a file says of itself before its rows; nothing where it is no JSON object. From the
-    first bytes, where numdev writes it; from all of a file that begins otherwise."""
-    head: Any = {}
-    for part in (text[: 1 << 16], text):
-        with suppress(ValueError):
-            head = from_json(part, allow_partial=part is not text)
-        if isinstance(head, dict) and "schema_version" in head:
-            break
-    return head if isinstance(head, dict) else {}
-
-
-def _hint(head: Mapping[str, Any]) -> str:
-    """Who wrote a report that was refused, and what to do."""
-    from numdev import __version__
-
-    origin = head.get("provenance")
-    by = origin.get("numdev") if isinstance(origin, dict) else "?"
-    return f"numdev {by} wrote it, and this is {__version__}: update numdev, or measure again"
+    except ValueError as error:
+        problem = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        by = head.provenance.get("numdev", "?")
+        raise MeasurementError(
+            f"{path}: not a report this version understands: {problem}",
+            hint=f"numdev {by} wrote it, and this is {numdev.__version__}: update numdev, or "
+            "measure again",
+        ) from error
 
 
 @contextmanager
@@ -126,7 +118,7 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
 
 def write_csv(file: IO[str], lines: Sequence[Line]) -> None:
-    """One line a row, one column a field; nothing where there is no row. See `foreign.cell`."""
+    """One line a row, one column a field; nothing where there is no row."""
     writer = csv.writer(file)
     for i, line in enumerate(lines):
         values = line if isinstance(line, dict) else line.model_dump()
