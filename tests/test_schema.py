@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,17 @@ from numdev.cli import schema
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "tests" / "data" / "reports").glob("*.json"))
-FOLDERS = {
-    "audit": "config",
-    "check": "config",
-    "sweep": "sweep",
-    "train": "train",
-    "gate": "thresholds",
-}
-FILES = [(FOLDERS[p.parent.name], p) for p in sorted((ROOT / "configs").glob("*/*.yaml"))]
-TYPES: dict[str, Any] = {
-    "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None),
-}  # fmt: skip
-KEYWORDS = {
-    *("type", "anyOf", "oneOf", "$ref", "properties", "required", "additionalProperties"),
-    *("items", "prefixItems", "minItems", "maxItems", "enum", "const", "minimum", "maximum"),
-    *("exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "examples"),
-    *("title", "description", "default", "$defs", "$schema", "$id", "discriminator"),
-}
+FOLDERS = {"audit": "config", "check": "config", "gate": "thresholds"}
+FILES = [
+    (FOLDERS.get(p.parent.name, p.parent.name), p) for p in sorted(ROOT.glob("configs/*/*.yaml"))
+]
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+SAID = {"title", "description", "default", "examples", "$defs", "$schema", "$id", "discriminator"}
 
 
-def has_type(value: Any, name: str) -> bool:
+def has_type(value: Any, name: str | list[str]) -> bool:
+    if isinstance(name, list):
+        return any(has_type(value, each) for each in name)
     if name in ("number", "integer"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and (name == "number" or float(value).is_integer())
@@ -44,52 +36,41 @@ def accepts(value: Any, rule: Any, root: Any) -> bool:
     """Whether JSON Schema (2020-12, the keywords used here) accepts a value."""
     if isinstance(rule, bool):
         return rule
-    assert set(rule) <= KEYWORDS, set(rule) - KEYWORDS
-    if "$ref" in rule:
-        target = root["$defs"][rule["$ref"].removeprefix("#/$defs/")]
-        if not accepts(value, target, root):
-            return False
-    types = rule.get("type", [])
-    if types and not any(
-        has_type(value, t) for t in ([types] if isinstance(types, str) else types)
-    ):
-        return False
-    if "anyOf" in rule and not any(accepts(value, r, root) for r in rule["anyOf"]):
-        return False
-    if "oneOf" in rule and sum(accepts(value, r, root) for r in rule["oneOf"]) != 1:
-        return False
-    if "pattern" in rule and isinstance(value, str) and not re.search(rule["pattern"], value):
-        return False
-    if ("enum" in rule and value not in rule["enum"]) or rule.get("const", value) != value:
-        return False
-    return in_bounds(value, rule) and inside(value, rule, root)
 
+    def each(rules: Any) -> list[bool]:
+        return [accepts(value, r, root) for r in rules]
 
-def in_bounds(value: Any, rule: Any) -> bool:
-    if has_type(value, "number"):
-        return bool(
-            value >= rule.get("minimum", value)
-            and value <= rule.get("maximum", value)
-            and value > rule.get("exclusiveMinimum", float("-inf"))
-            and value < rule.get("exclusiveMaximum", float("inf"))
-        )
-    size = len(value) if isinstance(value, str | list) else 0
-    least, most = ("minLength", "maxLength") if isinstance(value, str) else ("minItems", "maxItems")
-    return rule.get(least, 0) <= size <= rule.get(most, size)
-
-
-def inside(value: Any, rule: Any, root: Any) -> bool:
-    if isinstance(value, dict):
-        known = rule.get("properties", {})
-        rest = rule.get("additionalProperties", True)
-        return set(rule.get("required", ())) <= set(value) and all(
-            accepts(v, known.get(k, rest), root) for k, v in value.items()
-        )
-    if isinstance(value, list):
-        first = rule.get("prefixItems", [])
-        each = [*first, *[rule.get("items", True)] * max(0, len(value) - len(first))]
-        return all(accepts(v, r, root) for v, r in zip(value, each, strict=False))
-    return True
+    known, first = rule.get("properties", {}), rule.get("prefixItems", [])
+    checks: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any]]] = {
+        "$ref": (object, lambda x: accepts(value, root["$defs"][x.rpartition("/")[2]], root)),
+        "type": (object, lambda x: has_type(value, x)),
+        "anyOf": (object, lambda x: any(each(x))),
+        "oneOf": (object, lambda x: sum(each(x)) == 1),
+        "enum": (object, lambda x: value in x),
+        "const": (object, lambda x: value == x),
+        "pattern": (str, lambda x: re.search(x, value)),
+        "minLength": (str, lambda x: len(value) >= x),
+        "maxLength": (str, lambda x: len(value) <= x),
+        "minimum": ((int, float), lambda x: value >= x),
+        "maximum": ((int, float), lambda x: value <= x),
+        "exclusiveMinimum": ((int, float), lambda x: value > x),
+        "exclusiveMaximum": ((int, float), lambda x: value < x),
+        "minItems": (list, lambda x: len(value) >= x),
+        "maxItems": (list, lambda x: len(value) <= x),
+        "prefixItems": (list, lambda x: all(map(accepts, value, x, [root] * len(x)))),
+        "items": (list, lambda x: all(accepts(v, x, root) for v in value[len(first) :])),
+        "required": (dict, lambda x: {*x} <= {*value}),
+        "properties": (dict, lambda x: all(accepts(value[n], x[n], root) for n in x if n in value)),
+        "additionalProperties": (
+            dict, lambda x: all(accepts(v, x, root) for n, v in value.items() if n not in known)
+        ),
+    }  # fmt: skip
+    assert rule.keys() <= checks.keys() | SAID, rule.keys() - checks.keys() - SAID
+    return all(
+        check(rule[name])
+        for name, (kind, check) in checks.items()
+        if name in rule and isinstance(value, kind)
+    )
 
 
 def valid(value: Any, name: str) -> bool:
@@ -120,26 +101,22 @@ CASE = {"name": "a", "heads": 1, "seq_len": 8, "head_dim": 8}
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("config", {"cases": [{**CASE, "heads": "one"}]}),
-        ("config", {"cases": [{**CASE, "head": 1}]}),
-        ("config", {"cases": [{"name": "a"}]}),
-        ("config", {"checkpoint": "x", "kernel": ["sdpa-flash"]}),
-        ("config", {"checkpoint": "x", "kernels": [{"block": 64}]}),
-        ("config", {"checkpoint": "x", "repeats": 0}),
+        *(("config", {"cases": [case]})
+          for case in ({**CASE, "heads": "one"}, {**CASE, "head": 1}, {"name": "a"})),
+        *(("config", {"checkpoint": "x", **wrong})
+          for wrong in ({"kernel": ["sdpa-flash"]}, {"kernels": [{"block": 64}]}, {"repeats": 0})),
         ("sweep", {"kernels": ["baseline"]}),
         ("sweep", {"cases": [CASE], "rows": "columns"}),
         ("sweep", {"cases": [{**CASE, "seq_len": []}]}),
         ("train", {"title": "x"}),
         ("thresholds", {"thresholds": []}),
-        ("thresholds", {"thresholds": [{"name": "a", "metric": "rms", "at_most": -1}]}),
-        ("thresholds", {"thresholds": [{"name": "a", "metrik": "rms", "at_most": 1}]}),
-        ("thresholds", {"thresholds": [{"name": "a", "metric": "rmse", "at_most": 1}]}),
-        ("thresholds", {"thresholds": [{"name": "a", "metric": "rms / w1", "at_most": 1}]}),
-        ("thresholds", {"thresholds": [{"name": "a", "metric": "rms/rms/rms", "at_most": 1}]}),
+        *(("thresholds", {"thresholds": [{"name": "a", "at_most": 1, **wrong}]})
+          for wrong in ({"metric": "rms", "at_most": -1}, {"metrik": "rms"}, {"metric": "rmse"},
+                        {"metric": "rms / w1"}, {"metric": "rms/rms/rms"})),
         ("report", {"kind": "audit", "schema_version": 2}),
         ("report", {"kind": "horoscope"}),
     ],
-)
+)  # fmt: skip
 def test_what_numdev_rejects_is_rejected(name: str, value: Any) -> None:
     """Wrong types, unknown and missing keys, numbers out of range."""
     assert not valid(value, name)
