@@ -6,9 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
+import mpmath
 import pytest
 import torch
-from oracles import FEATURES, make_case
+from oracles import FEATURES, attention, make_case
 from torch import Tensor
 
 from numdev.audit.explanations import NOTABLE, SHOWN, most
@@ -31,37 +32,11 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def yardstick(case: AttentionCase, tensor: str = "out") -> tuple[Yardstick, Tensor]:
     """What a tensor of the case is held against, and the log-sum-exp."""
-    if tensor == "out":
-        exact = attend(case)
-        parts = (exact.out, exact.term_scale, exact.empty)
-    else:
-        exact = gradients(case)
-        none = exact.empty if tensor == "dq" else torch.zeros_like(exact.unseen)
-        parts = (getattr(exact, tensor), getattr(exact, f"{tensor}_terms"), none)
-    r, terms, empty = parts
+    exact: Any = attend(case) if tensor == "out" else gradients(case)
+    terms = exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms")
+    empty = torch.zeros_like(exact.unseen) if tensor in ("dk", "dv") else exact.empty
+    r = getattr(exact, tensor)
     return Yardstick(reference=r, term_scale=terms, empty=empty, format=BFLOAT16), exact.lse
-
-
-def dense(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """S and P of the whole case [B, H, q_len, kv_len], from positions and masks by themselves."""
-    k = case.k.double().repeat_interleave(case.group, dim=1)
-    S = case.q.double() @ k.mT * case.scale
-    if case.softcap is not None:
-        S = case.softcap * torch.tanh(S / case.softcap)
-    if case.mask is not None and case.mask.dtype != torch.bool:
-        S = S + case.mask.double()
-    i = torch.arange(case.q_len)[:, None] + case.causal_offset
-    j = torch.arange(case.kv_len)[None]
-    left, right = case.window or (None, None)
-    hidden = (j > i) & case.is_causal
-    hidden |= (j < i - left) if left is not None else False
-    hidden |= (j > i + right) if right is not None else False
-    S = S.masked_fill(hidden, -math.inf)
-    if case.mask is not None and case.mask.dtype == torch.bool:
-        S = S.masked_fill(~case.mask, -math.inf)
-    sinks = torch.full((case.heads,), -math.inf) if case.sinks is None else case.sinks
-    whole = torch.cat([S, sinks.double()[None, :, None, None].expand(*S.shape[:3], 1)], dim=-1)
-    return S, whole.softmax(dim=-1)
 
 
 def spoiled(case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: str = "out") -> Any:
@@ -78,46 +53,51 @@ def spoiled(case: AttentionCase, at: tuple[int, ...], by: float = 1.0, tensor: s
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_facts_of_queries(feature: str) -> None:
-    """Every fact of every row, over every feature, against the whole matrix of scores."""
+    """Every fact of every row, over every feature, from the oracle's probabilities."""
     case = make_case(**{"seed": 3, **FEATURES[feature]})
     y, _ = yardstick(case)
-    S, P = dense(case)
-    heads = range(case.heads)
-    for h in heads:
+    exact = attention(case)
+    for h in range(case.heads):
         out = y.reference.clone()
         out[:, h] += 1e-3 * normal(5, *out[:, h].shape)
-        rows = case.q_len * case.q.shape[0]
-        found = worst_rows(case, out, y, heads, count=rows)
+        found = worst_rows(case, out, y, range(case.heads), count=case.q_len * case.q.shape[0])
         assert len(found) == int((~y.empty[:, h]).sum())
         for w in found:
             assert w.head == h
-            check_query(case, w, S[w.batch, h, w.row], P[w.batch, h, w.row])
+            at = (w.batch, h, w.row)
+            check_query(case, w, exact.weights[at], exact.lse[at])
 
 
-def check_query(case: AttentionCase, w: WorstRow, S: Tensor, P: Tensor) -> None:
-    """One row's facts from its scores [kv_len] and probabilities [kv_len + 1], the sink's last."""
-    shown = -math.inf != S
-    logits = S[shown] if case.sinks is None else torch.cat([S[shown], case.sinks[[w.head]]])
-    top, p = float(S.max()), P[P > 0]
-    order = S.argsort(descending=True, stable=True)[: int(shown.sum())]
-    before = P[order].cumsum(dim=0) - P[order]
-    carriers = order[before < 0.9 * P[:-1].sum()]
-    V = case.v[w.batch, w.head // case.group].double()[carriers].sign()
-    agree = (P[carriers, None] * V).sum(dim=0).abs() / P[carriers].sum()
+def check_query(case: AttentionCase, w: WorstRow, weights: dict[int, Any], lse: Any) -> None:
+    """One row's facts from the probabilities of the keys it sees and its log-sum-exp."""
+    S = {j: float(mpmath.log(x) + lse) for j, x in weights.items()}
+    P, carriers = {j: float(x) for j, x in weights.items()}, list[int]()
+    for j in sorted(P, key=lambda j: -S[j]):
+        if sum(P[c] for c in carriers) < 0.9 * sum(P.values()):
+            carriers.append(j)
+    signs = case.v[w.batch, w.head // case.group].double()[carriers].sign()
+    carried = torch.tensor([P[j] for j in carriers], dtype=torch.float64)
+    top, sink = max(S.values()), float(1 - sum(weights.values()))
+    known = [*P.values(), *([] if case.sinks is None else [sink])]
     expected: dict[str, Any] = {
-        "sees": int(shown.sum()),
-        "position": int(shown[: max(0, w.row + case.causal_offset)].sum()),
-        "max_probability": pytest.approx(float(P[:-1].max()), rel=1e-9),
-        "first_key": pytest.approx(float(P[0]), abs=1e-12),
-        "sink": None if case.sinks is None else pytest.approx(float(P[-1]), abs=1e-12),
-        "lse": pytest.approx(float(logits.double().logsumexp(dim=0)), abs=1e-9),
-        "entropy": pytest.approx(-float((p * p.log()).sum()), abs=1e-9),
-        "tied": int((top - S <= 1e-12 * max(1.0, abs(top))).sum()),
-        "nearly_tied": int((top - S <= 1e-3).sum()),
+        "sees": len(P),
+        "position": sum(j < w.row + case.causal_offset for j in P),
+        "max_probability": pytest.approx(max(P.values()), rel=1e-9),
+        "first_key": pytest.approx(P.get(0, 0.0), abs=1e-12),
+        "sink": None if case.sinks is None else pytest.approx(sink, abs=1e-12),
+        "lse": pytest.approx(float(lse), abs=1e-9),
+        "entropy": pytest.approx(-sum(p * math.log(p) for p in known if p > 0), abs=1e-9),
+        "tied": sum(top - x <= 1e-12 * max(1.0, abs(top)) for x in S.values()),
+        "nearly_tied": sum(top - x <= 1e-3 for x in S.values()),
         "carriers": len(carriers),
-        "one_sign": pytest.approx(float(agree.mean()), abs=1e-9),
+        "one_sign": pytest.approx(float((carried @ signs).abs().mean() / carried.sum()), abs=1e-9),
     }
     assert {name: getattr(w, name) for name in expected} == expected
+
+
+def facts(case: AttentionCase, *rows: int) -> dict[str, Tensor]:
+    """Of rows of the first head and batch entry."""
+    return of_queries(case, 0, torch.zeros(len(rows), dtype=torch.long), torch.tensor(rows))
 
 
 def test_equal_keys_tie_wherever_they_stand() -> None:
@@ -133,9 +113,7 @@ def test_equal_keys_tie_wherever_they_stand() -> None:
     for one, other in ((0, 1), (0, 130), (3, 67), (64, 65), (127, 128), (129, 130)):
         twin = k.clone()
         twin[0, 0, [one, other], 2:] = 40.0 * q[0, 0, 5, 2:]
-        tensors = {"q": q, "k": twin}
-        rows = torch.tensor([5, 17])
-        found = of_queries(dataclasses.replace(case, **tensors), 0, torch.zeros_like(rows), rows)
+        found = facts(dataclasses.replace(case, q=q, k=twin), 5, 17)
         assert found["tied"].tolist() == [2, 1]
 
 
@@ -143,9 +121,7 @@ def test_equal_probabilities() -> None:
     """Of n equal scores, n a multiple of ten, exactly nine in ten carry 90 %, and all are tied."""
     for n in range(10, 400, 30):
         case = make_case(heads=1, q_len=2, kv_len=n)
-        case = dataclasses.replace(case, q=torch.zeros_like(case.q))
-        rows = torch.tensor([0, 1])
-        found = of_queries(case, 0, torch.zeros_like(rows), rows)
+        found = facts(dataclasses.replace(case, q=torch.zeros_like(case.q)), 0, 1)
         assert found["carriers"].tolist() == [n * 9 // 10] * 2
         assert found["tied"].tolist() == found["sees"].tolist() == [n, n]
 
@@ -156,10 +132,7 @@ def test_infinite_and_hidden_scores() -> None:
     case = make_case(heads=1, q_len=3, kv_len=4, is_causal=True, causal_offset=-1)
     k = case.k.clone()
     k[0, 0, 1] = math.inf
-    rows = torch.tensor([0, 1, 2])
-    found = of_queries(
-        dataclasses.replace(case, k=k, q=case.q.abs()), 0, torch.zeros_like(rows), rows
-    )
+    found = facts(dataclasses.replace(case, k=k, q=case.q.abs()), 0, 1, 2)
     assert found["sees"].tolist() == [0, 1, 2]
     assert (found["max_probability"][0], found["first_key"][1]) == (0, 1)
     assert found["max_probability"][2].isnan()
@@ -179,10 +152,9 @@ def test_a_spoiled_row_is_found_and_described(tensor: str) -> None:
     found = worst_rows(case, out, y, range(2 if keys else 4), tensor=tensor, lse=lse)
     first = found[0]
     assert (first.batch, first.head, first.row, first.rows) == (1, 1, 7, 30 if keys else 24)
-    assert first.ratio == pytest.approx(0.5, rel=1e-6)
-    assert first.error == pytest.approx(0.5 * float(y.term_scale[1, 1, 7].norm()), rel=1e-6)
-    size = y.reference[1, 1, 7].norm() / y.term_scale[1, 1, 7].norm()
-    assert first.cancellation == pytest.approx(float(size))
+    size, terms = (float(x[1, 1, 7].norm()) for x in (y.reference, y.term_scale))
+    numbers = (first.ratio, first.error, first.cancellation)
+    assert numbers == pytest.approx((0.5, 0.5 * terms, size / terms), rel=1e-6)
     where = f"{'key' if keys else 'row'} 7 (of {first.rows}; batch entry 1)"
     assert first.sentence.startswith(f"{where} errs by 0.5 of the size of its terms: ")
     assert len({(w.batch, w.row) for w in found}) == 3
