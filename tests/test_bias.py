@@ -29,7 +29,6 @@ from numdev.sources.synthetic import Shapes, draw
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 benchmark: Any = importlib.import_module("bias_calibration")
 BF16 = FORMATS["bfloat16"]
-PARTS = ("reference", "term_scale", "empty")
 
 
 # --- the arithmetic ------------------------------------------------------------------------------
@@ -41,23 +40,13 @@ def judged(ulps: torch.Tensor) -> Metrics:
     The truth rounds to 1.5 everywhere, so an ulp is 2^-7 and every multiple of it is a bf16 number.
     """
     n, rows, features = ulps.shape
-    y = around(torch.full((n, 1, rows, features), 1.5, dtype=torch.float64))
-    output = y.floor + ulps.view(y.floor.shape) * 2.0**-7
-    (head,) = measure(output, y).heads
+    # Every row a little different from all others, as rows of different sequences are.
+    each = torch.arange(1, 1 + n * rows, dtype=torch.float64).view(n, 1, rows, 1)
+    r = (1.5 * (1 + each * 2.0**-40)).expand(n, 1, rows, features)
+    y = Yardstick(reference=r, term_scale=r, empty=torch.zeros(n, 1, rows, dtype=torch.bool),
+                  format=BF16)  # fmt: skip
+    (head,) = measure(y.floor + ulps[:, None] * 2.0**-7, y).heads
     return head
-
-
-def around(values: torch.Tensor) -> Yardstick:
-    """Exact results that round to `values`, every row a little different from all others, as rows
-    of different sequences are."""
-    each = torch.arange(1, 1 + math.prod(values.shape[:3]), dtype=torch.float64)
-    reference = values * (1 + each.view(*values.shape[:3], 1) * 2.0**-40)
-    return Yardstick(
-        reference=reference,
-        term_scale=reference.abs(),
-        empty=torch.zeros(values.shape[:3], dtype=torch.bool),
-        format=BF16,
-    )
 
 
 def coins(n: int, rows: int, features: int, *, rate: float, seed: int = 0) -> torch.Tensor:
@@ -105,9 +94,7 @@ def test_large_biases_come_before_certain_ones() -> None:
 def test_agreement_of_a_few_coarse_values_is_no_certainty() -> None:
     """Eight sequences of one row that all round one feature up: by chance once in 128 tries, and
     not to be called certain, though their spread is 0."""
-    ulps = torch.zeros(8, 1, 1, dtype=torch.float64)
-    ulps[:] = 1.0
-    head = judged(ulps)
+    head = judged(torch.ones(8, 1, 1, dtype=torch.float64))
     assert math.isfinite(head["bias_t"])
     assert head["bias_p"] > 2.0**-10
     # the same in every one of 4096 elements is as certain as it gets
@@ -116,8 +103,8 @@ def test_agreement_of_a_few_coarse_values_is_no_certainty() -> None:
 
 def yardstick_of(case: AttentionCase) -> Yardstick:
     exact = attend(case.rounded_to(BF16))
-    parts = {name: getattr(exact, "out" if name == "reference" else name) for name in PARTS}
-    return Yardstick(**parts, format=BF16, lse=exact.lse)
+    return Yardstick(reference=exact.out, term_scale=exact.term_scale, empty=exact.empty,
+                     format=BF16, lse=exact.lse)  # fmt: skip
 
 
 def test_v_of_ones_is_no_repetition() -> None:
@@ -134,12 +121,12 @@ def test_v_of_ones_is_no_repetition() -> None:
 
 def test_holm_by_hand() -> None:
     """Step-down at 0.05: 0.01 <= 0.05/4, 0.013 <= 0.05/3, 0.03 > 0.05/2, and so the last one."""
-    assert holm([0.04, 0.01, 0.03, 0.013], 0.05) == [False, True, False, True]
-    assert holm([0.05], 0.05) == [True]
-    assert holm([0.050001], 0.05) == [False]
-    assert holm([0.02, 0.02, 0.02], 0.05) == [False] * 3
-    assert holm([0.0, 0.024, 0.024], 0.05) == [True] * 3
-    assert holm([], 0.05) == []
+    for p, rejected in (
+        ([0.04, 0.01, 0.03, 0.013], [False, True, False, True]), ([0.05], [True]),
+        ([0.050001], [False]), ([0.02] * 3, [False] * 3), ([0.0, 0.024, 0.024], [True] * 3),
+        ([], []),
+    ):  # fmt: skip
+        assert holm(p, 0.05) == rejected
 
 
 # --- whom it accuses -----------------------------------------------------------------------------

@@ -163,31 +163,24 @@ def student(means: list[float], member: np.ndarray) -> tuple[float, float]:
 # --- comparing -----------------------------------------------------------------------------------
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Names of the metrics that are not as expected; None and a reason stand for NaN and inf."""
-    wrong = [name for name in expected if not same(found, name, expected[name])]
-    return wrong + sorted(found.keys() - expected.keys() - {"nulls"})
-
-
-def same(found: dict[str, Any], name: str, expected: Any) -> bool:
-    value = found.get(name)
-    if expected is EITHER:
-        return isinstance(value, bool)
-    if expected is None or (isinstance(expected, float) and not math.isfinite(expected)):
-        return value is None and bool(found["nulls"][name])
-    if not isinstance(expected, float):
-        return type(value) is type(expected) and value == expected
-    least = 1e-300 if expected else 1e-15
-    return isinstance(value, float) and math.isclose(
-        value, expected, rel_tol=TOLERANCE, abs_tol=least
-    )
-
-
 def assert_as_defined(output: Tensor, y: Yardstick) -> None:
+    """Of every head; None and a reason stand for NaN and infinity."""
     found = measure(output, y).heads
     assert len(found) == output.shape[1]
     for head, metrics in enumerate(found):
-        assert differences(metrics, definition(output, y, head)) == []
+        expected = definition(output, y, head)
+        assert metrics.keys() == expected.keys() | {"nulls"}
+        for name, x in expected.items():
+            if x is EITHER:
+                assert isinstance(metrics[name], bool)
+            elif x is None or (isinstance(x, float) and not math.isfinite(x)):
+                assert metrics[name] is None, name
+                assert metrics["nulls"][name]
+            else:
+                assert type(metrics[name]) is type(x), name
+                least = 1e-300 if x else 1e-15
+                near = pytest.approx(x, rel=TOLERANCE, abs=least) if isinstance(x, float) else x
+                assert metrics[name] == near, name
 
 
 def yardstick(
@@ -368,9 +361,9 @@ def test_a_prediction_is_joined_by_what_fp32_may_err() -> None:
     y = changed(yardstick("float32", (1, 1, 4, 4), empty=False), baseline=None, unrounded=None)
     step = torch.full((1, 1, 4, 4), 1e-3, dtype=torch.float64)
     row = 4 * step.norm(dim=-1) / y.term_scale.norm(dim=-1)  # errors of 4 in each element
-    predicted, output = y.reference + 3 * step, y.reference + 5 * step
-    joined = measure(output, changed(y, arithmetic=row), predicted).heads[0]["expected_ratio"]
-    assert joined == pytest.approx(1.0)
+    y, predicted = changed(y, arithmetic=row), y.reference + 3 * step
+    (head,) = measure(y.reference + 5 * step, y, predicted).heads
+    assert head["expected_ratio"] == pytest.approx(1.0)
 
 
 def test_the_worst_row_does_not_change_with_the_unit_of_v() -> None:
@@ -379,13 +372,12 @@ def test_the_worst_row_does_not_change_with_the_unit_of_v() -> None:
     output = y.reference + 1e-4 * y.term_scale
     predicted = y.reference + 1e-5 * y.term_scale
     predicted[:, :, 1] = y.reference[:, :, 1]  # there only what is typical of the head counts
-    ratios = []
-    for unit in (1.0, 2.0**10):
+
+    def ratios(unit: float) -> list[float]:
         scaled = changed(y, reference=y.reference * unit, term_scale=y.term_scale * unit)
-        ratios.append(
-            [h["worst_row"] for h in measure(output * unit, scaled, predicted * unit).heads]
-        )
-    assert ratios[0] == pytest.approx(ratios[1], rel=1e-12)
+        return [h["worst_row"] for h in measure(output * unit, scaled, predicted * unit).heads]
+
+    assert ratios(1.0) == pytest.approx(ratios(2.0**10), rel=1e-12)
 
 
 @pytest.fixture(autouse=True)

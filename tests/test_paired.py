@@ -53,17 +53,11 @@ def test_known_answers() -> None:
     """Two vectors of four, every number as found by hand; b = 0 has no relative distance and no
     angle; both zeros are equal; a permutation is at W1 0 and far in all else."""
     a, b = torch.tensor([3.0, 0.0, -1.0, 2.0]), torch.tensor([3.0, 4.0, 0.0, 1.0])
-    by_hand = Paired(
-        elements=4,
-        nonfinite=0,
-        max_abs=4.0,
-        mean_abs=1.5,
-        rel=math.sqrt(18 / 26),
-        cosine=11 / (math.sqrt(14) * math.sqrt(26)),
-        w1=1.0,  # -1, 0, 2, 3 to 0, 1, 3, 4
-        spread=1.5,  # from 2
-        equal=0.25,
-    )
+    by_hand = Paired(elements=4, nonfinite=0, max_abs=4.0, mean_abs=1.5, rel=math.sqrt(18 / 26),
+                     cosine=11 / (math.sqrt(14) * math.sqrt(26)),
+                     w1=1.0,  # -1, 0, 2, 3 to 0, 1, 3, 4
+                     spread=1.5,  # from 2
+                     equal=0.25)  # fmt: skip
     assert_same(paired(a, b), by_hand, relative=4 * 2.0**-53)
     found = paired(torch.tensor([1.0, -3.0]), torch.tensor([0.0, -0.0]))
     assert (found.rel, found.cosine) == (None, None)
@@ -111,13 +105,10 @@ def test_beyond_float64_is_no_number() -> None:
 
 @pytest.mark.parametrize(
     ("b", "says"),
-    [
-        (torch.zeros(4), r"\[3\] on cpu and \[4\]"),
-        (torch.zeros(3, device="meta"), "on meta"),
-        (torch.zeros(3, dtype=torch.int64), "int64"),
-        (torch.zeros(3, dtype=torch.complex64), "complex64"),
-    ],
-)
+    [(torch.zeros(4), r"\[3\] on cpu and \[4\]"), (torch.zeros(3, device="meta"), "on meta"),
+     (torch.zeros(3, dtype=torch.int64), "int64"),
+     (torch.zeros(3, dtype=torch.complex64), "complex64")],
+)  # fmt: skip
 def test_refuses_with_a_reason(b: torch.Tensor, says: str) -> None:
     """What is no pair is refused in words."""
     with pytest.raises(UsageError, match=says):

@@ -1,4 +1,4 @@
-"""Sums over rows: the Triton kernel's are PyTorch's, and masks leave out what they should."""
+"""Sums over rows: the Triton kernel's are PyTorch's."""
 
 from __future__ import annotations
 
@@ -42,22 +42,6 @@ def test_a_gpu_measures_what_a_cpu_does(dtype: torch.dtype) -> None:
             o[0, 1, 7, 3] = math.nan
         here, far = measure(o, y, e).heads, measure(o.cuda(), there, e.cuda()).heads
         for a, b in zip(here, far, strict=True):
-            assert a.keys() == b.keys()
-            for name, x in a.items():
-                if isinstance(x, float):
-                    assert b[name] == pytest.approx(x, rel=1e-9, abs=1e-300), name
-                else:
-                    assert b[name] == x, name
-
-
-def test_a_row_of_zeros_has_no_relative_error_but_is_held_to_something() -> None:
-    """Where a row's terms are 0 there is no row_rel; a number in it is an error beyond all."""
-    y = yardstick((1, 1, 3, 4))
-    r, t = y.reference.clone(), y.term_scale.clone()
-    r[0, 0, 1], t[0, 0, 1] = 0.0, 0.0
-    y = dataclasses.replace(y, reference=r, term_scale=t, baseline=None)
-    o = r.clone()
-    o[0, 0, 1, 0] = 1e-20
-    (head,) = measure(o, y, r * (1 + 2.0**-12)).heads
-    assert head["worst_row"] > 1e10
-    assert head["row_rel"] == 0.0
+            floats = {name: x for name, x in a.items() if isinstance(x, float)}
+            assert {name: b[name] for name in floats} == pytest.approx(floats, rel=1e-9, abs=1e-300)
+            assert b == a | {name: b[name] for name in floats}

@@ -30,10 +30,8 @@ BF16 = FORMATS["bfloat16"]
 def test_one_position_in_each_stratum(length: int, count: int) -> None:
     """Stratum s is [s L / n, (s + 1) L / n), rounded down; each has one position, in order."""
     rows = draw(length, count, 0, "queries")
-    assert (rows.dtype, rows.device.type) == (torch.int64, "cpu")
-    at = rows.tolist()
-    assert len(at) == count
-    for s, row in enumerate(at):
+    assert (rows.dtype, rows.device.type, len(rows)) == (torch.int64, "cpu", count)
+    for s, row in enumerate(rows.tolist()):
         assert s * length // count <= row < (s + 1) * length // count
 
 
@@ -63,11 +61,6 @@ def test_every_position_is_drawn_equally_often() -> None:
 # --- a case of some rows -------------------------------------------------------------------------
 
 
-def some(case: AttentionCase, *, last: bool = False) -> Tensor:
-    """Every other row; with `last` those from the second on, the last among them."""
-    return torch.arange(1 if last and case.q_len > 1 else 0, case.q_len, 2)
-
-
 def case_of(feature: str, **changes: Any) -> AttentionCase:
     made: AttentionCase = make_case(**{**FEATURES[feature], "dtype": torch.bfloat16, **changes})
     return made
@@ -85,7 +78,7 @@ def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool
     (4e-15 of the terms), and which rows are empty, exactly. The explicit mask is that of the
     rows."""
     case = case_of(feature)
-    rows = some(case, last=last)
+    rows = torch.arange(1 if last and case.q_len > 1 else 0, case.q_len, 2)
     cut = case.select_rows(rows)
     whole, part = attend(case), attend(cut)
     tolerance = 4e-15 * whole.term_scale[:, :, rows] + 1e-300
@@ -94,13 +87,11 @@ def test_the_reference_of_some_rows_is_that_of_the_call(feature: str, last: bool
     assert torch.allclose(part.lse, whole.lse[:, :, rows], rtol=1e-14, atol=1e-14)
     assert torch.equal(part.empty, whole.empty[:, :, rows])
     assert torch.equal(empty_rows(cut), empty_rows(case)[:, :, rows])
-    masks = explicit_mask(case), explicit_mask(cut)
-    if masks[0] is None or masks[1] is None:
-        assert masks == (None, None)
-    else:
-        shape = (case.q.shape[0], case.heads, case.q_len, case.kv_len)
-        expected = masks[0].expand(shape)[:, :, rows]
-        assert same(masks[1].expand(expected.shape), expected)
+    mask, of_rows = explicit_mask(case), explicit_mask(cut)
+    assert (mask is None) == (of_rows is None)
+    if mask is not None and of_rows is not None:
+        expected = mask.expand(*case.q.shape[:3], case.kv_len)[:, :, rows]
+        assert same(of_rows.expand(expected.shape), expected)
 
 
 def long(regime: str = "normal", length: int = 300, **changes: Any) -> AttentionCase:

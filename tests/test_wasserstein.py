@@ -34,16 +34,12 @@ def by_scipy(a: torch.Tensor, b: torch.Tensor):
 
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
-    [
-        ([1.0], [4.0], 3.0),
-        ([0.0, 1.0, 3.0], [5.0, 6.0, 8.0], 5.0),  # scipy's own example: a shift
-        ([0.0, 10.0], [10.0, 0.0], 0.0),  # a permutation
-        ([0.0, 0.0], [-1.0, 1.0], 1.0),
-        ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 8.0], 1.0),  # one value of four moves by 4
-        ([-0.0, 0.0], [0.0, 0.0], 0.0),
-        ([5e-324], [0.0], 5e-324),
-    ],
-)
+    [([1.0], [4.0], 3.0),
+     ([0.0, 1.0, 3.0], [5.0, 6.0, 8.0], 5.0),  # scipy's own example: a shift
+     ([0.0, 10.0], [10.0, 0.0], 0.0), ([0.0, 0.0], [-1.0, 1.0], 1.0),
+     ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 8.0], 1.0),  # one value of four moves by 4
+     ([-0.0, 0.0], [0.0, 0.0], 0.0), ([5e-324], [0.0], 5e-324)],
+)  # fmt: skip
 def test_known_answers(a: list[float], b: list[float], expected: float) -> None:
     """Small samples have the distance one finds by hand."""
     assert w1(*(torch.tensor(x, dtype=torch.float64) for x in (a, b))) == expected
