@@ -177,10 +177,10 @@ def assert_as_defined(output: Tensor, y: Yardstick) -> None:
                 assert metrics[name] is None, name
                 assert metrics["nulls"][name]
             else:
-                assert type(metrics[name]) is type(x), name
-                least = 1e-300 if x else 1e-15
-                near = pytest.approx(x, rel=TOLERANCE, abs=least) if isinstance(x, float) else x
-                assert metrics[name] == near, name
+                exact = not isinstance(x, float)
+                assert type(metrics[name]) is (type(x) if exact else float), name
+                near = pytest.approx(x, rel=TOLERANCE, abs=1e-300 if x else 1e-15)
+                assert metrics[name] == (x if exact else near), name
 
 
 def yardstick(
