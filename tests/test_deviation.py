@@ -176,11 +176,12 @@ def assert_as_defined(output: Tensor, y: Yardstick) -> None:
             elif x is None or (isinstance(x, float) and not math.isfinite(x)):
                 assert metrics[name] is None, name
                 assert metrics["nulls"][name]
-            else:
-                exact = not isinstance(x, float)
-                assert type(metrics[name]) is (type(x) if exact else float), name
+            elif isinstance(x, float):
+                assert type(metrics[name]) is float, name
                 near = pytest.approx(x, rel=TOLERANCE, abs=1e-300 if x else 1e-15)
-                assert metrics[name] == (x if exact else near), name
+                assert metrics[name] == near, name
+            else:
+                assert (type(metrics[name]), metrics[name]) == (type(x), x), name
 
 
 def yardstick(
