@@ -75,7 +75,7 @@ def assert_explained(row: HeadRow) -> None:
     """Whatever is null says why, and whatever says why is null."""
     missing = {n for n, x in vars(row).items() if x is None and n not in ("step", "layer")}
     parts = [("pv", row.pv), ("out", row.out), ("delta_unbalanced", row.delta_unbalanced)]
-    for name, part in (*parts, *(("delta", delta) for delta in row.delta)):
+    for name, part in (*parts, ("delta", row.delta)):
         lacking = {f"{name}.{field}" for field, x in vars(part).items() if x is None}
         missing |= {name} if part.mean is None else lacking
     assert missing == set(row.nulls), row.nulls
@@ -289,9 +289,9 @@ def test_formula_2_is_the_whole_error_where_only_delta_errs(name: str) -> None:
     counted = [row for row in rows if row.dw_q_error]
     assert counted or name in STILL
     for row in counted:
-        assert row.delta[0].dw_q == pytest.approx(row.dw_q_error, rel=1e-9)
+        assert row.delta.dw_q == pytest.approx(row.dw_q_error, rel=1e-9)
         assert row.dw_q_cos == pytest.approx(1.0, abs=1e-9)
-        assert row.dw_q_unbalanced == pytest.approx(row.dw_q_error, rel=1e-9)
+        assert row.delta_unbalanced.dw_q == pytest.approx(row.dw_q_error, rel=1e-9)
     both = recipe("exact", sites={"delta": "bfloat16", "ds": "bfloat16"})
     apart = [r.dw_q_cos for r in diagnosed(case, both, projection).heads if r.dw_q_error]
     assert bool(apart) == bool(counted)
@@ -306,10 +306,10 @@ def test_a_delta_that_fits_its_own_p_is_no_imbalance() -> None:
         sites = {"scaled": "bfloat16", "dp": "bfloat16"}
         made = recipe("exact", sites=sites, delta_from="dP*P")
         for row in diagnosed(case, made, plain_projection(case)).heads:
-            assert (row.delta[0].rms or 0.0) > 1e-5
+            assert (row.delta.rms or 0.0) > 1e-5
             assert (row.delta_unbalanced.rms or 0.0) < 1e-12
-            assert (row.delta[0].dw_q or 0.0) > 1e-5
-            assert (row.dw_q_unbalanced or 0.0) < 1e-12
+            assert (row.delta.dw_q or 0.0) > 1e-5
+            assert (row.delta_unbalanced.dw_q or 0.0) < 1e-12
         made = recipe("exact", sites={**sites, "row_sum": "bfloat16"}, delta_from="dP*P")
         assert any((row.delta_unbalanced.rms or 0.0) > 1e-5 for row in diagnosed(case, made).heads)
 
@@ -332,7 +332,7 @@ def test_every_feature_is_diagnosed_or_explained(name: str, dtype: torch.dtype) 
 def test_what_cannot_be_known_is_null() -> None:
     """W_Q without a projection, the row sums of dS with a soft cap or a sink, P V of splits."""
     row = diagnosed(drawn(), recipe("qiu2025")).heads[0]
-    assert row.similarity is row.spectral_norm is row.dw_q_error is row.delta[0].dw_q is None
+    assert row.similarity is row.spectral_norm is row.dw_q_error is row.delta.dw_q is None
     assert "not known" in row.nulls["similarity"]
     for fields, reason in (({"softcap": 5.0}, "soft cap"), ({"sinks": True}, "sink")):
         row = diagnosed(drawn(**fields), recipe("qiu2025")).heads[0]
@@ -382,5 +382,5 @@ def test_cuda_and_cpu_agree() -> None:
     for a, b in zip(again.heads, found.heads, strict=True):
         assert a.nulls == b.nulls
         assert_same(numbers(a, *names), numbers(b, *names), rel=2e-2)
-        assert_same([a.pv.rms, a.out.rms, a.delta[0].rms], [b.pv.rms, b.out.rms, b.delta[0].rms],
+        assert_same([a.pv.rms, a.out.rms, a.delta.rms], [b.pv.rms, b.out.rms, b.delta.rms],
                     rel=2e-2)  # fmt: skip

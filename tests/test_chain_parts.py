@@ -11,8 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from numdev.diagnose.projection import STEPS, largest_eigenvalue
-from numdev.diagnose.statistics import BLOCKS, by_head, mean, t_of
+from numdev.diagnose.statistics import BLOCKS, STEPS, by_head, largest_eigenvalue, mean, t_of
 from numdev.sources.projection import Projection
 
 

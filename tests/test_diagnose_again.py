@@ -84,7 +84,6 @@ class Head:
         P = np.where(self.hidden, 0.0, f32(np.exp(f32(S - L))))
         dP = f32(self.dP)
         self.by_out = f32(f32(self.dO * self.out_found).sum(axis=1))
-        self.by_dp = f32(f32(dP * P).sum(axis=1))
         self.even = (dP * P).sum(axis=1) / P.sum(axis=1)
         self.dS = bf16(f32(P * f32(dP - self.by_out[:, None])))
         self.dq_found = bf16(f32(self.scale * self.dS @ self.k))
@@ -126,8 +125,7 @@ def again(heads: list[Head], weight: Array) -> dict[str, float]:
     off = ulps_off(rows("out_found") - rows("out"), rows("out"), rows("terms"))
     size = np.sqrt((np.abs(rows("dO") * rows("out")).sum(axis=1) ** 2).mean())
     deltas = {
-        "dO*O": (rows("by_out") - rows("delta")) / size,
-        "dP*P": (rows("by_dp") - rows("delta")) / size,
+        "delta": (rows("by_out") - rows("delta")) / size,
         "delta_unbalanced": (rows("by_out") - rows("even")) / size,
     }
     exact = sum(head.weight_gradient(head.dq) for head in heads)
@@ -147,11 +145,11 @@ def again(heads: list[Head], weight: Array) -> dict[str, float]:
         **{f"{name}.mean": error.mean() for name, error in deltas.items()},
         **{f"{name}.rms": np.sqrt((error**2).mean()) for name, error in deltas.items()},
         "ds_row_sum": norm(rows("dS").sum(axis=1)) / norm(np.abs(rows("dS")).sum(axis=1)),
-        "dO*O.dw_q": norm(part) / norm(exact),
+        "delta.dw_q": norm(part) / norm(exact),
         "dw_q_error": norm(whole) / norm(exact),
         "dw_q_cos": (part * whole).sum() / norm(part) / norm(whole),
         "dw_q_norm": norm(exact),
-        "dw_q_unbalanced": norm(uneven) / norm(exact),
+        "delta_unbalanced.dw_q": norm(uneven) / norm(exact),
         "similarity": energies[0] / energies.sum(),
         "spectral_norm": spectral[HEAD],
         "spectral_ratio": spectral[HEAD] / np.median(spectral),
@@ -218,10 +216,8 @@ def by_head(x: Array) -> Array:
 def reported(directory: Path) -> dict[str, float | None]:
     row = json.loads((directory / "report.json").read_text())["heads"][HEAD]
     assert (row["layer"], row["head"]) == (0, HEAD)
-    records = ("out", "delta_unbalanced")
+    records = ("out", "delta", "delta_unbalanced")
     parts = {f"{record}.{name}": x for record in records for name, x in row[record].items()}
-    for delta in row["delta"]:
-        parts |= {f"{delta['formula']}.{name}": x for name, x in delta.items()}
     return {**row, **parts}
 
 

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from numdev.diagnose import heads
-from numdev.diagnose.curves import onsets
 from numdev.diagnose.heads import answer, at_fault, ranked, shares
 from numdev.diagnose.report import (
     Bias,
@@ -21,7 +20,6 @@ from numdev.diagnose.report import (
     DiagnoseReport,
     DiagnoseSummary,
     HeadRow,
-    Imbalance,
 )
 from numdev.report import read
 from numdev.report.renderers import terminal
@@ -30,7 +28,7 @@ SAMPLE = Path(__file__).parent / "data" / "reports" / "diagnose.json"
 
 
 def delta(**changes: Any) -> DeltaError:
-    made = {"formula": "dO*O", "mean": -0.004, "rms": 0.005, "t": -14.0, "run": 12.0, "dw_q": 0.03}
+    made = {"mean": -0.004, "rms": 0.005, "t": -14.0, "run": 12.0, "dw_q": 0.03}
     return DeltaError(**{**made, **changes})
 
 
@@ -42,8 +40,8 @@ def guilty(
         "checkpoint": "run-step100", "step": 100, "case": f"layers.{layer}#0", "layer": layer,
         "head": head, "rows": 2040, "tied": 0.42, "ones": 0.42, "powers": 0.81, "one_signed": 0.9,
         "pv": Bias(t=-11.0, outward=0.11), "out": Bias(t=12.0, outward=0.09), "ds_row_sum": 0.004,
-        "delta": (delta(dw_q=moved),), "similarity": 0.55, "dw_q_unbalanced": moved,
-        "delta_unbalanced": Imbalance(mean=-0.004, rms=0.005, t=-13.0, run=11.0),
+        "delta": delta(dw_q=moved), "similarity": 0.55,
+        "delta_unbalanced": delta(t=-13.0, run=11.0, dw_q=moved),
         "dw_q_error": None if moved is None else 1.2 * moved,
         "dw_q_norm": None if moved is None else 2.0, "spectral_norm": 31.0, "spectral_ratio": 2.6,
     }  # fmt: skip
@@ -57,7 +55,7 @@ def innocent(
     own = delta(mean=2e-5, rms=0.002, t=0.6, run=1.2, dw_q=moved)
     made: dict[str, Any] = {
         "tied": 0.0, "ones": 0.0, "powers": 0.06, "one_signed": None,
-        "pv": Bias(t=0.3, outward=0.001), "out": Bias(t=-0.7, outward=-0.002), "delta": (own,),
+        "pv": Bias(t=0.3, outward=0.001), "out": Bias(t=-0.7, outward=-0.002), "delta": own,
         "similarity": 0.04, "dw_q_error": moved, "spectral_ratio": 1.0,
     }  # fmt: skip
     return guilty(layer, head, moved=moved, **{**made, **changes})
@@ -66,7 +64,7 @@ def innocent(
 def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
     """A cure that leaves this share of the head's trouble."""
     made: dict[str, Any] = {
-        "delta_mean": (row.delta[0].mean or 0.0) * left, "delta_t": row.delta[0].t,
+        "delta_mean": (row.delta.mean or 0.0) * left, "delta_t": row.delta.t,
         "dw_q_error": None if row.dw_q_error is None else row.dw_q_error * left,
     }  # fmt: skip
     return CureRow(**row.place, cure=name, **{**made, **changes})
@@ -75,6 +73,7 @@ def cured(name: str, row: HeadRow, left: float, **changes: Any) -> CureRow:
 # --- conditions and order ------------------------------------------------------------------------
 
 
+NO_DELTA = DeltaError()
 BEYOND = Bias(outward=1.0, t=3.9)
 
 
@@ -87,14 +86,14 @@ BEYOND = Bias(outward=1.0, t=3.9)
         (heads.SIGN, {"one_signed": 0.75}, {"one_signed": 0.74}),
         (heads.OUTPUT, {"pv": Bias(outward=-0.0125, t=-4.0), "out": BEYOND},
          {"pv": Bias(outward=0.012, t=9.0), "out": BEYOND}),
-        (heads.DELTA, {"delta": (delta(t=4.0, run=4.0),)}, {"delta": (delta(t=3.9),)}),
-        (heads.DELTA, {"delta": (delta(t=None, run=4.0),)}, {"delta": (delta(run=3.9),)}),
+        (heads.DELTA, {"delta": delta(t=4.0, run=4.0)}, {"delta": delta(t=3.9)}),
+        (heads.DELTA, {"delta": delta(t=None, run=4.0)}, {"delta": delta(run=3.9)}),
         (heads.ALIKE, {"similarity": 0.1}, {"similarity": 0.09}),
         (heads.NORM, {"spectral_ratio": 1.5}, {"spectral_ratio": 1.49}),
-        (heads.WRONG, {"dw_q_unbalanced": 2.0**-8, "delta": (delta(dw_q=0.0),)},
-         {"dw_q_unbalanced": 0.0039, "delta": (delta(dw_q=1.0),)}),
-        (heads.WRONG, {"dw_q_unbalanced": None, "delta": (delta(dw_q=2.0**-8),)},
-         {"dw_q_unbalanced": None, "delta": (delta(dw_q=0.0039),)}),
+        (heads.WRONG, {"delta_unbalanced": delta(dw_q=2.0**-8), "delta": delta(dw_q=0.0)},
+         {"delta_unbalanced": delta(dw_q=0.0039), "delta": delta(dw_q=1.0)}),
+        (heads.WRONG, {"delta_unbalanced": NO_DELTA, "delta": delta(dw_q=2.0**-8)},
+         {"delta_unbalanced": NO_DELTA, "delta": delta(dw_q=0.0039)}),
     ],
 )  # fmt: skip
 def test_limits(name: str, beyond: dict[str, Any], below: dict[str, Any]) -> None:
@@ -130,11 +129,11 @@ def test_a_head_is_held_against_its_whole_layer() -> None:
 
 def test_without_w_q_the_mean_error_of_delta_decides() -> None:
     """Such heads come after those whose W_Q is known; a head without delta comes last, at 0."""
-    unknown = {"dw_q_error": None, "dw_q_unbalanced": None, "dw_q_norm": None}
+    unknown = {"dw_q_error": None, "delta_unbalanced": NO_DELTA, "dw_q_norm": None}
     rows = [
-        guilty(0, 0, delta=(), **unknown),
+        guilty(0, 0, delta=NO_DELTA, **unknown),
         guilty(0, 1, moved=None),
-        guilty(0, 2, delta=(delta(dw_q=None, mean=-0.02),), **unknown),
+        guilty(0, 2, delta=delta(dw_q=None, mean=-0.02), **unknown),
         innocent(0, 3),
     ]
     found = ranked(rows, ())
@@ -165,11 +164,11 @@ def test_a_mean_error_that_chance_makes_is_not_cured() -> None:
 # --- what is said --------------------------------------------------------------------------------
 
 
-def said(rows: list[HeadRow], cures: list[CureRow] | None = None, **moves: int | None) -> str:
-    return "\n".join(answer(ranked(rows, cures or ()), rows, cures or (), moves))
+def said(rows: list[HeadRow], cures: list[CureRow] | None = None) -> str:
+    return "\n".join(answer(ranked(rows, cures or ()), rows, cures or ()))
 
 
-NULL = innocent(1, 0, delta=(), nulls={"delta": "no query sees more than one key"})
+NULL = innocent(1, 0, delta=NO_DELTA, nulls={"delta": "no query sees more than one key"})
 LOUD = innocent(1, 0, moved=0.01, dw_q_error=40.0, dw_q_norm=1.0, ds_row_sum=0.98)
 STILL = Bias(mean=0.0, rms=0.3, t=0.1, outward=0.0)
 PEAKED = {"tied": 0.0, "ones": 0.0}
@@ -238,28 +237,7 @@ def test_the_cure_that_helps_most() -> None:
     )
 
 
-def test_limits_passed_over_training() -> None:
-    """In their order, and those that never were; falling below again undoes it, on the limit
-    counts."""
-    assert said([guilty()], None, x=20, y=5, w=None).endswith(
-        "Limits passed over training: y at step 5, x at step 20, w never."
-    )
-    for tied, step in (((0.1, 0.01, 0.05, 0.2), 30), ((0.1, 0.2), 10), ((0.9, 0.0), None)):
-        rows = grown(*tied)
-        assert onsets(rows, ranked(rows[-2:], ())[0])["Rows with tied maxima"] == step
-
-
 # --- shown ---------------------------------------------------------------------------------------
-
-
-def grown(*tied: float) -> list[HeadRow]:
-    """One head whose share of tied rows is this at steps 10, 20, ..., beside one without."""
-    places = [{"checkpoint": f"c{i}", "step": 10 * i} for i in range(1, len(tied) + 1)]
-    return [
-        row
-        for share, place in zip(tied, places, strict=True)
-        for row in (guilty(0, 0, tied=share, ones=None, **place), innocent(0, 1, **place))
-    ]
 
 
 def report(*rows: HeadRow) -> DiagnoseReport:

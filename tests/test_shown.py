@@ -239,12 +239,13 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
 def test_each_number_of_a_diagnosis_is_its_own() -> None:
     """Of a head, a cure and a real kernel: every column shows the field it is named after."""
     bias = {"mean": 0.101, "rms": 0.102, "t": 10.3, "outward": 0.104}
-    delta = DeltaError(formula="dO*O", mean=0.21, rms=0.22, t=20.3, run=2.04, dw_q=0.205)
+    delta = DeltaError(mean=0.21, rms=0.22, t=20.3, run=2.04, dw_q=0.205)
     where: dict[str, Any] = {"checkpoint": "c", "case": "x", "layer": 1, "head": 2}
     head = HeadRow(
         **where, rows=8, tied=0.31, ones=0.32, powers=0.33, one_signed=0.34,
-        pv=Bias(outward=0.5), out=Bias(**bias), ds_row_sum=0.35, delta=(delta,), similarity=0.36,
-        dw_q_error=0.37, dw_q_unbalanced=0.38, spectral_norm=3.11, spectral_ratio=3.12,
+        pv=Bias(outward=0.5), out=Bias(**bias), ds_row_sum=0.35, delta=delta, similarity=0.36,
+        dw_q_error=0.37, delta_unbalanced=DeltaError(dw_q=0.38), spectral_norm=3.11,
+        spectral_ratio=3.12,
     )  # fmt: skip
     assert [(n.title, n.cell(head)) for n in diagnose_view.HEAD[1:]] == [
         ("dW_Q, all", "37 %"), ("δ error", "+21 %"), ("t", "20"), ("run", "2.04"),

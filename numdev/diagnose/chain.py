@@ -26,8 +26,7 @@ from numdev.cases import AttentionCase, key_range
 from numdev.diagnose import passes
 from numdev.diagnose import statistics as stats
 from numdev.diagnose.passes import Computed, Truth
-from numdev.diagnose.projection import similarity, spectral
-from numdev.diagnose.report import Formula, HeadRow
+from numdev.diagnose.report import HeadRow
 from numdev.diagnose.statistics import Columns
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Kept
@@ -35,7 +34,6 @@ from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 from numdev.sources.projection import Projection
 
-FORMULAS: tuple[Formula, Formula] = ("dO*O", "dP*P")
 NEAR = 1e-3  # how far from its row's largest score another is nearly tied, as in the paper
 OF_WEIGHTS = ("similarity", "spectral_norm", "spectral_ratio")
 
@@ -46,7 +44,6 @@ class Diagnosis:
 
     truth: Truth
     found: Computed
-    errors: Mapping[Formula, Tensor]  # of delta, by the recipe's formula and then by the other
     heads: tuple[HeadRow, ...]
 
 
@@ -64,21 +61,17 @@ def diagnosed(
     grad_out, Refused where the recipe's `compute` dtype does not hold the case."""
     with torch.no_grad(), plain_arithmetic(case.q.device):
         truth, found = passes.truth_of(case, projection), passes.computed(case, made)
-        other = FORMULAS[made.delta_from == FORMULAS[0]]
-        deltas = {made.delta_from: found.delta, other: passes.delta_by(case, found.given, other)}
-        errors = {name: truth.off(delta, truth.exact.delta) for name, delta in deltas.items()}
-        uneven = delta_numbers(truth, truth.off(found.delta, found.even))
+        error = truth.off(found.delta, truth.exact.delta)
         numbers = stats.by_head({
             "": {
                 "rows": truth.rows.sum(dim=(0, 2)),
                 **_ties(passes.rounder(case, made), found.kept, truth),
                 "ds_row_sum": ds_row_sum(truth, found),
-                **_of_weights(truth, found, errors[made.delta_from]),
-                "dw_q_unbalanced": uneven.pop("dw_q"),
+                **_of_weights(truth, found, error),
             },
             **biases(truth, found),
-            **{formula: delta_numbers(truth, error) for formula, error in errors.items()},
-            "delta_unbalanced": uneven,
+            "delta": delta_numbers(truth, error),
+            "delta_unbalanced": delta_numbers(truth, truth.off(found.delta, found.even)),
         })  # fmt: skip
     ref = case.ref
     place = {"checkpoint": checkpoint, "step": step, "case": ref.case, "module": ref.module,
@@ -86,10 +79,9 @@ def diagnosed(
     heads = []
     for head, groups in enumerate(numbers):
         reasons = _nulls(truth, found, groups)
-        delta = [{"formula": formula, **groups.pop(formula)} for formula in errors]
-        row = {**place, "head": head, **groups.pop(""), **groups, "delta": delta, "nulls": reasons}
+        row = {**place, "head": head, **groups.pop(""), **groups, "nulls": reasons}
         heads.append(HeadRow.model_validate(row))
-    return Diagnosis(truth=truth, found=found, errors=errors, heads=tuple(heads))
+    return Diagnosis(truth=truth, found=found, heads=tuple(heads))
 
 
 def _ties(r: Rounder, kept: Kept, truth: Truth) -> Columns:
@@ -198,8 +190,8 @@ def _of_weights(truth: Truth, found: Computed, error: Tensor) -> Columns:
     numbers = dict.fromkeys(OF_WEIGHTS, torch.full_like(truth.size, math.nan))
     if truth.projection is not None:
         PK = truth.PK.masked_fill(~truth.rows[..., None], 0.0)
-        numbers = {"similarity": similarity(truth.projection, PK)}
-        numbers |= spectral(truth.projection, truth.case.heads)
+        numbers = {"similarity": stats.similarity(truth.projection, PK)}
+        numbers |= stats.spectral(truth.projection, truth.case.heads)
     return {
         **numbers,
         "dw_q_error": truth.moved(whole),
@@ -212,8 +204,7 @@ def _nulls(truth: Truth, found: Computed, groups: Mapping[str, dict[str, Any]]) 
     """The reason of every number of a head that is null, by its name: `pv` where the whole record
     is missing, `pv.t` where only its t is."""
     missing = set()
-    for group, numbers in groups.items():
-        name = "delta" if group in FORMULAS else group
+    for name, numbers in groups.items():
         lacking = {f"{name}.{part}".strip(".") for part, x in numbers.items() if x is None}
         missing |= {name} if name and numbers["mean"] is None else lacking
 

@@ -165,7 +165,6 @@ def seen_from_outside(
         })  # fmt: skip
     rows = []
     for head, groups in zip(diagnosis.heads, numbers, strict=True):
-        groups["delta"]["formula"] = "dO*O"
         row = {**head.place, **same, "ran": output.ran, **groups.pop(""), **groups}
         rows.append(KernelRow.model_validate(row))
     return tuple(rows)

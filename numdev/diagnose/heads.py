@@ -42,7 +42,7 @@ CONDITIONS: Mapping[str, tuple[Mapping[str, float], ...]] = {
     EXACT: ({"powers": POWERS},),
     SIGN: ({"one_signed": ONE_SIGNED},),
     OUTPUT: ({"pv.outward": BIASED, "pv.t": T}, {"out.outward": BIASED, "out.t": T}),
-    DELTA: ({"used.t": T, "used.run": RUN},),
+    DELTA: ({"delta.t": T, "delta.run": RUN},),
     ALIKE: ({"similarity": SIMILAR},),
     WRONG: ({"moved": MOVED},),
     NORM: ({"spectral_ratio": LOUDER},),
@@ -98,7 +98,7 @@ def ranked(heads: Sequence[HeadRow], cures: Sequence[CureRow]) -> tuple[Ranked, 
 
 def _mean_of(head: HeadRow) -> float:
     """|Mean error of delta|; 0 where it is not known."""
-    return abs(float(head.at("used.mean") or 0.0))
+    return abs(float(head.at("delta.mean") or 0.0))
 
 
 def at_fault(ranked: Ranked) -> bool:
@@ -151,17 +151,15 @@ def answer(
     ranking: Sequence[Ranked],
     heads: Sequence[HeadRow],
     cures: Sequence[CureRow],
-    onsets: Mapping[str, int | None] | None = None,
 ) -> tuple[str, ...]:
-    """The first sentences of a report. `heads` are those that were ranked; `onsets` says at which
-    step each number passed its limit."""
+    """The first sentences of a report. `heads` are those that were ranked."""
     if not ranking:
         return ("Nothing was diagnosed: no attention call was measured.",)
     first = leading(ranking)
     pairs = [(r, next(head for head in heads if head.is_of(r))) for r in ranking]
     row = next(head for r, head in pairs if r is first)
     known = [head for r, head in pairs if judged(r)]
-    t, sums = si(row.at("used.t")), percent(row.ds_row_sum)
+    t, sums = si(row.at("delta.t")), percent(row.ds_row_sum)
     said = []
     if at_fault(first):
         # A head that attends to one key has P at 1 without any tie: then only a biased output shows
@@ -170,7 +168,7 @@ def answer(
         forward = (TIES in first.conditions or peaked) and SIGN not in first.missing
         said = [
             f"{first.brief}: rounding shifts its delta to one side, by "
-            f"{percent(row.at('used.mean'), sign=True)} of what it is summed from (t = {t}); that "
+            f"{percent(row.at('delta.mean'), sign=True)} of what it is summed from (t = {t}); that "
             f"alone moves its dW_Q by {percent(row.moved)}. Rank {first.rank} of {len(ranking)}; "
             f"heads at fault: {sum(map(at_fault, ranking))}.",
             f"{'It begins in forward' if forward else 'Not the published cause'}: "
@@ -192,17 +190,13 @@ def answer(
         said = [
             f"No head of {len(known)} is at fault: delta's error has one sign in {len(shifted)}; "
             f"its mean of {percent(_mean_of(row))} moves a dW_Q by at most {percent(row.moved)} "
-            f"({row.brief}, t = {si(row.at('used.t'))})."
+            f"({row.brief}, t = {si(row.at('delta.t'))})."
         ]
     if len(known) < len(ranking):
         unknown = next(head for r, head in pairs if not judged(r))
         why = unknown.nulls.get("delta") or unknown.nulls.get("delta.t") or "not measured"
         count = len(ranking) - len(known)
         said.append(f"Sign of delta's error not known in {count} of {len(ranking)}: {why}.")
-    if onsets:
-        ordered = sorted(onsets.items(), key=lambda item: math.inf if item[1] is None else item[1])
-        steps = (f"{name} {'never' if at is None else f'at step {at}'}" for name, at in ordered)
-        said.append(f"Limits passed over training: {', '.join(steps)}.")
     return tuple(said)
 
 

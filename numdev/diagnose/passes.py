@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, key_range, visible
-from numdev.diagnose.projection import weight_gradient
-from numdev.diagnose.statistics import norm, rms
+from numdev.diagnose.statistics import norm, rms, weight_gradient
 from numdev.kernels.emulation import backward as bwd
 from numdev.kernels.emulation import forward as fwd
 from numdev.kernels.emulation.backward import Given, Kept
-from numdev.kernels.emulation.recipe import EXACT, SITES, DeltaFrom, Recipe
+from numdev.kernels.emulation.recipe import EXACT, SITES, Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
 from numdev.kernels.output import upstream
 from numdev.kernels.reference import gradients
@@ -111,7 +110,6 @@ class Computed:
 
     made: Recipe
     kept: Kept
-    given: Given
     out: Tensor
     product: Tensor | None  # P-bar V, or P V where P is normalised first; None of split keys
     product_exact: Tensor | None  # the same with no rounding at PRODUCT
@@ -147,20 +145,14 @@ def computed(case: AttentionCase, made: Recipe) -> Computed:
         dq, dk, dv = bwd.cast(r, *bwd.backward(given))
         without = dataclasses.replace(made, sites={**made.sites, **dict.fromkeys(PRODUCT, EXACT)})
         exact = None if product is None else bwd.kept(rounder(case, without)).product
-        delta = delta_by(case, given, made.delta_from)
+        asked = dataclasses.replace(given, r=rounder(case, made))
+        delta = bwd.delta_of(asked, bwd.blocks(asked))
         ds, ds_size, weighed, weights = _row_sums(given, delta)
         return Computed(
-            made=made, kept=kept, given=given, out=r("out", kept.O), product=product,
+            made=made, kept=kept, out=r("out", kept.O), product=product,
             product_exact=exact, delta=delta, dq=dq, dk=dk, dv=dv, ds=ds, ds_size=ds_size,
             even=weighed / weights,
         )  # fmt: skip
-
-
-def delta_by(case: AttentionCase, given: Given, formula: DeltaFrom) -> Tensor:
-    """delta [B, H, q_len] by a formula, all else as the recipe has it."""
-    made = dataclasses.replace(given.r.made, delta_from=formula)
-    asked = dataclasses.replace(given, r=rounder(case, made))
-    return bwd.delta_of(asked, bwd.blocks(asked))
 
 
 def _row_sums(given: Given, delta: Tensor) -> Tensor:

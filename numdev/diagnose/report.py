@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 
 from numdev.report import Axis, Figure, Record, Report
 
-Formula = Literal["dO*O", "dP*P"]
 Value = float | None
 
 
@@ -67,9 +66,8 @@ class Bias(Record):
     outward: Value = None  # the mean along the exact value's sign: positive is away from zero
 
 
-class Imbalance(Record):
-    """Delta less the delta with which rows of dS sum to zero, rowsum(dP o P) / rowsum(P) of the dP
-    and P that the attention has. Relative to the rms over rows of rowsum|dO o O|."""
+class DeltaError(Record):
+    """Errors of delta, relative to the rms over rows of rowsum|dO o O|."""
 
     mean: Value = None
     rms: Value = None
@@ -77,12 +75,6 @@ class Imbalance(Record):
     # Largest |running sum of errors| of a sequence over rms sqrt(rows): near 1 for errors of random
     # sign, up to sqrt(rows) for errors of one sign.
     run: Value = None
-
-
-class DeltaError(Imbalance):
-    """The error of delta by one formula, in the same unit."""
-
-    formula: Formula
     dw_q: Value = None  # |dW_Q error| that it alone makes by formula 2, over |dW_Q|, Frobenius
 
 
@@ -102,29 +94,25 @@ class HeadRow(Place):
     out: Bias  # of O, by all roundings
     # Backward.
     ds_row_sum: Value = None  # rms of sum_j dS_ij over that of sum_j |dS_ij|; unrounded exactly 0
-    delta: tuple[DeltaError, ...] = ()  # by the formula in use, then the other, all else the same
-    delta_unbalanced: Imbalance = Imbalance()  # the part that its own dP and P do not share
+    delta: DeltaError = DeltaError()
+    # Delta less that with which rows of dS sum to zero, rowsum(dP o P) / rowsum(P) of the dP and P
+    # that the attention has: the part of the error that these do not share.
+    delta_unbalanced: DeltaError = DeltaError()
     # The weights. R_T = (P K)[T]^T X[T], vectors of head_dim * width.
     similarity: Value = None  # share of sum_T |R_T|^2 in one direction; all parallel: 1
     dw_q_error: Value = None  # |dW_Q error| / |dW_Q| of this head, by all roundings
     dw_q_cos: Value = None  # the cosine of this and the error that delta's makes by formula 2
-    dw_q_unbalanced: Value = None  # what `delta_unbalanced` makes by formula 2
     dw_q_norm: Value = None  # |dW_Q| of this head, exact: the unit
     spectral_norm: Value = None  # the largest singular value of the head's part of W_Q
     spectral_ratio: Value = None  # that over the median of the layer's heads
     nulls: dict[str, str] = Field(default_factory=dict)  # a name, or such as `pv.t`, to why
 
     @property
-    def used(self) -> DeltaError | None:
-        """The error of delta by the formula that the attention uses."""
-        return self.delta[0] if self.delta else None
-
-    @property
     def moved(self) -> float | None:
         """|dW_Q error| / |dW_Q| of the head that delta makes: by the part that its own dP and P do
         not share, where that was measured. None where W_Q is not known."""
-        whole: float | None = self.at("used.dw_q")
-        return whole if self.dw_q_unbalanced is None else self.dw_q_unbalanced
+        part = self.delta_unbalanced.dw_q
+        return self.delta.dw_q if part is None else part
 
 
 class CureRow(Place):
@@ -202,7 +190,7 @@ class DiagnoseReport(Report):
     @property
     def measured(self) -> bool:
         """Whether the error of delta of any head is known."""
-        return any(delta.mean is not None for head in self.heads for delta in head.delta)
+        return any(head.delta.mean is not None for head in self.heads)
 
     @property
     def unmeasured(self) -> str:

@@ -8,9 +8,11 @@ What is finished is journalled call by call."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pandas as pd
 
 from numdev.audit.journal import Journal, Row
 from numdev.audit.plan import Planned, digest, header, recorded
@@ -20,13 +22,13 @@ from numdev.config import AuditConfig, AuditRequest, Choice, DiagnoseRequest, Re
 from numdev.diagnose import report as records
 from numdev.diagnose.chain import diagnosed
 from numdev.diagnose.cures import CURES, cured, seen_from_outside
-from numdev.diagnose.curves import axis_of, figures, onsets
 from numdev.diagnose.heads import answer, leading, ranked
 from numdev.diagnose.series import YAML, Stage, series
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.formats import format_named
 from numdev.kernels import find
 from numdev.kernels.emulation.recipe import recipe
+from numdev.report import Axis, Curve, Figure, Point, Tick
 from numdev.sources.capture import Captured
 from numdev.sources.files import some
 from numdev.sources.opening import Located, Source, TensorFileSource, open_source
@@ -35,6 +37,24 @@ from numdev.system import System
 from numdev.yamlfile import read_yaml
 
 KERNELS = (Choice(name="sdpa-flash"), Choice(name="baseline"))  # where none is named
+
+
+class Metric(NamedTuple):
+    """A number of a head that is followed over training, by its size."""
+
+    title: str
+    y_title: str
+    path: str
+
+
+METRICS: Mapping[str, Metric] = {
+    "tied": Metric("Rows with tied maxima", "share of rows", "tied"),
+    "out_bias": Metric("|Bias of O|", "ulp, along the sign of O", "out.outward"),
+    "delta_run": Metric("Running sum of delta's error", "max |sum| / (rms √rows)", "delta.run"),
+    "dw_q_predicted": Metric("dW_Q error that delta's makes", "|error| / |dW_Q|", "moved"),
+    "spectral_norm": Metric("Spectral norm of a head's W_Q", "spectral norm", "spectral_norm"),
+    "spectral_ratio": Metric("Spectral norm over the layer's median", "ratio", "spectral_ratio"),
+}
 
 
 def diagnose(
@@ -104,13 +124,12 @@ def diagnose(
     last = [head for head in heads if head.checkpoint == stages[-1].name]
     ranking = ranked(last, cures)
     axis = axis_of(heads)
-    moves = onsets(heads, leading(ranking)) if axis else {}
     return records.DiagnoseReport(
         provenance=provenance(system, source.describe(), command),
         request=request.model_dump(mode="json"),
         timings=watch.seconds(),
         summary=records.DiagnoseSummary(
-            answer=answer(ranking, last, cures, moves), ranking=ranking,
+            answer=answer(ranking, last, cures), ranking=ranking,
             notes=tuple(dict.fromkeys(notes)), axis=axis,
         ),
         attention=dict(request.attention),
@@ -177,3 +196,51 @@ def _check_gradients(source: Source, stage: Stage) -> None:
             f"{stage.target}: stores no grad_out for {some(lacking)}",
             hint="save calls with `numdev audit CHECKPOINT --backward --save-cases DIR`",
         )
+
+
+def by_step(heads: Sequence[records.HeadRow]) -> pd.DataFrame:
+    """A column for each of METRICS, NaN where it is not known; by case, head and step."""
+    index = ["case", "head", "step"]
+    rows = [
+        (h.case, h.head, h.step, *(h.at(metric.path) for metric in METRICS.values()))
+        for h in heads
+        if h.step is not None
+    ]
+    frame = pd.DataFrame(rows, columns=[*index, *METRICS]).set_index(index)
+    return frame.astype(float).abs().sort_index()
+
+
+def axis_of(heads: Sequence[records.HeadRow]) -> Axis | None:
+    """The steps of the series; None where there are fewer than two."""
+    steps = sorted({head.step for head in heads if head.step is not None})
+    ticks = tuple(Tick(x=float(step), label=str(step)) for step in steps)
+    return Axis(name="step", title="step", scale="linear", ticks=ticks) if len(ticks) > 1 else None
+
+
+def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Figure, ...]:
+    """Each number by step: of the head `first`, of the worst head where that is another, and the
+    median."""
+    drawn = []
+    for name, values in by_step(heads).items():
+        metric, grouped = METRICS[str(name)], values.dropna().groupby(level="step")
+        own, worst = values.loc[first.case, first.head].dropna(), grouped.max()
+        lines = {first.brief: own, "worst head": worst, "median head": grouped.median()}
+        if worst.equals(own):
+            del lines["worst head"]
+        curves = tuple(_curve(label, line) for label, line in lines.items() if len(line))
+        if len(worst) > 1:
+            figure = Figure(
+                title=metric.title, metric=str(name), relative=False, y_title=metric.y_title,
+                y_scale="linear", curves=curves,
+            )  # fmt: skip
+            drawn.append(figure)
+    return tuple(drawn)
+
+
+def _curve(label: str, values: pd.Series) -> Curve:
+    points = tuple(
+        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None, seeds=1)
+        for step, x in zip(values.index, values, strict=True)
+    )
+    role = "floor" if label == "median head" else "kernel"
+    return Curve.model_validate({"label": label, "role": role, "kernel": "", "points": points})
