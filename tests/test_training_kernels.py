@@ -1,16 +1,26 @@
-"""Kernels inside a network that learns: the output is theirs, and so are the gradients."""
+"""Kernels inside a network that learns: the output is theirs, and so are the gradients.
+
+Recipes that draw random numbers go on from call to call; that they go on with a run's state is in
+`test_train.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from recipes import drawn
+from torch import Tensor
 
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.kernels import Kernel, find
+from numdev.kernels.emulation import backward
+from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.output import Output
 from numdev.kernels.training import attended, crossed
 
@@ -27,33 +37,32 @@ KERNELS += [("emulated", options) for options in EMULATED]
 BF16 = torch.bfloat16
 
 
-def case(dtype: torch.dtype = BF16, device: str = "cpu", length: int = 40) -> AttentionCase:
-    made = torch.Generator().manual_seed(0)
-    q, k, v, dO = (
-        torch.randn(2, heads, length, 16, generator=made).to(dtype).to(device)
-        for heads in (4, 2, 2, 4)
-    )
-    return AttentionCase(
-        ref=CaseRef(case="t"), q=q, k=k, v=v, scale=0.25, is_causal=True, grad_out=dO
-    )
+def case(dtype: torch.dtype = BF16) -> AttentionCase:
+    shape: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    return drawn(40, dtype=dtype, is_causal=True, **shape)
 
 
 def in_network(
-    kernel: Kernel, given: AttentionCase, options: dict[str, Any], *, autocast: bool = True
+    kernel: Kernel,
+    given: AttentionCase,
+    options: dict[str, Any],
+    *,
+    autocast: bool = True,
+    generator: torch.Generator | None = None,
+    behind: tuple[Kernel, dict[str, Any]] | None = None,
 ) -> list[torch.Tensor]:
-    """The output and the gradients of q, k and v, as a network under autocast would get them."""
+    """The output and the gradients of q, k and v, as a network under autocast would get them;
+    `behind`: the gradients by another kernel."""
     q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
     inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
     with torch.autocast(given.q.device.type, BF16, enabled=autocast):
-        out = attended(kernel, inside, options)
+        if behind is None:
+            out = attended(kernel, inside, options, generator)
+        else:
+            out = crossed(kernel, inside, options, *behind)
     assert given.grad_out is not None
     out.backward(given.grad_out.to(out.dtype))
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
-
-
-def alone(kernel: Kernel, given: AttentionCase, options: dict[str, Any]) -> list[Any]:
-    done = kernel.gradients(given, **options)
-    return [done.out, done.dq, done.dk, done.dv]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
@@ -65,18 +74,14 @@ def test_the_numbers_are_those_of_the_kernels_own_training_step(
     those lie within a hundredth of the gradient's own rounding error in bf16."""
     kernel, given = find(name), case(dtype)
     made = kernel.with_options(options)
-    for ours, theirs in zip(
-        in_network(kernel, given, made), alone(kernel, given, made), strict=True
-    ):
+    alone = kernel.gradients(given, **made)
+    tensors = (alone.out, alone.dq, alone.dk, alone.dv)
+    for ours, theirs in zip(in_network(kernel, given, made), tensors, strict=True):
         if name != "emulated":
             assert torch.equal(ours, theirs)
         else:
-            assert apart(ours, theirs) < 0.02 * 2**-9
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The root mean square of a - b, relative to that of b."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+            apart = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+            assert apart < 0.02 * 2**-9
 
 
 @pytest.mark.parametrize("name", ["baseline", "sdpa-flash", "emulated", "reference"])
@@ -103,8 +108,6 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
 
 def test_graphs_are_freed_without_the_garbage_collector() -> None:
     """No tensor holds the node that made it: memory would grow by every step until collected."""
-    import gc
-    import weakref
 
     class Marker:
         pass
@@ -137,14 +140,54 @@ def test_crossed_kernels_give_each_its_part(ahead: str, behind: str) -> None:
     given, s_in_bf16 = case(), {"compute": "float32", "preset": "exact", "scores": "bfloat16"}
     options = {"sdpa-flash": {}, "emulated": find("emulated").with_options(s_in_bf16)}
     one, other = (in_network(find(name), given, options[name]) for name in (ahead, behind))
-    q, k, v = (x.clone().requires_grad_() for x in (given.q, given.k, given.v))
-    inside = dataclasses.replace(given, q=q, k=k, v=v, grad_out=None)
-    with torch.autocast("cpu", BF16):
-        out = crossed(find(ahead), inside, options[ahead], find(behind), options[behind])
+    both = in_network(find(ahead), given, options[ahead], behind=(find(behind), options[behind]))
+    assert torch.equal(both[0], one[0])
+    for x, theirs, not_theirs in zip(both[1:], other[1:], one[1:], strict=True):
+        assert torch.equal(x, theirs)
+        assert not torch.equal(x, not_theirs)
+
+
+# --- recipes that draw random numbers ------------------------------------------------------------
+
+
+def one_signed(length: int = 64) -> AttentionCase:
+    """V and dO of one sign each: the error of delta has one too."""
+    return drawn(length, heads=4, head_dim=16, one_sign=True, is_causal=True)
+
+
+def deltas(**options: Any) -> tuple[Tensor, Tensor]:
+    """delta of a recipe with dP in bf16, and that which makes each row of dS sum to zero, [heads *
+    rows]. V is -2 at most keys and the number below at some, so O rounds to -2."""
+    given = one_signed(512)
+    below = torch.rand(given.v.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    given = dataclasses.replace(given, v=torch.where(below, -2.0 - 2.0**-6, -2.0).bfloat16())
+    r = backward.rounder(given, recipe(dp="working", **options))
     assert given.grad_out is not None
-    out.backward(given.grad_out.to(out.dtype))
-    assert torch.equal(out.detach(), one[0])
-    for x, theirs, not_theirs in zip((q, k, v), other[1:], one[1:], strict=True):
-        assert x.grad is not None
-        assert torch.equal(x.grad, theirs)
-        assert not torch.equal(x.grad, not_theirs)
+    read = backward.kept(r).with_upstream(given.grad_out)
+    blocks = [(slice(0, given.q_len), slice(0, given.kv_len))]
+    other = backward.rounder(given, recipe(dp="working", delta_from="dP*P"))
+    even = backward.delta_of(dataclasses.replace(read, r=other), blocks)
+    return backward.delta_of(read, blocks).flatten(), even.flatten()
+
+
+def test_a_sham_error_is_as_large_and_has_no_sign() -> None:
+    """Row by row the error of delta is as large as without it, to fp32's last bits; without it the
+    mean is most of its rms, with it none but chance's."""
+    own, even = deltas()
+    sham, again = deltas(delta_sign="random")
+    assert torch.equal(even, again)
+    error, drawn = own - even, sham - even
+    assert ((drawn.abs() - error.abs()).abs() <= 4 * 2.0**-24 * (own.abs() + error.abs())).all()
+    rms = error.square().mean().sqrt()
+    assert error.mean().abs() > 0.5 * rms
+    assert drawn.mean().abs() < 4 * rms / len(error) ** 0.5
+    assert 0.4 < ((error * drawn) < 0).float().mean() < 0.6
+
+
+def test_nothing_is_drawn_where_nothing_is_random() -> None:
+    """A generator stays as it is under any other recipe, and under kernels that know of none."""
+    made = torch.Generator().manual_seed(3)
+    before = made.get_state()
+    for name, options in (("emulated", {"compute": "float32"}), ("baseline", {})):
+        in_network(find(name), one_signed(), options, generator=made)
+    assert torch.equal(made.get_state(), before)
