@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numdev.report import document as doc
-from numdev.report.document import PAGE, TERMINAL, TEXT, Cell
+from numdev.report.document import TERMINAL, TEXT, Cell, Column
 from numdev.report.numbers import NONE, si, times
 from numdev.training.weights.report import GroupRow, TensorRow, WeightsReport
 
@@ -34,17 +34,13 @@ def line(report: WeightsReport) -> str:
 def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     for pair in report.totals:
         groups = [g for g in report.groups if g.of == pair.of]
-        kinds = [g for g in groups if g.group != "layer"]
+        kinds, layers = ([g for g in groups if (g.group == "layer") == x] for x in (False, True))
         tensors = leading(report, pair)
-        heading = f"{pair.of} against {pair.against}"
         first = f"tensor, most ×{FORMATS[pair.yardstick]} first" if pair.yardstick else "tensor"
-        yield _table("kind", kinds, title=heading, only=("terminal", "markdown"))
-        yield doc.Heading(heading, PAGE)
-        yield _table("kind of parameter", kinds, whole=True, only=PAGE)
-        layers = [g for g in groups if g.group == "layer"]
+        yield _table("kind of parameter", kinds, title=f"{pair.of} against {pair.against}")
         for name, rows in (("layer", layers), (first, tensors[:ON_PAGE])):
             if rows:
-                yield doc.Fold(f"By {name}", (_table(name, rows, whole=True),), open=True)
+                yield doc.Fold(f"By {name}", (_table(name, rows),), open=True)
         moved = [row for row in tensors if row.equal != 1]
         yield _table(first, moved[:SHOWN], only=TERMINAL)
     yield doc.words(
@@ -57,15 +53,13 @@ def blocks(report: WeightsReport) -> Iterator[doc.Node]:
     yield doc.words(
         ("weights", "tensors", "elements", "files", "taken off all names", "SHA-256"),
         (
-            (
-                *(s.name, str(s.tensors), str(s.elements), str(len(s.files))),
-                *(s.prefix_removed or NONE, s.sha256),
-            )
+            (s.name, str(s.tensors), str(s.elements), str(len(s.files)), s.prefix_removed or NONE,
+             s.sha256)
             for s in report.sources
         ),
         title="The sets",
         only=TEXT,
-    )
+    )  # fmt: skip
 
 
 def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
@@ -79,16 +73,13 @@ def leading(report: WeightsReport, pair: GroupRow) -> list[TensorRow]:
     return sorted((r for r in report.rows if r.of == pair.of), key=moved, reverse=True)
 
 
-def _table(
-    first: str, rows: Sequence[GroupRow | TensorRow], *, whole: bool = False, **more: Any
-) -> doc.Table:
-    """Rows of tensors or of groups; `whole` with the columns that only a page has room for."""
+def _table(first: str, rows: Sequence[GroupRow | TensorRow], **more: Any) -> doc.Table:
+    """Rows of tensors or of groups; a narrow terminal has room for the first columns alone."""
     names = ["mean", "max", "rel", "W1", *(f"×{name}" for name in FORMATS.values())]
-    if whole:
-        names += ["cosine", "equal", *(f"{name} cast" for name in FORMATS.values()), "NaN/inf"]
-    cells: list[list[str | Cell]]
-    cells = [[_name(row), *_numbers(row)[: len(names)]] for row in rows]
-    return doc.table([first, *names], cells, **more)
+    beside = ["cosine", "equal", *(f"{name} cast" for name in FORMATS.values()), "NaN/inf"]
+    columns = [Column(first, align="left"), *map(Column, names)]
+    columns += [Column(name, width=140) for name in beside]
+    return doc.table(columns, ([_name(row), *_numbers(row)] for row in rows), **more)
 
 
 def _name(row: GroupRow | TensorRow) -> Cell:
