@@ -3,11 +3,11 @@ null's, then the curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from numdev.report import document as doc
-from numdev.report.document import PAGE, TERMINAL, Cell, Column
+from numdev.report.document import PAGE, TERMINAL, Column
 from numdev.report.numbers import NONE, times
 from numdev.training.bounds.report import BoundsReport, Comparison
 
@@ -18,7 +18,6 @@ WINDOWS = {
     "start": "gradient",
 }
 METRICS = {"mean_abs": "mean |Δ|", "w1": "W1", "max_abs": "max |Δ|", "rel": "relative L2"}
-BRIEF = ("mean_abs", "w1")
 LEGEND = (
     "Mean |difference| of weights from those of the golden run, which all others are held against, "
     "over another run's: the geometric mean over steps and seeds [95 %]. early: before chance "
@@ -44,29 +43,24 @@ def blocks(report: BoundsReport) -> Iterator[doc.Node]:
     charts = doc.charts(report.figures, report.summary.axis, "golden")
     drawn = [_marked(chart, report) for chart in charts]
     whole = tuple(c for c in drawn if c.figure.place.get("group", "all") == "all")
-    brief = "Distance of one run over that of another, all weights"
     yield doc.Figures(whole, PAGE)
-    yield _table(report, "all", BRIEF, brief, ("terminal", "markdown"))
-    yield _table(report, "all", tuple(METRICS), "Ratios, all weights", PAGE)
+    yield _table(report, "all", "Distance of one run over that of another, all weights")
     yield from doc.notes((LEGEND,), (*TERMINAL, *PAGE))
     for kind in dict.fromkeys(c.group for c in report.comparisons if c.group != "all"):
         curves = tuple(c for c in drawn if c.figure.place.get("group") == kind)
-        ratios = _table(report, kind, tuple(METRICS), "", PAGE)
-        yield doc.Fold(f"Kind of parameter: {kind}", (ratios, doc.Figures(curves)))
+        blocks = (_table(report, kind, ""), doc.Figures(curves))
+        yield doc.Fold(f"Kind of parameter: {kind}", blocks)
     yield doc.Figures(tuple(c for c in whole if c.figure.metric == "mean_abs"), TERMINAL)
     yield doc.words(
         ("run", "role", "kernel", "format", "attention", "runs"),
         (
-            (
-                *(v.label, v.role.replace("_", " ")),
-                *(x or NONE for x in (v.kernel, v.format, v.attention_format)),
-                str(v.runs),
-            )
+            (v.label, v.role.replace("_", " "), v.kernel or NONE, v.format or NONE,
+             v.attention_format or NONE, str(v.runs))
             for v in report.summary.variants
         ),
         title="What was set beside what",
         only=PAGE,
-    )
+    )  # fmt: skip
 
 
 def _marked(chart: doc.Chart, report: BoundsReport) -> doc.Chart:
@@ -79,15 +73,9 @@ def _marked(chart: doc.Chart, report: BoundsReport) -> doc.Chart:
     return chart
 
 
-def _table(
-    report: BoundsReport,
-    group: str,
-    metrics: Sequence[str],
-    title: str,
-    only: tuple[doc.Medium, ...],
-) -> doc.Table:
-    """Every ratio of one group of parameters, a window beside the other; intervals of the paired
-    mean alone where it is brief."""
+def _table(report: BoundsReport, group: str, title: str) -> doc.Table:
+    """Every ratio of one group of parameters with its interval, a window beside the other; a narrow
+    terminal has room for mean and W1 alone."""
     known = [c for c in report.comparisons if c.ratio is not None and c.group == group]
     cells = {(c.variant, c.against, c.window, c.metric): c for c in known}
     spans: dict[str, tuple[int, ...]] = {c.window: c.steps for c in known if c.window != "start"}
@@ -97,21 +85,19 @@ def _table(
         steps = spans.get(window, ())
         ends = "–".join(str(step) for step in dict.fromkeys((*steps[:1], *steps[-1:])))
         name = f"{WINDOWS[window]} {ends}".strip()
-        columns += [Column(name if m == "mean_abs" else f"{name}, {METRICS[m]}") for m in metrics]
-    rows: list[tuple[str | Cell, ...]] = []
-    for pair in dict.fromkeys((c.variant, c.against) for c in known):
-        numbers = [
-            Cell(_ratio(cells.get((*pair, window, m)), whole=m == "mean_abs" or metrics != BRIEF))
-            for window in windows
-            for m in metrics
-        ]
-        rows.append((*pair, *numbers))
-    return doc.table(columns, rows, title=title, only=only)
+        for metric, words in METRICS.items():
+            words = name if metric == "mean_abs" else f"{name}, {words}"
+            columns.append(Column(words, width=0 if metric == "mean_abs" else 160))
+    rows = (
+        (*pair, *(_ratio(cells.get((*pair, window, m))) for window in windows for m in METRICS))
+        for pair in dict.fromkeys((c.variant, c.against) for c in known)
+    )
+    return doc.table(columns, rows, title=title)
 
 
-def _ratio(c: Comparison | None, *, whole: bool) -> str:
-    """A ratio, and unless it is to be brief its interval."""
+def _ratio(c: Comparison | None) -> str:
+    """A ratio and its interval, where it has one."""
     if c is None:
         return NONE
-    known = whole and c.low is not None and c.high is not None
+    known = c.low is not None and c.high is not None
     return times(c.ratio) + (f" [{times(c.low)}, {times(c.high)}]" if known else "")
