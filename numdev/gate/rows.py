@@ -62,7 +62,7 @@ def something(row: DeviationRow) -> bool:
 # Each tensor, and where a row stands that says why a call has none of it.
 PASSES = {"out": ("out",), "dq": ("out", "dq"), "dk": ("out", "dq"), "dv": ("out", "dq")}
 CUT = "rows were left out of it, or put into it; measure again"
-_cell = attrgetter("case", "seed", "module", "layer", "call", "phase", "head")
+_call = attrgetter("case", "seed", "module", "layer", "call", "phase")
 
 
 def check_whole(report: Measured, what: str = "the report") -> None:
@@ -74,74 +74,66 @@ def check_whole(report: Measured, what: str = "the report") -> None:
     were asked for, one kernel has what another has. The log-sum-exp need not be returned, and is of
     all heads where it is.
     """
-    groups = by_tensor(report.rows)
+    runs = grouped(report.rows, lambda r: (r.role, f"{r.kernel}{spelt(r.options)} ({r.format})"))
     for role in ("kernel", "control"):
-        runs: dict[str, dict[str, set[Key]]] = {}
-        without: dict[str, set[tuple[str, Key]]] = {}  # calls with a row that says why not
-        for (whose_role, kernel, options, fmt, tensor), rows in groups.items():
-            if whose_role != role:
-                continue
-            run = f"{kernel}{options} ({fmt})"
-            cells = [_cell(row) for row in rows if row.status == "ok"]
-            runs.setdefault(run, {})[tensor] = set(cells)
-            bare = {(tensor, _cell(row)[:6]) for row in rows if row.status != "ok"}
-            without.setdefault(run, set()).update(bare)
-            if len(set(cells)) < len(cells):
-                twice = _place(tensor, Counter(cells).most_common(1)[0][0])
+        own: dict[str, set[Key]] = {}  # of each run: tensor, call and head
+        without: dict[str, set[Key]] = {}  # tensor and call of rows that say why not
+        for name, rows in ((run, rows) for (whose, run), rows in runs.items() if whose == role):
+            cells = [(r.tensor, _call(r), r.head) for r in rows if r.status == "ok"]
+            own[name], without[name] = set(cells), {(r.tensor, _call(r)) for r in rows}
+            without[name] -= {cell[:2] for cell in cells}
+            if len(own[name]) < len(cells):
+                twice = _place(Counter(cells).most_common(1)[0][0])
                 raise MeasurementError(
-                    f"{what} contradicts itself: {run} has several rows for {twice}", hint=CUT
+                    f"{what} contradicts itself: {name} has several rows for {twice}", hint=CUT
                 )
-        every = {t: set().union(*(its.get(t, ()) for its in runs.values())) for t in PASSES}
-        if role == "kernel" and runs and not report.request.get("heads"):
+        every = set[Key]().union(*own.values())
+        if role == "kernel" and own and not report.request.get("heads"):
             _check_cases(report, every, set().union(*without.values()), what)
-        for name, its in runs.items():
-            for tensor, passes in PASSES.items():
-                excused = {call for t, call in without[name] if t in passes}
-                wanted = {cell for cell in every[tensor] if cell[:6] not in excused}
-                _require(
-                    f"{what} is not whole: {name} has no", tensor, wanted - its.get(tensor, set())
-                )
-            returned = {cell[:6] for cell in its.get("lse", ())}
-            lse = {cell for cell in its.get("out", ()) if cell[:6] in returned}
-            _require(f"{what} is not whole: {name} has no", "lse", lse - its.get("lse", set()))
+        for name, cells_of in own.items():
+            returned = {call for tensor, call, _ in cells_of if tensor == "lse"}
+            wanted = {("lse", *cell[1:]) for cell in cells_of if cell[1] in returned}
+            wanted |= {
+                (tensor, call, head)
+                for tensor, call, head in every
+                if not any((t, call) in without[name] for t in PASSES.get(tensor, (tensor,)))
+                and tensor in PASSES
+            }
+            _require(f"{what} is not whole: {name} has no", wanted - cells_of)
 
 
-def _check_cases(
-    report: Measured, every: dict[str, set[Key]], bare: set[tuple[str, Key]], what: str
-) -> None:
+def _check_cases(report: Measured, every: set[Key], bare: set[Key], what: str) -> None:
     """That there is a row of every case, with every seed, and of every head that it has."""
     cases = {case.case: case for case in report.cases}
-    for tensor, cells in every.items():
-        calls: dict[Key, set[Any]] = {}
-        for cell in cells if cases else ():
-            calls.setdefault(cell[:6], set()).add(cell[6])
-        lacking: set[Key] = set()
-        for call, heads in calls.items():
-            case = cases.get(call[0])
-            count = 0 if case is None else case.kv_heads if tensor in ("dk", "dv") else case.heads
-            if len(heads) < count:
-                lacking.add((*call, next(h for h in itertools.count() if h not in heads)))
-        _require(f"{what} is not whole: no kernel has a", tensor, lacking)
+    heads: dict[Key, set[Any]] = {}
+    for tensor, call, head in every:
+        heads.setdefault((tensor, call), set()).add(head)
+    lacking: set[Key] = set()
+    for (tensor, call), there in heads.items():
+        case = cases.get(call[0])
+        count = 0 if case is None else case.kv_heads if tensor in ("dk", "dv") else case.heads
+        if tensor in PASSES and len(there) < count:
+            lacking.add((tensor, call, min(set(range(count)) - there)))
+    _require(f"{what} is not whole: no kernel has a", lacking)
     asked = report.request.get("seeds")
     seeds = [seed for seed in asked if isinstance(seed, int)] if isinstance(asked, list) else []
-    measured = {cell[:2] for cells in every.values() for cell in cells} | {c[:2] for _, c in bare}
-    there = {case for case, _ in measured} if not seeds else measured
+    measured = {cell[1][:2] for cell in (*every, *bare)}
     for name, seed in itertools.product(cases, seeds or (None,)):
         # A call out of a model has no seed, whatever the request says of drawn ones.
-        if not there & ({(name, seed), (name, None)} if seeds else {name}):
+        if not any(case == name and (not seeds or of in (seed, None)) for case, of in measured):
             where = name if seed is None else f"{name}, seed {seed}"
             raise MeasurementError(
                 f"{what} is not whole: no kernel has a row for the case {where}", hint=CUT
             )
 
 
-def _require(who: str, tensor: str, lacking: set[Key]) -> None:
+def _require(who: str, lacking: set[Key]) -> None:
     if lacking:
-        first = _place(tensor, min(lacking, key=str))
         more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise MeasurementError(f"{who} row for {first}{more}", hint=CUT)
+        first = min(lacking, key=lambda cell: (cell[0] != "out", str(cell)))
+        raise MeasurementError(f"{who} row for {_place(first)}{more}", hint=CUT)
 
 
-def _place(tensor: str, cell: Key) -> str:
-    case, seed, *_, head = cell
+def _place(cell: Key) -> str:
+    tensor, (case, seed, *_), head = cell
     return f"{tensor} of {case} head {head}" + ("" if seed is None else f", seed {seed}")
