@@ -6,13 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from click.testing import CliRunner, Result
+
 from numdev.audit.bench import Bench
 from numdev.audit.plan import Task
-from numdev.audit.task import bench_of, measure_one
-from numdev.cases import AttentionCase
+from numdev.audit.task import bench_of, measure_one, measure_task
+from numdev.cases import AttentionCase, CaseRef
+from numdev.cli.main import cli
 from numdev.kernels import Kernel
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
+from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
 HERE = System.here("cpu")
@@ -36,3 +40,30 @@ def measured_rows(
 ) -> list[DeviationRow]:
     """The rows of a task; `fields` of it may be changed."""
     return measure_one(dataclasses.replace(task, **fields), kernel, case, system)
+
+
+def grouped_step(length: int, **changes: Any) -> AttentionCase:
+    """A drawn case of two sequences, four query heads and two kv heads, with an upstream gradient;
+    `changes` are fields of the case."""
+    shapes = Shapes(
+        batch=2, heads=4, kv_heads=2, q_len=length, kv_len=length, head_dim=16, v_dim=16
+    )
+    x = draw("normal", shapes, seed=0, options={}, gradients=True)
+    given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25}
+    return AttentionCase(ref=CaseRef(case="x"), **{**given, **changes})
+
+
+def task_of(bench: Bench, kernel: Kernel, **changes: Any) -> Task:
+    """The task of a kernel on a bench."""
+    given = {"role": "kernel", "gradients": bench.selection.gradients, **changes}
+    return Task(case=bench.case.ref, kernel=kernel.name, format=bench.format.name, **given)
+
+
+def rows_on(bench: Bench, kernel: Kernel, system: System = HERE, **changes: Any) -> Any:
+    """The rows of a kernel on a bench; `changes` are fields of its task."""
+    return measure_task(task_of(bench, kernel, **changes), kernel, bench, system).rows
+
+
+def invoked(*arguments: Any) -> Result:
+    """`numdev ARGUMENTS` in this process."""
+    return CliRunner().invoke(cli, [str(x) for x in arguments])

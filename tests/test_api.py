@@ -8,7 +8,7 @@ the default cases, and the message must name the tensor it shows in.
 from __future__ import annotations
 
 import doctest
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -22,6 +22,7 @@ from typing import Any
 import broken_kernels
 import pytest
 import torch
+from loaded import load
 from torch import Tensor
 
 import numdev
@@ -35,20 +36,7 @@ ROOT = Path(__file__).parent.parent
 EAGER = {"preset": "eager"}
 
 
-def load() -> Any:
-    """benchmarks/planted.py, as the module `planted`."""
-    if "planted" in sys.modules:
-        return sys.modules["planted"]
-    spec = importlib.util.spec_from_file_location("planted", ROOT / "benchmarks" / "planted.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planted"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-planted = load()
+planted = load("benchmarks/planted.py")
 BY_NAME = {p.name: p for p in planted.PLANTED}
 
 
@@ -202,6 +190,7 @@ def bare(script: Path, **more: str) -> subprocess.CompletedProcess[str]:
 
 OWN = """
 import torch
+from loaded import load
 
 
 def halved(q, k, v):

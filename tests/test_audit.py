@@ -75,18 +75,11 @@ def in_fp32(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
 
 def strange_options(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool = False,
-    dtype: torch.dtype = torch.float32,
-    threshold: float = math.inf,
-    hook: Callable[..., Tensor] = torch.nn.functional.relu,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, dtype: Any = torch.float32,
+    threshold: float = math.inf, hook: Any = torch.nn.functional.relu,
+) -> Tensor:  # fmt: skip
     """Defaults that JSON cannot hold."""
-    assert dtype is torch.float32
-    assert threshold == math.inf
-    assert hook is torch.nn.functional.relu
+    assert (dtype, threshold, hook) == (torch.float32, math.inf, torch.nn.functional.relu)
     return plain(q, k, v, is_causal=is_causal)
 
 
@@ -251,38 +244,6 @@ def test_an_edited_kernel_is_another_run(tmp_path: Path, monkeypatch: pytest.Mon
         audit(request(Choice(name="edited_kernel:attend")), tmp_path / "out")
 
 
-# --- a checkpoint --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> AuditReport:
-    """Two layers of the demo checkpoint, with eight short sequences."""
-    asked = AuditRequest(
-        target="demo",
-        checkpoint="demo",
-        kernels=tuple(Choice(name=name) for name in SDPA),
-        formats=("bfloat16", "e8m7", "float64"),
-        layers=(1, 2),
-        length=24,
-        device="cpu",
-    )
-    return audit(asked, tmp_path_factory.mktemp("demo"))
-
-
-def test_a_checkpoint_is_audited_by_layer_and_head(demo: AuditReport) -> None:
-    """The chosen layers, all their heads, eight sequences; sound kernels are near the floor."""
-    assert {row.layer for row in demo.rows} == {1, 2}
-    assert len({row.head for row in demo.rows}) == demo.cases[0].heads
-    assert demo.summary.sequences == 8
-    rows = [
-        r for r in demo.rows if (r.kernel, r.format, r.tensor) == ("sdpa-math", "bfloat16", "out")
-    ]
-    assert all(0.9 < row.floor_ratio < 1.5 for row in rows)
-    assert all(row.flash_vs_precision > 0 for row in rows)
-    assert demo.summary.map is not None
-    assert demo.summary.map.layers == ("1", "2")
-
-
 def test_another_machine_is_another_run(tmp_path: Path) -> None:
     """Rows measured with other threads of torch must not be mixed with those of these."""
     audit(request("plain"), tmp_path)
@@ -293,6 +254,25 @@ def test_another_machine_is_another_run(tmp_path: Path) -> None:
             audit(request("plain"), tmp_path)
     finally:
         torch.set_num_threads(before)
+
+
+# --- a checkpoint --------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:
+    """The chosen layers of the demo, all their heads, eight sequences; sound kernels are near the
+    floor."""
+    found = audit(
+        request(target="demo", checkpoint="demo", cases=(), layers=(1, 2), length=24), tmp_path
+    )
+    assert {row.layer for row in found.rows} == {1, 2}
+    assert len({row.head for row in found.rows}) == found.cases[0].heads
+    assert found.summary.sequences == 8
+    rows = rows_of(found, "sdpa-math", tensor="out")
+    assert all(0.9 < row.floor_ratio < 1.5 for row in rows)
+    assert all(row.flash_vs_precision > 0 for row in rows)
+    assert found.summary.map is not None
+    assert found.summary.map.layers == ("1", "2")
 
 
 def test_each_kernel_is_held_to_its_own_tiles() -> None:

@@ -187,8 +187,7 @@ def test_a_killed_worker_costs_nothing_and_a_deadly_case_its_rows(tmp_path: Path
 def test_a_worker_that_differs_refuses(part: str) -> None:
     """A worker with another version of anything measures nothing, and says what differs."""
     shared = header_of(plan_of("sdpa-math"))
-    known = {name: shared[name] for name in ("environment", "kernels")}
-    known = json.loads(json.dumps({**known, "torch": torch_settings()}, default=str))
+    known = json.loads(json.dumps({**shared, "torch": torch_settings()}, default=str))
     known["environment"][part] = {"torch": "0.1"} if part == "packages" else "0.0.1"
     answer = cluster.work(json.dumps(known), b"not even read")
     assert isinstance(answer, UsageError)

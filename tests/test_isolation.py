@@ -68,16 +68,13 @@ def wait_for_the_end(note: Path) -> None:
         wait_for(lambda pid=pid: gone(int(pid)))
 
 
-def same(a: AttentionCase | Output, b: AttentionCase | Output) -> bool:
-    """Equal in every field, tensors bit for bit."""
-    for f in dataclasses.fields(a):
-        x, y = getattr(a, f.name), getattr(b, f.name)
-        if not isinstance(x, torch.Tensor):
-            if x != y:
-                return False
-        elif x.dtype != y.dtype or x.shape != y.shape or bytes_of(x) != bytes_of(y):
-            return False
-    return True
+def same(a: Any, b: Any) -> bool:
+    """Outputs equal in every field, tensors bit for bit."""
+
+    def plain(x: Any) -> Any:
+        return (x.dtype, x.shape, bytes_of(x)) if isinstance(x, torch.Tensor) else x
+
+    return {n: plain(x) for n, x in vars(a).items()} == {n: plain(x) for n, x in vars(b).items()}
 
 
 def bytes_of(x: torch.Tensor) -> bytes:
@@ -87,15 +84,13 @@ def bytes_of(x: torch.Tensor) -> bytes:
 # --- what comes back -----------------------------------------------------------------------------
 
 
+KILLED = "its process was killed by SIG"
 BROKEN = [
-    ("segfault", "its process was killed by SIGSEGV"),
-    ("abort", "its process was killed by SIGABRT (free(): invalid pointer)"),
-    (
-        "out_of_memory",
-        "its process was killed by SIGKILL, as a system does that runs out of memory",
-    ),
+    ("segfault", KILLED + "SEGV"),
+    ("abort", KILLED + "ABRT (free(): invalid pointer)"),
+    ("out_of_memory", KILLED + "KILL, as a system does that runs out of memory"),
     ("leaves", "its process ended with exit code 3"),
-    ("interrupts", "its process was killed by SIGINT (KeyboardInterrupt: from within)"),
+    ("interrupts", KILLED + "INT (KeyboardInterrupt: from within)"),
     ("raises", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ("forks", "its process ended with exit code 5"),
 ]
@@ -225,14 +220,12 @@ def test_every_case_crosses_unchanged(shared: Isolated, feature: str) -> None:
 
 def test_an_attempt_reports_what_was_raised(case: AttentionCase) -> None:
     """Exceptions, refusals and the end of the program become failures, Ctrl-C does not."""
-    reasons = {
-        "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "exits": "it ended the program (exit code 4)",
-    }
-    for name, reason in reasons.items():
-        assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure("failed", reason)
-    refused = attempt(find("broken_kernels:refuses"), case, {})
-    assert refused == Failure("skipped", "head_dim 4 is too small")
+    for name, status, reason in (
+        ("raises", "failed", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("exits", "failed", "it ended the program (exit code 4)"),
+        ("refuses", "skipped", "head_dim 4 is too small"),
+    ):
+        assert attempt(find(f"broken_kernels:{name}"), case, {}) == Failure(status, reason)
     with pytest.raises(KeyboardInterrupt):
         attempt(find("broken_kernels:interrupts"), case, {})
 
@@ -250,8 +243,5 @@ def test_a_cuda_fault_costs_its_own_row(shared: Isolated) -> None:
     after = ran(shared, "sdpa-flash", case, {}, limit_s=120)
     assert isinstance(after, Output), after
     assert after.out.is_cuda
-    assert same_on_gpu(find("sdpa-flash").attend(case).out, after.out)
-
-
-def same_on_gpu(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bytes_of(a.cpu()) == bytes_of(b.cpu())
+    here = find("sdpa-flash").attend(case)
+    assert bytes_of(here.out.cpu()) == bytes_of(after.out.cpu())

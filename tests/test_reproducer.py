@@ -7,7 +7,6 @@ one row, at one key.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from on_bench import measured_rows
-from oracles import make_case
+from oracles import make_case, with_grad
 
 from numdev.audit import script as reproducer
 from numdev.audit.plan import Task
@@ -122,90 +121,50 @@ def worst(
 
 # --- the scripts ---------------------------------------------------------------------------------
 
-CALLS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "grouped, causal": ("sdpa-flash", "out", "row_rel", {"is_causal": True, "kv_heads": 1}),
-    "bool mask": ("sdpa-flash", "out", "rms", {"mask": ("bool", "b1qk")}),
-    "additive mask, window": (
-        "sdpa-math",
-        "out",
-        "max_abs",
-        {"mask": ("holes", "qk"), "window": (2, 1)},
-    ),
-    "default, offset": ("sdpa-default", "out", "rms", {"is_causal": True, "causal_offset": 1}),
-    "baseline, everything": (
-        "baseline",
-        "out",
-        "row_rel",
-        {
-            "mask": ("holes", "b1qk"),
-            "softcap": 1.5,
-            "sinks": True,
-            "is_causal": True,
-            "kv_heads": 1,
-        },
-    ),
-    "no row without keys": ("baseline", "out", "nonfinite", {"is_causal": True}),
-    "bias over sequences": ("baseline", "out", "bias_sign", {"batch": 9}),
-    "bias of a feature": ("sdpa-flash", "out", "bias_feature", {"batch": 4}),
-}
-
-
-def test_scripts_print_the_figures_of_the_audit(tmp_path: Path) -> None:
-    """With torch alone, for real kernels, over masks, positions, grouped heads and figures; and
-    they say whether it shows by their exit codes."""
-    written = {name: reproduce_call(tmp_path, name) for name in CALLS}
-    answers = run(*(script for script, _ in written.values()))
-    for name, answer in zip(CALLS, answers, strict=True):
-        observed = written[name][1]
-        assert answer[0] == int(CALLS[name][2] != "nonfinite"), (name, answer[1])
-        assert figure_in(answer) == pytest.approx(observed, rel=2e-5), name
-        assert f"(reported: {observed:.6g})" in answer[1], name
-
-
-def reproduce_call(directory: Path, name: str) -> tuple[Path, float]:
-    kernel, tensor, figure, fields = CALLS[name]
-    case = make_case(**{"batch": 2, "dtype": torch.bfloat16, "q_len": 9, "kv_len": 11, **fields})
-    return reproduce(directory / name, case, find(kernel), figure, tensor=tensor)
-
-
-def with_grad_out(case: AttentionCase) -> AttentionCase:
-    shape = (*case.q.shape[:3], case.v.shape[-1])
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(7))
-    return dataclasses.replace(case, grad_out=drawn.to(case.q.dtype))
-
-
 LOST_ROW = torch.zeros(9, 12, dtype=torch.bfloat16).index_fill_(0, torch.tensor([4]), -math.inf)
 """An additive mask with a row of -inf alone, of which plain softmax makes NaN for all of dv."""
-STEPS = (
+EVERYTHING = {"mask": ("holes", "b1qk"), "softcap": 1.5, "sinks": True, "is_causal": True}
+GROUPED = {"heads": 4, "kv_heads": 2}
+# Kernel, tensor, figure, fields of the case. One with a gradient or a seed is a training step.
+CALLS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("sdpa-flash", "out", "row_rel", {"is_causal": True, "kv_heads": 1}),
+    ("sdpa-flash", "out", "rms", {"mask": ("bool", "b1qk")}),
+    ("sdpa-math", "out", "max_abs", {"mask": ("holes", "qk"), "window": (2, 1)}),
+    ("sdpa-default", "out", "rms", {"is_causal": True, "causal_offset": 1}),
+    ("baseline", "out", "row_rel", {**EVERYTHING, "kv_heads": 1}),
+    ("baseline", "out", "nonfinite", {"is_causal": True}),
+    ("baseline", "out", "bias_sign", {"batch": 9}),
+    ("sdpa-flash", "out", "bias_feature", {"batch": 4}),
     ("sdpa-flash", "dq", "row_rel", {"is_causal": True}),
     ("sdpa-flash", "dk", "rms", {"mask": ("float", "qk")}),
-    (
-        *("baseline", "dk", "row_rel"),
-        {"heads": 4, "kv_heads": 2, "softcap": 2.0, "mask": ("float", "qk")},
-    ),
+    ("baseline", "dk", "row_rel", {**GROUPED, "softcap": 2.0, "mask": ("float", "qk")}),
     ("baseline", "dv", "nonfinite", {"mask": LOST_ROW}),
-    ("sdpa-math", "dv", "max_abs", {"heads": 4, "kv_heads": 2, "is_causal": True}),
-    ("sdpa-default", "out", "rms", {}),
+    ("sdpa-math", "dv", "max_abs", {**GROUPED, "is_causal": True}),
+    ("sdpa-default", "out", "rms", {"seed": 1}),
 )
 
 
-def test_gradients(tmp_path: Path) -> None:
-    """A gradient's figure is that of the audit. The
-    output of a training step is run as one: its inputs require gradients, and none is stored."""
-    scripts, figures = [], []
-    for kernel, tensor, figure, fields in STEPS:
-        case = with_grad_out(make_case(dtype=torch.bfloat16, q_len=9, kv_len=12, **fields))
-        script, observed = reproduce(
-            tmp_path / tensor / kernel, case, find(kernel), figure, tensor=tensor
-        )
-        scripts.append(script)
-        figures.append(observed)
-    assert "requires_grad_()" in scripts[-1].read_text()
-    (stored,) = open_cases(scripts[-1].with_name("tensors.safetensors")).cases
+def test_scripts_print_the_figures_of_the_audit(tmp_path: Path) -> None:
+    """With torch alone, for real kernels, over masks, positions, grouped heads, figures, gradients
+    and the output of a training step; and they say whether it shows by their exit codes."""
+    written = []
+    for index, (kernel, tensor, figure, fields) in enumerate(CALLS):
+        shape = {"batch": 2, "dtype": torch.bfloat16, "q_len": 9, "kv_len": 12, **fields}
+        case = make_case(**shape)
+        if tensor != "out" or "seed" in fields:
+            case = with_grad(case)
+        at = tmp_path / str(index)
+        written.append(reproduce(at, case, find(kernel), figure, tensor=tensor))
+    answers = run(*(script for script, _ in written))
+    for call, (_, observed), answer in zip(CALLS, written, answers, strict=True):
+        assert answer[0] == int(observed != 0), (call, answer[1])
+        assert figure_in(answer) == pytest.approx(observed, rel=2e-5), call
+        assert f"(reported: {observed:.6g})" in answer[1], call
+    assert 0 in [observed for _, observed in written]
+    step = written[-1][0]
+    assert "requires_grad_()" in step.read_text()
+    (stored,) = open_cases(step.with_name("tensors.safetensors")).cases
     assert stored.load().grad_out is None
-    answers = run(*scripts)
-    assert [code for code, _ in answers] == [1] * len(STEPS), answers
-    assert [figure_in(answer) for answer in answers] == pytest.approx(figures, rel=2e-5)
 
 
 PLANTED = '''
@@ -303,7 +262,7 @@ def test_raising_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     """A format without a dtype, a gradient of what is not finite; a metric that no figure shows."""
-    case, given = with_grad_out(make_case(dtype=torch.float32)), {"head": 0, "observed": 1.0}
+    case, given = with_grad(make_case(dtype=torch.float32)), {"head": 0, "observed": 1.0}
     write = functools.partial(
         reproducer.write, tmp_path, kernel=find("sdpa-math"), options={}, metric="rms", words="",
         system=SYSTEM, **given,

@@ -9,56 +9,30 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from on_bench import prepare
+from on_bench import HERE, grouped_step, invoked, prepare, rows_on, task_of
 
 from numdev.audit.bench import Bench
 from numdev.audit.explanations import examine
-from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
-from numdev.cli.main import cli
 from numdev.gate.judging import judge
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import gradients
 from numdev.metrics.sampling import Sample
-from numdev.report import AuditReport, DeviationRow, read
+from numdev.report import AuditReport, read
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System
 
-HERE = System.here("cpu")
 SAMPLE = Sample(count=40, seed=1)
+DRAWN = SAMPLE.queries(200).tolist()
 CONFIG = """
 cases:
   - {name: one, batch: 2, heads: 4, kv_heads: 2, seq_len: 200, head_dim: 16, causal: true}
 """
 
 
-def drawn(length: int = 200, **changes: Any) -> AttentionCase:
-    shapes = Shapes(
-        batch=2, heads=4, kv_heads=2, q_len=length, kv_len=length, head_dim=16, v_dim=16
-    )
-    x = draw("normal", shapes, seed=0, options={}, gradients=True)
-    given: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "grad_out": x.grad_out, "scale": 0.25}
-    return AttentionCase(ref=CaseRef(case="x"), **{**given, "is_causal": True, **changes})
-
-
-def bench_of(case: AttentionCase, sample: Sample | None = SAMPLE, **options: Any) -> Bench:
-    return prepare(case, "bfloat16", sample=sample, **options)
-
-
-def rows_of(
-    kernel: Kernel, bench: Bench, role: str = "kernel", **changes: Any
-) -> list[DeviationRow]:
-    task = Task(
-        case=bench.case.ref,
-        role=role,
-        kernel=kernel.name,
-        format=bench.format.name,
-        gradients=bench.selection.gradients,
-        **changes,
-    )
-    return measure_task(task, kernel, bench, HERE).rows
+def bench_of(sample: Sample = SAMPLE, **options: Any) -> Bench:
+    return prepare(grouped_step(200, is_causal=True), "bfloat16", sample=sample, **options)
 
 
 def spoiling(place: tuple[int, int, int], by: float) -> Kernel:
@@ -72,25 +46,17 @@ def spoiling(place: tuple[int, int, int], by: float) -> Kernel:
     return Kernel(name="spoiled", function=run, backward=None)
 
 
-def invoked(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
-
-
 # --- the numbers ---------------------------------------------------------------------------------
 
 
 def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     """dq in query rows, dk and dv in key rows of the whole call's gradients, of query heads 2 and 3
     alone. dk and dv are not predicted, and the rows say why."""
-    case, kernel = drawn(), find("sdpa-flash")
-    bench = bench_of(case, heads=[2], gradients=True)
-    rows = {(r.tensor, r.head): r for r in rows_of(kernel, bench)}
-    assert set(rows) == {(t, h) for t in ("out", "lse", "dq") for h in (2, 3)} | {
-        ("dk", 1),
-        ("dv", 1),
-    }
-    whole = bench.case
-    output, exact = kernel.gradients(whole), gradients(whole)
+    kernel, bench = find("sdpa-flash"), bench_of(heads=[2], gradients=True)
+    rows = {(r.tensor, r.head): r for r in rows_on(bench, kernel)}
+    by_query = {(t, h) for t in ("out", "lse", "dq") for h in (2, 3)}
+    assert set(rows) == by_query | {("dk", 1), ("dv", 1)}
+    output, exact = kernel.gradients(bench.case), gradients(bench.case)
     for (tensor, head), row in rows.items():
         at = bench.selection.rows_of(tensor)
         assert at is not None
@@ -113,37 +79,29 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
 
 def test_one_bad_element_anywhere_is_counted() -> None:
     """NaN in a row that was not drawn is found; the other heads have none."""
-    case, bench = drawn(), bench_of(drawn())
-    assert bench.selection.queries is not None
-    drawn_rows = set(bench.selection.queries.tolist())
-    outside = next(i for i in range(200) if i not in drawn_rows)
-    inside = next(iter(drawn_rows))
-    for row_index in (outside, inside):
-        rows = rows_of(spoiling((1, 2, row_index), math.nan), bench_of(case))
+    for row_index in (DRAWN[0], next(i for i in range(200) if i not in DRAWN)):
+        rows = rows_on(bench_of(), spoiling((1, 2, row_index), math.nan))
         assert [r.nonfinite for r in rows] == [0, 0, 1, 0]
 
 
 # --- the gate ------------------------------------------------------------------------------------
 
 
-def of(bench: Bench, kernel: Kernel) -> int:
-    return judge(rows_of(kernel, bench, repeats=2)).exit_code
-
-
 def test_sound_kernels_pass_and_wrong_ones_do_not() -> None:
     """By the default rules, of 40 of 200 rows, forward and backward; and one that is 3 % off, or
     has a single bad row in the sample, is exceeded."""
-    assert of(bench_of(drawn(), gradients=True), find("sdpa-flash")) == 0
-    assert of(bench_of(drawn()), find("sdpa-math")) == 0
 
     def off(case: AttentionCase) -> Output:
         return Output(out=find("sdpa-flash").attend(case).out * 1.03)
 
-    assert of(bench_of(drawn()), Kernel(name="off", function=off, backward=None)) == 1
-    bench = bench_of(drawn())
-    assert bench.selection.queries is not None
-    place = int(bench.selection.queries[30])
-    assert of(bench, spoiling((0, 1, place), 9.0)) == 1
+    for kernel, trained, code in (
+        (find("sdpa-flash"), True, 0),
+        (find("sdpa-math"), False, 0),
+        (Kernel(name="off", function=off, backward=None), False, 1),
+        (spoiling((0, 1, DRAWN[30]), 9.0), False, 1),
+    ):
+        rows = rows_on(bench_of(gradients=trained), kernel, repeats=2)
+        assert judge(rows).exit_code == code, kernel.name
 
 
 # --- from end to end -----------------------------------------------------------------------------
@@ -153,8 +111,8 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
     """The request has the number, every row says so, the terminal marks maxima as lower bounds, and
     the gate passes; the same request continues, and another number is another request."""
     (tmp_path / "a.yaml").write_text(CONFIG)
-    common = ("audit", str(tmp_path / "a.yaml"), "--device", "cpu", "--kernel", "sdpa-flash")
-    arguments = (*common, "--backward", "--output", str(tmp_path / "out"))
+    common = ("audit", tmp_path / "a.yaml", "--device", "cpu", "--kernel", "sdpa-flash")
+    arguments = (*common, "--backward", "--output", tmp_path / "out")
     first = invoked(*arguments, "--rows", "50")
     assert first.exit_code == 0, first.output
     assert "≥" in first.stdout
@@ -164,13 +122,11 @@ def test_an_audit_of_sampled_rows(tmp_path: Path) -> None:
     assert "50 query rows of each head" in (tmp_path / "out" / "report.html").read_text()
     assert found.request["sampled_rows"] == 50
     assert all(row.rows_measured == 50 for row in found.rows if row.status == "ok")
-    assert invoked("gate", str(tmp_path / "out")).exit_code == 0
+    assert invoked("gate", tmp_path / "out").exit_code == 0
     journal = (tmp_path / "out" / "rows.jsonl").read_bytes()
     assert "finished before" in invoked(*arguments, "--rows", "50").stderr
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == journal
-    other = CliRunner().invoke(cli, [*arguments, "--rows", "51"])
-    assert isinstance(other.exception, Exception)
-    assert "sampled_rows was 50, now 51" in str(other.exception)
+    assert "sampled_rows was 50, now 51" in str(invoked(*arguments, "--rows", "51").exception)
 
 
 def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -> None:
@@ -187,8 +143,8 @@ def test_a_finding_of_a_sample_is_reproduced(tmp_path: Path, monkeypatch: Any) -
     )
     monkeypatch.syspath_prepend(tmp_path)
     result = invoked(
-        "audit", str(tmp_path / "a.yaml"), "--kernel", "late_kernel:late", "--rows", "50",
-        "--device", "cpu", "-o", str(tmp_path / "out"),
+        "audit", tmp_path / "a.yaml", "--kernel", "late_kernel:late", "--rows", "50",
+        "--device", "cpu", "-o", tmp_path / "out",
     )  # fmt: skip
     assert "Reproducer:" in result.stderr
     scripts = [p.read_text() for p in (tmp_path / "out").glob("reproducers/*/reproduce.py")]
@@ -213,9 +169,8 @@ def test_a_long_call_fits() -> None:
     q, k, v = (t.to("cuda") for t in (x.q, x.k, x.v))
     case = AttentionCase(ref=CaseRef(case="x"), q=q, k=k, v=v, scale=0.125, is_causal=True)
     torch.cuda.reset_peak_memory_stats()
-    bench = bench_of(case, Sample(count=256))
-    task = Task(case=case.ref, role="kernel", kernel="sdpa-flash", format="bfloat16")
-    rows = measure_task(task, find("sdpa-flash"), bench, System.here("cuda")).rows
+    bench = prepare(case, "bfloat16", sample=Sample(count=256))
+    rows = rows_on(bench, find("sdpa-flash"), System.here("cuda"))
     assert torch.cuda.max_memory_allocated() < 40e9
     assert {r.status for r in rows} == {"ok"}
     for row in rows[:4]:
@@ -226,21 +181,15 @@ def test_a_long_call_fits() -> None:
 def test_the_worst_rows_are_named_by_their_place_in_the_call() -> None:
     """A sampled row that is spoiled is named by its position, of so many; one that was not drawn is
     not seen."""
-    case, bench = drawn(grad_out=None), bench_of(drawn(grad_out=None))
-    assert bench.selection.queries is not None
-    at = bench.selection.queries.tolist()
-    outside = next(i for i in range(100, 200) if i not in at)
-    for row_index, head in ((at[25], 3), (outside, 1)):
-        kernel = spoiling((1, head, row_index), 9.0)
-        bench = bench_of(case)
-        task = Task(
-            case=case.ref, role="kernel", kernel="spoiled", format="bfloat16", sample=SAMPLE
-        )
+    outside = next(i for i in range(100, 200) if i not in DRAWN)
+    for row_index, head in ((DRAWN[25], 3), (outside, 1)):
+        kernel, bench = spoiling((1, head, row_index), 9.0), bench_of()
+        task = task_of(bench, kernel, sample=SAMPLE)
         measured = measure_task(task, kernel, bench, HERE)
         worst = examine(task, kernel, measured, bench, HERE)
         assert {w.rows for w in worst} == {200}
-        assert {w.row for w in worst} <= set(at)
-        if row_index in at:
+        assert {w.row for w in worst} <= set(DRAWN)
+        if row_index in DRAWN:
             first = worst[0]
             assert (first.row, first.head, first.batch) == (row_index, head, 1)
             assert first.sees == row_index + 1

@@ -6,33 +6,18 @@ The tables of benchmarks/suspicion_rates.py, at a size for every day: its full r
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from loaded import load
 
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
 from numdev.kernels import find
 from numdev.kernels.reference import attend
 
-
-def _rates() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "suspicion_rates.py"
-    spec = importlib.util.spec_from_file_location("suspicion_rates", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["suspicion_rates"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-rates = _rates()
+rates = load("benchmarks/suspicion_rates.py")
 CAUSAL = (("is_causal", True),)
 LOST_IN_ROUNDING = {("scale x 1.01", "bfloat16")}
 """One bfloat16 rounding of the output is more than a tenth of what this mistake does."""
@@ -107,13 +92,7 @@ def test_outputs_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize(
     ("floors", "baselines", "far"),
-    [
-        (9.9, 100.0, False),
-        (150.0, 1.9, False),
-        (10.0, 2.0, True),
-        (10.0, None, True),
-        (None, 5.0, False),
-    ],
+    [(9.9, 100, False), (150, 1.9, False), (10, 2, True), (10, None, True), (None, 5, False)],
 )
 def test_when_a_search_begins(floors: float | None, baselines: float | None, far: bool) -> None:
     """Ten floors are needed for a tenfold cut; what the baseline errs as well is rounding."""

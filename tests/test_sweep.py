@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
+from on_bench import invoked
 from oracles import make_case
 
 from numdev import kernels, report
 from numdev.audit.sweep import plan, sweep
 from numdev.cases import AttentionCase
-from numdev.cli.main import cli
 from numdev.config import SweepConfig, SweepRequest
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named, round_to
@@ -68,12 +67,6 @@ def run(tmp_path: Path) -> Callable[..., SweepReport]:
     return lambda **changes: sweep(plan(request(tmp_path, **changes)), tmp_path / "out")
 
 
-def curve(found: SweepReport, label: str, *, relative: bool = False) -> report.Curve:
-    """The curve of that name in the first figure that has it."""
-    drawn = [c for f in found.figures if f.relative == relative for c in f.curves]
-    return next(c for c in drawn if c.label == label)
-
-
 # --- the grid ------------------------------------------------------------------------------------
 
 
@@ -111,11 +104,18 @@ def test_a_sweep_that_cannot_run_touches_nothing(
 
 
 def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
-    """Unless the file says otherwise."""
+    """Unless the file says otherwise. Its numbers ascend in whatever order they were asked for;
+    formats of one width (tf32 and float16 both have 11 bits) are categories."""
     cases = [{**GRID, "causal": [True, False], "head_dim": [8, 16, 24]}]
     assert plan(request(tmp_path, cases=cases)).grid.x == "head_dim"
     assert plan(request(tmp_path, cases=cases, x="causal")).grid.x == "causal"
     assert plan(request(tmp_path, formats=["bf16", "fp16", "fp32"])).grid.x == "format"
+    cases = [{**SIZES, "seq_len": [16, 4, 8]}]
+    axis = plan(request(tmp_path, cases=cases, x="seq_len")).grid.axis
+    assert [tick.x for tick in axis.ticks] == [4.0, 8.0, 16.0]
+    axis = plan(request(tmp_path, formats=["tf32", "fp16", "bf16"], x="format")).grid.axis
+    assert axis.scale == "category"
+    assert [t.label for t in axis.ticks] == ["tf32", "fp16", "bf16"]
 
 
 # --- what is measured ----------------------------------------------------------------------------
@@ -159,8 +159,8 @@ def test_the_interval_is_students() -> None:
 
 def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
     """Five times the fault: the ratio stands in the sentence."""
-    found = run(cases=[{**SIZES, "seq_len": 8}], kernels=[{"name": "off", "by": [0.5, 2.5]}],
-                formats=["fp32"], y="rms", x="by")  # fmt: skip
+    by = {"kernels": [{"name": "off", "by": [0.5, 2.5]}], "x": "by"}
+    found = run(cases=[{**SIZES, "seq_len": 8}], formats=["fp32"], y="rms", **by)
     said = next(s for s in found.summary.answer if s.startswith("off: "))
     assert "rms error grows 5.00 x [5.00 to 5.00] with by" in said
 
@@ -170,12 +170,7 @@ def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("e8m10", torch.float32),
-        ("e11m30", torch.float64),
-        ("e11m7", torch.float64),
-        ("e8m7", torch.bfloat16),
-    ],
+    [("e8m10", torch.float32), ("e11m30", torch.float64), ("e8m7", torch.bfloat16)],
 )
 def test_a_case_can_be_in_any_format(name: str, dtype: torch.dtype) -> None:
     """Its values are the format's, in a dtype that holds them; `format` says which it is."""
@@ -193,7 +188,8 @@ def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
     the floor of its own format; those without a dtype are named with their reason."""
     found = run(formats=["e8m10", "e8m11", "e8m12"], cases=[{**SIZES, "seq_len": 64}],
                 kernels=["off", "sdpa-math"], y="rms", x="format", baseline="off")  # fmt: skip
-    floor = [p.mean for p in curve(found, "floor").points]
+    (curve,) = (c for f in found.figures if not f.relative for c in f.curves if c.label == "floor")
+    floor = [p.mean for p in curve.points]
     assert floor[0] / floor[1] == pytest.approx(2, rel=0.1)
     assert floor[1] / floor[2] == pytest.approx(2, rel=0.1)
     mine = [r for r in found.rows if r.kernel == "off"]
@@ -204,25 +200,17 @@ def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
     assert reason in found.summary.notes
 
 
-def test_formats_of_one_width_are_categories(tmp_path: Path) -> None:
-    """tf32 and float16 both have 11 bits, and must not stand on one another."""
-    axis = plan(request(tmp_path, formats=["tf32", "fp16", "bf16"], x="format")).grid.axis
-    assert axis.scale == "category"
-    assert [t.label for t in axis.ticks] == ["tf32", "fp16", "bf16"]
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
-def invoke(tmp_path: Path, *arguments: str, **changes: Any) -> Any:
+def invoke(tmp_path: Path, *arguments: Any, **changes: Any) -> Any:
     config(tmp_path, **changes)
-    path = str(tmp_path / "sweep.yaml")
-    return CliRunner().invoke(cli, ["sweep", path, "--device", "cpu", *arguments])
+    return invoked("sweep", tmp_path / "sweep.yaml", "--device", "cpu", *arguments)
 
 
 def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
     """It says how much there would be to do, in tasks, and leaves no trace."""
-    result = invoke(tmp_path, "--dry-run", "-o", str(tmp_path / "out"))
+    result = invoke(tmp_path, "--dry-run", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "8 cells x 2 seeds: 16 tasks" in result.output
     assert not (tmp_path / "out").exists()
@@ -231,7 +219,7 @@ def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
 def test_the_command_writes_every_file(tmp_path: Path) -> None:
     """A report that reads back as a sweep, its lists as CSV, and a page; on stdout the answer."""
     out = tmp_path / "out"
-    result = invoke(tmp_path, "-o", str(out), y=["rms"])
+    result = invoke(tmp_path, "-o", out, y=["rms"])
     assert result.exit_code == 0, result.output
     names = {"rows.jsonl", "report.json", "report.html", "rows.csv", "cells.csv"}
     assert {p.name for p in out.iterdir()} == names
@@ -239,9 +227,9 @@ def test_the_command_writes_every_file(tmp_path: Path) -> None:
     assert isinstance(found, SweepReport)
     assert f"{len(found.cells)}" == str(len((out / "cells.csv").read_text().splitlines()) - 1)
     assert "rms error" in result.stdout
-    shown = CliRunner().invoke(cli, ["report", str(out)])
+    shown = invoked("report", out)
     assert shown.stdout == result.stdout, "and `numdev report` shows the same"
-    assert invoke(tmp_path, "-o", str(out), "--overwrite", "-q", y=["rms"]).exit_code == 0
+    assert invoke(tmp_path, "-o", out, "--overwrite", "-q", y=["rms"]).exit_code == 0
 
 
 # --- being killed --------------------------------------------------------------------------------
@@ -269,12 +257,6 @@ def test_every_bundled_sweep_is_valid(path: Path) -> None:
     assert len(found.seeds) >= (2 if path.stem == "hazards" else 5)
     assert found.title
     assert path.read_text().startswith("# ")
-
-
-def test_an_axis_of_numbers_ascends(run: Callable[..., SweepReport]) -> None:
-    """In whatever order its values were asked for."""
-    found = run(cases=[{**SIZES, "seq_len": [16, 4, 8]}], x="seq_len")
-    assert [tick.x for tick in found.summary.axis.ticks] == [4.0, 8.0, 16.0]
 
 
 def test_heads_are_pooled_before_seeds() -> None:

@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from on_bench import measured_rows, prepare
+from on_bench import grouped_step, invoked, prepare, rows_on
 from torch import Tensor
 
-from numdev.audit.plan import Task
-from numdev.cases import AttentionCase, CaseRef
-from numdev.cli.main import cli
+from numdev.cases import AttentionCase
 from numdev.gate.judging import calls_of
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, find
 from numdev.report import AuditReport, DeviationRow, read
-from numdev.sources.synthetic import Shapes, draw
 
 KERNELS = Path(__file__).parent / "broken_kernels.py"
 CASES = """
@@ -31,33 +27,9 @@ cases:
 """
 
 
-def drawn(**changes: Any) -> AttentionCase:
-    shapes = Shapes(batch=2, heads=4, kv_heads=2, q_len=60, kv_len=60, head_dim=16, v_dim=16)
-    q, k, v, grad_out = (
-        getattr(draw("normal", shapes, seed=0, options={}, gradients=True), n)
-        for n in ("q", "k", "v", "grad_out")
-    )
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, "grad_out": grad_out, "scale": 0.25}
-    return AttentionCase(ref=CaseRef(case="x"), **{**given, **changes})
-
-
-def rows_of(
-    kernel: Kernel, case: AttentionCase, heads: tuple[int, ...] | None = None, **changes: Any
-) -> list[DeviationRow]:
-    task = Task(
-        case=case.ref,
-        role=changes.pop("role", "kernel"),
-        kernel=kernel.name,
-        format="bfloat16",
-        heads=heads,
-        gradients=True,
-        **changes,
-    )
-    return measured_rows(task, kernel, case)
-
-
-def invoked(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, list(arguments))
+def rows_of(kernel: Kernel, heads: Any = None, **changes: Any) -> list[DeviationRow]:
+    bench = prepare(grouped_step(60, **changes), "bfloat16", heads, gradients=True)
+    return rows_on(bench, kernel)
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -95,7 +67,7 @@ def test_a_kernel_without_a_backward_has_its_output_measured(
     kernel: Kernel, status: str, reason: str
 ) -> None:
     """And says in one row, and to the gate, why it has no gradient."""
-    *measured, last = rows_of(kernel, drawn())
+    *measured, last = rows_of(kernel)
     assert [(r.tensor, r.head, r.status) for r in measured] == [("out", h, "ok") for h in range(4)]
     assert all((r.floor_ratio or 0) >= 0.9 for r in measured)
     assert (last.tensor, last.head, last.status, last.reason) == ("dq", None, status, reason)
@@ -107,9 +79,10 @@ def test_a_kernel_without_a_backward_has_its_output_measured(
 def test_a_selection_of_heads_grows_to_its_groups() -> None:
     """dk and dv are sums over a group: head 1 alone measures heads 0 and 1, and their kv head's
     numbers are those of the whole case."""
-    case, kernel = drawn(), find("sdpa-math")
-    whole = {(r.tensor, r.head): r.rms for r in rows_of(kernel, case)}
-    part = {(r.tensor, r.head): r.rms for r in rows_of(kernel, case, heads=(1,))}
+    whole, part = (
+        {(r.tensor, r.head): r.rms for r in rows_of(find("sdpa-math"), heads)}
+        for heads in (None, (1,))
+    )
     assert {key for key in part if key[0] in ("out", "dk")} == {("out", 0), ("out", 1), ("dk", 0)}
     assert all(whole[key] == pytest.approx(value, rel=1e-12) for key, value in part.items())
 
@@ -119,13 +92,12 @@ def test_what_a_row_without_keys_returns_flows_back_nowhere() -> None:
     there is not accused by dv."""
     mask = torch.ones(60, 60, dtype=torch.bool)
     mask[7:20] = False
-    case = drawn(mask=mask)
-    bench = prepare(case, gradients=True)
+    bench = prepare(grouped_step(60, mask=mask), gradients=True)
     assert bench.selection.case.grad_out is not None
     assert not bench.case.grad_out[:, :, 7:20].any()
     assert bench.case.grad_out[:, :, 20:].any()
     lowest = torch.zeros(60, 60).masked_fill(~mask, torch.finfo(torch.float32).min)
-    rows = rows_of(find("sdpa-math"), drawn(mask=lowest))
+    rows = rows_of(find("sdpa-math"), mask=lowest)
     worst = max(r.expected_ratio for r in rows if r.expected_ratio is not None)
     assert worst == pytest.approx(1.0, abs=0.05)
 
@@ -143,7 +115,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def audited(config: Path, *arguments: str) -> AuditReport:
     directory = config.parent / "out"
-    done = invoked("audit", str(config), "--output", str(directory), "--overwrite", *arguments)
+    done = invoked("audit", config, "--output", directory, "--overwrite", *arguments)
     assert done.exit_code == 0, done.output
     found = read(directory)
     assert isinstance(found, AuditReport)
@@ -199,13 +171,8 @@ def test_a_finding_comes_with_a_script_that_shows_it(
     folder = config.parent / "out" / "reproducers"
     script = next(folder.glob("*out-finiteness*/reproduce.py"))
     assert sum(f.stat().st_size for f in script.parent.iterdir()) < 200_000
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(config.parent), "PATH": ""},
-        check=False,
-    )
+    command, env = [sys.executable, str(script)], {"PYTHONPATH": str(config.parent), "PATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The deviation shows." in done.stdout
 
@@ -216,8 +183,8 @@ def test_a_sweep_measures_gradients_too(config: Path) -> None:
     path = config.parent / "sweep.yaml"
     for content, flags in ((text, ()), (text.replace("gradients: true", ""), ("--backward",))):
         path.write_text("seeds: 1\nkernels: [sdpa-math]\n" + content)
-        done = invoked("sweep", str(path), "-o", str(config.parent / "s"), "--overwrite", "--json",
-                       *flags)  # fmt: skip
+        output = ("-o", config.parent / "s", "--overwrite")
+        done = invoked("sweep", path, *output, "--json", *flags)
         assert done.exit_code == 0, done.output
         rows = json.loads(done.stdout)["rows"]
         assert {row["tensor"] for row in rows if row["status"] == "ok"} >= {"out", "dq", "dk", "dv"}

@@ -7,21 +7,19 @@ are those of rounding, which a way might explain away.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from on_bench import prepare
+from loaded import load
+from on_bench import HERE, prepare, task_of
 from torch import Tensor
 
 from numdev.audit import check
+from numdev.audit.bench import Bench
 from numdev.audit.check import CheckSource
 from numdev.audit.explanations import Likeness, examine, likeness
-from numdev.audit.plan import Task
 from numdev.audit.task import measure_task
 from numdev.kernels import Kernel, Output
 from numdev.kernels.autograd_styles import WAYS
@@ -29,26 +27,13 @@ from numdev.kernels.emulation.backward import attended as attend
 from numdev.kernels.emulation.predict import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.reference import gradients
-from numdev.system import System
 from numdev.testing import CheckFailed, check_attention
 
-HERE = System.here("cpu")
+BF16 = "bfloat16"
 FEW = ("causal", "grouped", "large-logits", "tied-maxima")
 
 
-def load() -> Any:
-    """benchmarks/planted.py, as the module `planted`."""
-    if "planted" not in sys.modules:
-        file = Path(__file__).parent.parent / "benchmarks" / "planted.py"
-        spec = importlib.util.spec_from_file_location("planted", file)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["planted"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["planted"])
-    return sys.modules["planted"]
-
-
-planted = load()
+planted = load("benchmarks/planted.py")
 
 
 def through_casts(
@@ -66,8 +51,7 @@ def through_casts(
     m = S.amax(dim=-1, keepdim=True)
     P = (S - m.clamp_min(-1e29)).exp()
     row_sum = P.sum(dim=-1, keepdim=True).clamp_min(1e-30)
-    found: Tensor = ((P.to(q.dtype).float() @ v.float()) / row_sum).to(q.dtype)
-    return found
+    return ((P.to(q.dtype).float() @ v.float()) / row_sum).to(q.dtype)
 
 
 def wrapper(
@@ -79,16 +63,14 @@ def wrapper(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's own choice, which on a CPU sums gradients in the working format."""
-    found: Tensor = torch.nn.functional.scaled_dot_product_attention(
+    return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
     )
-    return found
 
 
 def eager(case: Any) -> Tensor:
     """The preset itself, in both passes."""
-    found: Tensor = attend(case, recipe("eager"))
-    return found
+    return attend(case, recipe("eager"))
 
 
 def returns_nan(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -101,6 +83,12 @@ def returns_nan(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None
 @pytest.fixture(autouse=True)
 def _no_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "TRIED", 0)
+
+
+def bench_of(name: str) -> Bench:
+    """A default case of a check in bfloat16, with gradients."""
+    (located,) = CheckSource([name], [0], "cpu", gradients=True).cases
+    return prepare(located.load(), "bfloat16", gradients=True)
 
 
 def claims(rows: Any) -> set[str]:
@@ -138,7 +126,7 @@ def test_a_fault_is_explained_by_no_way(name: str) -> None:
     fault = next(p for p in planted.PLANTED if p.name == name)
     for backward in (True, False) if "out" in fault.tensors else (True,):
         with pytest.raises(CheckFailed) as caught:
-            check_attention(fault.function, cases=FEW[:2], formats="bfloat16", backward=backward)
+            check_attention(fault.function, cases=FEW[:2], formats=BF16, backward=backward)
         assert claims(caught.value.result.report.rows) <= {"fa2"}
 
 
@@ -159,8 +147,7 @@ def test_a_fault_beside_a_known_way_is_caught() -> None:
 @pytest.mark.parametrize("words", WAYS)
 def test_ways_are_attention(words: str, name: str) -> None:
     """Each, in both passes, is within a few roundings of fp64, and 0 where a row sees no key."""
-    (located,) = CheckSource([name], [0], "cpu", gradients=True).cases
-    prepared = prepare(located.load(), "bfloat16", gradients=True)
+    prepared = bench_of(name)
     found = Kernel(name="way", function=WAYS[words]).gradients(prepared.case)
     exact = gradients(prepared.case)
     for tensor in ("out", "dq", "dk", "dv"):
@@ -172,8 +159,7 @@ def test_ways_are_attention(words: str, name: str) -> None:
 def test_only_elements_explain() -> None:
     """Errors of a way's size but another sign, or twice as large, are not taken for its own; the
     way's own are."""
-    (located,) = CheckSource(["causal"], [0], "cpu", gradients=True).cases
-    prepared = prepare(located.load(), "bfloat16", gradients=True)
+    prepared = bench_of("causal")
     step = emulated_step(prepared.case, {"preset": "eager"})
     formats = dict.fromkeys(step, prepared.case.format)
 
@@ -193,12 +179,8 @@ def test_only_elements_explain() -> None:
 
 def test_worst_rows_are_held_to_the_way_too() -> None:
     """A kernel's worst row is as far off where it is named as in the kernel's own rows."""
-    (located,) = CheckSource(["large-logits"], [0], "cpu", gradients=True).cases
-    bench = prepare(located.load(), "bfloat16", gradients=True)
-    kernel = Kernel(name="mine", function=eager)
-    task = Task(
-        case=bench.case.ref, role="kernel", kernel="mine", format="bfloat16", gradients=True
-    )
+    bench, kernel = bench_of("large-logits"), Kernel(name="mine", function=eager)
+    task = task_of(bench, kernel)
     measured = measure_task(task, kernel, bench, HERE)
     rows = measured.rows
     assert claims(rows) == {"as eager rounds"}
@@ -215,10 +197,9 @@ def test_worst_rows_are_held_to_the_way_too() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_nan_in_rows_without_keys_fails(backward: bool) -> None:
     """And the message says so, with or without gradients."""
+    cases = ["empty-rows", "full"]
     with pytest.raises(CheckFailed) as caught:
-        check_attention(
-            returns_nan, cases=["empty-rows", "full"], formats="bfloat16", backward=backward
-        )
+        check_attention(returns_nan, cases=cases, formats=BF16, backward=backward)
     said = " ".join(str(caught.value).split())
     assert "Returns NaN or infinity in rows that see no key" in said
     assert "empty-rows" in said
