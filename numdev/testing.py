@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numdev.audit.check import Backward, CheckSource, Named, check, one_thread
+from numdev.audit.check import Backward, CheckSource, Named, check
+from numdev.audit.isolation import threads
 from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
@@ -145,23 +146,25 @@ def check_kernel(
         "rules": rules.name,
         "claims": None if claims is None else dict(claims),
     }
-    with one_thread():
+    # The calls are tiny, and threads would wait for each other: where a test-suite keeps all cores
+    # busy they make a check ten times slower.
+    with threads(1):
         system = System.here(device)
         source = CheckSource(cases, seeds, system.device, gradients=backward is not False)
-        found = check(
+        report, judgement, passed, scripts, said = check(
             kernel, source, formats=formats, rules=rules, backward=backward, system=system,
             folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
         )  # fmt: skip
-    parts = (name, found.report, found.judgement)
-    left_out = tuple(checkwords.not_tested(found.report))
+    parts = (name, report, judgement)
+    left_out = tuple(checkwords.not_tested(report))
     if kernel.adapted is not None and not takes("gqa", kernel.adapted):
-        left_out += tuple(checkwords.repeated(found.report))  # it cannot be told of grouped heads
+        left_out += tuple(checkwords.repeated(report))  # it cannot be told of grouped heads
     words = checkwords.success(*parts, left_out)
-    if not found.passed:
-        words = checkwords.failure(*parts, found.scripts, found.said, left_out)
+    if not passed:
+        words = checkwords.failure(*parts, scripts, said, left_out)
     return CheckResult(
-        kernel=name, passed=found.passed, report=found.report, judgement=found.judgement,
-        skipped=left_out, reproducer=next(iter(found.scripts), None), words=words,
+        kernel=name, passed=passed, report=report, judgement=judgement,
+        skipped=left_out, reproducer=next(iter(scripts), None), words=words,
     )  # fmt: skip
 
 

@@ -190,7 +190,6 @@ def bare(script: Path, **more: str) -> subprocess.CompletedProcess[str]:
 
 OWN = """
 import torch
-from loaded import load
 
 
 def halved(q, k, v):

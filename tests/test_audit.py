@@ -125,66 +125,43 @@ def run(tmp_path: Path) -> Callable[..., AuditReport]:
 Run = Callable[..., AuditReport]
 
 
-# --- rows ----------------------------------------------------------------------------------------
+# --- kernels as they come ------------------------------------------------------------------------
+
+FAILING = {
+    "raises": "RuntimeError: illegal memory access",
+    "quits": "it ended the program (exit code 0)",
+    "wrong_shape": "MeasurementError: it returned shape [2, 2, 11, 8] as out",
+}
+ODD = ("mutates", "returns_nan", "in_fp32", "strange_options", "plain")
 
 
-def test_options_that_json_cannot_hold_are_recorded_by_name(run: Run, tmp_path: Path) -> None:
-    """A dtype, infinity and a function as defaults: the kernel gets them, the report names them."""
-    found = run("strange_options")
-    (row, _) = rows_of(found, "strange_options")
-    assert (row.status, row.reason) == ("ok", None)
-    assert row.options == {"dtype": "torch.float32", "threshold": "inf", "hook": "relu"}
-    report.write(found, tmp_path)
-    assert report.read(tmp_path) == found
-
-
-def test_a_kernel_may_return_another_format(run: Run) -> None:
-    """fp32 for bf16 inputs is held to fp32's floor, and the row says so."""
-    found = run("in_fp32", "plain")
+def test_kernels_cost_their_own_rows(run: Run, tmp_path: Path) -> None:
+    """Among others that raise, end the program, overwrite q, k and v, or return NaN or another
+    shape, sound kernels have the rows they have alone. One failed row has the first line of the
+    reason; of NaN every element is counted and none averaged; fp32 for bf16 inputs is held to
+    fp32's floor; options that JSON cannot hold are recorded by name. The report reads back."""
+    found, alone = run(*FAILING, *ODD, *SDPA), run(*SDPA)
+    theirs = {own(name) for name in (*FAILING, *ODD)}
+    assert [row for row in found.rows if row.kernel not in theirs] == list(alone.rows)
+    for name, reason in FAILING.items():
+        (row,) = rows_of(found, name)
+        assert (row.status, row.head, row.rms) == ("failed", None, None)
+        assert row.reason is not None
+        assert row.reason.startswith(reason)
+        assert "\n" not in row.reason
+    assert {row.status for name in ODD for row in rows_of(found, name)} == {"ok"}
+    rows = rows_of(found, "returns_nan")
+    assert [(row.nonfinite, row.rms) for row in rows] == [(2 * 12 * 8, None)] * 2
+    finding = next(f for f in found.findings if f.rule == "finiteness")
+    assert finding.sentence.startswith(f"{own('returns_nan')} has 384 elements of the output that")
     wide, narrow = rows_of(found, "in_fp32"), rows_of(found, "plain")
     assert {row.out_format for row in wide} == {"float32"}
     assert all(row.floor_ratio > 0.5 for row in wide)
     assert all(a.rms < b.rms / 100 for a, b in zip(wide, narrow, strict=True))
-
-
-# --- kernels that misbehave ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("raises", "RuntimeError: illegal memory access"),
-        ("quits", "it ended the program (exit code 0)"),
-        ("wrong_shape", "MeasurementError: it returned shape [2, 2, 11, 8] as out"),
-    ],
-)
-def test_a_kernel_that_fails_costs_its_own_rows(run: Run, name: str, reason: str) -> None:
-    """One failed row with the first line of the reason, and all other rows as without it."""
-    found = run(name, "sdpa-math")
-    (row,) = rows_of(found, name)
-    assert (row.status, row.head, row.rms) == ("failed", None, None)
-    assert row.reason is not None
-    assert row.reason.startswith(reason)
-    assert "\n" not in row.reason
-    without = run("sdpa-math")
-    assert [r for r in found.rows if r.kernel != own(name)] == list(without.rows)
-
-
-def test_a_kernel_cannot_spoil_the_inputs_of_others(run: Run) -> None:
-    """One that overwrites q, k and v leaves the rows of those after it as they are without it."""
-    found = run("mutates", *SDPA)
-    assert {row.status for row in rows_of(found, "mutates")} == {"ok"}
-    untouched = run(*SDPA)
-    assert [r for r in found.rows if r.kernel != own("mutates")] == list(untouched.rows)
-
-
-def test_a_kernel_that_returns_nan_is_measured(run: Run) -> None:
-    """Every element is counted, none averaged, and the report can be written and shown."""
-    found = run("returns_nan")
-    rows = rows_of(found, "returns_nan")
-    assert [(row.status, row.nonfinite, row.rms) for row in rows] == [("ok", 2 * 12 * 8, None)] * 2
-    (finding,) = [f for f in found.findings if f.rule == "finiteness"]
-    assert finding.sentence.startswith(f"{own('returns_nan')} has 384 elements of the output that")
+    (row, _) = rows_of(found, "strange_options")
+    assert row.options == {"dtype": "torch.float32", "threshold": "inf", "hook": "relu"}
+    report.write(found, tmp_path)
+    assert report.read(tmp_path) == found
 
 
 # --- what is selected ----------------------------------------------------------------------------

@@ -19,11 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from on_bench import measured_rows
+from on_bench import prepare, rows_on
 from oracles import make_case, with_grad
 
 from numdev.audit import script as reproducer
-from numdev.audit.plan import Task
 from numdev.audit.reproduce import at_positions, part, reduce
 from numdev.cases import AttentionCase, explicit_mask, visible
 from numdev.errors import MeasurementError, UsageError
@@ -106,15 +105,8 @@ def worst(
 ) -> tuple[int, float]:
     """The head with the largest figure, and that figure, as an audit measures them. A case with
     grad_out is a training step."""
-    task = Task(
-        case=case.ref,
-        role="kernel",
-        kernel=kernel.name,
-        options=options,
-        format=case.format.name,
-        gradients=case.grad_out is not None,
-    )
-    rows = [row for row in measured_rows(task, kernel, case) if row.tensor == tensor]
+    bench = prepare(case, gradients=case.grad_out is not None)
+    rows = [row for row in rows_on(bench, kernel, options=options) if row.tensor == tensor]
     row = max(rows, key=lambda row: abs(getattr(row, figure) or 0.0))
     return row.head or 0, getattr(row, figure) or 0.0
 
@@ -305,11 +297,9 @@ def marked(
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"heads": 6, "kv_heads": 2, "is_causal": True},
-        {"is_causal": True, "window": (60, None)},
         {"mask": ("bool", "b1qk"), "seed": 3},
-        {"mask": ("float", "1hqk"), "is_causal": True},
+        {"mask": ("float", "1hqk"), "is_causal": True, "window": (60, None)},
     ],
 )
 @pytest.mark.parametrize("head", [None, 5])
@@ -336,19 +326,14 @@ def test_one_row_and_one_key_are_found(fields: dict[str, Any], head: int | None)
 def test_a_smaller_call_is_the_same_call() -> None:
     """Each row of a smaller call sees what it saw among the keys that are left: scores agree with
     those of the whole call wherever both exist."""
-    case = make_case(
-        batch=2, heads=4, kv_heads=2, q_len=9, kv_len=11, is_causal=True, causal_offset=1,
-        window=(4, None), mask=("holes", "b1qk"), sinks=True,
-    )  # fmt: skip
+    positions = {"is_causal": True, "causal_offset": 1, "window": (4, None)}
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 9, "kv_len": 11}
+    case = make_case(**shape, **positions, mask=("holes", "b1qk"), sinks=True)
     small = at_positions(case, range(3, 8), range(2, 9))
-    shown = visible(small, slice(0, 5), slice(0, 7))
-    original = visible(case, slice(0, 9), slice(0, 11))
-    assert shown is not None
-    assert original is not None
+    shown: Any = visible(small, slice(0, 5), slice(0, 7))
+    original: Any = visible(case, slice(0, 9), slice(0, 11))
     assert torch.equal(shown, original[..., 3:8, 2:9])
     added, whole = explicit_mask(small), explicit_mask(case)
-    assert added is not None
-    assert whole is not None
     assert torch.equal(added, whole[..., 3:8, 2:9])
     one = part(case, head=[3], kv_head=[1], batch=[1])
     # fp64 sums of 11 terms of size 1 in another order.

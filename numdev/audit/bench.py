@@ -2,13 +2,9 @@
 
 What the tasks of one case share (references, floor, baseline) is nearly all the cost of an audit,
 so it is computed once per format. Kernels always see the whole call; a selection of heads and rows
-restricts what is measured.
-
-With gradients a selection grows to whole groups of query heads, since dk and dv are sums over a
-group. Of a sample of query rows, reference and emulations are exact at their share of the cost, in
-out, log-sum-exp and dq; the baseline, whose scores would not fit in memory, is computed for these
-rows alone. dk and dv are measured in a sample of keys, which takes one forward reference of all
-queries; for them there is neither baseline nor prediction.
+restricts what is measured. With gradients it grows to whole groups of query heads, since dk and dv
+are sums over a group. Of a sample of query rows the baseline is computed for these alone, and dk
+and dv are measured in a sample of keys, without baseline or prediction.
 """
 
 from __future__ import annotations

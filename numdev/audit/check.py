@@ -6,22 +6,18 @@ is kept on disk but the script of what is found.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from numdev.audit.isolation import attempt, copied, one_line
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.run import provenance
-from numdev.audit.task import InMemory, Rows, measured_here
+from numdev.audit.task import Rows, loaded, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
@@ -49,29 +45,6 @@ Backward = bool | Literal["auto"]
 Named = str | Path | Mapping[str, Any] | AttentionCase  # what names a case, or several
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What came of a check."""
-
-    report: AuditReport
-    judgement: Judgement
-    passed: bool
-    scripts: tuple[Path, ...] = ()
-    said: tuple[str, ...] = ()  # why there is no script, where there is none
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch on one thread. The calls are tiny, and threads would wait for each other: where a
-    test-suite keeps all cores busy they make a check ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def check(
     kernel: Kernel,
     source: CheckSource,
@@ -83,11 +56,12 @@ def check(
     folder: Path | None,
     reproducers: Callable[[], Path],
     asked: Mapping[str, Any],
-) -> Checked:
-    """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding.
+) -> tuple[AuditReport, Judgement, bool, list[Path], list[str]]:
+    """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding;
+    returns the report, the judgement, whether it passed, the script, and why there is none.
 
-    `reproducers` makes the directory for that, when there is something to write; `folder` is where
-    a script finds the kernel's module; `asked` is recorded. With `backward` True a kernel whose
+    `reproducers` makes the directory for a script, when there is something to write; `folder` is
+    where it finds the kernel's module; `asked` is recorded. With `backward` True a kernel whose
     gradients could not be measured does not pass. Raises UsageError for a format no kernel can run
     in, MeasurementError for rules that hold for another system.
     """
@@ -123,13 +97,8 @@ def check(
     scripts, said = _scripts(findings, source, plan, reproducers, folder)
     if backward is True and not trained:
         said.append("backward=True asks for gradients, and none could be measured.")
-    return Checked(
-        report=report,
-        judgement=judgement,
-        passed=judgement.outcome == "passed" and (backward is not True or trained),
-        scripts=tuple(scripts),
-        said=tuple(said),
-    )
+    passed = judgement.outcome == "passed" and (backward is not True or trained)
+    return report, judgement, passed, scripts, said
 
 
 def _scripts(
@@ -226,7 +195,8 @@ class CheckSource(ConfigSource):
         if isinstance(named, AttentionCase):
             case = copied(named, self._device)
             lacks = self._gradients and case.grad_out is None
-            return [InMemory(case=with_drawn(case, self._seeds[0]) if lacks else case)]
+            case = with_drawn(case, self._seeds[0]) if lacks else case
+            return [loaded(case)]
         if isinstance(named, Mapping):
             return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
         path = Path(named)

@@ -1,13 +1,9 @@
 """Cases measured by Dask workers: processes of this machine, or those of a scheduler's.
 
-A case is a future. A drawn case goes as a few words; any other is shipped, and its source waits
-while there is one for each worker and one more, so that memory does not grow with the number of
-layers. Kernels under audit run isolated within workers. Dask does a case again elsewhere when its
-worker died; one whose workers died twice becomes failed rows with the reason. This process alone
-writes the journal.
-
-A worker measures what this process would: it takes over this one's settings of torch, and refuses,
-in words, where anything else differs that may change a number.
+A case is a future; one that is not drawn is shipped. Kernels under audit run isolated within
+workers. Dask does a case again elsewhere when its worker died; one whose workers died twice becomes
+failed rows. This process alone writes the journal. A worker measures what this process would: it
+takes over its settings of torch, and refuses where anything else differs that may change a number.
 """
 
 from __future__ import annotations
@@ -35,12 +31,13 @@ from numdev.audit.isolation import (
     copied,
     one_line,
     set_torch,
+    threads,
     torch_settings,
 )
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
-from numdev.audit.task import Finished, InMemory, measured_here
+from numdev.audit.task import Finished, loaded, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, NumdevError, UsageError
 from numdev.kernels import find
@@ -95,17 +92,14 @@ def sharing(cluster: Cluster | None, device: str) -> Iterator[None]:
     if cluster is None or cluster.workers is None:
         yield
         return
-    before, on_cpu = torch.get_num_threads(), System.here(device).device == "cpu"
+    on_cpu = System.here(device).device == "cpu"
     most = (os.cpu_count() or 1) if on_cpu else len(visible_gpus())
     if cluster.workers > most:
         what = f"{most}, the number of {'processors' if on_cpu else 'GPUs'} here"
         raise UsageError(f"--workers: expected at most {what}, got {cluster.workers}")
-    if on_cpu:
-        torch.set_num_threads(max(1, before // cluster.workers))
-    try:
+    before = torch.get_num_threads()
+    with threads(max(1, before // cluster.workers)) if on_cpu else contextlib.nullcontext():
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -146,8 +140,9 @@ class Workers:
 
     def submit(self, located: Located, tasks: Tasks) -> Iterator[Finished]:
         """Send a case with its unfinished tasks, as soon as there is room for it: two cases for
-        each worker, so that none waits for the next one; of shipped cases one each and one more."""
-        shipped = not isinstance(located, Drawn | InMemory)
+        each worker, so that none waits for the next one; of shipped cases one each and one more, so
+        that memory does not grow with the number of layers."""
+        shipped = not isinstance(located, Drawn)
         while True:
             present = max(1, self.present())
             if len(self.flights) < (present + 1 if shipped else 2 * present):
@@ -155,7 +150,7 @@ class Workers:
             yield from self._landed()
         if shipped:
             with self.watch("capture"):
-                located = InMemory(case=copied(located.load(), "cpu"), axes=located.axes)
+                located = loaded(copied(located.load(), "cpu"), located.axes)
         plan = dataclasses.replace(self.plan, kernels=())  # workers find their own
         parcel = pickle.dumps((plan, [task for _, task in tasks], located, self.limit_s))
         future = self.client.submit(work, self.expected, parcel, pure=False)
@@ -283,7 +278,7 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
             process.limit_s = limit_s
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)
-            here = InMemory(case=case, axes=located.axes)
+            here = loaded(case, located.axes)
             return list(measured_here(here, planned, plan, process, watch)), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"

@@ -230,12 +230,7 @@ def explain(
         return [_row(task, "out", chosen(heads), None, f"it could not be tried ({error})")]
     rows = []
     for tensor in compared.formats:
-        found, unknown = None, compared.unpredictable(tensor, claim)
-        if not unknown:
-            try:
-                found = compared.attribution(tensor, claim)
-            except COUNTED as error:
-                unknown = f"it could not be tried ({error})"
+        found, unknown = compared.attribution(tensor, claim)
         rows.append(_row(task, tensor, compared.heads[tensor], found, unknown))
         if tensor == "out":
             claim = _informed(claim, found)
@@ -261,23 +256,25 @@ class _Compared:
         self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)
         self.kept: dict[str, dict[str, Tensor]] = {}
 
-    def unpredictable(self, tensor: str, claim: Claim | None) -> str | None:
+    def attribution(
+        self, tensor: str, claim: Claim | None
+    ) -> tuple[Attribution | None, str | None]:
+        """Of one tensor; or why there is none."""
+        case, fmt = self.case, self.formats[tensor]
         if self.rows is not None and tensor in KV_TENSORS:
-            return "query rows are sampled, and a key's gradient is a sum over all of them"
-        return unpredictable(claim or {"preset": "fa2"}, self.case.format, self.formats[tensor])
-
-    def attribution(self, tensor: str, claim: Claim | None) -> Attribution | None:
-        output = getattr(self.output, tensor)[:, list(self.heads[tensor])]
-        return attribute(
-            output if self.rows is None else output[:, :, self.rows],
-            getattr(self.exact, tensor),
-            getattr(self.exact, TERMS[tensor]).norm(dim=-1),
-            self.case.format,
-            claim,
-            lambda tried: self.emulated(tensor, tried),
-            tensor=tensor,
-            group=self.case.group,
-        )
+            return None, "query rows are sampled, and a key's gradient is a sum over all of them"
+        if unknown := unpredictable(claim or {"preset": "fa2"}, case.format, fmt):
+            return None, unknown
+        x = getattr(self.output, tensor)[:, list(self.heads[tensor])]
+        x = x if self.rows is None else x[:, :, self.rows]
+        exact, terms = (getattr(self.exact, name) for name in (tensor, TERMS[tensor]))
+        emulated = functools.partial(self.emulated, tensor)
+        more: dict[str, Any] = {"tensor": tensor, "group": case.group}
+        try:
+            size = terms.norm(dim=-1)
+            return attribute(x, exact, size, case.format, claim, emulated, **more), None
+        except COUNTED as error:
+            return None, f"it could not be tried ({error})"
 
     def emulated(self, tensor: str, tried: Claim) -> Tensor:
         """One emulation of backward serves all three gradients; the output needs none."""
@@ -298,11 +295,10 @@ def _informed(claim: Claim | None, found: Attribution | None) -> Claim | None:
     """The claim with the tiles that explain the output, where it was right but for those."""
     if claim is None or found is None or found.why_not:
         return claim
-    shown = found.best.claim
-    if shown.get("preset") != claim.get("preset", "fa2"):
+    if found.best.claim.get("preset") != claim.get("preset", "fa2"):
         return claim
     rest = {k: v for k, v in claim.items() if k not in FORWARD_VARIED}
-    return {**rest, **{k: v for k, v in shown.items() if k in FORWARD_VARIED}}
+    return {**rest, **{k: v for k, v in found.best.claim.items() if k in FORWARD_VARIED}}
 
 
 def chosen(heads: tuple[int, ...], most: int = MOST_HEADS) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -269,6 +269,17 @@ SWITCHES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def torch_settings() -> dict[str, Any]:
     """The switches as they stand."""
     return {name: read() for name, (read, _) in SWITCHES.items()}
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """PyTorch on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def set_torch(wanted: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header
 from numdev.audit.reproduce import reproduce
 from numdev.audit.rows import weight_row
-from numdev.audit.task import Finished, InMemory, measured_here
+from numdev.audit.task import Finished, loaded, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
@@ -185,7 +185,7 @@ def measure_source(
                 if writer is not None:
                     case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
                     writer.add(case, located.axes)
-                    located = InMemory(case=case, axes=located.axes)
+                    located = loaded(case, located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
                 unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]

@@ -42,19 +42,12 @@ FIGURES = {
     "bias_sign": "mean along the sign of kernel - exact rounded once, in ulps",
     "bias_feature": "largest mean over a feature of kernel - exact rounded once, in ulps",
 }
-# The figure in which a finding about another metric is shown.
-STANDS_FOR = {
-    "expected_ratio": "row_rel",
-    "worst_row": "row_rel",
-    "suspicion": "row_rel",
-    "floor_ratio": "rms",
-    "baseline_ratio": "rms",
-    "rel": "rms",
-    "mean_abs": "rms",
-    "max_ulp": "max_abs",
-    "fa_rule": "max_abs",
-    "noise_ratio": "noise",
-    "lse_error": "rms",
+# By figure, the other metrics that it shows.
+SHOWN_BY = {
+    "row_rel": ("expected_ratio", "worst_row", "suspicion"),
+    "rms": ("floor_ratio", "baseline_ratio", "rel", "mean_abs", "lse_error"),
+    "max_abs": ("max_ulp", "fa_rule"),
+    "noise": ("noise_ratio",),
 }
 # The kernels that are a call of scaled_dot_product_attention, and the backend each forces.
 BACKENDS: Mapping[str, str | None] = {
@@ -73,7 +66,7 @@ def figure_for(metric: str, bias_of: str | None = None) -> str:
     for whose bias it is. Raises UsageError for a metric that is neither."""
     if metric in ("bias_size", "bias_p", "bias_t"):
         return {"mean": "bias", "sign": "bias_sign"}.get(bias_of or "mean", "bias_feature")
-    figure = STANDS_FOR.get(metric, metric)
+    figure = next((f for f, metrics in SHOWN_BY.items() if metric in metrics), metric)
     if figure not in (*FIGURES, "noise"):
         raise UsageError(f"no finding is about {metric!r}", hint=closest(metric, FIGURES))
     return figure

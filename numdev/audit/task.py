@@ -7,10 +7,11 @@ row with a reason.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from numdev.audit.bench import Bench, Selection
@@ -19,12 +20,13 @@ from numdev.audit.isolation import Failure, Runner, attempt, one_line
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.rows import COUNTED, Measured, bare_row, case_record, formats_of, given, rows_of
 from numdev.audit.timing import Stopwatch
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.sampling import Sample
 from numdev.report import DeviationRow
+from numdev.sources.capture import Captured
 from numdev.sources.opening import Located
 from numdev.system import System
 
@@ -32,19 +34,9 @@ Rows = Mapping[str, Sequence[Any]]  # rows of a report by kind: row, worst, prof
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class InMemory:
-    """A located case that is loaded."""
-
-    case: AttentionCase
-    axes: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def ref(self) -> CaseRef:
-        return self.case.ref
-
-    def load(self) -> AttentionCase:
-        return self.case
+def loaded(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> Located:
+    """A case at hand as one that is located, which can be pickled."""
+    return Captured(ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case))
 
 
 def measured_here(
