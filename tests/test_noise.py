@@ -42,7 +42,6 @@ def test_two_runs(a: list[float], b: list[float], expected: float | None, flicke
         assert found.flickering == flickering
         assert found.noise == (expected if expected is None else pytest.approx(expected))
         assert (found.noise == 0.0) == (expected == 0.0)
-        assert found.reproducible == (expected in (0.0, None) and flickering == 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,4 +82,3 @@ def test_heads_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(noises, "ELEMENTS", elements)
         found = noise([a, b, a])
         assert [f.noise for f in found] == [0.0, pytest.approx(math.sqrt(2 * 4 / (3 * 40))), 0.0]
-        assert [f.reproducible for f in found] == [True, False, True]

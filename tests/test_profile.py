@@ -21,7 +21,7 @@ from numdev.audit.task import measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.kernels import find
-from numdev.metrics.binning import BINS, FEWEST, starts
+from numdev.metrics.sampling import BINS, FEWEST, starts
 from numdev.report import AuditReport, ProfileRow
 from numdev.report.renderers import html, markdown
 from numdev.report.summary import summarise

@@ -28,8 +28,7 @@ from numdev.kernels.emulation.predict import emulated_step, emulation
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.key_gradients import key_gradients
 from numdev.kernels.reference.results import Gradients, Reference
-from numdev.metrics.binning import membership
-from numdev.metrics.sampling import Sample
+from numdev.metrics.sampling import Sample, membership
 from numdev.metrics.yardstick import Yardstick, widened
 
 KV_TENSORS = ("dk", "dv")  # of kv heads; the others are of query heads
@@ -97,7 +96,7 @@ class Selection:
         return None if rows is None or len(rows) == length else length
 
     def bins_of(self, tensor: str) -> Tensor | None:
-        """Which measured row of `tensor` is in which bin of positions (`binning.membership`)."""
+        """Which measured row of `tensor` is in which bin of positions (`sampling.membership`)."""
         rows, length = self.rows_of(tensor), self.length_of(tensor)
         every = torch.arange(length, device=self.case.q.device)
         return membership(length, every if rows is None else rows)

@@ -54,9 +54,9 @@ from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.results import Gradients, Reference
-from numdev.metrics.binning import starts
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.row_sums import Numbers
+from numdev.metrics.sampling import starts
 from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, SiteShare, WorstRow

@@ -25,16 +25,7 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, Any]]:
-    """The bias of each head, arguments as in `row_sums.RowSums.signed`."""
-    overall = np.stack([features.sum(axis=-1), along], axis=-1)
-    sums = np.concatenate([overall, features], axis=-1)  # [B, H, 2 + features]
-    whole = counts.sum(axis=-1, keepdims=True)
-    sizes = np.concatenate([whole, whole, counts], axis=-1)
-    return _of_heads(sums, sizes)
-
-
-def _of_heads(sums: Numbers, counts: Numbers) -> list[dict[str, Any]]:
-    """Bias of each head from its sequences' sums and element counts, [sequences, H, 2 + features].
+    """The bias of each head, arguments as in `row_sums.RowSums.signed`.
 
     A sequence without a usable element says nothing and is no observation. `bias_p` is corrected
     for the family (Bonferroni with weights, so that the 64 or 128 features do not drown the two
@@ -42,32 +33,38 @@ def _of_heads(sums: Numbers, counts: Numbers) -> list[dict[str, Any]]:
     The correction over heads is made where heads are seen together. Members of at least
     MIN_BIAS_ULP are preferred, so that a tiny but certain bias does not hide a large one.
     """
-    seen = counts > 0
+    overall, whole = features.sum(axis=-1), counts.sum(axis=-1)
+    sums = np.concatenate([np.stack([overall, along], axis=-1), features], axis=-1)
+    sizes = np.concatenate([np.stack([whole, whole], axis=-1), counts], axis=-1)
+    seen = sizes > 0  # [sequences, H, 2 + features]
     n = seen.sum(axis=0)
-    means = np.divide(sums, counts, out=np.zeros_like(sums), where=seen)
+    means = np.divide(sums, sizes, out=np.zeros_like(sums), where=seen)
     mean = means.sum(axis=0) / np.maximum(n, 1)
+    judged = [UNJUDGED] * len(n)
+    if n[:, 0].max(initial=0) > 1:
+        judged = _judged(means, mean, sizes, seen)
     largest = 2 + np.abs(mean[:, 2:]).argmax(axis=-1)
-    found = {
-        "sequences": n[:, 0],
-        "bias": mean[:, 0],
-        "bias_sign": mean[:, 1],
-        "bias_feature": np.take_along_axis(mean, largest[:, None], axis=-1)[:, 0],
-    }
-    judged = (
-        _judged(means, mean, counts, seen) if n[:, 0].max(initial=0) > 1 else [UNJUDGED] * len(n)
-    )
-    rows = zip(*(x.tolist() for x in found.values()), strict=True)
-    heads = (dict(zip(found, row, strict=True)) for row in rows)
     return [
-        head | (own if head["sequences"] > 1 else UNJUDGED)
-        for head, own in zip(heads, judged, strict=True)
+        {
+            "sequences": sequences,
+            "bias": own[0],
+            "bias_sign": own[1],
+            "bias_feature": own[feature],
+            **(verdict if sequences > 1 else UNJUDGED),
+        }
+        for sequences, own, feature, verdict in zip(
+            n[:, 0].tolist(), mean.tolist(), largest.tolist(), judged, strict=True
+        )
     ]
 
 
 def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list[dict[str, Any]]:
     """The most certain bias of each head, among those that are worth it."""
+    features = mean.shape[-1] - 2
+    # By how much each p is multiplied; the reciprocals sum to 1: the error rate of the family.
+    corrections = np.array([4.0, 4.0, *[2.0 * features] * features])
     t = mean / _standard_error(means, counts, seen)
-    p = np.minimum(1.0, _two_sided_p(t, seen.sum(axis=0) - 1) * _corrections(mean.shape[-1]))
+    p = np.minimum(1.0, _two_sided_p(t, seen.sum(axis=0) - 1) * corrections)
     large = np.abs(mean) >= MIN_BIAS_ULP
     # The smallest p; among equal ones, as many that are 1, the largest t.
     picks = np.lexsort((-np.abs(t), p, ~large))[:, 0]
@@ -94,15 +91,6 @@ def _standard_error(means: Numbers, counts: Numbers, seen: Flags) -> Numbers:
     spread = np.sqrt(np.where(seen, (means - mean) ** 2, 0.0).sum(axis=0) / np.maximum(n - 1, 1))
     half_step = 0.5 * n / np.maximum(counts.sum(axis=0), 1)
     return np.where(n < 2, 1.0, np.maximum(spread, half_step) / np.sqrt(np.maximum(n, 1)))
-
-
-def _corrections(family: int) -> Numbers:
-    """By how much each member's p is multiplied: the mean, the mean along the sign, the features.
-
-    The reciprocals sum to 1, which keeps the error rate of the whole family.
-    """
-    features = family - 2
-    return np.array([4.0, 4.0, *[2.0 * features] * features])
 
 
 def _two_sided_p(t: Numbers, degrees: Numbers) -> Numbers:

@@ -59,7 +59,7 @@ def measure(
     `expected` is the output of the emulation the kernel claims to be, on the same inputs; without
     it there is no expected_ratio and no worst_row. `of`: where the rows are a sample, in order of
     position, of how many; then `interval` holds the intervals of some metrics. `bins`: which row is
-    in which bin of positions, fp64 [rows, bins] of 0 and 1 (`numdev.metrics.binning`).
+    in which bin of positions, fp64 [rows, bins] of 0 and 1 (`numdev.metrics.sampling`).
     """
     totals = to_host(row_sums(output, yardstick, expected), bins)
     with np.errstate(all="ignore"):  # a ratio that means nothing is told by what comes out

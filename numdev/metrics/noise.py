@@ -2,17 +2,13 @@
 
 Of k runs x_1 ... x_k the noise of a head is
 
-    sqrt( mean over pairs i < j and over elements of (x_i - x_j)^2 ).
+    sqrt( mean over pairs i < j and over elements of (x_i - x_j)^2 ),
 
-It is the distance between two runs, the number a person would compute from two of them, and not
-the standard deviation of one, which is smaller by sqrt(2): a limit on noise is about what repeating
-a run may change, and for two runs no model of the noise is needed. The mean over pairs is free of
-the number of runs, so that figures from 2 and from 5 are comparable.
-
-It is exactly 0 when all runs agree bit for bit, and only then: pairs are compared for equality
-first, so that nothing is lost in rounding or in an underflowing square. NaN equals NaN at the same
-place, and infinity itself; zeros of different sign are not told apart. Where only one of two runs
-is finite there is no distance: such elements are counted (`flickering`) and left out of the mean.
+the distance between two runs, sqrt(2) times the standard deviation of one; a mean over pairs, it is
+free of the number of runs. It is exactly 0 when all runs agree bit for bit, and only then: pairs
+are compared for equality first. NaN equals NaN at the same place, and infinity itself; zeros of
+different sign are not told apart. Where only one of two runs is finite there is no distance: such
+elements are counted (`flickering`) and left out of the mean.
 """
 
 from __future__ import annotations
@@ -41,11 +37,6 @@ class Noise:
     flickering: int
     """Elements that are NaN or infinite in one run and not, or not so, in another."""
 
-    @property
-    def reproducible(self) -> bool:
-        """Whether all runs agreed in every element."""
-        return self.noise in (0.0, None) and self.flickering == 0
-
 
 def noise(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise of each head of one tensor [B, H, rows, ...] over several runs.
@@ -59,34 +50,28 @@ def noise(runs: Sequence[Tensor]) -> list[Noise]:
         raise MeasurementError("runs on the same inputs differ in their shape or dtype")
     heads = runs[0].shape[1]
     step = max(1, ELEMENTS * heads // max(1, runs[0].numel()))
-    parts = ([x.detach()[:, at : at + step] for x in runs] for at in range(0, heads, step))
+    parts = zip(*(x.detach().split(step, dim=1) for x in runs), strict=True)
     return [head for part in parts for head in _compared(part)]
 
 
 def _compared(runs: Sequence[Tensor]) -> list[Noise]:
     """The noise per head of any runs, by the definition."""
-    heads = runs[0].shape[1]
-    squares = torch.zeros(heads, dtype=torch.float64, device=runs[0].device)
-    counts = torch.zeros_like(squares)
-    differ = torch.zeros(heads, dtype=torch.bool, device=runs[0].device)
+    squares = torch.zeros(runs[0].shape[1], dtype=torch.float64, device=runs[0].device)
+    counts, moves = torch.zeros_like(squares), torch.zeros_like(squares)
     flickers = torch.zeros_like(runs[0], dtype=torch.bool)
     for one, other in itertools.combinations(runs, 2):
         a, b = one.double(), other.double()
-        same = (a == b) | (a.isnan() & b.isnan())
-        both = finite(a) & finite(b)
+        same, both = (a == b) | (a.isnan() & b.isnan()), finite(a) & finite(b)
         flickers |= ~same & ~both
         moved = ~same & both
-        differ |= _per_head(moved) > 0
+        moves += _per_head(moved)
         squares += _per_head(torch.where(moved, a - b, 0.0) ** 2)
         counts += _per_head(both)
-    flickering = _per_head(flickers)
     rms = (squares / counts).sqrt()
     # A square may underflow, but what differs is never called equal.
-    rms = torch.where(differ & (rms == 0), math.ulp(0.0), rms)
-    return [
-        Noise(noise=r if c else None, flickering=int(f))
-        for r, c, f in torch.stack([rms, counts, flickering], dim=-1).tolist()
-    ]
+    rms = torch.where((moves > 0) & (rms == 0), math.ulp(0.0), rms)
+    numbers = torch.stack([rms, counts, _per_head(flickers)], dim=-1).tolist()
+    return [Noise(noise=r if c else None, flickering=int(f)) for r, c, f in numbers]
 
 
 def _per_head(x: Tensor) -> Tensor:

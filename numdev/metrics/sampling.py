@@ -1,10 +1,13 @@
-"""Which rows of a call are measured, where not all are: drawn with a seed, spread over positions.
+"""Which rows of a call are measured, where not all are; and in which bin of positions each stands.
 
-The positions 0 to length - 1 are cut into as many strata of equal length as rows are wanted (their
-lengths differ by one at most), and one position is drawn uniformly in each. So the first rows, the
-last and all between are in every sample, in proportion; and every query head and batch entry of a
-call gets the same ones, so that heads can be compared. What is estimated from a sample, and how
-well, is the business of `numdev.metrics.intervals`.
+A sample is drawn with a seed and spread over positions: 0 to length - 1 are cut into as many strata
+of equal length as rows are wanted (their lengths differ by one at most), and one position is drawn
+uniformly in each. Every query head and batch entry of a call gets the same ones, so that heads can
+be compared. What is estimated, and how well: `numdev.metrics.intervals`.
+
+A bin is as wide as all that comes before it, until bins of one width reach the end: 0, 1, 2-3, 4-7,
+8-15 and so on, then equal ones. Under a causal mask row i averages i + 1 keys, so that among the
+first rows every doubling changes what is computed, and later a position hardly does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import torch
 from torch import Tensor
 
 from numdev.errors import UsageError
+
+BINS = 20  # at most
+FEWEST = 4  # a call of fewer rows has no bins: nothing can be seen along it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +57,28 @@ def draw(length: int, count: int, seed: int, label: str) -> Tensor | None:
     ends = torch.arange(count + 1) * length // count
     offsets = torch.rand(count, generator=generator, dtype=torch.float64) * ends.diff()
     return ends[:-1] + offsets.long()
+
+
+def starts(length: int) -> tuple[int, ...]:
+    """The first row of every bin of the rows 0 to length - 1, ascending from 0; nothing where there
+    are no bins. At most BINS."""
+    found: list[int] = []
+    at = 0 if length >= FEWEST else length
+    while at < length:
+        left = BINS - len(found)
+        found.append(at)
+        even = -(-(length - at) // left)
+        at += even if left == 1 else min(max(at, 1), even)
+    return tuple(found)
+
+
+def membership(length: int, positions: Tensor) -> Tensor | None:
+    """Which of these rows are in which bin: 1.0 or 0.0, fp64 [rows, bins], on their device; None
+    where there are no bins. Sums over rows [..., rows] are by bin after a product with it, which
+    adds in the same order every time."""
+    first = starts(length)
+    if not first:
+        return None
+    inner = torch.tensor(first[1:], device=positions.device)
+    of = torch.bucketize(positions, inner, right=True)
+    return (of[:, None] == torch.arange(len(first), device=positions.device)).double()
