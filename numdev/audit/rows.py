@@ -21,7 +21,7 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.emulation.predict import returning, unexpected
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.bits import checksums
-from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain, measure_precision
+from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
 from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_finite
 from numdev.metrics.noise import noise
 from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow, WeightRow
@@ -83,18 +83,25 @@ class _Of:
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
         for tensor in tensors if trained else ("out",):
-            x, sampled, y = getattr(output, tensor), select.sampled_from(tensor), bench.yardsticks
+            x, sampled, y = (
+                getattr(output, tensor),
+                select.sampled_from(tensor),
+                bench.yardsticks[tensor],
+            )
             if x is None:
                 raise MeasurementError(f"it returned no {tensor}")
             if task.role == "precision":
-                rows += self.shown(tensor, measure_precision(y[tensor], of=sampled).heads)
+                assert y.unrounded is not None
+                of = select.sampled_from(tensor)
+                moved = measure_plain(y.reference, y.unrounded, y.empty, of=of)
+                rows += self.shown(tensor, moved.heads)
                 continue
             chosen = select.select(x, tensor)
             fmt = bench.format if task.role == "floor" else returned(x, bench.case)
             along[tensor] = self.deviation(tensor, chosen, fmt)
             heads = along[tensor].heads
             if self.like is not None and tensor == "out":
-                heads = self.like.without_its_bias(heads, y[tensor].for_format(fmt))
+                heads = self.like.without_its_bias(heads, y.for_format(fmt))
             if task.role == "kernel" and tensor == "out":
                 self.suspect(heads, chosen)
             self.finish(heads, tensor, rest)

@@ -15,6 +15,7 @@ at once; the metrics themselves are computed on the host.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,13 +71,6 @@ def measure(
     return Deviation(heads=_finished(heads, totals, of), along=totals.along)
 
 
-def measure_precision(yardstick: Yardstick, *, of: int | None = None) -> Deviation:
-    """What rounding the inputs costs: distances between the references of rounded and of unrounded
-    ones. `of` as in `measure`."""
-    assert yardstick.unrounded is not None
-    return measure_plain(yardstick.reference, yardstick.unrounded, yardstick.empty, of=of)
-
-
 def measure_plain(
     output: Tensor, reference: Tensor, empty: Tensor, *, of: int | None = None
 ) -> Deviation:
@@ -120,21 +114,17 @@ def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     """Columns [H] as one dict per head: counts as integers."""
-    numbers = [n for n, x in columns.items() if x.dtype == np.float64 and n not in COUNTED]
-    lists = dict(zip(numbers, np.array([columns[n] for n in numbers]).tolist(), strict=True))
-    for name, column in columns.items():
-        if name not in lists:
-            lists[name] = (column.astype(np.int64) if name in COUNTED else column).tolist()
-    rows = zip(*(lists[name] for name in columns), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+    lists = [(x.astype(np.int64) if n in COUNTED else x).tolist() for n, x in columns.items()]
+    return [dict(zip(columns, head, strict=True)) for head in zip(*lists, strict=True)]
 
 
-def _finished(metrics: list[Metrics], totals: Totals, of: int | None) -> list[Metrics]:
-    done = [_with_reasons(head) for head in metrics]
-    if of is None:
-        return done
-    own = intervals(totals.groups, totals.rows, of)
-    return [{**head, "interval": ends} for head, ends in zip(done, own, strict=True)]
+def _finished(heads: list[Metrics], totals: Totals, of: int | None) -> list[Metrics]:
+    """With the reason of every null, and the intervals where rows are sampled."""
+    own = [] if of is None else intervals(totals.groups, totals.rows, of)
+    return [
+        _with_reasons(head) | ({"interval": ends} if ends is not None else {})
+        for head, ends in itertools.zip_longest(heads, own)
+    ]
 
 
 def _with_reasons(head: Metrics) -> Metrics:
@@ -152,16 +142,9 @@ def _with_reasons(head: Metrics) -> Metrics:
     if head.get("sequences", 2) < 2:
         judged = ("bias_t", "bias_p", "bias_size", "bias_of")
         nulls |= dict.fromkeys(judged, "needs at least two sequences")
-    for name in _without_meaning(head):
-        nulls.setdefault(name, "0/0" if math.isnan(head[name]) else "the denominator is zero")
+    for name, x in head.items():
+        if x.__class__ is float and not math.isfinite(x):
+            nulls.setdefault(name, "0/0" if math.isnan(x) else "the denominator is zero")
     head.update(dict.fromkeys(nulls))
     head["nulls"] = nulls
     return head
-
-
-def _without_meaning(head: Metrics) -> list[str]:
-    """Which numbers are NaN or infinite."""
-    total = sum([v for v in head.values() if v.__class__ is float])
-    if math.isfinite(total):
-        return []
-    return [name for name, v in head.items() if v.__class__ is float and not math.isfinite(v)]

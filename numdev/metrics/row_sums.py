@@ -110,8 +110,7 @@ def row_sums(output: Tensor, y: Yardstick, expected: Tensor | None = None) -> Ro
     if beside is not None and elements.apart is not None and elements.from_floor is not None:
         sums |= {"apart": elements.apart, "apart_count": beside.sum(dim=-1, dtype=torch.float64)}
         if dtype_of(y.format).itemsize > 1:  # PyTorch has no arithmetic in 8 bits
-            allowance = y.fa_allowance if whole else y.fa_allowance_where(beside)
-            largest |= {"from_floor": elements.from_floor, **allowance}
+            largest |= {"from_floor": elements.from_floor, **y.fa_allowance(beside)}
     if elements.predicted is not None:
         same, size = rows, elements.size
         if not bool((compared == rows.usable).all()):
