@@ -83,11 +83,7 @@ class _Of:
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
         for tensor in tensors if trained else ("out",):
-            x, sampled, y = (
-                getattr(output, tensor),
-                select.sampled_from(tensor),
-                bench.yardsticks[tensor],
-            )
+            x, y = getattr(output, tensor), bench.yardsticks[tensor]
             if x is None:
                 raise MeasurementError(f"it returned no {tensor}")
             if task.role == "precision":
