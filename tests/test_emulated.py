@@ -500,53 +500,38 @@ def test_fa2_explains_the_fused_cpu_kernel(regime: str) -> None:
     assert ((real.lse - lse).abs() <= 1e-6 * (4 + lse.abs())).all()
 
 
-EAGER: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "grouped": {"kv_heads": 2},
-    "soft cap": {"softcap": 3.3, "logits": 4.0},
-    "additive mask": {"mask": ("float", "bhqk")},
-    "bool mask": {"mask": ("bool", "bhqk")},
-    "sinks": {"sinks": True},
-    "wide logits": {"logits": 8.0},
-}
-
-
-def left_over(fmt: str, regime: str, **sites: str) -> float:
-    """What the preset `eager` leaves of the baseline's error, in rms."""
-    fields = {"heads": 4, "q_len": 96, "kv_len": 96, "head_dim": 48, **EAGER[regime]}
-    case = make_case(dtype=torch.float32, **fields).rounded_to(FORMATS[fmt])
-    output = find("baseline").attend(case)
-    assert (output.out.dtype, output.lse) == (case.q.dtype, None)
-    real = output.out.double()
-    error = (real - reference(case).out).norm()
-    return float((real - emulate(case, preset="eager", **sites)).norm() / error)
+BASELINE_SITES: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((site, {"is_causal": True}) for site in ("scores", "scaled", "p", "out")),
+    ("softcap", {"softcap": 3.3, "logits": 4.0}),
+    ("bias", {"mask": ("float", "bhqk")}),
+    ("p", {"mask": ("bool", "bhqk"), "kv_heads": 2}),
+    ("p", {"sinks": True}),
+    ("scores", {"logits": 8.0}),
+)
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
-@pytest.mark.parametrize("regime", EAGER)
-def test_the_baselines_rounding_sites_account_for_its_error(fmt: str, regime: str) -> None:
-    """The emulation explains the baseline's error: what it leaves over comes from float32 sums,
-    which differ by 2^-24 of their terms and so turn few roundings; a tenth of the error is
-    generous (a site left out leaves a third or more, see below). Of wide logits in float16, where a
-    processor multiplies in it (AVX-512 FP16), one score in 1500 turns, and is large: 0.20."""
-    assert left_over(fmt, regime) < (0.25 if (fmt, regime) == ("float16", "wide logits") else 0.1)
+@pytest.mark.parametrize(("site", "fields"), BASELINE_SITES)
+def test_the_baselines_rounding_sites_account_for_its_error(
+    site: str, fields: dict[str, Any], fmt: str
+) -> None:
+    """`eager` explains the baseline's error, and without any one of its sites does not any more.
+    What it leaves over comes from float32 sums, which differ by 2^-24 of their terms and so turn
+    few roundings; a tenth of the error is generous. Of wide logits in float16, where a processor
+    multiplies in it (AVX-512 FP16), one score in 1500 turns, and is large: 0.20."""
+    shape = {"heads": 4, "q_len": 96, "kv_len": 96, "head_dim": 48}
+    case = make_case(dtype=torch.float32, **{**shape, **fields}).rounded_to(FORMATS[fmt])
+    output = find("baseline").attend(case)
+    assert (output.out.dtype, output.lse) == (case.q.dtype, None)
+    error = output.out.double() - reference(case).out
 
+    def left_over(**sites: str) -> float:
+        emulated = emulate(case, preset="eager", **sites)
+        return float((output.out.double() - emulated).norm() / error.norm())
 
-@pytest.mark.parametrize(
-    ("site", "regime"),
-    [
-        ("scores", "causal"),
-        ("scaled", "causal"),
-        ("p", "causal"),
-        ("out", "causal"),
-        ("softcap", "soft cap"),
-        ("bias", "additive mask"),
-    ],
-)
-def test_every_site_of_the_baseline_is_seen(site: str, regime: str) -> None:
-    """Without any one of its sites the emulation does not explain the error any more."""
-    assert left_over("bfloat16", regime, **{site: "exact"}) > 0.3
+    assert left_over() < (0.25 if (fmt, fields) == ("float16", {"logits": 8.0}) else 0.1)
+    if fmt == "bfloat16":
+        assert left_over(**{site: "exact"}) > 0.3
 
 
 @pytest.mark.gpu

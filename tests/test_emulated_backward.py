@@ -11,26 +11,25 @@ from typing import Any
 import pytest
 import torch
 from fused_bounds import of_group, operands, weights
-from oracles import FEATURES, U64, make_case
-from recipes import EXPONENTIAL, REGIMES, autograd, drawn, rms, with_grad
+from oracles import FEATURES, U64, step
+from recipes import REGIMES, autograd, drawn, rms
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.formats import FORMATS, ulp
-from numdev.kernels import find
+from numdev.kernels import Output, find
 from numdev.kernels.emulation.backward import gradients
 from numdev.kernels.emulation.recipe import Recipe, recipe
 from numdev.kernels.reference import gradients as reference
+from numdev.system import System
 
 BF16 = FORMATS["bfloat16"]
 NAMES = ("dq", "dk", "dv")
 
 
 def truth_of(case: AttentionCase) -> list[Tensor]:
-    found = autograd(case)
-    return [found[name] for name in NAMES]
+    return list(autograd(case).values())[1:]
 
 
 def term_scales(case: AttentionCase) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +51,7 @@ def test_exact_is_the_gradient(name: str) -> None:
     """With all sites exact, every algorithm, tile, order and formula is the gradient to within fp64
     rounding, with all features. 300 u of the term scale: a score of these cases has at most eight
     terms and size 30, and exp makes its rounding, up to 2 * 30 u, a relative error of P."""
-    case = with_grad(make_case(**FEATURES[name]))
+    case = step(**FEATURES[name])
     truth, scales = truth_of(case), term_scales(case)
     choices = itertools.product(
         ("fa2", "fa1", "plain"),
@@ -130,37 +129,20 @@ def test_what_cannot_be_done_is_refused() -> None:
 # --- real kernels --------------------------------------------------------------------------------
 
 
-def of_torch(case: AttentionCase, backend: SDPBackend) -> tuple[Tensor, ...]:
-    """dq, dk and dv of an SDPA backend."""
-    leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
-    with sdpa_kernel([backend]):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *leaves, is_causal=case.is_causal, scale=case.scale, enable_gqa=case.group > 1
-        )
-    return torch.autograd.grad(out, leaves, case.grad_out)
-
-
-def as_the_cpu_kernel(length: int) -> Recipe:
-    """`fa2` at the tiles, sums and exp of PyTorch's fused CPU kernel, which adds every tile to the
-    gradient itself."""
-    return recipe(
-        "fa2",
-        **dict.fromkeys(NAMES, "working"),
-        group_sum="running",
-        block_q=256 if length >= 768 else 64 if length >= 192 else 32,
-        block_kv=512,
-        exponential=EXPONENTIAL.get(torch.backends.cpu.get_cpu_capability(), "exact"),
-    )
-
-
-def compared(
-    case: AttentionCase, real: tuple[Tensor, ...], made: Recipe
-) -> list[tuple[Tensor, Tensor]]:
+def compared(case: AttentionCase, output: Output, made: Recipe) -> list[tuple[Tensor, Tensor]]:
     """rms of the kernel's error over the emulation's, and residual over error, of dq, dk, dv."""
+    real = (getattr(output, name) for name in NAMES)
     return [
         (rms(a - t) / rms(b - t), rms(a.double() - b) / rms(a - t))
         for a, b, t in zip(real, gradients(case, made)[2:], truth_of(case), strict=True)
     ]
+
+
+def claimed(case: AttentionCase, output: Output) -> Recipe:
+    """What PyTorch's fused CPU kernel says it is."""
+    options = find("sdpa-flash").claims(case, output, System.here("cpu"))
+    assert options is not None
+    return recipe(**options)
 
 
 OF_ALL = [name for name in REGIMES if name != "outliers"]
@@ -168,15 +150,15 @@ OF_ALL = [name for name in REGIMES if name != "outliers"]
 
 @pytest.mark.parametrize("regime", OF_ALL)
 def test_the_fused_cpu_kernel_is_explained(regime: str) -> None:
-    """With the accumulators in the working format, rms over predicted rms is within 2 % of 1 per
+    """Under its claim rms over predicted rms is within 2 % of 1 per
     head (measured 0.998 to 1.002), and the residual below a quarter of the error (measured 0.12);
     dk on ties and sinks, which a few keys carry, within 10 % (0.93 to 1.01). With fp32 accumulators
     (plain `fa2`) the kernel's dv errs 1.3 to 2.3 times as much as predicted."""
     for causal, length in ((False, 800), (True, 640)):
         # In one draw of ten a score that a few keys hang on rounds to the other side.
         case = drawn(length, is_causal=causal, seed=1, **REGIMES[regime])
-        real = of_torch(case, SDPBackend.FLASH_ATTENTION)
-        found = compared(case, real, as_the_cpu_kernel(length))
+        real = find("sdpa-flash").gradients(case)
+        found = compared(case, real, claimed(case, real))
         for name, (ratio, residual) in zip(NAMES, found, strict=True):
             few = name == "dk" and regime in ("ties", "sink")
             assert ((ratio - 1).abs() < (0.1 if few else 0.02)).all(), (name, ratio)
@@ -188,8 +170,8 @@ def test_the_fused_cpu_kernel_adds_up_through_a_group() -> None:
     """With grouped heads its running sums go on from one query head to the next: so they explain
     dk and dv to a residual below 0.1, and partials of each head do not (0.9)."""
     case = drawn(500, heads=4, kv_heads=2, is_causal=True, logits=2.0)
-    real = of_torch(case, SDPBackend.FLASH_ATTENTION)
-    made = as_the_cpu_kernel(500)
+    real = find("sdpa-flash").gradients(case)
+    made = claimed(case, real)
     for _, residual in compared(case, real, made)[1:]:
         assert (residual < 0.1).all()
     for _, residual in compared(case, real, dataclasses.replace(made, group_sum="separate"))[1:]:
@@ -211,7 +193,7 @@ def test_eager_is_the_baseline(regime: str, dtype: torch.dtype) -> None:
     here = gradients(case, recipe("eager"))[0]
     assert ((rms(real.out - exact) / rms(here - exact) - 1).abs() < 0.01).all()
     assert (rms(real.out - here) < 0.25 * rms(real.out - exact)).all()
-    found = compared(case, tuple(getattr(real, name) for name in NAMES), recipe("eager"))
+    found = compared(case, real, recipe("eager"))
     for name, (ratio, residual) in zip(NAMES, found, strict=True):
         turned = dtype is torch.float16 and regime == "sink"
         few = turned or (name == "dk" and regime == "ties")
@@ -224,7 +206,7 @@ def test_the_math_path_casts_once(regime: str) -> None:
     """sdpa-math computes 16-bit attention in fp32: it is `exact` with the four casts, to 1 % in rms
     and a residual of a fifth, and errs less than `eager` predicts: dq and dk by at least half."""
     case = drawn(256, is_causal=True, **REGIMES[regime])
-    real = of_torch(case, SDPBackend.MATH)
+    real = find("sdpa-math").gradients(case)
     casts = dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "working")
     for ratio, residual in compared(case, real, recipe("exact", **casts)):
         assert ((ratio - 1).abs() < 0.01).all(), ratio

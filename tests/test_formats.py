@@ -173,13 +173,6 @@ def test_derived_properties(name, precision, largest, normal, subnormal) -> None
         assert (says.max, says.tiny, says.eps) == (largest, normal, 2 * 2.0**-precision)
 
 
-def test_e4m3_is_not_e4m3fn() -> None:
-    """The IEEE-style e4m3 ends at 240 with infinity above, OCP's at 448 with NaN above."""
-    x = tensor([240.0, 260.0, 448.0, 500.0])
-    assert_identical(round_to(x, format_named("e4m3")), tensor([240.0, inf, inf, inf]))
-    assert_identical(round_to(x, E4M3FN), tensor([240.0, 256.0, 448.0, nan]))
-
-
 REFUSED = {
     "bfloat61": "'bfloat16'", "float8_e4m3": "'float8_e4m3fn'", "fp8_e4m3": "'fp8_e4m3fn'",
     "": "float8_e5m2", "e12m7": "2 to 11", "e1m7": "2 to 11", "e8m53": "1 to 52", "e8m0": "1 to 52",
@@ -249,6 +242,8 @@ BY_HAND = {
     "float8_e4m3fn": [
         (464.0, 448.0), (464.0000001, nan), (-500.0, nan), (inf, nan), (3 * 2.0**-10, 2.0**-8),
     ],
+    # The IEEE-style format ends at 240, with infinity above.
+    "e4m3": [(240.0, 240.0), (247.0, 240.0), (260.0, inf), (448.0, inf)],
     "float8_e5m2": [(61440.0, inf), (61439.0, 57344.0), (-1.1 * 2.0**-17, -(2.0**-16))],
     "float32": [(16777217.0, 16777216.0), (3.4028235677973366e38, inf), (1e-45, 2.0**-149)],
     "tf32": [(1 + 2**-11, 1.0), (1 + 2**-11 + 2**-52, 1 + 2**-10), (70000.0, 70016.0)],
@@ -260,8 +255,8 @@ def test_nearest_by_hand(name: str) -> None:
     """Ties, double-rounding traps, subnormals and overflow, as one finds them on paper; the
     rational oracle finds the same."""
     x, expected = zip(*BY_HAND[name], strict=True)
-    assert_identical(round_to(tensor(x), FORMATS[name]), tensor(expected))
-    assert_identical(tensor([exactly(one, FORMATS[name]) for one in x]), tensor(expected))
+    assert_identical(round_to(tensor(x), format_named(name)), tensor(expected))
+    assert_identical(tensor([exactly(one, format_named(name)) for one in x]), tensor(expected))
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "e3m2", "e11m3", "e9m20"])
@@ -342,24 +337,6 @@ def test_a_result_float32_cannot_hold_is_refused() -> None:
     assert_identical(round_to(near_top, format_named("e9m7")), tensor([2.0**128]))
     with pytest.raises(UsageError, match="float32"):
         round_to(near_top.float(), format_named("e9m7"))
-
-
-@pytest.mark.parametrize("name", [*ENUMERATED, *OTHERS])
-def test_laws(name: str) -> None:
-    """A rounded value rounds to itself, order is kept, -x gives the negative; the error is at most
-    half an ulp below overflow, and at most u |x| among normals."""
-    format = format_named(name)
-    x = random_near(format, 5000).sort().values
-    rounded = round_to(x, format)
-    assert_identical(round_to(rounded, format), rounded)
-    held = rounded[rounded.isfinite()]
-    assert bool((held.diff() >= 0).all())
-    assert_identical(round_to(-x, format), -rounded)
-    x = x[x.abs() <= format.largest]
-    error = (round_to(x, format) - x).abs()
-    assert bool((error <= ulp(x, format) / 2).all())
-    normal = x.abs() >= format.smallest_normal
-    assert bool((error[normal] <= format.unit_roundoff * x[normal].abs()).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,26 +1,53 @@
-"""PyTorch's SDPA on the CPU: forced alone, certified, and refusing in words.
+"""PyTorch's SDPA and FlexAttention: forced alone, certified, refusing in words, and rounding where
+they claim to; and what only a GPU can show of them. That they are attention is in test_oracle.py.
 
-That it is attention is in test_oracle.py, and what only a GPU can show in test_gpu.py.
+A compiled FlexAttention takes seconds a shape on a CPU, so those tests are few and small.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from oracles import make_case, step
+from on_bench import measured_rows
+from oracles import (
+    FEATURES,
+    GRADIENTS,
+    U32,
+    U64,
+    assert_within,
+    attention,
+    error_bounds,
+    make_case,
+    step,
+    to_cuda,
+)
+from recipes import drawn, rms
 from torch import Tensor
 
+from numdev.audit.plan import Task
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
-from numdev.kernels import Refused, find, sdpa
+from numdev.kernels import Output, Refused, find, flex, sdpa
+from numdev.kernels.emulation.predict import emulation
+from numdev.kernels.reference import attend, floor_of, gradients
 from numdev.system import System
 
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 ON_CPU = ("sdpa-math", "sdpa-flash", "sdpa-default")
+FLEX = find("flex")
+# The C++ kernel's exponential is good to 20 ulp, that is 40 u.
+EXP_U20 = 40 * U32
+H200 = System(device="cuda", gpu="NVIDIA H200", capability=(9, 0), processors=132)
+CPU = System(device="cpu")
+
+
+def ran(device: str, **options: Any) -> Output:
+    return Output(out=torch.zeros(1), did={"compiled": True, "device": device, **options})
 
 
 # --- what runs is what was asked for -------------------------------------------------------------
@@ -145,3 +172,221 @@ def test_a_refusal_has_pytorchs_own_reason(name: str, case: AttentionCase, reaso
     assert "Triggered" not in message
     assert ".cpp" not in message
     assert message.count(reason) == 1
+
+
+# --- FlexAttention -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "feature",
+    ["one key", "causal, more keys, bottom-right", "soft cap, causal, additive mask", "bool mask"],
+)
+def test_compiled_flex_equals_the_oracle(feature: str) -> None:
+    """Compiled for the CPU in float32 it is within float32's bounds, and was really compiled."""
+    case = make_case(**{"head_dim": 16, **FEATURES[feature]}, dtype=torch.float32)
+    exact, found = attention(case), FLEX.attend(case)
+    assert_within(found.out, exact.out, error_bounds(case, exact, U32, exp_error=EXP_U20)[0])
+    assert found.ran == "flex_attention, compiled for cpu"
+    assert found.lse is None
+
+
+def test_there_is_no_backward_on_a_cpu() -> None:
+    """A training step is refused where PyTorch has no backward, compiled or not; and so is float64,
+    compiled."""
+    with pytest.raises(Refused, match="takes float16, bfloat16 and float32"):
+        FLEX.attend(make_case())
+    for compiled in (True, False):
+        with pytest.raises(Refused, match="no backward on a CPU"):
+            FLEX.gradients(step(dtype=torch.float32), compiled=compiled)
+
+
+def test_a_compiled_call_that_was_not_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler switched off the eager path is not passed off as the compiled kernel."""
+    monkeypatch.setattr(flex, "_compiled", lambda: flex._call)
+    with pytest.raises(MeasurementError, match="ran eagerly"):
+        FLEX.attend(make_case(dtype=torch.float32))
+
+
+def test_flex_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's limits are lifted during a call, and as they were after one that raised."""
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    during = []
+
+    def crash(*_: Any, **__: Any) -> None:
+        during.append((config.recompile_limit, config.accumulated_recompile_limit))
+        raise ZeroDivisionError
+
+    before = (config.recompile_limit, config.accumulated_recompile_limit)
+    monkeypatch.setattr(flex, "_call", crash)
+    with pytest.raises(ZeroDivisionError):
+        FLEX.attend(make_case(), compiled=False)
+    assert during == [(flex.UNLIMITED, flex.UNLIMITED)]
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "did", "system", "claim"),
+    [
+        ({}, {"device": "cuda"}, H200, {"block_kv": 128}),
+        ({"head_dim": 128}, {"device": "cuda"}, H200, {"block_kv": 64}),
+        ({"head_dim": 80}, {"device": "cuda"}, H200, {"block_kv": 64}),
+        ({"head_dim": 256}, {"device": "cuda"}, H200, {"block_kv": 32}),
+        ({"dtype": torch.float32}, {"device": "cuda"}, H200, {"block_kv": 32}),
+        ({}, {"device": "cuda", "BLOCK_N": 16}, H200, {"block_kv": 16}),
+        ({"heads": 4}, {"device": "cuda"}, H200, {"block_kv": 128, "group_sum": "running"}),
+        ({}, {"device": "cuda", "BACKEND": "FLASH"}, H200, {}),
+        ({}, {"device": "cuda", "PRESCALE_QK": True}, H200, None),
+        # Decoding: 132 multiprocessors over 2 kv heads, twice.
+        ({"q_len": 1}, {"device": "cuda"}, H200, {"block_kv": 64, "splits": 132}),
+        ({"q_len": 1}, {"device": "cuda", "BACKEND": "TRITON"}, H200, {"block_kv": 128}),
+        ({}, {"device": "cpu"}, CPU, {"block_kv": 300}),
+        ({"is_causal": True}, {"device": "cpu"}, CPU, {"block_kv": 128}),
+    ],
+)
+def test_claims_of_flex(
+    fields: dict[str, Any], did: dict[str, Any], system: System, claim: dict[str, Any] | None
+) -> None:
+    """FlashAttention-2's arithmetic in the tiles of what ran, on a machine we need not have."""
+    shape: dict[str, Any] = {"head_dim": 64, "q_len": 300, "kv_len": 300, "kv_heads": 2}
+    case = make_case(**{**shape, "dtype": torch.bfloat16, **fields})
+    found = FLEX.claims(case, ran(**did), system)
+    if claim is None:  # what is rounded is Q times scale and log2(e), which no emulation does
+        assert found is None
+        return
+    assert found == {"preset": "fa2", **claim}
+    assert emulation(case, found).shape == case.q.shape  # a claim that `emulated` understands
+
+
+def ratios(name: str, case: AttentionCase, **options: Any) -> list[float]:
+    """The size of each head's error by that of its claim."""
+    fmt, system = case.format.name, System.here(case.q.device.type)
+    task = Task(case=case.ref, role="kernel", kernel=name, format=fmt, options=options)
+    rows = measured_rows(task, find(name), case, system)
+    assert not [row.reason for row in rows if row.reason]
+    return [row.expected_ratio for row in rows if row.tensor == "out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"is_causal": True}])
+def test_compiled_flex_rounds_where_it_claims_to(fields: dict[str, Any]) -> None:
+    """Compiled for the CPU, each head's error is as large as its claim predicts."""
+    assert ratios("flex", drawn(300, **fields)) == pytest.approx([1.0, 1.0], abs=0.05)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+BACKENDS = {
+    "sdpa-math": "math",
+    "sdpa-flash": "_scaled_dot_product_flash_attention",
+    "sdpa-efficient": "_scaled_dot_product_efficient_attention",
+    "sdpa-cudnn": "_scaled_dot_product_cudnn_attention",
+}
+FLEX_FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": (50, 0)},
+    "soft cap": {"softcap": 5.0},
+}
+
+
+def there(length: int, regime: str = "normal", **fields: Any) -> AttentionCase:
+    return drawn(length, regime, device="cuda", **{"batch": 2, "heads": 4, **fields})
+
+
+def assert_near_the_truth(case: AttentionCase, found: Output, of_out: float = 8.0) -> None:
+    """Gradients are within 8 floors of fp64, and the output within `of_out` in every head; the
+    log-sum-exp is too: fp32 sums of so few terms are off by far less than 1e-4."""
+    exact = gradients(case)
+    floor = floor_of(exact, case.format)
+    for tensor, most in (("out", of_out), ("dq", 8.0), ("dk", 8.0), ("dv", 8.0)):
+        r = getattr(exact, tensor)
+        error, least = (rms(getattr(x, tensor).double() - r) for x in (found, floor))
+        assert (error <= most * least).all(), (tensor, error / least)
+    if found.lse is not None and found.lse.shape == exact.lse.shape:
+        assert (found.lse.double() - exact.lse).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backend_runs_alone_and_is_near_the_truth(
+    name: str, dtype: torch.dtype, causal: bool
+) -> None:
+    """The forced operator is the one that ran, and so is its own backward, on whatever thread; lse
+    is there unless it is math."""
+    case = there(200, dtype=dtype, is_causal=causal)
+    found = find(name).gradients(case)
+    assert found.ran == BACKENDS[name]
+    assert found.ran_backward == ("math" if name == "sdpa-math" else f"{BACKENDS[name]}_backward")
+    assert (found.lse is None) == (name == "sdpa-math")
+    assert_near_the_truth(case, found, of_out=1.6)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("length", "head_dim", "causal"), [(1024, 64, True), (1500, 128, False), (1000, 80, True)]
+)
+@pytest.mark.parametrize("regime", ["normal", "outliers", "sink", "ties"])
+def test_backends_round_where_they_claim_to(
+    name: str, length: int, head_dim: int, causal: bool, regime: str
+) -> None:
+    """Each head's error is within 5 % of its emulation's, and element by element half of it or
+    more is the emulation's own: tiles, their order and the splits of small calls are right."""
+    case = there(length, regime, head_dim=head_dim, is_causal=causal)
+    assert ratios(name, case) == pytest.approx([1.0] * 4, abs=0.05)
+    found, exact = find(name).attend(case), attend(case).out
+    claim = find(name).claims(case, found, System.here("cuda")) or {}
+    error = found.out.double() - exact
+    assert (error - (emulation(case, claim) - exact)).norm() <= 0.5 * error.norm()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("feature", FLEX_FEATURES)
+def test_flex_rounds_where_it_claims_to_on_a_gpu(dtype: torch.dtype, feature: str) -> None:
+    """The fused kernel runs, and each head's error is within 5 % of what its claim predicts,
+    whatever its tiles."""
+    case = there(1000, dtype=dtype, **FLEX_FEATURES[feature])
+    found = FLEX.attend(case)
+    assert found.ran == "flex_attention, compiled for cuda"
+    assert found.lse is not None
+    assert (found.lse.double() - attend(case).lse).abs().max() < 1e-4
+    for options in ({}, {"block_m": 64, "block_n": 32}, {"backend": "TRITON"}):
+        assert ratios("flex", case, **options) == pytest.approx([1.0] * 4, abs=0.05), options
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("feature", FLEX_FEATURES)
+def test_backward_of_flex_on_a_gpu(feature: str, compiled: bool) -> None:
+    """With grouped heads."""
+    case = there(300, kv_heads=2, **FLEX_FEATURES[feature])
+    assert_near_the_truth(case, FLEX.gradients(case, compiled=compiled))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_reference_agrees_with_the_cpu(kv_heads: int) -> None:
+    """The fp64 reference is the same on both devices to a few fp64 roundings per term, over several
+    blocks, and so are its gradients."""
+    shape: dict[str, Any] = {"batch": 2, "heads": 4, "kv_heads": kv_heads, "is_causal": True}
+    case = drawn(200, window=(50, 0), softcap=20.0, **shape)
+    a, b = gradients(to_cuda(case)), gradients(case)
+    bound = 64 * U64 * 200
+    assert ((a.out.cpu() - b.out).abs() <= bound * b.term_scale).all()
+    assert (a.lse.cpu() - b.lse).abs().max() <= bound * math.log(200)
+    for tensor in GRADIENTS:
+        most = 2 * bound * getattr(b, f"{tensor}_terms").amax()
+        assert ((getattr(a, tensor).cpu() - getattr(b, tensor)).abs() <= most).all()
+    assert torch.equal(a.unseen.cpu(), b.unseen)
