@@ -222,7 +222,7 @@ def test_the_result_is_on_stdout_and_the_rest_on_stderr(run: Any) -> None:
     assert ran.code == 0
     assert "sdpa-math" in ran.out
     assert ran.err == "Report: out/report.html\n"
-    files = ["profiles.csv", "report.html", "report.json", "rows.csv", JOURNAL]
+    files = ["report.html", "report.json", "rows.csv", JOURNAL]
     assert sorted(p.name for p in Path("out").iterdir()) == files
 
 

@@ -3,9 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from on_bench import prepare
 from torch import Tensor
 
-from numdev import report
 from numdev.audit.explanations import profile
 from numdev.audit.plan import Task
 from numdev.audit.run import audit
@@ -123,21 +120,11 @@ def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> Non
         assert abs((ratio or 0) - 1) < 0.1
 
 
-def test_tables_for_people_and_spreadsheets(made: AuditReport, tmp_path: Path) -> None:
-    """Markdown has a row for each kernel and eight places; profiles.csv a line for each bin."""
-    assert "| first query row of the bin | 0 |" in markdown.page(made)
-    report.write(made, tmp_path)
-    with (tmp_path / "profiles.csv").open(encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == sum(len(s.starts) for s in made.summary.profiles)
-    last = [x for x in lines if x["kernel"] == "test_profile:late"][-1]
-    assert (last["last"], last["calls"], last["tensor"]) == ("63", "2", "out")
-    assert float(last["ratio"]) > 5
-
-
 def test_the_page_draws_them(made: AuditReport) -> None:
-    """The error of every kernel beside floor and baseline, and over what is predicted; pointing at
-    a dot tells its rows and the range of calls, and so does the table."""
+    """Markdown has a table; the page draws the error of every kernel beside floor and baseline, and
+    over what is predicted; pointing at a dot tells its rows and the range of calls, and so does its
+    table."""
+    assert "| first query row of the bin | 0 |" in markdown.page(made)
     page = html.page(made)
     assert "bfloat16, out (64 rows): error by position" in page
     assert "bfloat16, out (64 rows): error over what is predicted, by position" in page

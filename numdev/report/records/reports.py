@@ -119,9 +119,7 @@ class AuditReport(Report):
         return "ok" in status or not status
 
     def tables(self) -> Mapping[str, Sequence[Line]]:
-        bins = [line for profile in self.summary.profiles for line in profile.bins()]
-        more: dict[str, Sequence[Line]] = {"weights": self.weights, "profiles": bins}
-        return {"rows": self.rows, **{name: lines for name, lines in more.items() if lines}}
+        return {"rows": self.rows, **({"weights": self.weights} if self.weights else {})}
 
 
 class SweepReport(Report):

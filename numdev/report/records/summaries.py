@@ -3,7 +3,6 @@ and figures among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -114,16 +113,6 @@ class ProfileSummary(OfKernel):
     def ends(self) -> tuple[int, ...]:
         """The last row of each bin."""
         return tuple(start - 1 for start in (*self.starts[1:], self.length))
-
-    def bins(self) -> Iterator[dict[str, Any]]:
-        """The bins as lines of profiles.csv."""
-        own = ("kernel", "options", "role", "format", "tensor", "attends", "length", "calls")
-        columns = {"first": self.starts, "last": self.ends, "rows": self.counts}
-        names = ("errors", "lows", "highs", "predicted", "ratios", "ratio_lows", "ratio_highs")
-        columns |= {name.removesuffix("s"): getattr(self, name) for name in names}
-        shared = {name: getattr(self, name) for name in own}
-        for i in range(len(self.starts)):
-            yield shared | {name: values[i] if values else None for name, values in columns.items()}
 
 
 class HeadMap(Record):
