@@ -36,45 +36,25 @@ SHARP = ("max_probability", "entropy")
 CANCELS = "its terms cancel to {cancellation:.2g} of their size (median {usual:.3g})"
 LARGEST = "its largest P is {max_probability:.2g} (median {usual:.3g})"
 PROPERTIES = {
-    "tied": Property(
-        1.0,
-        "{tied} keys share its maximum, P = {max_probability:.2g} each",
-        side=1,
-        hides=("nearly_tied", *SHARP),
-    ),
+    "tied": Property(1.0, "{tied} keys share its maximum, P = {max_probability:.2g} each",
+                     side=1, hides=("nearly_tied", *SHARP)),
     "nearly_tied": Property(1.0, "{nearly_tied} keys are within 0.001 of its maximum", side=1),
     # Together with a tie this makes rounding errors of P one-sided (arXiv 2510.04212).
-    "one_sign": Property(
-        0.2,
-        "V keeps one sign ({one_sign:.2f}; median {usual:.2f}) at the {carriers} keys that carry "
-        "90 % of it",
-        side=1,
-    ),
+    "one_sign": Property(0.2, "V keeps one sign ({one_sign:.2f}; median {usual:.2f}) at the "
+                         "{carriers} keys that carry 90 % of it", side=1),
     "first_key": Property(0.1, "key 0 has P = {first_key:.2g} (median {usual:.3g})", hides=SHARP),
     "sink": Property(0.1, "the sink has P = {sink:.2g} (median {usual:.3g})", hides=SHARP),
-    "mass": Property(
-        1.0,
-        key="it receives P = {mass:.3g} in all (median {usual:.3g}), 90 % of it from {carriers} of "
-        "the queries",
-        logarithmic=True,
-        hides=("carriers",),
-    ),
-    "carriers": Property(
-        1.0,
-        key="queries that give 90 % of its probability: {carriers} (median {usual:.3g})",
-        logarithmic=True,
-    ),
+    "mass": Property(1.0, "", "it receives P = {mass:.3g} in all (median {usual:.3g}), 90 % of it "
+                     "from {carriers} of the queries", logarithmic=True, hides=("carriers",)),
+    "carriers": Property(1.0, "", "queries that give 90 % of its probability: {carriers} (median "
+                         "{usual:.3g})", logarithmic=True),
     "max_probability": Property(0.1, LARGEST, LARGEST, hides=("entropy",)),
     "entropy": Property(0.5, "its entropy is {entropy:.3g} nats (median {usual:.3g})"),
     "lse": Property(1.0, "its log-sum-exp is {lse:.4g} (median {usual:.3g})"),
     "cancellation": Property(1.0, CANCELS, CANCELS, logarithmic=True, side=-1),
-    "sees": Property(
-        1.0,
-        "keys that it sees: {sees} (median {usual:.3g})",
-        "queries that see it: {sees} (median {usual:.3g})",
-        logarithmic=True,
-    ),
-}
+    "sees": Property(1.0, "keys that it sees: {sees} (median {usual:.3g})",
+                     "queries that see it: {sees} (median {usual:.3g})", logarithmic=True),
+}  # fmt: skip
 
 
 def sentence(row: WorstRow, usual: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.errors import UsageError
 from numdev.metrics.row_facts import of_keys, of_queries
 from numdev.metrics.row_sums import row_ratios
 from numdev.metrics.row_words import sentence
@@ -24,7 +23,7 @@ from numdev.metrics.yardstick import Yardstick, finite, kept
 from numdev.report import WorstRow
 
 TYPICAL = 32  # rows of the head that stand for what is usual there
-OF_QUERIES, OF_KEYS = ("out", "dq"), ("dk", "dv")
+OF_KEYS = ("dk", "dv")
 OF_SCORES = ("lse", "tied", "nearly_tied", "first_key", "sink", "entropy", "carriers", "one_sign")
 COUNTS = ("row", "batch", "nonfinite", "sees", "position", "tied", "nearly_tied", "carriers")
 OF_CALL = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
@@ -33,7 +32,7 @@ OF_CALL = ("case", "source", "module", "layer", "call", "seed", "phase", "step",
 def worst_rows(
     case: AttentionCase,
     output: Tensor,
-    yardstick: Yardstick,
+    y: Yardstick,
     heads: Sequence[int],
     *,
     predicted: Tensor | None = None,
@@ -45,8 +44,8 @@ def worst_rows(
 ) -> list[WorstRow]:
     """The `count` worst rows of the head of `output` where a row errs most, the worst first.
 
-    `case` is whole; `output`, `yardstick` and `predicted` [B, len(heads), rows, features] are of
-    its query heads `heads` for out and dq, of kv heads for dk and dv, whose rows are keys. `lse`
+    `case` is whole; `output`, its yardstick `y` and `predicted` [B, len(heads), rows, features] are
+    of its query heads `heads` for out and dq, of kv heads for dk and dv, whose rows are keys. `lse`
     [B, H, q_len] is the reference's log-sum-exp of all query heads, which dk and dv need: a key's
     probabilities are not to be had from its own scores. `rows`: where in the call the rows of
     `output` stand, if these are a sample; rows are named by that.
@@ -55,13 +54,9 @@ def worst_rows(
     |term scale_i|; before all others come those with an element that is not finite where the exact
     one, rounded once, is. Left out are empty rows, rows without an error, and rows that repeat a
     worse one at the same place of another sequence. `identity` holds fields of the report's row
-    beyond what the case says. Raises UsageError for a tensor without rows.
+    beyond what the case says.
     """
-    if tensor not in OF_QUERIES + OF_KEYS:
-        raise UsageError(f"{tensor} has no rows to name", hint="one of out, dq, dk, dv")
-    if tensor in OF_KEYS and lse is None:
-        raise UsageError(f"the worst rows of {tensor} need the log-sum-exp of all query heads")
-    y, o = yardstick, output.detach().double()
+    o = output.detach().double()
     bad = (y.usable & y.floor_finite & ~finite(o)).sum(dim=-1)
     usable = y.usable & finite(o)
     if predicted is not None:
@@ -76,32 +71,38 @@ def worst_rows(
     worst = _worst(order[:, at], y, at, count)
     if not worst:
         return []
-    judged = (usable[:, at].any(dim=-1) | (bad[:, at] > 0)).flatten().cpu()
+    # Of the head from here on; [B, rows] or [B, rows, features].
+    bad, usable, size, ratio = bad[:, at], usable[:, at], size[:, at], ratio[:, at]
+    judged = (usable.any(dim=-1) | (bad > 0)).flatten().cpu()
     judged[worst] = False
     others = judged.nonzero()[:, 0]
     usual = others[:: -(-len(others) // TYPICAL) or 1].tolist()
     places = torch.tensor(worst + usual, device=o.device)
     b, i = places // order.shape[2], places % order.shape[2]
     place = i if rows is None else rows[i]
-    without = ~usable[:, at][b, i].any(dim=-1)
+    without = ~usable[b, i].any(dim=-1)
     r, terms = (
-        kept(x[:, at][b, i], usable[:, at][b, i]).norm(dim=-1) for x in (y.reference, y.term_scale)
+        kept(x[:, at][b, i], usable[b, i]).norm(dim=-1) for x in (y.reference, y.term_scale)
     )
     columns = {
         "batch": b,
         "row": place,
-        "nonfinite": bad[:, at][b, i],
-        "error": size[:, at][b, i].masked_fill(without, math.nan),
-        "ratio": ratio[:, at][b, i].masked_fill(without, math.nan),
+        "nonfinite": bad[b, i],
+        "error": size[b, i].masked_fill(without, math.nan),
+        "ratio": ratio[b, i].masked_fill(without, math.nan),
         "cancellation": r / terms,
     }
-    if tensor in OF_KEYS and lse is not None:
-        table = _on_host({**columns, **of_keys(case, heads[at], b, place, lse)})
+    if tensor in OF_KEYS:
+        assert lse is not None
+        columns |= of_keys(case, heads[at], b, place, lse)
     else:
-        table = _on_host({**columns, **of_queries(case, heads[at], b, place)})
-        for row in table:
-            if not row["sees"]:
-                row.update(dict.fromkeys(OF_SCORES))
+        columns |= of_queries(case, heads[at], b, place)
+    # Of one type, or each column would be copied by itself.
+    numbers = torch.stack([x.double() for x in columns.values()], dim=1).tolist()
+    table = [{n: _as_reported(n, x) for n, x in zip(columns, row, strict=True)} for row in numbers]
+    for row in table:
+        if tensor not in OF_KEYS and not row["sees"]:
+            row.update(dict.fromkeys(OF_SCORES))
     fields = {
         **{name: getattr(case.ref, name) for name in OF_CALL},
         "format": y.format.name,
@@ -130,17 +131,3 @@ def _worst(order: Tensor, y: Yardstick, head: int, count: int) -> list[int]:
         same &= lse[:, None] == lse
     new: list[int] = ranked[~same.tril(diagonal=-1).any(dim=1)].tolist()
     return new[:count]
-
-
-def _on_host(columns: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Columns [n] as one dict per row, as a report holds them: counts are integers, and a number
-    that is not finite is None."""
-    # Of one type, or each column would be copied by itself.
-    table = torch.stack([x.double() for x in columns.values()], dim=1).tolist()
-    return [
-        {
-            name: None if not math.isfinite(x) else int(x) if name in COUNTS else x
-            for name, x in zip(columns, row, strict=True)
-        }
-        for row in table
-    ]
