@@ -99,7 +99,13 @@ def worst_rows(
         columns |= of_queries(case, heads[at], b, place)
     # Of one type, or each column would be copied by itself.
     numbers = torch.stack([x.double() for x in columns.values()], dim=1).tolist()
-    table = [{n: _as_reported(n, x) for n, x in zip(columns, row, strict=True)} for row in numbers]
+    table: list[dict[str, Any]] = [
+        {
+            name: None if not math.isfinite(x) else int(x) if name in COUNTS else x
+            for name, x in zip(columns, row, strict=True)
+        }
+        for row in numbers
+    ]
     for row in table:
         if tensor not in OF_KEYS and not row["sees"]:
             row.update(dict.fromkeys(OF_SCORES))
