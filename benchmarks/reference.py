@@ -28,7 +28,7 @@ import torch
 from numdev.cases import AttentionCase, CaseRef
 from numdev.kernels import find
 from numdev.kernels.reference import blocked, fused
-from numdev.kernels.reference.results import Reference
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.sampling import draw
 
 SIDE, HEADS = 8192, 8

@@ -31,7 +31,7 @@ from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import format_named, format_of, round_to
 from numdev.kernels import find
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.results import Reference
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics import deviation
 from numdev.metrics.deviation import Yardstick
 from numdev.sources.synthetic import Shapes, draw

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, visible
-from numdev.kernels.reference.results import Gradients, Reference
+from numdev.kernels.reference.blocked import Gradients, Reference
 
 U = 2.0**-53
 TINY = 2.0**-900

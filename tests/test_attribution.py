@@ -22,8 +22,8 @@ from numdev.cli.main import cli
 from numdev.explain.attribution import PRESETS, Attribution, attribute, rounding_sites
 from numdev.formats import format_named
 from numdev.kernels import Kernel, find
+from numdev.kernels.emulation.kernel import emulated_step, emulation
 from numdev.kernels.emulation.kernel import gradients as emulated_gradients
-from numdev.kernels.emulation.predict import emulated_step, emulation
 from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.reference import attend, gradients
 from numdev.report import AttributionRow, read

@@ -21,7 +21,7 @@ from numdev import report
 from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
-from numdev.kernels.emulation.predict import emulation
+from numdev.kernels.emulation.kernel import emulation
 from numdev.report import AuditReport, DeviationRow
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")

@@ -15,7 +15,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import format_named, ulp
 from numdev.kernels.emulation import backward as emulated_backward
 from numdev.kernels.emulation import forward as tile_by_tile
-from numdev.kernels.emulation.predict import emulated_step, emulation, recipe_of
+from numdev.kernels.emulation.kernel import emulated_step, emulation, recipe_of
 from numdev.kernels.emulation.rounding import Rounder
 from numdev.kernels.reference import attend, gradients
 

@@ -18,7 +18,7 @@ from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import Format, format_named
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels import sdpa as module
-from numdev.kernels.emulation.predict import (
+from numdev.kernels.emulation.kernel import (
     emulated_step,
     emulation,
     recipe_of,
@@ -27,7 +27,7 @@ from numdev.kernels.emulation.predict import (
     unpredictable,
 )
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.reference.results import Reference
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.deviation import measure
 from numdev.metrics.yardstick import Yardstick
 from numdev.sources.synthetic import Shapes, draw

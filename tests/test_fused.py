@@ -22,7 +22,7 @@ from numdev.errors import Refused
 from numdev.kernels import find, reference
 from numdev.kernels.output import key_limits
 from numdev.kernels.reference import blocked, fused
-from numdev.kernels.reference.results import Gradients, Reference
+from numdev.kernels.reference.blocked import Gradients, Reference
 
 nan, inf = math.nan, math.inf
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS
 from numdev.kernels import find
-from numdev.kernels.emulation.predict import emulation
+from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend
 from numdev.metrics.deviation import Metrics, measure, measure_plain
 from numdev.metrics.intervals import FORMULAS, jackknife

@@ -38,8 +38,7 @@ from numdev.errors import UsageError
 from numdev.formats import FORMATS
 from numdev.kernels import find
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.reference.blocked import BLOCK_BYTES
-from numdev.kernels.reference.results import Gradients
+from numdev.kernels.reference.blocked import BLOCK_BYTES, Gradients
 
 GFLOAT = {
     "float32": gformats.format_info_binary32,

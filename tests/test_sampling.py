@@ -14,8 +14,7 @@ from numdev.cases import AttentionCase, CaseRef, empty_rows, explicit_mask
 from numdev.errors import Refused, UsageError
 from numdev.formats import FORMATS
 from numdev.kernels import Kernel, find
-from numdev.kernels.reference import attend, gradients
-from numdev.kernels.reference.key_gradients import key_gradients
+from numdev.kernels.reference import attend, gradients, key_gradients
 from numdev.metrics.sampling import Sample, draw
 from numdev.sources.synthetic import Shapes
 from numdev.sources.synthetic import draw as draw_inputs

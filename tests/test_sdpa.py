@@ -33,7 +33,7 @@ from numdev.audit.plan import Task
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError
 from numdev.kernels import Output, Refused, find, flex, sdpa
-from numdev.kernels.emulation.predict import emulation
+from numdev.kernels.emulation.kernel import emulation
 from numdev.kernels.reference import attend, floor_of, gradients
 from numdev.system import System
 

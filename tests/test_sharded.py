@@ -23,7 +23,7 @@ from numdev.errors import MeasurementError, Refused
 from numdev.formats import FORMATS
 from numdev.kernels import Output, find
 from numdev.kernels.context_parallel import end_all, together
-from numdev.kernels.emulation.predict import emulated_step
+from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients as exact_gradients
 from numdev.kernels.sharded import Merge, merged, schedule
 from numdev.system import System

@@ -16,8 +16,7 @@ from oracles import step, to_cuda
 from numdev.cases import AttentionCase, CaseRef
 from numdev.errors import Refused, UsageError
 from numdev.kernels import find
-from numdev.kernels.emulation.kernel import emulated
-from numdev.kernels.emulation.predict import emulated_step
+from numdev.kernels.emulation.kernel import emulated, emulated_step
 from numdev.kernels.output import Output
 from numdev.kernels.reference import floor_of, gradients
 from numdev.kernels.triton_flash.kernel import Call, tiles
@@ -46,8 +45,6 @@ def call(here: AttentionCase, **options: Any) -> Call:
         ({"block_q": 8}, "block_q"),
         ({"block_kv": 48}, "block_kv"),
         ({"block_kv": 64.0}, "block_kv"),
-        ({"num_warps": 3}, "num_warps"),
-        ({"num_stages": 0}, "from 1 on"),
         ({"softmax": "guarded", "beta": 2.0}, "of the stabilised softmax"),
         ({"tie_tolerance": 0.0}, "of the stabilised softmax"),
         ({"softmax": "stabilised", "beta": 0.5}, "from 1.0 on"),
@@ -201,7 +198,7 @@ def test_float32_is_in_float32(shape: str, mask: str) -> None:
 # The interpreter has each option by itself.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"block_q": 64, "block_kv": 32, "num_warps": 4, "p": "float32", "delta_o": "float32"},
+    {"block_q": 64, "block_kv": 32, "p": "float32", "delta_o": "float32"},
     {"softmax": "guarded", "dp": "working", "delta_from": "dP*P"},
     {"scores": "working", "accumulator": "working", "row_sum": "working", "loop_order": "kv",
      "kv_order": "descending", "l_from": "rounded", "delta_from": "dP*P", "exponential": "exp"},

@@ -24,7 +24,7 @@ from numdev.audit.task import measure_task
 from numdev.kernels import Kernel, Output
 from numdev.kernels.autograd_styles import WAYS
 from numdev.kernels.emulation.backward import attended as attend
-from numdev.kernels.emulation.predict import emulated_step
+from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.emulation.recipe import recipe
 from numdev.kernels.reference import gradients
 from numdev.testing import CheckFailed, check_attention

@@ -35,7 +35,7 @@ from interpreted import prepare
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS, round_to
 from numdev.kernels import find
-from numdev.kernels.emulation.predict import emulated_step
+from numdev.kernels.emulation.kernel import emulated_step
 from numdev.kernels.reference import gradients
 from numdev.kernels.training import attended
 from numdev.kernels.triton_flash.forward import within

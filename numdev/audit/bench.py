@@ -24,10 +24,9 @@ from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase, empty_rows
 from numdev.formats import FORMATS, Format
 from numdev.kernels import Output, find
-from numdev.kernels.emulation.predict import emulated_step, emulation
-from numdev.kernels.reference import attend, gradients
-from numdev.kernels.reference.key_gradients import key_gradients
-from numdev.kernels.reference.results import Gradients, Reference
+from numdev.kernels.emulation.kernel import emulated_step, emulation
+from numdev.kernels.reference import attend, gradients, key_gradients
+from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.sampling import Sample, membership
 from numdev.metrics.yardstick import Yardstick, widened
 

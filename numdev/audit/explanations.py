@@ -42,8 +42,8 @@ from numdev.formats import Format, round_to
 from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, Output, sdpa
 from numdev.kernels.autograd_styles import WAYS, Way
-from numdev.kernels.emulation.predict import (
-    CASTS,
+from numdev.kernels.emulation.kernel import (
+    SITE_OF,
     emulated_step,
     emulation,
     returning,
@@ -53,7 +53,7 @@ from numdev.kernels.emulation.predict import (
 from numdev.kernels.emulation.recipe import SITES
 from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend, gradients
-from numdev.kernels.reference.results import Gradients, Reference
+from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
@@ -242,7 +242,7 @@ class _Compared:
 
     def __init__(self, bench: Bench, output: Output) -> None:
         case, select, self.output = bench.case, bench.selection, output
-        tensors = {t: x for t in CASTS if (x := getattr(output, t)) is not None}
+        tensors = {t: x for t in SITE_OF if (x := getattr(output, t)) is not None}
         self.formats = {t: returned(x, case) for t, x in tensors.items()}
         if backward := "dq" in tensors:
             heads, kv_heads = whole_groups(select.heads, case.group)
@@ -250,7 +250,7 @@ class _Compared:
         else:
             heads, kv_heads = chosen(select.heads), ()
             some = case.select_heads(list(heads))
-        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in CASTS}
+        self.heads = {t: kv_heads if t in KV_TENSORS else heads for t in SITE_OF}
         self.rows = select.queries
         self.case = some if self.rows is None else some.select_rows(self.rows)
         self.exact: Reference | Gradients = (gradients if backward else attend)(self.case)

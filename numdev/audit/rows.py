@@ -18,7 +18,7 @@ from numdev.errors import MeasurementError, UsageError
 from numdev.explain.wrong_function import far_off, suspect
 from numdev.formats import FORMATS, Format, format_of, round_to
 from numdev.kernels import Kernel, Output
-from numdev.kernels.emulation.predict import returning, unexpected
+from numdev.kernels.emulation.kernel import returning, unexpected
 from numdev.kernels.output import GRADIENTS
 from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain

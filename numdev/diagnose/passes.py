@@ -24,8 +24,14 @@ from numdev.kernels.emulation.recipe import EXACT, SITES, Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic, rounding
 from numdev.kernels.output import upstream
 from numdev.kernels.reference import gradients
-from numdev.kernels.reference.blocked import _per_kv_head, _products, _row_blocks, _scores, _slope
-from numdev.kernels.reference.results import Gradients
+from numdev.kernels.reference.blocked import (
+    Gradients,
+    _per_kv_head,
+    _products,
+    _row_blocks,
+    _scores,
+    _slope,
+)
 from numdev.sources.projection import Projection
 
 BLOCKS_HELD = 8  # blocks of scores that are held at once, each so much smaller

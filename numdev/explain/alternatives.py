@@ -22,7 +22,7 @@ from numdev.cases import AttentionCase, additive, visible
 from numdev.explain.mistakes import variants
 from numdev.explain.probe import Alternative, Probe
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.results import Reference
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 
 WHOLE = 1 << 22  # up to so many scores a whole reference is computed where all rows are mixed

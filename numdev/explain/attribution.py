@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from numdev.formats import FORMATS, Format
-from numdev.kernels.emulation.predict import CASTS, recipe_of
+from numdev.kernels.emulation.kernel import SITE_OF, recipe_of
 from numdev.kernels.emulation.recipe import BACKWARD, FORWARD, Recipe
 
 Claim = Mapping[str, Any]
@@ -42,7 +42,7 @@ ENOUGH = 0.1  # with a residual below this no further variant of the preset is t
 PRESETS: Mapping[str, Claim] = {
     **{name: {"preset": name}
        for name in ("fa2", "fa2-consistent", "eager", "golden2024", "qiu2025")},
-    "one cast": {"preset": "exact", **dict.fromkeys(CASTS.values(), "working")},
+    "one cast": {"preset": "exact", **dict.fromkeys(SITE_OF.values(), "working")},
 }  # fmt: skip
 """What is tried, by the name it has in a sentence."""
 TILES = (16, 32, 64, 96, 128, 176, 256, 512, 1024)  # keys, tried with presets that have tiles

@@ -21,7 +21,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase
 from numdev.formats import format_of
 from numdev.kernels.reference import attend
-from numdev.kernels.reference.results import Reference
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 
 LEAST_ELEMENTS = 32  # fewer numbers than this agree with something by chance

@@ -29,7 +29,7 @@ from numdev.cases import AttentionCase
 from numdev.explain.alternatives import alternatives, estimated
 from numdev.explain.mistakes import scales
 from numdev.explain.probe import Alternative, Probe, room_for_heads
-from numdev.kernels.reference.results import Reference
+from numdev.kernels.reference.blocked import Reference
 from numdev.metrics.yardstick import finite
 
 CUT = 10.0  # how much smaller the residual must be against the alternative's reference

@@ -26,13 +26,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from numdev.cases import AttentionCase
 from numdev.errors import Refused
 from numdev.formats import Format, round_to
 from numdev.kernels import Output, kernel, no_claim
-from numdev.kernels.output import GRADIENTS
+from numdev.kernels.output import GRADIENTS, upstream
 from numdev.kernels.reference import blocked, fused
-from numdev.kernels.reference.results import Gradients, Reference
+from numdev.kernels.reference.blocked import Gradients, KeyGradients, Reference
 
 R = TypeVar("R", bound=Reference)
 
@@ -60,6 +62,18 @@ def gradients(case: AttentionCase) -> Gradients:
     if not case.q.is_cuda:
         return blocked.gradients(case)
     return _fast_or_plain(case, fused.gradients, blocked.gradients)
+
+
+def key_gradients(case: AttentionCase, keys: Tensor) -> KeyGradients:
+    """The rows `keys` (int64 indices) of dk and dv: those of `gradients` but for fp64 rounding.
+
+    A row of dk or dv is a sum over all queries, so that sampling queries does not give it. But a
+    key's probabilities P_ij = exp(S_ij - L_i) and dX need no other key once L and delta are known,
+    which one forward reference of all queries gives, in O(q_len kv_len); the rest is O(q_len keys).
+    Raises UsageError for a case without grad_out.
+    """
+    upstream(case)
+    return blocked.gradients_of_keys(case, keys.to(case.q.device), attend(case))
 
 
 def _fast_or_plain(

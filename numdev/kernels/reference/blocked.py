@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase, additive, key_range, visible
 from numdev.kernels.output import upstream
-from numdev.kernels.reference.results import Gradients, Reference
 
 BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """How large one block of scores may be; speed only, the result does not depend on it beyond fp64
@@ -27,6 +27,54 @@ rounding in the matrix products."""
 BACKWARD_BLOCKS = 4
 """As many blocks as the backward pass holds at once, each so much smaller."""
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reference:
+    """The fp64 answer to a case. Shapes as in `Output`; everything float64 but `empty`."""
+
+    out: Tensor
+    lse: Tensor
+    term_scale: Tensor
+    """sum_j P_ij |V_jd|, [batch, heads, q_len, v_dim]; at least |out| everywhere."""
+    empty: Tensor
+    """bool [batch, heads, q_len]: rows that see no key."""
+    by: str = "blocked"
+    """Which path computed it; with a reason where it is not the fast one of the device."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gradients(Reference):
+    """The fp64 answer to a training step: what `attend` returns, and the gradients of
+    sum(dO O), each in the shape of its input. float64 but for `empty` and `unseen`."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dq_terms: Tensor
+    """|scale| sum_j P_ij (|dP_ij| + |delta_i|) |K_jd|, times the soft cap's slope where there is
+    one; at least |dq| everywhere."""
+    dk_terms: Tensor
+    """The same with |Q_id|, summed over rows i and query heads."""
+    dv_terms: Tensor
+    """sum_i P_ij |dO_id|."""
+    delta: Tensor
+    """rowsum(dO O), [batch, heads, q_len]; 0 in an empty row."""
+    unseen: Tensor
+    """bool [batch, kv_heads, kv_len]: keys that no query sees. Their dk and dv are exactly 0."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeyGradients:
+    """Of n keys of a call, float64 [batch, kv_heads, n, ...]; names as in `reference.Gradients`,
+    `unseen` bool, and `lse` [batch, heads, q_len] of all queries."""
+
+    dk: Tensor
+    dv: Tensor
+    dk_terms: Tensor
+    dv_terms: Tensor
+    unseen: Tensor
+    lse: Tensor
 
 
 def attend(case: AttentionCase) -> Reference:
@@ -86,6 +134,32 @@ def gradients(case: AttentionCase) -> Gradients:
     for x in (found.dq_terms, found.dk_terms):
         x.mul_(abs(case.scale))
     return found
+
+
+def gradients_of_keys(case: AttentionCase, keys: Tensor, whole: Reference) -> KeyGradients:
+    """See `reference.key_gradients`; `whole` is the forward reference of all queries."""
+    q, dO = (x.detach().double() for x in (case.q, upstream(case)))
+    k, v = (x.detach()[:, :, keys].double() for x in (case.k, case.v))
+    delta = (dO * whole.out).sum(dim=-1).masked_fill_(whole.empty, 0.0)
+    dk, dk_terms, dv, dv_terms = (torch.zeros_like(x) for x in (k, k, v, v))
+    unseen = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+    weigh = _weigher(q, k, v, dO)
+    for rows in _row_blocks(case, BACKWARD_BLOCKS, len(keys)):
+        X = _products(case, q, k, rows, slice(0, len(keys)))
+        slope = _slope(case, X)
+        S = _scores(case, X, rows, keys)
+        hidden = S.eq(-math.inf)
+        unseen &= _per_kv_head(case, hidden).all(dim=2)
+        P = S.sub_(whole.lse[:, :, rows, None]).exp_().masked_fill_(hidden, 0.0)
+        Q_i, dO_i, P_i = (_per_kv_head(case, x) for x in (q[:, :, rows], dO[:, :, rows], P))
+        dX, terms = _score_gradient(case, P, dO_i, v, delta[:, :, rows], slope)
+        dk.add_(weigh(dX.mT, Q_i, P_i.mT), alpha=case.scale)
+        dk_terms.add_(weigh(terms.mT, Q_i.abs(), P_i.mT), alpha=abs(case.scale))
+        dv.add_(weigh(P_i.mT, dO_i, P_i.mT))
+        dv_terms.add_(weigh(P_i.mT, dO_i.abs(), P_i.mT))
+    return KeyGradients(
+        dk=dk, dv=dv, dk_terms=dk_terms, dv_terms=dv_terms, unseen=unseen, lse=whole.lse
+    )
 
 
 def _room(q: Tensor, v: Tensor) -> Reference:

@@ -38,7 +38,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
 from numdev.kernels.output import key_limits, upstream
-from numdev.kernels.reference.results import Gradients, Reference
+from numdev.kernels.reference.blocked import Gradients, Reference
 
 LARGEST = 2.0**44
 """No score may reach this. Sums of so large terms are off by about 1, since fp64 has 2^53; and P

@@ -26,14 +26,11 @@ from numdev.kernels.emulation.recipe import STABILISED, check_stabilised
 from numdev.kernels.output import FAR, key_limits, upstream_in, why_not
 from numdev.system import System
 
-POWERS = tuple(1 << n for n in range(11))
 FORMATS = ("working", "float32")
-SIZES: Mapping[str, Any] = {
-    "block_q": POWERS[4:],  # 16 is what Triton's matrix products need
-    "block_kv": POWERS[4:],
-    "num_warps": POWERS,
-    "num_stages": 1,
-}
+SIZES: Mapping[str, Any] = dict.fromkeys(
+    ("block_q", "block_kv"),
+    tuple(1 << n for n in range(4, 11)),  # 16 is what Triton's matrix products need
+)
 """Options that are None by default: as it suits the head dimension and the products."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "loop_order": ("q", "kv"),
@@ -209,6 +206,7 @@ class Call:
     plan: Any
     options: Mapping[str, Any]
     """In force, tiles included."""
+    launch: Launch
 
     @classmethod
     def of(cls, case: AttentionCase, options: Mapping[str, Any]) -> Call:
@@ -217,13 +215,14 @@ class Call:
             n: STABILISED[n] if x is None and n in STABILISED else x for n, x in options.items()
         }
         plan = plan_of(case, options)
-        chosen = tiles("forward", plan, case.q.dtype)._asdict()
-        options = {n: chosen[n] if x is None else x for n, x in options.items()}
+        launch = tiles("forward", plan, case.q.dtype)
+        launch = launch._replace(**{n: x for n in SIZES if (x := options[n]) is not None})
+        options |= {n: getattr(launch, n) for n in SIZES}
         mask = case.mask
         if mask is not None:
             mask = mask.detach().expand(*case.q.shape[:3], case.kv_len)
             mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-        return cls(case=case.detached(), mask=mask, plan=plan, options=options)
+        return cls(case=case.detached(), mask=mask, plan=plan, options=options, launch=launch)
 
     def forward(self) -> tuple[Output, Tensor]:
         """What forward returns, and the O that backward reads: the same, or that of fp32."""
@@ -233,10 +232,9 @@ class Call:
         dtype = torch.float32 if self.options["delta_o"] == "float32" else q.dtype
         O = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        launch = Launch(*(self.options[name] for name in Launch._fields))
-        forward[self._programs(launch.block_q, q)](
+        forward[self._programs(self.launch.block_q, q)](
             q, k, v, O, lse, self.case.sinks, self.mask, *strides(q, k, v, O, self.mask),
-            Size.of(self.case), self._scores_scale, PLAN=self.plan, **launch.as_arguments(),
+            Size.of(self.case), self._scores_scale, PLAN=self.plan, **self.launch.as_arguments(),
         )  # fmt: skip
         ran = " ".join(f"{name}={value}" for name, value in self.options.items())
         return Output(out=O.to(q.dtype), lse=lse, ran=ran, did=self.options), O
