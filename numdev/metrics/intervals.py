@@ -25,8 +25,7 @@ computed on the host."""
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,47 +35,39 @@ Interval = tuple[float, float]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Sums = Mapping[str, Numbers]
 """What a metric is made of, by name: sums over all rows [H], or over groups of them [H, groups]."""
-
-
-def _rms(squares: Numbers, count: Numbers) -> Numbers:
-    root: Numbers = np.sqrt(squares / count)
-    return root
-
-
-FORMULAS: Mapping[str, Callable[..., Numbers]] = {
-    "mean_abs": lambda absolute, count: absolute / count,
-    "rms": lambda square, count: _rms(square, count),
-    "row_rel": lambda relative, counted: _rms(relative, counted),
-    "floor_ratio": lambda square, count, floor, least, floor_count: (
-        _rms(square, count) / _rms(np.maximum(floor, least), floor_count)
-    ),
-    "baseline_ratio": lambda square, count, plain, plain_count: (
-        _rms(square, count) / _rms(plain, plain_count)
-    ),
-    "expected_ratio": lambda against, predicted, least_row: np.sqrt(
-        against / np.maximum(predicted, least_row)
-    ),
-    "precision_rms": lambda moved, moved_count: _rms(moved, moved_count),
-    "from_baseline_rms": lambda apart, apart_count: _rms(apart, apart_count),
-    "flash_vs_precision": lambda apart, apart_count, moved, moved_count: (
-        _rms(apart, apart_count) / _rms(moved, moved_count)
-    ),
-    "low_precision_rms": lambda cast_apart, cast_count: _rms(cast_apart, cast_count),
-    "flash_vs_low_precision": lambda apart, apart_count, cast_apart, cast_count: (
-        _rms(apart, apart_count) / _rms(cast_apart, cast_count)
-    ),
+RMS = {
+    "rms": ("square", "count"),
+    "row_rel": ("relative", "counted"),
+    "precision_rms": ("moved", "moved_count"),
+    "from_baseline_rms": ("apart", "apart_count"),
+    "low_precision_rms": ("cast_apart", "cast_count"),
 }
-"""A metric as a function of its sums, which are its parameters' names."""
-
-NEEDS = {name: tuple(inspect.signature(formula).parameters) for name, formula in FORMULAS.items()}
+"""Root mean squares: the sum of squares, and of how many."""
 
 
 def of_sums(sums: Sums) -> dict[str, Numbers]:
     """Every metric that these sums give."""
-    given = {
-        name: [sums[n] for n in needs] for name, needs in NEEDS.items() if sums.keys() >= {*needs}
-    }
-    return {name: FORMULAS[name](*parts) for name, parts in given.items()}
+
+    def rms(squares: str, count: str) -> Numbers:
+        root: Numbers = np.sqrt(sums[squares] / sums[count])
+        return root
+
+    found = {"mean_abs": sums["absolute"] / sums["count"]}
+    for name, parts in RMS.items():
+        if sums.keys() >= {*parts}:
+            found[name] = rms(*parts)
+    if "floor" in sums:
+        floor = np.maximum(sums["floor"], sums["least"]) / sums["floor_count"]
+        found["floor_ratio"] = found["rms"] / np.sqrt(floor)
+    if "plain" in sums:
+        found["baseline_ratio"] = found["rms"] / rms("plain", "plain_count")
+    if "against" in sums:
+        predicted = np.maximum(sums["predicted"], sums["least_row"])
+        found["expected_ratio"] = np.sqrt(sums["against"] / predicted)
+    for name in ("precision", "low_precision"):
+        if found.keys() >= {"from_baseline_rms", f"{name}_rms"}:
+            found[f"flash_vs_{name}"] = found["from_baseline_rms"] / found[f"{name}_rms"]
+    return found
 
 
 def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
@@ -86,14 +77,14 @@ def intervals(groups: Sums, rows: int, of: int) -> list[dict[str, Interval]]:
     if rows < 2:
         return [{} for _ in range(heads)]
     ends = jackknife({name: x[:, : min(rows, most)] for name, x in groups.items()}, rows, of)
-    both = np.array(list(ends.values())).reshape(-1, 2, heads)  # [metrics, 2, H]
-    pairs = [zip(low, high, strict=True) for low, high in both.tolist()]
-    found = [dict(zip(ends, own, strict=True)) for own in zip(*pairs, strict=True)]
-    unknown = ~np.isfinite(both).all(axis=1).T  # [H, metrics]
-    for head in np.flatnonzero(unknown.any(axis=1)).tolist():
-        own = zip(found[head].items(), unknown[head].tolist(), strict=True)
-        found[head] = dict(pair for pair, lacks in own if not lacks)
-    return found
+    return [
+        {
+            name: (float(low[head]), float(high[head]))
+            for name, (low, high) in ends.items()
+            if np.isfinite(low[head]) and np.isfinite(high[head])
+        }
+        for head in range(heads)
+    ]
 
 
 def jackknife(groups: Sums, rows: int, of: int) -> dict[str, tuple[Numbers, Numbers]]:
