@@ -26,7 +26,15 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError, Refused, UsageError, closest
-from numdev.kernels.output import GRADIENTS, Output, as_output, differentiate, refuse, upstream
+from numdev.kernels.output import (
+    GRADIENTS,
+    Output,
+    as_output,
+    differentiate,
+    refuse,
+    upstream,
+    why_not,
+)
 from numdev.system import Requirement, System
 
 __all__ = ["Kernel", "Output", "Refused", "Requirement", "all_kernels", "find", "kernel"]
@@ -57,14 +65,12 @@ class Kernel:
     """A registered kernel."""
 
     name: str
-    function: Callable[..., Any]
-    """Of a case and options; returns what `as_output` takes."""
+    function: Callable[..., Any]  # of a case and options; returns what `as_output` takes
     requires: Requirement = NOTHING
     supports: Callable[[AttentionCase], str | None] = lambda case: None
     """Why it cannot run a case, as a sentence; None when it can."""
     summary: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Its options and their defaults."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # its options and their defaults
     values: Mapping[str, Collection[Any] | int] = field(default_factory=dict)
     """What an option may be: one of these, or a whole number from this on; and its default."""
     validate: Callable[[Mapping[str, Any]], object] | None = None
@@ -144,11 +150,10 @@ class Kernel:
     def accept(self, case: AttentionCase) -> None:
         """Raises Refused for a case the kernel cannot run."""
         part = case.positions is not None and not self.any_rows
-        refuse(
+        reason = why_not(
             (case.working and not self.any_format, f"no torch dtype stores {case.format.name}"),
             (part, "it computes whole calls, not some of their rows"),
-        )
-        reason = self.supports(case)
+        ) or self.supports(case)
         refuse((reason, str(reason)))
 
 

@@ -37,12 +37,10 @@ class Version:
     module: str
     capability: tuple[int, int]
     summary: str
-    more: Mapping[str, Any]
-    """Its options beside `deterministic` and `varlen`, with their defaults."""
+    more: Mapping[str, Any]  # its options beside `deterministic` and `varlen`, with their defaults
     multiple: int = 8
     """Of what head dimensions are multiples: loads are of 16 bytes. Version 2 pads."""
-    unlimited: int | None = -1
-    """A window's side without a limit."""
+    unlimited: int | None = -1  # a window's side without a limit
     with_lse: str = "return_attn_probs"
 
     def unsupported(self, case: AttentionCase) -> str | None:

@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import Output, kernel
-from numdev.kernels.output import refuse
+from numdev.kernels.output import key_limits, refuse, why_not
 from numdev.system import System
 
 VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -60,10 +60,6 @@ PLAIN_TILE for others."""
 UNLIMITED = 1_000_000
 LEAST_HEAD_DIM = 16  # of a matrix product in Triton
 Modification = Callable[..., Tensor]
-
-
-def _unsupported(case: AttentionCase) -> str | None:
-    return None if case.sinks is None else "FlexAttention has no attention sinks"
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -116,33 +112,29 @@ def _decodes(case: AttentionCase, backend: str | None) -> bool:
     "flex",
     options={name: values[0] for name, values in VALUES.items()},
     values=VALUES,
-    supports=_unsupported,
+    supports=lambda case: why_not((case.sinks is not None, "FlexAttention has no attention sinks")),
     validate=_check,
     claims=_claims,
 )
 def flex(case: AttentionCase, *, compiled: bool, **options: Any) -> Output:
     """PyTorch's FlexAttention, compiled into one kernel."""
     asked, device, on_cuda = _kernel_options(options), case.q.device.type, case.q.is_cuda
-    narrow = min(case.q.shape[-1], case.v.shape[-1]) < LEAST_HEAD_DIM
+    float64 = compiled and case.q.dtype == torch.float64
+    narrow = min(case.q.shape[-1], case.v.shape[-1]) < LEAST_HEAD_DIM and compiled and on_cuda
     refuse(
         (case.q.requires_grad and not on_cuda, "FlexAttention has no backward on a CPU"),
-        (
-            compiled and case.q.dtype == torch.float64,
-            "compiled FlexAttention takes float16, bfloat16 and float32",
-        ),
-        (
-            compiled and on_cuda and narrow,
-            f"compiled FlexAttention takes head dimensions from {LEAST_HEAD_DIM} on",
-        ),
+        (float64, "compiled FlexAttention takes float16, bfloat16 and float32"),
+        (narrow, f"compiled FlexAttention takes head dimensions from {LEAST_HEAD_DIM} on"),
         (asked and not on_cuda, f"{', '.join(asked)}: options of FlexAttention's kernel for CUDA"),
     )
-    with _unlimited_recompilation(), warnings.catch_warnings():
+    from torch._dynamo import config
+
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), UNLIMITED)
+    with config.patch(limits), warnings.catch_warnings():
         # Said once a process where it is eager, which `ran` says of every call.
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out, lse, was_compiled = (_compiled() if compiled else _call)(
-            case.q,
-            case.k,
-            case.v,
+            *(case.q, case.k, case.v),
             with_lse=device == "cuda" or not compiled,  # the C++ kernel has none to give
             score_mod=_score_mod(case),
             block_mask=_block_mask(case),
@@ -174,15 +166,6 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor | None, bool]]:
     return torch.compile(_call, fullgraph=True, dynamic=False)
 
 
-def _unlimited_recompilation() -> Any:
-    """A context in which one function may be compiled for any number of shapes."""
-    import torch._dynamo
-
-    return torch._dynamo.config.patch(
-        recompile_limit=UNLIMITED, accumulated_recompile_limit=UNLIMITED
-    )
-
-
 def _score_mod(case: AttentionCase) -> Modification | None:
     """Soft cap, then additive mask; None where a score stays as it is."""
     cap, bias = case.softcap, _four_axes(case.mask, bool_mask=False)
@@ -200,20 +183,16 @@ def _score_mod(case: AttentionCase) -> Modification | None:
 def _block_mask(case: AttentionCase) -> Any:
     """Which keys are seen, by causality, window and a bool mask, for as many batches and heads as
     the mask distinguishes; None where all are."""
-    mask = _four_axes(case.mask, bool_mask=True)
-    offset, is_causal = case.causal_offset, case.is_causal
-    left, right = case.window or (None, None)
+    mask, (low, high) = _four_axes(case.mask, bool_mask=True), key_limits(case)
     if mask is None and not case.restricts_positions:
         return None
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         shown = j >= 0
-        if is_causal:
-            shown = shown & (j <= i + offset)
-        if left is not None:
-            shown = shown & (j >= i + (offset - left))
-        if right is not None:
-            shown = shown & (j <= i + (offset + right))
+        if low is not None:
+            shown = shown & (j >= i + low)
+        if high is not None:
+            shown = shown & (j <= i + high)
         return shown if mask is None else shown & _at(mask, b, h, i, j)
 
     batches, heads = (None, None) if mask is None else mask.shape[:2]

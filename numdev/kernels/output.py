@@ -26,25 +26,29 @@ GRADIENTS = ("dq", "dk", "dv")
 class Output:
     """What a kernel returns."""
 
-    out: Tensor
-    """[batch, heads, q_len, v_dim]."""
+    out: Tensor  # [batch, heads, q_len, v_dim]
     lse: Tensor | None = None
     """[batch, heads, q_len]: natural-log-sum-exp of the scaled, masked scores, if it offers it."""
     ran: str | None = None
     """Evidence of what really ran, in words, for example the operator the dispatcher chose."""
-    did: Any = None
-    """The same as data, a mapping, for `Kernel.claims`."""
-    dq: Tensor | None = None
-    """From `Kernel.gradients`, as dk and dv: of the shape of q, k and v."""
+    did: Any = None  # the same as data, a mapping, for `Kernel.claims`
+    dq: Tensor | None = None  # from `Kernel.gradients`, as dk and dv: of the shape of q, k and v
     dk: Tensor | None = None
     dv: Tensor | None = None
-    ran_backward: str | None = None
-    """As `ran`, of the backward pass."""
+    ran_backward: str | None = None  # as `ran`, of the backward pass
 
 
 def why_not(*reasons: tuple[object, str]) -> str | None:
     """The words behind the first condition that holds; None where none does."""
     return next((words for holds, words in reasons if holds), None)
+
+
+def without(case: AttentionCase, what: str) -> str | None:
+    """Why something that knows neither soft cap nor sinks cannot run a case; None when it can."""
+    return why_not(
+        (case.softcap is not None, f"{what} has no soft cap"),
+        (case.sinks is not None, f"{what} has no attention sinks"),
+    )
 
 
 FAR = (1 << 30) - 1

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.errors import MeasurementError
 from numdev.kernels import NOTHING, Output, Refused, Requirement, kernel
-from numdev.kernels.output import differentiate, why_not
+from numdev.kernels.output import differentiate, without
 from numdev.system import System, flash_attention_impl
 
 FUSED = {
@@ -85,14 +85,9 @@ def forced(backend: SDPBackend | None) -> Any:
 
 def _called(case: AttentionCase) -> Tensor:
     mask, by_flag = mask_arguments(case)
+    how: dict[str, Any] = {"is_causal": by_flag, "scale": case.scale, "enable_gqa": case.group > 1}
     return torch.nn.functional.scaled_dot_product_attention(
-        case.q,
-        case.k,
-        case.v,
-        attn_mask=mask,
-        is_causal=by_flag,
-        scale=case.scale,
-        enable_gqa=case.group > 1,
+        case.q, case.k, case.v, attn_mask=mask, **how
     )
 
 
@@ -226,17 +221,6 @@ def _splits(case: AttentionCase, tile: int, processors: int) -> int:
 # --- the kernels ---------------------------------------------------------------------------------
 
 
-def _unsupported(case: AttentionCase) -> str | None:
-    return why_not(
-        (case.softcap is not None, "PyTorch's SDPA has no soft cap"),
-        (case.sinks is not None, "PyTorch's SDPA has no attention sinks"),
-    )
-
-
-def _claims(case: AttentionCase, output: Output, system: System) -> Claim:
-    return claim_of((output.did or {}).get("operator", ""), case, system)
-
-
 def _register(
     name: str, backend: SDPBackend | None, summary: str, requires: Requirement = NOTHING
 ) -> None:
@@ -252,7 +236,15 @@ def _register(
 
     attend.__doc__, attend.__qualname__ = summary, name
     parts: dict[str, Any] = {"backward": gradients, "training": trained}
-    kernel(name, requires=requires, supports=_unsupported, claims=_claims, **parts)(attend)
+    kernel(
+        name,
+        requires=requires,
+        supports=lambda case: without(case, "PyTorch's SDPA"),
+        claims=lambda case, output, system: claim_of(
+            (output.did or {}).get("operator", ""), case, system
+        ),
+        **parts,
+    )(attend)
 
 
 CUDA, AMPERE = Requirement(device="cuda"), Requirement(device="cuda", capability=(8, 0))

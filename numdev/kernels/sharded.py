@@ -61,12 +61,9 @@ VALUES: Mapping[str, Sequence[str]] = {
 }
 """Options beside `shards`, their defaults first."""
 CASTS = ("out", "dq_out", "dk_out", "dv_out")
-Slices = tuple[slice, ...]
-"""Ranges of one axis, ascending."""
-Step = tuple[Slices, Slices]
-"""Some rows meeting the keys of one shard, or of half of it."""
-State = tuple[Tensor, Tensor]
-"""O [B, H, rows, v_dim] and L [B, H, rows]."""
+Slices = tuple[slice, ...]  # ranges of one axis, ascending
+Step = tuple[Slices, Slices]  # some rows meeting the keys of one shard, or of half of it
+State = tuple[Tensor, Tensor]  # O [B, H, rows, v_dim] and L [B, H, rows]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, explicit_mask
 from numdev.kernels import Output, Refused, Requirement, kernel
 from numdev.kernels.flash_attn import lengths_first, misaligned
-from numdev.kernels.output import why_not
+from numdev.kernels.output import why_not, without
 from numdev.kernels.sdpa import efficient_attention
 from numdev.system import System
 
@@ -28,11 +28,8 @@ ALIGNMENT = 8  # elements: the rows of a tensor bias must begin at multiples of 
 
 
 def _unsupported(case: AttentionCase) -> str | None:
-    reason = why_not(
-        (case.softcap is not None, "xFormers has no soft cap"),
-        (case.sinks is not None, "xFormers has no attention sinks"),
-        (case.q.dtype == torch.float64, "xFormers takes float16, bfloat16 and float32"),
-    )
+    float64 = (case.q.dtype == torch.float64, "xFormers takes float16, bfloat16 and float32")
+    reason = without(case, "xFormers") or why_not(float64)
     by_mask = case.mask is not None or _causal_from_the_top(case)
     return reason if reason or by_mask else misaligned(case, "xFormers")
 

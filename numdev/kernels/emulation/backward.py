@@ -71,8 +71,7 @@ from numdev.kernels.emulation.forward import finite, in_order, nonzero
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
 
-Block = tuple[slice, slice]
-"""Rows and keys."""
+Block = tuple[slice, slice]  # rows and keys
 Gradients = tuple[Tensor, Tensor, Tensor]
 CASTS = ("dq_out", "dk_out", "dv_out")
 WIDE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -135,12 +134,10 @@ class _Operands:
 
     r: Rounder
     q: Tensor
-    q_s: Tensor
-    """Q as it met K in forward."""
+    q_s: Tensor  # Q as it met K in forward
     k: Tensor
     v: Tensor
-    O: Tensor
-    """Before its cast."""
+    O: Tensor  # before its cast
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,10 +145,8 @@ class Given(_Operands):
     """What backward reads."""
 
     dO: Tensor
-    shift: Tensor
-    """What is taken from S: L, or m."""
-    l: Tensor | None
-    """By what exp is divided; None where the shift was L."""
+    shift: Tensor  # what is taken from S: L, or m
+    l: Tensor | None  # by what exp is divided; None where the shift was L
 
     def of_group(self, place: int) -> Given:
         """The query heads at one place of their groups: one for every kv head."""
@@ -166,12 +161,10 @@ class Given(_Operands):
 class Kept(_Operands):
     """What forward leaves for backward."""
 
-    L: Tensor
-    """As it is returned."""
+    L: Tensor  # as it is returned
     m: Tensor
     l: Tensor
-    product: Tensor | None = None
-    """O before it was normalised (`forward.State`)."""
+    product: Tensor | None = None  # O before it was normalised (`forward.State`)
 
     def with_upstream(self, dO: Tensor) -> Given:
         """What backward reads, once the gradient of the output is there."""

@@ -33,6 +33,7 @@ from numdev.kernels.output import GRADIENTS, upstream
 PREFIX = "control:"
 RELATIVE = (0.001, 0.003, 0.01, 0.03)
 BITS = (1.0, 2.0, 3.0, 4.0)
+ALL, FIRST = slice(None), slice(1)
 Results = dict[str, Tensor]
 """`out`, and of a training step GRADIENTS, in float64 from before the cast."""
 
@@ -56,10 +57,8 @@ class Control:
     doses: tuple[float, ...]
     """Those that are measured, the smallest first. Any other from 0 on may be asked for, whole
     numbers where these are."""
-    plant: Callable[[AttentionCase, float], Planted]
-    """Of a dose above 0."""
-    in_backward_only: bool = False
-    """Whether the output is sound, and only gradients show it."""
+    plant: Callable[[AttentionCase, float], Planted]  # of a dose above 0
+    in_backward_only: bool = False  # whether the output is sound, and only gradients show it
 
     def said(self, dose: float) -> str:
         """The fault in words."""
@@ -120,37 +119,20 @@ def control_named(name: str) -> Control:
     return found
 
 
-def _scale(case: AttentionCase, dose: float) -> Planted:
-    return Planted(dataclasses.replace(case, scale=case.scale * (1 + dose)))
-
-
-def _p_bits(case: AttentionCase, dose: float) -> Planted:
-    fmt = _narrowed(case.format, case.format.precision - int(dose))
-    return Planted(case, {"p": fmt, "p_for_dv": fmt})
-
-
 def _l_rounded(case: AttentionCase, dose: float) -> Planted:
     """Sound is a row sum in fp32 or wider. Dose 1 is the working format's significand, if that is
     narrower; the exponent is never narrower than fp32's, so that long rows do not overflow."""
-    fmt = case.format
-    narrower = fmt.precision < FORMATS["float32"].precision
-    row_sum = _narrowed(fmt, fmt.precision + narrower - int(dose), least_exponent=8)
+    narrower = case.format.precision < FORMATS["float32"].precision
+    row_sum = _narrowed(case.format, int(dose) - narrower, least_exponent=8)
     return Planted(case, {"row_sum": row_sum})
 
 
-def _narrowed(fmt: Format, precision: int, *, least_exponent: int = 2) -> str:
-    """The name of a format of `precision` significant bits with the exponents of `fmt`."""
-    if precision < 2:
+def _narrowed(fmt: Format, fewer: int, *, least_exponent: int = 2) -> str:
+    """The name of a format of so many significant bits fewer, with the exponents of `fmt`."""
+    if fmt.precision - fewer < 2:
         raise Refused(f"{fmt.name} has only {fmt.precision} significant bits to lose")
     exponent = max(least_exponent, (2 - fmt.emin).bit_length())
-    return f"e{exponent}m{precision - 1}"
-
-
-def _truncated(case: AttentionCase, dose: float) -> Planted:
-    """From dose 2 on every rounding is toward zero. (Beside P's those in fp32 do not show.) O / l
-    is left exact, since in fp32 the cast would find it rounded already."""
-    every = {"rounding": "toward_zero"} if dose >= 2 else {}
-    return Planted(case, {"normalised": "exact", **every}, cast="toward_zero")
+    return f"e{exponent}m{fmt.precision - fewer - 1}"
 
 
 def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
@@ -170,20 +152,14 @@ def _keys_dropped(case: AttentionCase, dose: float) -> Planted:
     )
 
 
-def _one_head(case: AttentionCase, dose: float) -> Planted:
-    """The first head, of queries and of keys alike."""
+def _times(case: AttentionCase, factor: float, *names: str, heads: slice = ALL) -> Planted:
+    """These results, or all, times a factor, in some heads of queries and of keys alike."""
 
     def spoil(results: Results) -> Results:
-        for x in results.values():
-            x[:, 0] *= 1 + dose
+        for name, x in results.items():
+            if not names or name in names:
+                x[:, heads] *= factor
         return results
-
-    return Planted(case, spoil=spoil)
-
-
-def _dq_unscaled(case: AttentionCase, dose: float) -> Planted:
-    def spoil(results: Results) -> Results:
-        return {n: x * abs(case.scale) ** -dose if n == "dq" else x for n, x in results.items()}
 
     return Planted(case, spoil=spoil)
 
@@ -212,11 +188,32 @@ def _delta_small(case: AttentionCase, dose: float) -> Planted:
 CONTROLS: Mapping[str, Control] = {
     control.name: control
     for control in (
-        Control("scale", "the scale is {percent:g} % too large", RELATIVE, _scale),
-        Control("p-bits", "P has {dose:g} bits fewer than the format", BITS, _p_bits),
+        Control(
+            "scale",
+            "the scale is {percent:g} % too large",
+            RELATIVE,
+            lambda case, dose: Planted(dataclasses.replace(case, scale=case.scale * (1 + dose))),
+        ),
+        Control(
+            "p-bits",
+            "P has {dose:g} bits fewer than the format",
+            BITS,
+            lambda case, dose: Planted(
+                case, dict.fromkeys(("p", "p_for_dv"), _narrowed(case.format, int(dose)))
+            ),
+        ),
         Control("l-rounded", "l is rounded to the format less {fewer:g} bits", BITS, _l_rounded),
         Control(
-            "truncated", "the output is rounded toward zero (2: so is P)", (1.0, 2.0), _truncated
+            "truncated",
+            "the output is rounded toward zero (2: so is P)",
+            (1.0, 2.0),
+            # From dose 2 on every rounding is. (Beside P's those in fp32 do not show.) O / l is
+            # left exact, since in fp32 the cast would find it rounded already.
+            lambda case, dose: Planted(
+                case,
+                {"normalised": "exact", **({"rounding": "toward_zero"} if dose >= 2 else {})},
+                cast="toward_zero",
+            ),
         ),
         Control(
             "keys-dropped",
@@ -224,8 +221,19 @@ CONTROLS: Mapping[str, Control] = {
             (1.0, 4.0, 16.0, 64.0),
             _keys_dropped,
         ),
-        Control("one-head", "the first head is {percent:g} % too large", RELATIVE, _one_head),
-        Control("dq-unscaled", "dQ lacks the scale", (1.0,), _dq_unscaled, True),
+        Control(
+            "one-head",
+            "the first head is {percent:g} % too large",
+            RELATIVE,
+            lambda case, dose: _times(case, 1 + dose, heads=FIRST),
+        ),
+        Control(
+            "dq-unscaled",
+            "dQ lacks the scale",
+            (1.0,),
+            lambda case, dose: _times(case, abs(case.scale) ** -dose, "dq"),
+            True,
+        ),
         Control(
             "delta-small", "delta is {percent:g} % too small", (0.01, 0.1, 1.0), _delta_small, True
         ),

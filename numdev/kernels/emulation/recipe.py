@@ -34,10 +34,8 @@ STABILISED: Mapping[str, float] = {"beta": 2.0, "tie_tolerance": 1e-3}
 class Site(NamedTuple):
     """A step at which a kernel rounds."""
 
-    presets: str
-    """Its value in `fa2`, `eager` and `qiu2025`: w working, f wide."""
-    rounds: str
-    """What is rounded there, in the papers' letters."""
+    presets: str  # its value in `fa2`, `eager` and `qiu2025`: w working, f wide
+    rounds: str  # what is rounded there, in the papers' letters
     may_hide: bool = False
     """Whether it must be able to hold -inf: a hidden score, or the maximum of a row without keys.
     A format without infinity cannot stand there."""
@@ -132,14 +130,12 @@ class Recipe:
     """Everything that decides the numbers of an emulation. Build one with `recipe`."""
 
     preset: str
-    sites: Mapping[str, str]
-    """Every site and its value."""
+    sites: Mapping[str, str]  # every site and its value
     algorithm: Literal["fa2", "fa1", "plain"] = "fa2"
     """`fa2` normalises at the end. `fa1` takes each tile's own maximum, and its output is
     normalised after every tile. `plain` normalises P before it meets V; it has a single tile."""
     tiling: str = "fa2"
-    block_q: int | None = None
-    """None, here and below: as the tiling says."""
+    block_q: int | None = None  # None, here and below: as the tiling says
     block_kv: int | None = None
     memory: int = 4096
     """M, on-chip memory in elements, for the tiling `fa1`. P1 does not say what it used; with 4096
@@ -167,8 +163,7 @@ class Recipe:
     """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
     of one that is met more than once (`forward.stabilised_shift`). `guarded` multiplies
     P with a number of the row's own (`forward.guarded_weights`)."""
-    beta: float | None = None
-    """Of the stabilised softmax, as the next; None with the plain one."""
+    beta: float | None = None  # of the stabilised softmax, as the next; None with the plain one
     tie_tolerance: float | None = None
     p_from: Literal["lse", "m_and_l"] = "lse"
     """Backward: whether P is exp(S − L), or exp(S − m) / l as in forward: kept by autograd, or
@@ -185,8 +180,7 @@ class Recipe:
     """Backward: whether each query head of a group has its own dK and dV, which are summed at the
     end, or the running sums go on from one query head to the next."""
     rounding: RoundingMode = "nearest"
-    seed: int = 0
-    """Of what is drawn, which is stochastic rounding and random signs."""
+    seed: int = 0  # of what is drawn, which is stochastic rounding and random signs
     compute: Literal["float64", "float32"] = "float64"
 
     @property

@@ -24,8 +24,7 @@ from numdev.kernels.output import upstream
 BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """How large one block of scores may be; speed only, the result does not depend on it beyond fp64
 rounding in the matrix products."""
-BACKWARD_BLOCKS = 4
-"""As many blocks as the backward pass holds at once, each so much smaller."""
+BACKWARD_BLOCKS = 4  # as many blocks as the backward pass holds at once, each so much smaller
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -35,10 +34,8 @@ class Reference:
 
     out: Tensor
     lse: Tensor
-    term_scale: Tensor
-    """sum_j P_ij |V_jd|, [batch, heads, q_len, v_dim]; at least |out| everywhere."""
-    empty: Tensor
-    """bool [batch, heads, q_len]: rows that see no key."""
+    term_scale: Tensor  # sum_j P_ij |V_jd|, [batch, heads, q_len, v_dim]; at least |out| everywhere
+    empty: Tensor  # bool [batch, heads, q_len]: rows that see no key
     by: str = "blocked"
     """Which path computed it; with a reason where it is not the fast one of the device."""
 
@@ -54,12 +51,9 @@ class Gradients(Reference):
     dq_terms: Tensor
     """|scale| sum_j P_ij (|dP_ij| + |delta_i|) |K_jd|, times the soft cap's slope where there is
     one; at least |dq| everywhere."""
-    dk_terms: Tensor
-    """The same with |Q_id|, summed over rows i and query heads."""
-    dv_terms: Tensor
-    """sum_i P_ij |dO_id|."""
-    delta: Tensor
-    """rowsum(dO O), [batch, heads, q_len]; 0 in an empty row."""
+    dk_terms: Tensor  # the same with |Q_id|, summed over rows i and query heads
+    dv_terms: Tensor  # sum_i P_ij |dO_id|
+    delta: Tensor  # rowsum(dO O), [batch, heads, q_len]; 0 in an empty row
     unseen: Tensor
     """bool [batch, kv_heads, kv_len]: keys that no query sees. Their dk and dv are exactly 0."""
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from numdev.cases import AttentionCase, key_range
 from numdev.errors import Refused
-from numdev.kernels.output import key_limits, upstream
+from numdev.kernels.output import key_limits, refuse, upstream
 from numdev.kernels.reference.blocked import Gradients, Reference
 
 LARGEST = 2.0**44
@@ -45,16 +45,13 @@ LARGEST = 2.0**44
 would be any number where the two passes, which sum in another order, disagree by that."""
 TOO_LARGE = "where fp64 has no digits left"
 WIDEST = 256
-MOST_HEADS = 65535
-"""Of all batch entries: the most that CUDA takes along a grid's second and third axis."""
-MASK_BYTES = 1 << 30
-"""What a mask may take in fp64."""
+MOST_HEADS = 65535  # of all batch entries: CUDA's limit along a grid's second and third axis
+MASK_BYTES = 1 << 30  # of a mask in fp64
 OPERAND_BYTES = 1 << 30
 SCRATCH_BYTES = 3 << 30
 PROGRAMS, LEAST_BLOCKS = 512, 8
 """Fewer programs leave a GPU idle: then keys are divided, into parts of so many blocks at least."""
-LEAST_ROWS = 16
-"""In a run, whatever they take."""
+LEAST_ROWS = 16  # in a run, whatever they take
 RUNS = 16
 """Under causality a run computes with all keys its last row sees: there are at least so many runs,
 if they have LEAST_ROWS."""
@@ -62,8 +59,7 @@ LOG2E, LN2 = 1 / math.log(2), math.log(2)
 BOUND = 80.0
 """In units of log 2: scores up to this size need no maximum subtracted. P and its sums stay well
 within what bfloat16 and fp32 hold."""
-BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")
-"""Results of query heads; the others are of kv heads."""
+BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")  # of query heads
 Results = dict[str, Tensor]
 
 
@@ -83,13 +79,10 @@ has one stage less."""
 ELSEWHERE = {128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)}
 """Where those cannot be: on GPUs whose blocks have less shared memory than ROOM, and on Blackwell,
 for which Triton 3.6 builds no fp64 product of 64 rows. Not measured."""
-ROOM = 120 << 10
-"""Bytes of shared memory that FORWARD takes, at most."""
-BLACKWELL = 10
-"""Its compute capability, which has two numbers: the first."""
+ROOM = 120 << 10  # bytes of shared memory that FORWARD takes, at most
+BLACKWELL = 10  # the first number of its compute capability
 BACKWARD = Tile(32, 64, 4, 3)
-BLOCK_D = 16
-"""How much of S's and dP's inner axis a step of the backward kernel takes."""
+BLOCK_D = 16  # how much of S's and dP's inner axis a step of the backward kernel takes
 
 
 def attend(case: AttentionCase) -> Reference:
@@ -153,14 +146,11 @@ def _parts(case: AttentionCase) -> Iterator[tuple[AttentionCase, slice, slice]]:
 class _Operands:
     """A group of heads as the kernels take it: contiguous, fp64, padded to powers of two."""
 
-    q: Tensor
-    """[B, H, q_len, D], times scale and, without a soft cap, log2(e)."""
+    q: Tensor  # [B, H, q_len, D], times scale and, without a soft cap, log2(e)
     k: Tensor
     v: Tensor
-    masks: tuple[int, ...]
-    """low and high of `key_limits`, and the mask's strides."""
-    pointers: tuple[Tensor, Tensor, Tensor]
-    """The mask, the positions of query rows, the soft cap."""
+    masks: tuple[int, ...]  # low and high of `key_limits`, and the mask's strides
+    pointers: tuple[Tensor, Tensor, Tensor]  # the mask, the positions of query rows, the soft cap
     flags: Mapping[str, bool]
 
     @classmethod
@@ -169,7 +159,11 @@ class _Operands:
         mask, positions, (low, high) = case.mask, case.positions, key_limits(case)
         strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
-            mask = _in_fp64(mask.detach()).expand(*case.q.shape[:3], case.kv_len)
+            # -inf for what a bool one hides, and for an additive one's own lowest number.
+            additive = _is_additive(case)
+            hidden = mask == torch.finfo(mask.dtype).min if additive else ~mask
+            mask = mask.detach().double() if additive else torch.zeros_like(mask).double()
+            mask = mask.masked_fill_(hidden, -math.inf).expand(*case.q.shape[:3], case.kv_len)
             strides = mask.stride()
         cap = torch.tensor(case.softcap or 1.0, dtype=torch.float64, device=case.q.device)
         at = case.q if positions is None else positions.int()
@@ -197,14 +191,6 @@ class _Operands:
             return case.softcap * LOG2E <= BOUND
         largest = (x.norm(dim=-1).amax() for x in (self.q, self.k))
         return bool(math.prod(largest) <= BOUND)
-
-
-def _in_fp64(mask: Tensor) -> Tensor:
-    """A mask as what is added to scores: -inf for what a bool one hides, and for the lowest number
-    of an additive one's own dtype."""
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, -math.inf)
-    return mask.double().masked_fill_(mask == torch.finfo(mask.dtype).min, -math.inf)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -385,9 +371,7 @@ def _score_gradients(
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """The product of bfloat16 matrices, accumulated and returned in fp32."""
-    if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def _unseen(case: AttentionCase, at: _Operands, seen: Tensor) -> Tensor:
@@ -472,8 +456,7 @@ def accept_scores(forward: Mapping[str, Tensor]) -> None:
     every score of a row beyond LARGEST: L then says nothing of the differences between them, and
     only a softmax that subtracts their maximum, as the blocked path's, still does."""
     size = forward["lse"].abs().masked_fill(forward["empty"], 0.0).amax().item()
-    if size > LARGEST:
-        raise Refused(f"a row's scores are all about {size:.1g}, {TOO_LARGE}")
+    refuse((size > LARGEST, f"a row's scores are all about {size:.1g}, {TOO_LARGE}"))
 
 
 def _unfit(case: AttentionCase) -> str | None:

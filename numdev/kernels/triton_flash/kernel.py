@@ -204,8 +204,7 @@ class Call:
     mask: Tensor | None
     """Expanded to [B, H, q_len, kv_len], without being copied; a bool mask as bytes."""
     plan: Any
-    options: Mapping[str, Any]
-    """In force, tiles included."""
+    options: Mapping[str, Any]  # in force, tiles included
     launch: Launch
 
     @classmethod
