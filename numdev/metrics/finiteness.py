@@ -21,14 +21,12 @@ from numdev.formats import Format
 from numdev.metrics.yardstick import finite, widened
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Elsewhere:
     """One head, in the rows that are not measured."""
 
-    nonfinite: int
-    """Elements that are not finite, and should be."""
-    unknown: str | None = None
-    """Why more cannot be said, as a clause."""
+    nonfinite: int  # elements that are not finite, and should be
+    unknown: str | None = None  # why more cannot be said, as a clause
 
 
 def elsewhere(
@@ -41,12 +39,12 @@ def elsewhere(
     """
     heads = x.shape[1]
     if not inputs_finite(case):
-        return [Elsewhere(nonfinite=0, unknown="the inputs are not finite")] * heads
+        return [Elsewhere(0, "the inputs are not finite")] * heads
     bad = ~finite(x)
     if rows is not None:
         bad[:, :, rows] = False
     if not bool(bad.any()):
-        return [Elsewhere(nonfinite=0)] * heads
+        return [Elsewhere(0)] * heads
     if tensor not in ("dk", "dv"):
         empty = empty_rows(case)
         bad &= ~(empty if x.ndim == 3 else empty[..., None])
@@ -54,16 +52,11 @@ def elsewhere(
     if tensor in ("dq", "dk", "dv"):
         reach = _largest(case, tensor) >= fmt.largest
         open_ = bad & x.isinf() & reach[None, :, None, None]
-    counts = torch.stack([_counted(bad & ~open_), _counted(open_)]).cpu().T.tolist()
+    both = torch.stack([bad & ~open_, open_]).transpose(1, 2).flatten(2).sum(dim=2)
+    why = "elements are infinite in rows that are not measured, where the exact gradient may"
     return [
-        Elsewhere(
-            nonfinite=wrong,
-            unknown=f"{doubtful} elements are infinite in rows that are not measured, where the "
-            f"exact gradient may overflow {fmt.name} too"
-            if doubtful
-            else None,
-        )
-        for wrong, doubtful in counts
+        Elsewhere(wrong, f"{doubtful} {why} overflow {fmt.name} too" if doubtful else None)
+        for wrong, doubtful in both.T.tolist()
     ]
 
 
@@ -87,21 +80,19 @@ def _largest(case: AttentionCase, tensor: str) -> Tensor:
     a row of P sums to 1 at most (a soft cap's slope is at most 1)."""
     assert case.grad_out is not None
     q, k, v, dO = (x.double() for x in (case.q, case.k, case.v, case.grad_out))
-    by_group = (case.kv_heads, case.group)
-    bound: Tensor
+
+    def by_kv_head(x: Tensor) -> Tensor:
+        """[B, H, rows, features] summed over rows and the heads of a group, the largest: [H_kv]."""
+        sums = x.sum(dim=2).unflatten(1, (case.kv_heads, case.group)).sum(dim=2)
+        largest: Tensor = sums.amax(dim=(0, 2))
+        return largest
+
     if tensor == "dv":
-        bound = dO.abs().sum(dim=2).unflatten(1, by_group).sum(dim=2).amax(dim=(0, 2))
-        return bound
+        return by_kv_head(dO.abs())
     longest_v = v.norm(dim=-1).amax(dim=-1).repeat_interleave(case.group, dim=1)
     dX = 2 * abs(case.scale) * dO.norm(dim=-1) * longest_v[..., None]  # [B, H, q_len]
-    if tensor == "dq":
-        largest_k = k.abs().amax(dim=(2, 3)).repeat_interleave(case.group, dim=1)
-        bound = (dX.amax(dim=-1) * largest_k).amax(dim=0)
-        return bound
-    bound = (dX[..., None] * q.abs()).sum(dim=2).unflatten(1, by_group).sum(dim=2).amax(dim=(0, 2))
+    if tensor == "dk":
+        return by_kv_head(dX[..., None] * q.abs())
+    largest_k = k.abs().amax(dim=(2, 3)).repeat_interleave(case.group, dim=1)
+    bound: Tensor = (dX.amax(dim=-1) * largest_k).amax(dim=0)
     return bound
-
-
-def _counted(x: Tensor) -> Tensor:
-    count: Tensor = x.transpose(0, 1).flatten(1).sum(dim=1)
-    return count
