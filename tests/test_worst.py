@@ -216,27 +216,23 @@ def described(case: AttentionCase, row: int, **changes: Any) -> str:
 def changes_of(what: str, case: AttentionCase) -> dict[str, Tensor]:
     """Inputs that give row 17 of `planted` one peculiarity."""
     q, k, v = case.q.clone(), case.k.clone(), case.v.clone()
-    if what in ("near tie", "tie", "tie, one sign"):
+    if "tie" in what:
         q[0, 0, 17] = 12 * k[0, 0, 40]
         k[0, 0, 9] = k[0, 0, 40] * (1 + 1e-6 * (what == "near tie"))
-        if what == "tie, one sign":
+        if "one sign" in what:
             v[0, 0, [9, 40]] = v[0, 0, [9, 40]].abs()
-    elif what == "one sign":
-        k[0, 0, :8, 0] = 30.0
-        v[0, 0, :8] = v[0, 0, :8].abs()
-        q[..., 0] = 0.0
-        q[0, 0, 17, 0] = 1.0
     elif what == "cancels":
         k[0, 0, 20] = k[0, 0, 21]
         v[0, 0, 20] = -v[0, 0, 21]
         q[0, 0, 17] = 20 * k[0, 0, 20]
     elif what == "first key":
         q[0, 0, 17] = 40 * k[0, 0, 0]
-    else:
-        k[0, 0, :, 0] = 1.0
-        q[..., 0] = 0.0
-        q[0, 0, 17, 0] = -60.0
-        return {"q": q, "k": k, "sinks": torch.tensor([-4.0]).double()}
+    else:  # one row looks along the first feature
+        q[..., 0], q[0, 0, 17, 0] = 0.0, 1.0 if what == "one sign" else -60.0
+        k[0, 0, : 8 if what == "one sign" else 64, 0] = 30.0 if what == "one sign" else 1.0
+        if what == "sink":
+            return {"q": q, "k": k, "sinks": torch.tensor([-4.0]).double()}
+        v[0, 0, :8] = v[0, 0, :8].abs()
     return {"q": q, "k": k, "v": v}
 
 
