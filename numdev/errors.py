@@ -37,6 +37,12 @@ class Refused(NumdevError):
     """A kernel declines a case, with its reason; its rows become `skipped`, not `failed`."""
 
 
+def one_line(error: BaseException) -> str:
+    """The exception's kind and the first line of what it says, without its full stop."""
+    text = str(error).strip() or repr(error)
+    return f"{type(error).__name__}: {text.splitlines()[0].removesuffix('.')}"
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """A hint that names the known word nearest to `name`, else all of them."""
     import difflib  # a millisecond that `--help` need not wait for

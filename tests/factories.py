@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,18 +11,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-
-@dataclass
-class GPTConfig:
-    vocab_size: int = 96
-    block_size: int = 24
-    n_layer: int = 2
-    n_head: int = 2
-    n_embd: int = 16
+NANO = {"vocab_size": 96, "block_size": 24, "n_layer": 2, "n_head": 2, "n_embd": 16}
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
@@ -40,7 +33,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The shape of nanoGPT: `idx`, a block size it insists on, a head tied to its embedding."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -59,19 +52,15 @@ class GPT(nn.Module):
 
 
 def nanogpt(model_args: dict[str, Any]) -> nn.Module:
-    return GPT(GPTConfig(**model_args))
+    return GPT(SimpleNamespace(**model_args))
 
 
 def gpt() -> nn.Module:
-    return GPT(GPTConfig())
+    return nanogpt(NANO)
 
 
 def half_gpt() -> nn.Module:
     return gpt().to(torch.bfloat16)
-
-
-def bert(config: dict[str, Any]) -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**config))
 
 
 def gemma2(config: dict[str, Any]) -> nn.Module:

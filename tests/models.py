@@ -136,15 +136,20 @@ def save(model: PreTrainedModel, directory: Path) -> Path:
 
 
 class Attending(nn.Module):
-    """One attention layer over an embedding, written by hand; `how` computes the attention."""
+    """One attention layer over an embedding, written by hand; `how` computes the attention. With
+    `then` it is run a second time, so."""
 
-    def __init__(self, how: str, *, dim: int = 16, heads: int = 2) -> None:
+    def __init__(self, how: str, then: str = "", *, dim: int = 16, heads: int = 2) -> None:
         super().__init__()
-        self.embed = nn.Embedding(96, dim)
+        self.embed, self.then = nn.Embedding(96, dim), then
         self.attn = self.Layer(how, dim, heads)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.attn(self.embed(input_ids))
+        x = self.attn(self.embed(input_ids))
+        if not self.then:
+            return x
+        self.attn.how = self.then
+        return self.attn(x)
 
     class Layer(nn.Module):
         def __init__(self, how: str, dim: int, heads: int) -> None:
@@ -158,26 +163,11 @@ class Attending(nn.Module):
                 for proj in (self.q_proj, self.k_proj, self.v_proj)
             )
             if self.how == "softmax":
-                P = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1)
-                return (P @ v).transpose(1, 2).flatten(2)
-            dropout = 0.1 if self.how == "dropout" else 0.0
-            out = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
+                out = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1) @ v
+            else:
+                dropout = 0.1 if self.how == "dropout" else 0.0
+                out = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
             return out.transpose(1, 2).flatten(2)
-
-
-class Twice(nn.Module):
-    """One attention layer run twice, the second time by `then`."""
-
-    def __init__(self, then: str) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(96, 16)
-        self.attn = Attending.Layer("sdpa", 16, 2)
-        self.then = then
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.attn(self.embed(input_ids))
-        self.attn.how = self.then
-        return self.attn(x)
 
 
 class Split(nn.Module):
@@ -185,10 +175,8 @@ class Split(nn.Module):
 
     def __init__(self, *, attends: bool) -> None:
         super().__init__()
-        self.embed = nn.Embedding(96, 16)
-        self.project = nn.Sequential()
+        self.attends, self.embed, self.project = attends, nn.Embedding(96, 16), nn.Sequential()
         self.project.qkv = nn.Linear(16, 48)
-        self.attends = attends
 
     def forward(self, input_ids: Tensor) -> Tensor:
         heads = self.project(self.embed(input_ids)).unflatten(-1, (6, 8)).transpose(1, 2)

@@ -40,17 +40,11 @@ def vae(channels: int = 4) -> diffusers.AutoencoderKL:
 
 
 def text_config(words: CLIPTokenizer) -> CLIPTextConfig:
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    tokens = {name: getattr(words, name) for name in ("bos_token_id", "eos_token_id")}
+    read = {"vocab_size": len(words), "max_position_embeddings": 12, "num_attention_heads": 2}
     return CLIPTextConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=12,
-        projection_dim=16,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
+        **size, **tokens, **read, pad_token_id=words.pad_token_id, projection_dim=16
     )
 
 

@@ -301,7 +301,7 @@ BY_HAND = nn.Sequential(models.Attending("sdpa"), models.Attending.Layer("softma
     [
         (models.Attending("softmax"), "not seen in attn;"),
         (BY_HAND, "not seen in 1;"),
-        (models.Twice("softmax"), "not seen in attn;"),
+        (models.Attending("sdpa", "softmax"), "not seen in attn;"),
         (models.Split(attends=False), "project"),
         (nn.Sequential(nn.Embedding(96, 4)), "no attention call"),
         (models.Attending("dropout"), r"attn: attention with dropout 0\.1"),
@@ -319,7 +319,8 @@ def test_attention_that_is_not_seen_or_has_no_one_answer_is_an_error(
 def test_every_run_of_a_layer_must_make_a_call() -> None:
     """A layer that is run twice makes two calls; projections in a module of their own count for
     their parent."""
-    assert [c.ref.case for c in cases_of(models.Twice("sdpa"), text())] == ["attn#0", "attn#1"]
+    twice = cases_of(models.Attending("sdpa", "sdpa"), text())
+    assert [c.ref.case for c in twice] == ["attn#0", "attn#1"]
     assert [c.ref.module for c in cases_of(models.Split(attends=True), text())] == ["Split"]
 
 
@@ -350,7 +351,7 @@ def test_a_window_that_the_mask_lacks_is_an_error(
 
 def test_inputs_that_do_not_fit_are_an_error_in_one_line(tmp_path: Path) -> None:
     """What the model raises on them is passed on as a message."""
-    with pytest.raises(MeasurementError, match="ViTForImageClassification failed on") as caught:
+    with pytest.raises(MeasurementError, match="ViTForImageClassification: failed on") as caught:
         cases_of(opened("vit", tmp_path), {"pixel_values": torch.zeros(1, 3, 16, 16)})
     assert "\n" not in str(caught.value)
 

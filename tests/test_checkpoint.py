@@ -264,7 +264,6 @@ def test_identity_is_of_config_and_weights(llama: Path) -> None:
 
 # --- a state dict and its factory: every way of storing ------------------------------------------
 
-NANO = {"vocab_size": 96, "block_size": 24, "n_layer": 2, "n_head": 2, "n_embd": 16}
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")
 SMALL = (*KERNELS, "--length", 16, "--sequences", 2)
 GPT = ("--model", "factories:gpt")
@@ -347,7 +346,7 @@ def test_a_nanogpt_checkpoint_needs_a_two_line_factory(tmp_path: Path) -> None:
     content = {
         "model": {f"_orig_mod.{n}": x for n, x in state().items()},
         "optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]},
-        "model_args": NANO,
+        "model_args": factories.NANO,
         "best_val_loss": torch.tensor(2.5),
         "config": {"dataset": "shakespeare", "batch_size": 12},
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from numdev.audit.isolation import attempt, copied, one_line
+from numdev.audit.isolation import attempt, copied
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.run import provenance
@@ -21,7 +21,7 @@ from numdev.audit.task import Rows, loaded, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
-from numdev.errors import Refused, UsageError, closest
+from numdev.errors import Refused, UsageError, closest, one_line
 from numdev.gate.findings import findings_of
 from numdev.gate.judging import judge_report
 from numdev.gate.rules import Rules

@@ -29,7 +29,6 @@ from numdev.audit.isolation import (
     Failure,
     Isolated,
     copied,
-    one_line,
     set_torch,
     threads,
     torch_settings,
@@ -39,7 +38,7 @@ from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
 from numdev.audit.task import Finished, loaded, measured_here
 from numdev.audit.timing import Stopwatch
-from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.kernels import find
 from numdev.kernels.emulation.faults import control_named
 from numdev.sources.opening import Drawn, Located

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError, NumdevError, Refused
+from numdev.errors import MeasurementError, NumdevError, Refused, one_line
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.output import as_output
 from numdev.layouts import strided_as
@@ -75,12 +75,6 @@ def copied(record: Any, device: str | torch.device | None = None) -> Any:
         if isinstance(x, Tensor)
     }
     return dataclasses.replace(record, **moved)
-
-
-def one_line(error: Exception) -> str:
-    """The exception's kind and the first line of what it says, without its full stop."""
-    text = str(error).strip() or repr(error)
-    return f"{type(error).__name__}: {text.splitlines()[0].removesuffix('.')}"
 
 
 # --- in a process of its own ----------------------------------------------------------------------

@@ -16,11 +16,12 @@ from typing import Any
 
 from numdev.audit.bench import Bench, Selection
 from numdev.audit.explanations import beyond, examine, explain, likeness, profile, remarkable
-from numdev.audit.isolation import Failure, Runner, attempt, one_line
+from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Plan, Planned, Task
 from numdev.audit.rows import COUNTED, Measured, bare_row, case_record, formats_of, given, rows_of
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
+from numdev.errors import one_line
 from numdev.formats import format_named
 from numdev.kernels import Kernel, Output
 from numdev.kernels.output import GRADIENTS

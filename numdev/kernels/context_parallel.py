@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from numdev.cases import AttentionCase
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, one_line
 from numdev.kernels import Output, Refused, Requirement, kernel
 from numdev.kernels.output import refuse, upstream, why_not
 from numdev.kernels.sdpa import FUSED, OPERATORS, REFUSALS, forced
@@ -269,7 +269,7 @@ def rank(number: int, world: int, device: str, store: str, pipe: int) -> None:
         os._exit(0)  # groups of processes are not taken apart while others may be gone
     except Exception as error:
         with contextlib.suppress(OSError):
-            tasks.send_bytes(pickle.dumps({"error": _one_line(error)}))
+            tasks.send_bytes(pickle.dumps({"error": one_line(error)}))
         time.sleep(2 * GRACE_S)  # until it is ended: what it says is the reason, not its death
         os._exit(1)
 
@@ -296,7 +296,7 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
         return dict(zip(NAMES, (x.cpu() for x in whole), strict=False))
     except Exception as error:
         refused = any(words in str(error).lower() for words in REFUSALS)
-        return {"refused" if refused else "error": _one_line(error)}
+        return {"refused" if refused else "error": one_line(error)}
 
 
 def _dispatched(
@@ -341,8 +341,3 @@ def _ring(
     operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
     sums = backward(group, SEQUENCE, operator, grad_out, "grad_out", q, k, v, out, lse, **how)
     return [out, *sums[:3]]
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error).strip() or repr(error)
-    return f"{type(error).__name__}: {text.splitlines()[0]}"

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from numdev.cases import AttentionCase, CaseRef, Window
-from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.errors import MeasurementError, UsageError
 from numdev.kernels import find
-from numdev.sources.files import one_line, quiet
+from numdev.sources.files import naming, quiet
 from numdev.sources.loss import TrainingStep, Upstream, at_home, loss_of, tracing, with_drawn
 from numdev.sources.watch import OnMet, Watch
 
@@ -133,7 +133,7 @@ def capture(
         answer = capture_run(run, watch, handed, model, step)
     if step is None:
         return watch.calls.total(), ()
-    with _blaming(model, "failed in the backward pass of its loss"):
+    with naming(type(model).__name__, "failed in the backward pass of its loss", None):
         step.differentiate(loss_of(answer))
     del answer  # its logits would be in memory while calls are measured
     with torch.no_grad():
@@ -151,8 +151,8 @@ def capture_run(
     in it, or with `step` these are held. Those of other models (text encoders, a VAE) go their own
     way. `owner` is named where the run fails; None where it was ended early."""
     interceptor = _Interceptor(on_call, watch, step)
-    blaming, ending = _blaming(owner, "failed on its inputs"), suppress(Enough)
-    with blaming, watch.watching(), ending, interceptor.meeting():
+    named, ending = naming(type(owner).__name__, "failed on its inputs", None), suppress(Enough)
+    with named, watch.watching(), ending, interceptor.meeting():
         return run()
     return None
 
@@ -169,18 +169,6 @@ def first_call(run: Callable[[], Any]) -> AttentionCase | None:
     with suppress(Enough), _Interceptor(end).meeting():
         run()
     return calls[0] if calls else None
-
-
-@contextmanager
-def _blaming(model: object, what: str) -> Iterator[None]:
-    """What the model raises as one line that names it."""
-    try:
-        yield
-    except NumdevError:
-        raise
-    except Exception as error:
-        message = f"{type(error).__name__}: {one_line(error)}"
-        raise MeasurementError(f"{type(model).__name__} {what}: {message}") from error
 
 
 # --- meeting the call --------------------------------------------------------------------------

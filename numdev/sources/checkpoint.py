@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from numdev.errors import MeasurementError, UsageError
+from numdev.errors import MeasurementError, UsageError, one_line
 from numdev.kernels import fingerprint, imported
 from numdev.sources import files as storage
 from numdev.sources.capture import attention_implementation
@@ -285,8 +285,7 @@ class StateDict(Weights):
             takes = any(p.default is p.empty and p.kind not in VARIADIC for p in parameters)
             model = self.build(*((dict(self.config),) if takes and self.config else ()))
         except (Exception, SystemExit) as error:
-            words = f"{type(error).__name__}: {storage.one_line(error)}"
-            what = f"the factory {self.factory} raised {words}"
+            what = f"the factory {self.factory} raised {one_line(error)}"
             hint = "it gets no argument, or the configuration stored with the weights"
             raise MeasurementError(what, hint=hint) from error
         if isinstance(model, nn.Module):

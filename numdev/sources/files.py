@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from numdev.errors import MeasurementError, NumdevError, UsageError
+from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 
 FETCH = "fetch or write it again"
 DISTRUST = "do not use this checkpoint unless you know why"
@@ -177,16 +177,16 @@ def refuse_code(path: Path) -> None:
 
 @contextmanager
 def naming(
-    path: Path, what: str, hint: str = FETCH, *, passing: type[Exception] = NumdevError
+    of: object, what: str, hint: str | None = FETCH, *, passing: type[Exception] = NumdevError
 ) -> Iterator[None]:
-    """Whatever is raised on foreign data, where anything may be, as one line that names the file;
-    numdev's own errors and those of `passing` as they are."""
+    """Whatever is raised on foreign data or by foreign code as one line that begins with its file
+    or name; numdev's own errors and those of `passing` as they are."""
     try:
         yield
     except (NumdevError, passing):
         raise
     except Exception as error:
-        raise MeasurementError(f"{path}: {what}: {one_line(error)}", hint=hint) from error
+        raise MeasurementError(f"{of}: {what}: {one_line(error)}", hint=hint) from error
 
 
 def blaming(path: Path, what: str) -> AbstractContextManager[None]:
@@ -219,9 +219,3 @@ def some(names: Sequence[str], shown: int = 4) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message on one line, and not a long one."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:200] + "..."

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from numdev.cases import AttentionCase, CaseRef
-from numdev.errors import MeasurementError
+from numdev.errors import MeasurementError, one_line
 from numdev.sources.capture import first_call
-from numdev.sources.files import one_line
 from numdev.sources.watch import Frame
 
 
@@ -95,8 +94,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
         with torch.enable_grad():
             again = first_call(lambda: twin(*given["arguments"], **given["named"]))
     except Exception as error:  # a module's own code: whatever it raises is a reason
-        words = f"{kind} does not run again in fp64: {type(error).__name__}"
-        raise _none(case, f"{words}: {one_line(error)}") from error
+        raise _none(case, f"{kind} does not run again in fp64: {one_line(error)}") from error
     if again is None:
         raise _none(case, f"{kind} makes no call when it is run again")
     q = again.q

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from numdev.config import AuditRequest, demo_checkpoint
-from numdev.errors import UsageError, closest
+from numdev.errors import UsageError, closest, one_line
 from numdev.sources.checkpoint import LENGTHS, Checkpoint, StateDict, load_tokenizer, size
-from numdev.sources.files import one_line
 from numdev.sources.files import read as read_tensors
 
 # What stands for an input: given the one, the other is not needed.
