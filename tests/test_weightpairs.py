@@ -12,7 +12,7 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
-from numdev.sources.kinds import KINDS, kind_of
+from numdev.training.weights.kinds import KINDS, kind_of
 from numdev.training.weights.pairs import CASTS, cast_costs, compare, numbers, pooled
 
 RELATIVE = 1e-12

@@ -21,10 +21,10 @@ from numdev.formats import FORMATS
 from numdev.report.io import claim
 from numdev.report.numbers import times
 from numdev.sources.files import some
-from numdev.sources.kinds import KINDS, kind_of, layer_of
 from numdev.system import System
 from numdev.training.weights import pairs
 from numdev.training.weights.files import Stored, Weights, open_weights
+from numdev.training.weights.kinds import KINDS, kind_of, layer_of
 from numdev.training.weights.report import (
     GroupRow,
     Matter,
