@@ -29,20 +29,14 @@ class Paired:
     """
 
     elements: int
-    nonfinite: int
-    """How many elements are NaN or infinite in a, in b or in both, alike or not: left out of all
-    that follows."""
+    nonfinite: int  # NaN or infinite in a, in b or in both, alike or not: left out of what follows
     max_abs: float | None
     mean_abs: float | None
-    rel: float | None
-    """||a - b|| / ||b||."""
-    cosine: float | None
-    """<a, b> / (||a|| ||b||)."""
+    rel: float | None  # ||a - b|| / ||b||
+    cosine: float | None  # <a, b> / (||a|| ||b||)
     w1: float | None
-    spread: float | None
-    """The mean absolute deviation of b from its mean: W1 from its own mean, the scale of W1."""
-    equal: float | None
-    """The share of elements that are equal, between 0 and 1."""
+    spread: float | None  # the mean absolute deviation of b from its mean: the scale of W1
+    equal: float | None  # the share of elements that are equal, between 0 and 1
 
 
 def paired(a: Tensor, b: Tensor) -> Paired:
@@ -64,7 +58,10 @@ def paired(a: Tensor, b: Tensor) -> Paired:
     if not count:
         fields = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
         return Paired(elements=a.numel(), nonfinite=a.numel(), **dict.fromkeys(fields))
-    finite = (a, b) if count == a.numel() else _finite(a, b)
+    finite = (a, b)
+    if count < a.numel():
+        kept = torch.cat([kept for _, _, kept in _blocks(a, b)])
+        finite = (a[kept], b[kept])
     return Paired(
         elements=a.numel(),
         nonfinite=a.numel() - int(count),
@@ -106,12 +103,6 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         x, y = a[part].double(), b[part].double()
         kept = x.isfinite() & y.isfinite()
         yield torch.where(kept, x, 0.0), torch.where(kept, y, 0.0), kept
-
-
-def _finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements that are finite in both."""
-    kept = torch.cat([kept for _, _, kept in _blocks(a, b)])
-    return a[kept], b[kept]
 
 
 def _ratio(x: float, y: float) -> float | None:

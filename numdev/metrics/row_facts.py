@@ -30,7 +30,7 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     b [n] in a query head, fp64 [n] each. Of a row that sees no key only `sees`, `position` and
     `max_probability` mean something."""
     part = _part(case, slice(head, head + 1))
-    own = (b, 0, _counted(len(b), b))
+    own = (b, 0, torch.arange(len(b), device=b.device))
     S = _scores(part, i, slice(0, case.kv_len))[own]  # [n, kv_len]
     shown, m = S.ne(-math.inf), S.amax(dim=-1, keepdim=True)
     sinks = None if part.sinks is None else part.sinks.detach().double().expand(len(b), 1)
@@ -39,9 +39,11 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     outcomes = (logits - L).exp()
     P = torch.where(shown, outcomes[:, : case.kv_len], 0.0)
     carriers, below = _carriers(P), m - S
+    earlier = torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]
     counts = {
         "sees": shown,
-        "position": shown & (_counted(case.kv_len, b) < (i + case.causal_offset)[:, None]),
+        "position": shown
+        & (torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]),
         "tied": below <= EQUAL * m.abs().clamp_min(1.0),
         "nearly_tied": below <= NEAR,
         "carriers": carriers,
@@ -64,10 +66,10 @@ def of_keys(case: AttentionCase, head: int, b: Tensor, j: Tensor, lse: Tensor) -
     `lse` [B, H, q_len] is the log-sum-exp of all query heads."""
     heads = slice(head * case.group, (head + 1) * case.group)
     S = _scores(_part(case, heads), slice(0, case.q_len), j)
-    S = S[b, :, :, _counted(len(b), b)]  # [n, group, q_len]
+    S = S[b, :, :, torch.arange(len(b), device=b.device)]  # [n, group, q_len]
     shown = S.ne(-math.inf)
     P = torch.where(shown, (S - lse[:, heads][b].double()).exp(), 0.0).flatten(1)
-    earlier = _counted(case.q_len, b) < (j - case.causal_offset)[:, None, None]
+    earlier = torch.arange(case.q_len, device=b.device) < (j - case.causal_offset)[:, None, None]
     counts = {
         "sees": shown.flatten(1),
         "position": (shown & earlier).flatten(1),
@@ -118,7 +120,3 @@ def _summed(flags: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """How many are true in each row: [n, m] to [n] in fp64, of all in one sum."""
     sums = torch.stack(list(flags.values())).sum(dim=-1, dtype=torch.float64)
     return dict(zip(flags, sums.unbind(), strict=True))
-
-
-def _counted(length: int, like: Tensor) -> Tensor:
-    return torch.arange(length, device=like.device)
