@@ -42,8 +42,7 @@ def of_queries(case: AttentionCase, head: int, b: Tensor, i: Tensor) -> dict[str
     earlier = torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]
     counts = {
         "sees": shown,
-        "position": shown
-        & (torch.arange(case.kv_len, device=b.device) < (i + case.causal_offset)[:, None]),
+        "position": shown & earlier,
         "tied": below <= EQUAL * m.abs().clamp_min(1.0),
         "nearly_tied": below <= NEAR,
         "carriers": carriers,
