@@ -131,9 +131,9 @@ def test_workers_report_what_one_process_does(tmp_path: Path) -> None:
     seeds, and of cases out of a model. A kernel that raises or dies costs its own rows."""
     bad = ("broken_kernels:raises", "broken_kernels:segfault")
     crew = Cluster(workers=2)
-    plan = plan_of("sdpa-math", *bad, examine=True, profile=True)
+    plan = plan_of("sdpa-math", *bad, details=True)
     drawn = rows_of(tmp_path / "drawn", source_of(), plan, crew, 10.0)
-    less = plan_of("sdpa-math", bad[0], examine=True, profile=True)
+    less = plan_of("sdpa-math", bad[0], details=True)
     alone = rows_of(tmp_path / "alone", source_of(), less)
     assert [row for row in drawn["row"] if row["kernel"] != bad[1]] == alone["row"]
     assert drawn["case"] == alone["case"]

@@ -168,8 +168,5 @@ def test_the_page_is_true(suite: pytest.Pytester) -> None:
     found = run(suite)
     found.assert_outcomes(passed=3, failed=1)
     found.stdout.fnmatch_lines(
-        [
-            "E *test_mine:my_attention fails `function`*",
-            "E *the causal mask is off by one*",
-        ]
+        ["E *test_mine:my_attention fails `function`*", "E *the causal mask is off by one*"]
     )

@@ -164,11 +164,7 @@ class Bench:
 
     @classmethod
     def of(
-        cls,
-        selection: Selection,
-        fmt: Format,
-        exact: tuple[Reference, Tensor],
-        watch: Stopwatch,
+        cls, selection: Selection, fmt: Format, exact: tuple[Reference, Tensor], watch: Stopwatch
     ) -> Bench:
         """The selection in a format. `exact`: `Selection.exact` of the case as it came."""
         given = selection.case
@@ -215,18 +211,10 @@ class Bench:
         )
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        return tuple(self.yardsticks)
-
-    @property
-    def sampled(self) -> bool:
-        """Whether only some query rows are measured."""
-        return self.selection.queries is not None
-
-    @property
     def by_row(self) -> tuple[str, ...]:
         """The tensors that the measured queries give alone: of a sample not dk and dv."""
-        return tuple(n for n in self.tensors if not (self.sampled and n in KV_TENSORS))
+        sampled = self.selection.queries is not None
+        return tuple(n for n in self.yardsticks if not (sampled and n in KV_TENSORS))
 
     def predicted(self, claim: Mapping[str, Any]) -> Mapping[str, Tensor]:
         """What the emulation with these options returns for what is measured, by tensor. In fp32,

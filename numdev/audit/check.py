@@ -28,7 +28,7 @@ from numdev.gate.rules import Rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel
 from numdev.kernels.output import GRADIENTS, differentiate
-from numdev.report import AuditReport, Finding
+from numdev.report import AuditReport
 from numdev.report.summary import summarise
 from numdev.sources.loss import with_drawn
 from numdev.sources.opening import ConfigSource, Located
@@ -60,11 +60,9 @@ def check(
     """Measure `kernel` on the source's cases, judge it, and write a script of the gravest finding;
     returns the report, the judgement, whether it passed, the script, and why there is none.
 
-    `reproducers` makes the directory for a script, when there is something to write; `folder` is
-    where it finds the kernel's module; `asked` is recorded. With `backward` True a kernel whose
-    gradients could not be measured does not pass. Raises UsageError for a format no kernel can run
-    in, MeasurementError for rules that hold for another system.
-    """
+    `reproducers` makes the directory for a script, which finds the kernel's module in `folder`.
+    With `backward` True a kernel whose gradients could not be measured does not pass. Raises
+    UsageError for a format no kernel can run in, MeasurementError for another system's rules."""
     kernel = declining(kernel)
     planned = Planned(role="kernel", kernel=kernel, options=recorded(kernel.with_options({})))
     kernels = [*plan_kernels(()), planned]
@@ -94,31 +92,22 @@ def check(
     )
     judgement = judge_report(report, rules)
     trained = any(r.tensor in GRADIENTS and r.status == "ok" and r.role == "kernel" for r in rows)
-    scripts, said = _scripts(findings, source, plan, reproducers, folder)
-    if backward is True and not trained:
-        said.append("backward=True asks for gradients, and none could be measured.")
-    passed = judgement.outcome == "passed" and (backward is not True or trained)
-    return report, judgement, passed, scripts, said
-
-
-def _scripts(
-    findings: Sequence[Finding],
-    source: CheckSource,
-    plan: Plan,
-    reproducers: Callable[[], Path],
-    folder: Path | None,
-) -> tuple[list[Path], list[str]]:
-    """A script of the first finding that can be had as one; else why there is none."""
+    scripts: list[Path] = []
     said: list[str] = []
     # Of a row that sees no key there is no truth that a script could show an error against.
     serious = [f for f in findings if f.severity != "note" and f.metric != "empty_nonfinite"]
     wanted = [f for f in serious if f.place is not None][:TRIED]
     directory = reproducers() if wanted else Path()
     how: dict[str, Any] = {"count": 1, "seconds": SECONDS, "folder": folder}
-    for finding in wanted:
-        if scripts := reproduce([finding], source, plan, attempt, directory, said.append, **how):
-            return scripts, []
-    return [], said
+    for finding in wanted:  # until one can be had as a script
+        scripts = reproduce([finding], source, plan, attempt, directory, said.append, **how)
+        if scripts:
+            said.clear()
+            break
+    if backward is True and not trained:
+        said.append("backward=True asks for gradients, and none could be measured.")
+    passed = judgement.outcome == "passed" and (backward is not True or trained)
+    return report, judgement, passed, scripts, said
 
 
 def declining(kernel: Kernel) -> Kernel:
@@ -166,12 +155,7 @@ class CheckSource(ConfigSource):
     name that is none, for what cannot be read, and for two cases of one name."""
 
     def __init__(
-        self,
-        named: Sequence[Named] | None,
-        seeds: Sequence[int],
-        device: str,
-        *,
-        gradients: bool,
+        self, named: Sequence[Named] | None, seeds: Sequence[int], device: str, *, gradients: bool
     ) -> None:
         if not seeds:
             raise UsageError("no seed is given", hint="give one, for example seeds=0")

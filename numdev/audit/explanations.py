@@ -11,6 +11,7 @@ all tensors, and sqrt(1/2) in each beyond its limit. A prediction that is merely
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -51,7 +52,6 @@ from numdev.kernels.emulation.kernel import (
     unpredictable,
 )
 from numdev.kernels.emulation.recipe import SITES
-from numdev.kernels.output import GRADIENTS
 from numdev.kernels.reference import attend, gradients
 from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
@@ -103,22 +103,21 @@ def _excess(rule: str, value: float | None, row: DeviationRow | None = None) -> 
 def beyond(rows: Sequence[DeviationRow]) -> tuple[str, ...]:
     """The tensors of one call that are beyond what the default rules allow them beside `fa2`; none
     where that is no matter of rounding: something is not finite, another function is suspected."""
+
+    def is_beyond(heads: Sequence[DeviationRow]) -> bool:
+        ratios = [r.expected_ratio for r in heads if r.expected_ratio is not None]
+        if not ratios:
+            return False
+        worst = max((r.worst_row for r in heads if r.worst_row is not None), default=0.0)
+        values = {"error": max(ratios), "typical head": median(ratios), "worst row": worst}
+        if any(_excess(name, value, heads[0]) > 1 for name, value in values.items()):
+            return True
+        biased = (r for r in heads if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
+        return any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
+
     if any(row.nonfinite or row.suspicion for row in rows):
         return ()
-    tensors = ("out", "dv", "dq", "dk")
-    return tuple(t for t in tensors if _beyond([r for r in rows if r.tensor == t]))
-
-
-def _beyond(rows: Sequence[DeviationRow]) -> bool:
-    ratios = [r.expected_ratio for r in rows if r.expected_ratio is not None]
-    if not ratios:
-        return False
-    worst = max((r.worst_row for r in rows if r.worst_row is not None), default=0.0)
-    values = {"error": max(ratios), "typical head": median(ratios), "worst row": worst}
-    if any(_excess(name, value, rows[0]) > 1 for name, value in values.items()):
-        return True
-    biased = (r for r in rows if r.tensor == "out" and _excess("bias", r.bias_size) > 1)
-    return any(r.bias_p is not None and r.bias_p <= BIAS_ALPHA for r in biased)
+    return tuple(t for t in TERMS if is_beyond([r for r in rows if r.tensor == t]))
 
 
 def likeness(
@@ -137,13 +136,7 @@ def likeness(
     select = bench.selection.select
     residuals = {n: _residual(select(getattr(output, n), n), bench.yardsticks[n]) for n in names}
     best: Likeness | None = None
-    for words, way in _ways(formats, bench, system):
-        try:
-            expected = way()
-        except (Refused, MeasurementError, UsageError):
-            continue
-        if expected is None:
-            continue
+    for words, expected in _ways(formats, bench, system):
         left = {n: residual(expected[n]) for n, residual in residuals.items()}
         together = math.sqrt(sum(x * x for x in left.values()) / len(left))
         explains = together <= EXPLAINS and all(left[n] <= IN_ONE for n in tensors)
@@ -170,8 +163,8 @@ def _residual(x: Tensor, y: Yardstick) -> Callable[[Tensor], float]:
 
 def _ways(
     formats: Mapping[str, Format], bench: Bench, system: System
-) -> Iterator[tuple[str, Callable[[], Step | None]]]:
-    """What is tried, in words, the likeliest first."""
+) -> Iterator[tuple[str, Step]]:
+    """What is tried, in words, the likeliest first; without what cannot take the call."""
     place = "GPU" if system.device == "cuda" else "CPU"
     claims: dict[str, Mapping[str, Any]] = {
         f"as {name} rounds on this {place}": sdpa.claim_of(operator, bench.case, system)
@@ -179,10 +172,12 @@ def _ways(
     }
     claims |= {f"as {preset} rounds": {"preset": preset} for preset in ("eager", "fa2-consistent")}
     for words, claim in claims.items():
-        yield words, functools.partial(bench.predicted, returning(claim, bench.case, formats))
+        with contextlib.suppress(Refused, MeasurementError, UsageError):
+            yield words, bench.predicted(returning(claim, bench.case, formats))
     if bench.case.working is None and set(formats.values()) == {bench.case.format}:
         for words, way in WAYS.items():
-            yield words, functools.partial(_written, way, bench)
+            if (step := _written(way, bench)) is not None:
+                yield words, step
 
 
 def _written(way: Way, bench: Bench) -> Step | None:
@@ -190,22 +185,17 @@ def _written(way: Way, bench: Bench) -> Step | None:
     case = bench.measured
     if case.sinks is not None or case.q.shape[:3].numel() * case.kv_len > MOST_SCORES:
         return None
-    key = f"written {way!r}"
-    if key not in bench.predictions:
-        kernel = Kernel(name="written", function=way, any_rows=True)
-        with bench.watch("predictions"):
-            output = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
-        if isinstance(output, Failure):
-            return None
-        tensors = {n: getattr(output, n) for n in ("out", *GRADIENTS) if n in bench.by_row}
-        bench.predictions[key] = {n: x.float() for n, x in tensors.items() if x is not None}
-    return bench.predictions[key]
+    kernel = Kernel(name="written", function=way, any_rows=True)
+    with bench.watch("predictions"):
+        output = attempt(kernel, case, {}, gradients="dq" in bench.by_row)
+    if isinstance(output, Failure):
+        return None
+    return {n: x.float() for n in bench.by_row if (x := getattr(output, n)) is not None}
 
 
 # --- rounding sites ------------------------------------------------------------------------------
 
 # How many heads are compared: a kernel rounds alike in all of them, and each costs emulations.
-# Where gradients are, heads come in whole groups, at least one of them.
 MOST_HEADS = 4
 KEPT_BYTES = 1 << 30  # how much of the emulations is kept; the first are what tensors share
 
@@ -314,11 +304,7 @@ def whole_groups(heads: tuple[int, ...], group: int) -> tuple[tuple[int, ...], t
 
 
 def _row(
-    task: Task,
-    tensor: str,
-    heads: tuple[int, ...],
-    found: Attribution | None,
-    unknown: str | None,
+    task: Task, tensor: str, heads: tuple[int, ...], found: Attribution | None, unknown: str | None
 ) -> AttributionRow:
     fields: dict[str, Any] = {**identity(task), "tensor": tensor, "heads": heads}
     fields |= {"explained_by": None, "reason": unknown, "sentence": ""}
@@ -343,9 +329,8 @@ def _row(
 
 SHOWN = 3  # rows in a report's summary
 # From this multiple of what is predicted for it a row is shown. In sound kernels on a model's own
-# inputs the worst is at 1.01 in forward and 1.42 in backward (the demo, bfloat16): naming those
-# would be noise. Half as far as the smallest limit of the rules (`worst row`, 5), so that what
-# comes near one is seen.
+# inputs the worst is at 1.01 in forward and 1.42 in backward (the demo, bfloat16); the smallest
+# limit of the rules is 5 (`worst row`), and what comes near it is to be seen.
 NOTABLE = 2.0
 # The same, whatever the order in which the two places that compute a ratio add up its squares.
 NEARLY = NOTABLE * (1 - 1e-9)
@@ -361,7 +346,7 @@ def examine(
     worst: list[WorstRow] = []
     if output is None:
         return worst
-    try:
+    with contextlib.suppress(*COUNTED):
         claim = kernel.claims(bench.case, output, system)
         formats = formats_of(output, bench)
         for tensor, fmt in formats.items():
@@ -382,20 +367,14 @@ def examine(
                 rows=select.rows_of(tensor),
                 identity=identity(task),
             )
-    except COUNTED:
-        pass
     return worst
 
 
 def remarkable(rows: Iterable[DeviationRow]) -> bool:
     """Whether some row of some head errs NOTABLE times what is predicted for it, or is not finite,
     or nothing is predicted: whether `most` may show one."""
-    return any(
-        row.status == "ok"
-        and row.tensor != "lse"
-        and (row.worst_row is None or row.worst_row >= NEARLY or bool(row.nonfinite))
-        for row in rows
-    )
+    measured = (row for row in rows if row.status == "ok" and row.tensor != "lse")
+    return any(r.worst_row is None or r.worst_row >= NEARLY or r.nonfinite for r in measured)
 
 
 def most(rows: Iterable[WorstRow]) -> tuple[WorstRow, ...]:
@@ -427,15 +406,10 @@ def profile(task: Task, measured: Measured, bench: Bench) -> Sequence[ProfileRow
         if task.role == "kernel" and "predicted" in along:
             least = np.maximum(along["predicted"], along["least_row"])  # as in expected_ratio
             predicted = _rms(least, along["expected_count"])
-        shown = {
-            "tensor": tensor,
-            "length": length,
-            "starts": starts(length),
-            "counts": [int(n) for n in along["counted"]],
-            "errors": _rms(along["relative"], along["counted"]),
-            "predicted": predicted,
-        }
-        rows.append(ProfileRow.model_validate({**about, **shown}))
+        counts, errors = along["counted"], _rms(along["relative"], along["counted"])
+        shown = {"tensor": tensor, "length": length, "starts": starts(length), "errors": errors}
+        more = {"counts": [int(n) for n in counts], "predicted": predicted}
+        rows.append(ProfileRow.model_validate({**about, **shown, **more}))
     return rows
 
 

@@ -98,7 +98,7 @@ TICK_S = 0.2  # how often it is looked whether the worker lives
 START_S = 300.0  # what importing torch may take: seconds, but minutes on a cold network disk
 
 
-class Isolated:
+class Isolated(contextlib.AbstractContextManager["Isolated"]):
     """Runs kernels in a worker process. Use as a context manager; not from two threads at once."""
 
     def __init__(self, limit_s: float = 60.0) -> None:
@@ -108,19 +108,11 @@ class Isolated:
         self._pipe: Connection
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker lives
 
-    def __enter__(self) -> Isolated:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __call__(
-        self,
-        kernel: Kernel,
-        case: AttentionCase,
-        options: Mapping[str, Any],
-        *,
-        gradients: bool = False,
+        self, kernel: Kernel, case: AttentionCase, options: Any, *, gradients: bool = False
     ) -> Output | Failure:
         """What `attempt` gives for the kernel of this name. The limit is for the kernel and its
         compilation, not for the start of a worker. Raises MeasurementError where none can be

@@ -7,6 +7,7 @@ The same request in the same environment continues where it stopped; anything el
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ Row = dict[str, Any] | BaseModel
 M = TypeVar("M", bound=BaseModel)
 
 
-class Journal:
+class Journal(contextlib.AbstractContextManager["Journal"]):
     """The finished tasks of one request in one directory. Use as a context manager. `visit` must be
     called for every task of the request, finished or not; `rows` then gives all rows of a kind in
     that order, however often the run was interrupted."""
@@ -54,9 +55,6 @@ class Journal:
                 hint="choose another --output",
             ) from error
         return journal
-
-    def __enter__(self) -> Journal:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:

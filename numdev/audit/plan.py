@@ -65,16 +65,15 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is the same for all cases of a run. The fields of `AuditRequest`, and whether the rows
-    that err most are looked at (`examine`) and errors along calls reported (`profile`)."""
+    """What is the same for all cases of a run: fields of `AuditRequest`, and whether the rows that
+    err most and errors along calls are looked at (`details`)."""
 
     system: System
     formats: Sequence[Format]
     kernels: Sequence[Planned]
     heads: tuple[int, ...] | None = None
     explain: bool = False
-    examine: bool = False
-    profile: bool = False
+    details: bool = False
     gradients: bool = False
     sampled_rows: int | None = None
     seed: int = 0
@@ -90,8 +89,7 @@ class Plan:
             system=system,
             formats=plan_formats(request.formats, kernels),
             kernels=kernels,
-            examine=True,
-            profile=True,
+            details=True,
             **{name: getattr(request, name) for name in same},
         )
 
@@ -123,10 +121,7 @@ class Plan:
 
 
 def header(
-    request: Mapping[str, Any],
-    system: System,
-    kernels: Sequence[Planned],
-    source: Mapping[str, Any],
+    request: Mapping[str, Any], system: System, kernels: Sequence[Planned], source: Any
 ) -> dict[str, Any]:
     """What a run must have in common with the journal it continues: not how the source was read."""
     return {

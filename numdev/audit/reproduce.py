@@ -163,16 +163,15 @@ def _size(row: DeviationRow, metric: str) -> float:
 
 def _shows(row: DeviationRow, finding: Finding) -> bool:
     """Whether a row is accused as the finding's was."""
-    metric = finding.metric or ""
     if row.status != "ok" or row.tensor != (finding.tensor or "out"):
         return False
-    if metric == "suspicion":
+    if finding.metric == "suspicion":
         return row.suspicion is not None
-    if metric == "bias_size":
+    size = _size(row, finding.metric or "")
+    if finding.metric == "bias_size":
         certain = row.bias_p is not None and row.bias_p <= BIAS_ALPHA
-        certain = certain and (row.sequences or 0) >= BIAS_SEQUENCES
-        return certain and _size(row, metric) >= BIAS_ULP
-    return _size(row, metric) > (finding.limit or 0.0)
+        return certain and (row.sequences or 0) >= BIAS_SEQUENCES and size >= BIAS_ULP
+    return size > (finding.limit or 0.0)
 
 
 # --- the smallest call ---------------------------------------------------------------------------
@@ -248,20 +247,17 @@ class _Search:
         _fewest(size[axis], lambda few: self.accept(part(case, **{axis: few})), pieces)
 
     def heads(self, head: int | None) -> None:
-        """The given head with its kv head; else its group; else as few kv heads as will do; then
-        as few query heads of a single kv head."""
+        """The given head; else as few kv heads as will do, then as few query heads of a single
+        one."""
         case, group = self.best, self.best.group
 
         def groups(kv_heads: Sequence[int]) -> bool:
             heads = [h * group + g for h in kv_heads for g in range(group)]
             return self.accept(part(case, head=heads, kv_head=kv_heads))
 
-        if head is not None and case.heads > 1:
-            if self.accept(part(case, head=[head], kv_head=[head // group])):
-                return
-            groups([head // group])
-        if self.best.kv_heads > 1:
-            _fewest(case.kv_heads, groups)
+        if head is not None and self.accept(part(case, head=[head], kv_head=[head // group])):
+            return
+        _fewest(case.kv_heads, groups)
         if self.best.kv_heads == 1:
             self.fewer("head")
 

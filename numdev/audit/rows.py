@@ -1,4 +1,4 @@
-"""The rows of a report: those of one measured kernel, of a case, and of a stored weight."""
+"""The rows of a report: those of one measured kernel, and of a case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numdev.audit.plan import Task, recorded
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
 from numdev.explain.wrong_function import far_off, suspect
-from numdev.formats import FORMATS, Format, format_of, round_to
+from numdev.formats import Format, format_of
 from numdev.kernels import Kernel, Output
 from numdev.kernels.emulation.kernel import returning, unexpected
 from numdev.kernels.output import GRADIENTS
@@ -24,7 +24,7 @@ from numdev.metrics.bits import checksums
 from numdev.metrics.deviation import Deviation, Metrics, measure, measure_plain
 from numdev.metrics.finiteness import Elsewhere, all_finite, elsewhere, inputs_finite
 from numdev.metrics.noise import noise
-from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow, WeightRow
+from numdev.report import NOT_PREDICTED, CaseRecord, DeviationRow
 
 if TYPE_CHECKING:
     from numdev.audit.explanations import Likeness
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 # What measuring may raise on strange outputs, and costs the row, not the audit.
 COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 OF_CASE = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
-WEIGHTS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +56,7 @@ def rows_of(
     """Rows of every tensor of the first run, beside what the kernel's roundings predict: its
     claim's, or those of the way `like` that explains it. Raises MeasurementError for an output
     that lacks a tensor."""
-    of = _Of(task, runs, bench, claim, like)
-    rows, along = of.rows()
+    rows, along = _Of(task, runs, bench, claim, like).rows()
     expected = None if like is None else like.expected
     return Measured(rows=rows, output=runs[0], held_to=expected, along=along)
 
@@ -79,7 +77,7 @@ class _Of:
         rest = self.elsewhere()
         trained = any(getattr(output, name) is not None for name in GRADIENTS)
         # What was computed of sampled queries alone has no dk and dv.
-        tensors = bench.by_row if task.role in ("baseline", "control") else bench.tensors
+        tensors = bench.by_row if task.role in ("baseline", "control") else (*bench.yardsticks,)
         rows: list[DeviationRow] = []
         along: dict[str, Deviation] = {}
         for tensor in tensors if trained else ("out",):
@@ -140,7 +138,7 @@ class _Of:
         """What of a kernel's tensors is not finite in the rows that are not measured, by tensor;
         nothing where all that came back is finite, as it should be."""
         bench, output, select = self.bench, self.runs[0], self.bench.selection
-        if self.task.role != "kernel" or not bench.sampled:
+        if self.task.role != "kernel" or select.queries is None:
             return {}
         formats = formats_of(output, bench)
         if output.lse is not None:
@@ -248,7 +246,7 @@ def returned(out: Tensor, case: AttentionCase) -> Format:
 
 def formats_of(output: Output, bench: Bench) -> dict[str, Format]:
     """The format of every tensor that came back."""
-    tensors = {name: getattr(output, name) for name in bench.tensors}
+    tensors = {name: getattr(output, name) for name in bench.yardsticks}
     return {name: returned(x, bench.case) for name, x in tensors.items() if x is not None}
 
 
@@ -256,9 +254,6 @@ def given(options: Mapping[str, Any], kernel: Kernel) -> dict[str, Any]:
     """The options to call the kernel with: those that are not its defaults."""
     defaults = recorded(kernel.options)
     return {k: v for k, v in options.items() if k not in defaults or v != defaults[k]}
-
-
-# --- cases and weights ----------------------------------------------------------------------------
 
 
 def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> CaseRecord:
@@ -278,47 +273,4 @@ def case_record(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> C
         grad_out=case.grad_out_from or ("given" if case.grad_out is not None else None),
         axes=dict(axes or {}),
         **{name: getattr(case, name) for name in (*same, "softcap", "scale")},
-    )
-
-
-def weight_row(name: str, tensor: Tensor, fmt: Format) -> WeightRow:
-    """What casting a stored tensor to a format costs.
-
-    Elements the format cannot hold, or that were not finite to begin with, are counted and left
-    out of the averages. Sums are fp64; a tensor goes by WEIGHTS_AT_ONCE elements, so that memory
-    does not depend on it.
-    """
-    lossless = fmt.contains(format_of(tensor.dtype))
-    parts = tensor.detach().reshape(-1).split(WEIGHTS_AT_ONCE) if tensor.numel() else ()
-    sums = [_cast_sums(part, None if lossless else fmt) for part in parts]
-    usable, largest, total, squares, norm = (
-        torch.stack(sums).unbind(dim=1) if sums else torch.zeros(5, 1)
-    )
-    count = int(usable.sum())
-    mean = float(total.sum()) / count if count else None
-    size = float(norm.sum()) ** 0.5
-    return WeightRow(
-        tensor=name,
-        shape=tuple(tensor.shape),
-        stored=str(tensor.dtype).removeprefix("torch."),
-        format=fmt.name,
-        elements=tensor.numel(),
-        nonfinite=tensor.numel() - count,
-        max_abs=float(largest.max()) if count else None,
-        mean_abs=mean,
-        rel=float(squares.sum()) ** 0.5 / size if count and size else None,
-    )
-
-
-def _cast_sums(part: Tensor, fmt: Format | None) -> Tensor:
-    """How many elements survive the cast (None: to a format that holds them all), the largest
-    error, and the sums of |error|, error^2 and x^2 over them."""
-    wide = part.double()
-    # What float32 holds is rounded there, in a third of the time and to the same values.
-    small = fmt and part.dtype != torch.float64 and FORMATS["float32"].contains(fmt)
-    error = (wide if fmt is None else round_to(part if small else wide, fmt)) - wide
-    usable = error.isfinite()
-    error, x = (torch.where(usable, y, 0.0) for y in (error.abs_(), wide))
-    return torch.stack(
-        [usable.sum().double(), error.max(), error.sum(), error.square().sum(), x.square().sum()]
     )

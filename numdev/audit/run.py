@@ -7,7 +7,7 @@ them, and the report is made of them. `numdev sweep` goes through the same loop 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +21,13 @@ from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header
 from numdev.audit.reproduce import reproduce
-from numdev.audit.rows import weight_row
 from numdev.audit.task import Finished, loaded, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
 from numdev.explain.words import explanations
 from numdev.gate.findings import findings_of
+from numdev.metrics.weights import weight_row
 from numdev.report import (
     AttributionRow,
     AuditReport,
@@ -36,7 +36,6 @@ from numdev.report import (
     Finding,
     ProfileRow,
     Provenance,
-    WeightRow,
     WorstRow,
 )
 from numdev.report.summary import summarise
@@ -49,10 +48,6 @@ Progress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
-
-
 def audit(
     request: AuditRequest,
     directory: Path,
@@ -62,11 +57,9 @@ def audit(
     **how: Any,
 ) -> AuditReport:
     """Run `request`, journalling into `directory`; returns the report, which the caller writes.
-
     `say` is told what a user should know that the report does not hold; `how` is what `measure`
-    takes. Raises UsageError for a request that cannot be run here, before anything is measured, and
-    MeasurementError when a sound request could not be carried out.
-    """
+    takes. Raises UsageError, before anything is measured, for a request that cannot be run here,
+    and MeasurementError when a sound one could not be carried out."""
     system = System.here(request.device)
     watch = Stopwatch(system.device)
     plan = Plan.of(request, system)
@@ -75,7 +68,13 @@ def audit(
     asked = request.model_dump(mode="json")
     results = measure(source, plan, request, asked, directory, watch, say=say, **how)
     with watch("weights"):
-        weights = tuple(_weight_rows(source, plan))
+        weights = tuple(
+            weight_row(name, tensor, fmt)  # cheap, and so not journalled
+            for name, stored in source.weights()
+            if stored.is_floating_point()
+            for tensor in (stored.to(system.device),)
+            for fmt in plan.formats
+        )
     journal = results.journal
     attributions = journal.records("attribution", AttributionRow)
     profiles = journal.records("profile", ProfileRow)
@@ -117,7 +116,7 @@ def measure(
     workers: Cluster | None = None,
     overwrite: bool = False,
     save_cases: Path | None = None,
-    progress: Progress = silent,
+    progress: Progress = lambda what, done, total: None,
     say: Say,
 ) -> Results:
     """Measure a source, hold its rows to the rules, and write scripts of what they find. A run that
@@ -165,7 +164,7 @@ def measure_source(
     watch: Stopwatch,
     workers: Workers | None = None,
     writer: Writer | None = None,
-    progress: Progress = silent,
+    progress: Progress = lambda what, done, total: None,
 ) -> None:
     """Every case of a source through every kernel, by `run` or on `workers`; what is finished
     already is not even loaded. `writer` saves cases as they come by."""
@@ -211,12 +210,3 @@ def provenance(system: System, described: Mapping[str, Any], command: str) -> Pr
         system=system.as_dict(),
         source=dict(described),
     )
-
-
-def _weight_rows(source: Source, plan: Plan) -> Iterator[WeightRow]:
-    """Each stored tensor cast to every format. Cheap, and so not journalled."""
-    for name, tensor in source.weights():
-        if tensor.is_floating_point():
-            on_device = tensor.to(plan.system.device)
-            for fmt in plan.formats:
-                yield weight_row(name, on_device, fmt)

@@ -30,6 +30,7 @@ from numdev.sources import tensorfile
 from numdev.sources.tensorfile import DTYPES, OPTIONAL, REQUIRED, storage_order
 from numdev.system import System
 
+PICKED = "whatever PyTorch picks"
 ENOUGH = 0.5  # a script shows a finding from this part of the reported figure on
 RUNS_OF_NOISE = 10
 # Figures that stand on a kernel's tensor and the exact one alone, in the words a script prints.
@@ -178,7 +179,11 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
     (its mask explicit)."""
     name = kernel.name
     if name in BACKENDS and tensor != "lse":  # the public function returns no log-sum-exp
-        return _sdpa(case, BACKENDS[name])
+        backend, positions = BACKENDS[name], case.window or case.causal_offset
+        if case.restricts_positions and (positions or case.mask is not None):
+            case = _with_mask(case, explicit_mask(case))
+        words = f"PyTorch's SDPA, {f'backend {backend}, forced alone' if backend else PICKED}"
+        return case, {"call": "sdpa", "kernel_words": words, "backend": backend}
     if name == "baseline":
         words = "plain attention as eager model code has it, every product in the working format"
         return case, {"call": "baseline", "kernel_words": words}
@@ -195,14 +200,6 @@ def _call(kernel: Kernel, options: Mapping[str, Any], case: AttentionCase, tenso
         ),
         "needs": "numdev",
     }
-
-
-def _sdpa(case: AttentionCase, backend: str | None) -> Call:
-    by_flag = case.is_causal and case.mask is None and not case.window and not case.causal_offset
-    if case.restricts_positions and not by_flag:
-        case = _with_mask(case, explicit_mask(case))
-    forced = f"backend {backend}, forced alone" if backend else "whatever PyTorch picks"
-    return case, {"call": "sdpa", "kernel_words": f"PyTorch's SDPA, {forced}", "backend": backend}
 
 
 def _with_mask(case: AttentionCase, mask: Tensor | None) -> AttentionCase:

@@ -89,9 +89,9 @@ def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> 
     own_run = run if task.role == "kernel" else attempt
     measured = measure_task(task, kernel, bench, plan.system, own_run)
     rows: dict[str, Sequence[Any]] = {"row": measured.rows}
-    if plan.profile:
+    if plan.details:
         rows["profile"] = profile(task, measured, bench)
-    if plan.examine and task.role == "kernel" and remarkable(measured.rows):
+    if plan.details and task.role == "kernel" and remarkable(measured.rows):
         with bench.watch("metrics"):
             rows["worst"] = examine(task, kernel, measured, bench, plan.system)
     if plan.explain and task.role in ("baseline", "kernel"):
@@ -102,13 +102,10 @@ def _rows(kernel: Kernel, task: Task, bench: Bench, plan: Plan, run: Runner) -> 
 def measure_task(
     task: Task, kernel: Kernel, bench: Bench, system: System, run: Runner = attempt
 ) -> Measured:
-    """A kernel on a prepared case.
-
-    A kernel that is missing or declines is `skipped`; one that raises, or whose output cannot be
-    measured, is `failed`. Where the forward pass runs and a training step does not, the output is
-    measured, and one row of dq says why there is no gradient. A kernel that declared no claim and
-    errs beyond `fa2` is held to the known way of rounding that explains it, if one does.
-    """
+    """A kernel on a prepared case. One that is missing or declines is `skipped`; one that raises,
+    or whose output cannot be measured, is `failed`. Where the forward pass runs and a training step
+    does not, one row of dq says why there is no gradient. A kernel that declared no claim and errs
+    beyond `fa2` is held to the known way of rounding that explains it, if one does."""
     if missing := kernel.missing(system):
         return Measured(rows=[bare_row(task, Failure("skipped", missing))])
     try:

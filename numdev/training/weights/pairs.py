@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numdev.audit.rows import WEIGHTS_AT_ONCE, weight_row
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_of
 from numdev.metrics.paired import paired
+from numdev.metrics.weights import WEIGHTS_AT_ONCE, weight_row
 
 CASTS = ("bfloat16", "float16", "float8_e4m3fn")
 METRICS = ("max_abs", "mean_abs", "rel", "cosine", "w1", "spread", "equal")
