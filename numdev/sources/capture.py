@@ -293,10 +293,9 @@ def _window(
         reaches = bool((open_ & ((back >= size) | (back < -right))).any())
         beyond = " and a mask that reaches beyond it" if reaches else ""
     if beyond:
-        raise MeasurementError(
-            f"{ref.module}: passes a window of {size}{beyond}",
-            hint="its SDPA and its flash attention would not compute the same",
-        )
+        what = f"{ref.module}: passes a window of {size}{beyond}"
+        hint = "its SDPA and its flash attention would not compute the same"
+        raise MeasurementError(what, hint=hint)
     return (size - 1, right)
 
 
@@ -339,10 +338,9 @@ def _attention(
     on = {name: given.pop(name) for name in PASSED_ON if name in given and name in takes}
     kind = type(module).__name__
     if unknown := sorted(given.keys() - WITHOUT_EFFECT):
-        raise MeasurementError(
-            f"{kind} passes its attention an argument numdev does not know: {', '.join(unknown)}",
-            hint="the captured call would not be the model's; please report the model",
-        )
+        what = f"{kind} passes its attention an argument numdev does not know: {', '.join(unknown)}"
+        hint = "the captured call would not be the model's; please report the model"
+        raise MeasurementError(what, hint=hint)
     # Within its own handler the mode is off: a model that `on_call` runs is not the one met.
     modes = _get_current_function_mode_stack()
     active = next((mode for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)

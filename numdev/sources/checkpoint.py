@@ -36,8 +36,8 @@ META = torch.device("meta")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SUFFIXES = (".safetensors", *storage.PICKLES)
 INDEX = ".index.json"
+# Where training scripts put the model's configuration: nanoGPT, Lightning, and others.
 CONFIGS = ("model_args", "hyper_parameters", "model_config", "config", "args")
-"""Where training scripts put the model's configuration: nanoGPT, Lightning, and others."""
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model")
 # Models that number positions from pad_token_id + 1, so that they read fewer than their table has.
 POSITIONS_AFTER_PADDING = re.compile(
@@ -126,15 +126,12 @@ class Checkpoint(Weights):
         `load_model`, and UsageError where it cannot be streamed."""
         if self.split or any(file.suffix in storage.PICKLES for file in self.files):
             names = some([file.name for file in self.files])
-            raise UsageError(
-                f"{self.path}: streaming a model: expected safetensors files, got {names}",
-                hint="save it with save_pretrained, which writes safetensors",
-            )
+            what = f"{self.path}: streaming a model: expected safetensors files, got {names}"
+            raise UsageError(what, hint="save it with save_pretrained, which writes safetensors")
         if find_spec("accelerate") is None:
-            raise UsageError(
-                "streaming a model needs accelerate",
-                hint="pip install 'numdev[large]', or load it whole, without --stream",
-            )
+            what = "streaming a model needs accelerate"
+            hint = "pip install 'numdev[large]', or load it whole, without --stream"
+            raise UsageError(what, hint=hint)
         empty, deferred = {}, {}
         for file in self.files:
             for name, x in storage.read(file):
@@ -188,10 +185,9 @@ class Checkpoint(Weights):
             cls = getattr(transformers, name, None)
             if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
                 return cls, config
-        raise MeasurementError(
-            f"{file}: expected an architecture of transformers, got {name}",
-            hint='set "architectures" to the class that the weights belong to',
-        )
+        what = f"{file}: expected an architecture of transformers, got {name}"
+        hint = 'set "architectures" to the class that the weights belong to'
+        raise MeasurementError(what, hint=hint)
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -210,8 +206,7 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at `path` without loading its weights. Raises UsageError where there is
-    none or it asks for code of its own, MeasurementError where it is damaged; both name the file.
-    """
+    none or it asks for code of its own, MeasurementError where it is damaged."""
     stored = path / "config.json"
     if not stored.is_file():
         hint = "give a Hugging Face directory: config.json with model.safetensors"
@@ -320,8 +315,7 @@ class StateDict(Weights):
 
 def open_state_dict(path: Path, factory: str | None) -> StateDict:
     """Open the weights at `path`, and import the factory of their model. Raises UsageError where
-    there are none or no factory, MeasurementError for a damaged file and one without a state dict.
-    """
+    there are none or no factory, MeasurementError for a file that is damaged or holds none."""
     if not (is_distributed(path) or path.suffix in SUFFIXES or path.name.endswith(INDEX)):
         accepted = f"{', '.join(SUFFIXES)}, {INDEX} or a distributed checkpoint"
         raise UsageError(f"{path}: expected {accepted}", hint="see docs/inputs.md")

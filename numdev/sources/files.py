@@ -83,10 +83,9 @@ def read(path: Path) -> Iterator[tuple[str, Tensor]]:
                     yield from tensors.items()
                     return
         keys = some([repr(key) for key in content]) or "nothing"
-        raise MeasurementError(
-            f"{path}: holds no state dict (but {keys})",
-            hint=f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}",
-        )
+        what = f"{path}: holds no state dict (but {keys})"
+        hint = f"save model.state_dict(), itself or under one of: {', '.join(NESTED)}"
+        raise MeasurementError(what, hint=hint)
     with open_safetensors(path) as file:
         names = file.offset_keys()
     for name in names:

@@ -218,10 +218,8 @@ class CheckpointSource(Source):
 
     def __init__(self, request: AuditRequest, system: System, *, projections: bool = False) -> None:
         if request.gradients and request.generate:
-            raise UsageError(
-                f"--generate {request.generate}: a generation has no backward pass",
-                hint="leave --generate out, or audit it without gradients",
-            )
+            what = f"--generate {request.generate}: a generation has no backward pass"
+            raise UsageError(what, hint="leave --generate out, or audit it without gradients")
         self.request, self.projections = request, projections
         opened, dtype = self._opened(), dtype_of(format_named(request.model_dtype))
         self.streamed: Streamed | None = None
@@ -234,10 +232,8 @@ class CheckpointSource(Source):
             self.model = opened.load_model(dtype=dtype, device=system.device)
         self.checkpoint = opened.fitted(self.model)
         if request.generate and not getattr(self.model, "can_generate", lambda: False)():
-            raise UsageError(
-                f"{type(self.model).__name__} does not generate text",
-                hint="leave --generate out: a forward pass is then audited",
-            )
+            what = f"{type(self.model).__name__} does not generate text"
+            raise UsageError(what, hint="leave --generate out: a forward pass is then audited")
         self.prompt = model_inputs(request, self.checkpoint, self.model)
         self.modules = attention_modules(self.model)
         layers = [layer_of(self.model.get_submodule(name), name) for name in self.modules]
@@ -327,22 +323,17 @@ class CheckpointSource(Source):
         path, request = _path(self.request), self.request
         distributed = is_distributed(path)
         if path.is_dir() and not distributed and any(path.glob("*.distcp")):
-            raise MeasurementError(
-                f"{path}: .metadata is missing, the last file of a distributed checkpoint",
-                hint=f"{FETCH}, or take one whose save has ended",
-            )
+            what = f"{path}: .metadata is missing, the last file of a distributed checkpoint"
+            raise MeasurementError(what, hint=f"{FETCH}, or take one whose save has ended")
         bare = distributed and not (path / "config.json").is_file()
         if path.is_file() or bare or (request.model and distributed):
             opened = open_state_dict(path, request.model)
             if request.stream:
-                raise UsageError(
-                    f"--stream: the factory {opened.factory} builds its model whole",
-                    hint="leave --stream out, or give a Hugging Face directory",
-                )
+                what = f"--stream: the factory {opened.factory} builds its model whole"
+                raise UsageError(what, hint="leave --stream out, or give a Hugging Face directory")
             return opened
         if request.model:
-            raise UsageError(
-                f"{request.checkpoint}: says itself which model it is, so --model has no place",
-                hint="leave it out, or give the weight file instead of the directory",
-            )
+            what = f"{request.checkpoint}: says itself which model it is, so --model has no place"
+            hint = "leave it out, or give the weight file instead of the directory"
+            raise UsageError(what, hint=hint)
         return open_checkpoint(path)

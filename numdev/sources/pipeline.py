@@ -159,10 +159,8 @@ class PipelineSource:
         if unknown := [
             n for n in needed if takes[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         ]:
-            raise UsageError(
-                f"{self.kind} needs {', '.join(unknown)}, which numdev cannot draw",
-                hint="audit tensors captured from it: docs/inputs.md says how",
-            )
+            what = f"{self.kind} needs {', '.join(unknown)}, which numdev cannot draw"
+            raise UsageError(what, hint="audit tensors captured from it: docs/inputs.md says how")
         generator = torch.Generator().manual_seed(seed)
         if self.request.text:
             files = [Path(text) for text in self.request.text]

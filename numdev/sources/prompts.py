@@ -70,10 +70,8 @@ def model_inputs(
         first = "input_ids" if "input_ids" in takes or not takes else takes[0]
         inputs = {first if name == "input_ids" else name: x for name, x in text.inputs.items()}
         if "attention_mask" in inputs.keys() - takes and not takes_all:
-            raise UsageError(
-                "the sequences differ in length and the model takes no attention_mask",
-                hint="give a smaller --length, so that all are equally long",
-            )
+            what = "the sequences differ in length and the model takes no attention_mask"
+            raise UsageError(what, hint="give a smaller --length, so that all are equally long")
         return dataclasses.replace(text, inputs=inputs)
     given = parts[0].inputs if parts else {}
     needs = wanted(model, given=given, generates=request.generate is not None)
@@ -118,10 +116,9 @@ def _text(request: AuditRequest, checkpoint: Checkpoint | StateDict, model: nn.M
         place = Path(request.tokenizer) if request.tokenizer else checkpoint.path
         tokenizer = load_tokenizer(place)
         if tokenizer is None:
-            raise UsageError(
-                f"{place}: has no tokenizer, so --text cannot be read",
-                hint="give --tokenizer DIR, or leave --text out: token ids are then drawn",
-            )
+            what = f"{place}: has no tokenizer, so --text cannot be read"
+            hint = "give --tokenizer DIR, or leave --text out: token ids are then drawn"
+            raise UsageError(what, hint=hint)
         if writes_on:
             tokenizer.padding_side = "left"  # what is written must follow the text itself
         return from_text(texts, tokenizer, length=length, sequences=request.sequences)
@@ -234,10 +231,9 @@ def draw(name: str, model: nn.Module, *, count: int, length: int, seed: int) -> 
         bins, positions = (getattr(config, n, 0) for n in ("num_mel_bins", "max_source_positions"))
         what, shape = "spectrograms", (bins, 2 * positions) if bins and positions else ()
     if not shape:
-        raise UsageError(
-            f"{type(model).__name__} reads {name}, which numdev cannot draw for it",
-            hint="give it with --inputs FILE, a safetensors file with a tensor of that name",
-        )
+        what = f"{type(model).__name__} reads {name}, which numdev cannot draw for it"
+        hint = "give it with --inputs FILE, a safetensors file with a tensor of that name"
+        raise UsageError(what, hint=hint)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, *shape, generator=generator)
     words = f"{count} {what} of {' x '.join(map(str, shape))} drawn with seed {seed}"

@@ -63,10 +63,8 @@ def varlen_cases(
     if q.ndim != 3 or not k.ndim == v.ndim == (4 if paged else 3) or not lists or len(counts) < n:
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
         shapes = ", ".join("none" if x is None else str(list(x.shape)) for x in given)
-        raise UsageError(
-            f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}",
-            hint="docs/inputs.md has their shapes",
-        )
+        what = f"q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: got {shapes}"
+        raise UsageError(what, hint="docs/inputs.md has their shapes")
     window: Window | None = None
     if window_size is not None and any(side >= 0 for side in window_size):
         if len(window_size) != 2:

@@ -269,10 +269,9 @@ def _open_file(path: Path) -> tuple[Header, list[StoredCase]]:
             by_call.setdefault(int(numbered[1]), []).append(numbered[2])
     calls = (Call(),) * len(by_call) if header.calls is None else header.calls
     if not calls or max(by_call, default=0) >= len(calls):
-        raise UsageError(
-            f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls",
-            hint="number the calls from 0, and give every one an entry in `calls`, or none",
-        )
+        what = f"{path}: holds tensors of call {max(by_call, default=0)}, got {len(calls)} calls"
+        hint = "number the calls from 0, and give every one an entry in `calls`, or none"
+        raise UsageError(what, hint=hint)
     cases = []
     for index, call in enumerate(calls):
         layout = header.layout if call.layout is None else call.layout

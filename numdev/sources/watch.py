@@ -152,12 +152,10 @@ class Watch:
                 missed = {m: n for m, n in missed.items() if m not in short}
         if missed or not self.calls:
             names = some(sorted(self.modules[m] for m in missed))
+            what = f"attention ran but was not seen in {names}"
+            hint = "numdev sees calls of scaled_dot_product_attention and transformers' interface"
             raise MeasurementError(
-                f"attention ran but was not seen in {names}"
-                if missed
-                else "the model made no attention call",
-                hint="numdev sees calls of scaled_dot_product_attention and of transformers' "
-                "interface",
+                what if missed else "the model made no attention call", hint=hint
             )
 
 
