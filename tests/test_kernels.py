@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,25 +190,6 @@ def test_the_baselines_empty_rows_give_no_nan() -> None:
     assert (found.dq[:, :, 1] == 0).all()
 
 
-# --- functions on the command line ---------------------------------------------------------------
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a module that can be imported in this test only; gives its name."""
-    monkeypatch.syspath_prepend(tmp_path)
-    written: list[str] = []
-
-    def write(source: str) -> str:
-        name = f"numdev_test_module_{len(written)}"
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source), encoding="utf-8")
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        written.append(name)
-        return name
-
-    return write
-
-
 # --- plain functions: parameters by their names --------------------------------------------------
 
 
@@ -284,18 +264,25 @@ def test_a_function_that_cannot_be_read(parameters: str, says: str) -> None:
 # --- plugins -------------------------------------------------------------------------------------
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
-    """Entry points of these values, as if packages with them were installed."""
-    points = [
-        importlib.metadata.EntryPoint(name=f"plugin{i}", value=value, group=kernels.ENTRY_POINTS)
-        for i, value in enumerate(values)
-    ]
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Install a module of this source, as a package with an entry point would; gives its name."""
 
-    def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
-        return points if group == kernels.ENTRY_POINTS else []
+    def install(source: str) -> str:
+        name = "numdev_test_plugin"
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        point = importlib.metadata.EntryPoint("plugin0", name, kernels.ENTRY_POINTS)
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    kernels.load_all.cache_clear()
+        def entry_points(*, group: str) -> Sequence[importlib.metadata.EntryPoint]:
+            return [point] if group == kernels.ENTRY_POINTS else []
+
+        monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+        kernels.load_all.cache_clear()
+        return name
+
+    return install
 
 
 PLUGIN = """
@@ -308,9 +295,9 @@ def plugged(case, *, tile=8):
 """
 
 
-def test_a_plugin_is_found(module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_is_found(plug_in: Callable[[str], str]) -> None:
     """The kernels of an entry point's module join the built-in ones, however often one asks."""
-    install(monkeypatch, module(PLUGIN))
+    plug_in(PLUGIN)
     for _ in range(2):
         assert [*all_kernels()][-1] == "plugged"
     assert find("plugged").options == {"tile": 8}
@@ -326,14 +313,10 @@ def test_a_plugin_is_found(module: Callable[[str], str], monkeypatch: pytest.Mon
         ("def", "SyntaxError"),
     ],
 )
-def test_a_plugin_that_raises(
-    source: str, says: str, module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_raises(source: str, says: str, plug_in: Callable[[str], str]) -> None:
     """A broken plugin is named, with what it raised, where it is listed or asked for; it stops
     nothing else and does not look like a bug of numdev's."""
-    name = module(source)
-    install(monkeypatch, name)
-    reason = f"the kernel plugin {name}.*cannot be loaded.*{says}"
+    reason = f"the kernel plugin {plug_in(source)}.*cannot be loaded.*{says}"
     assert find("baseline").broken is None
     assert re.search(reason, str(all_kernels()["plugin0"].missing(CPU)))
     with pytest.raises(UsageError, match=reason):
