@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from fused_bounds import BACKWARD, FORWARD, bounds, shares
 from interpreted import multiply_bfloat16, prepare
-from oracles import FEATURES, step
+from oracles import FEATURES, heads_behind_rows, step
 from triton.runtime.interpreter import TensorHandle
 
 from numdev.cases import AttentionCase, empty_rows
@@ -73,14 +73,12 @@ def lowest() -> torch.Tensor:
 
 
 def laid_out_otherwise() -> AttentionCase:
-    """Views whose heads lie behind their rows, as models make them, that require gradients."""
+    """Such views, and a transposed mask, that require gradients."""
     made = large(batch=2, heads=4, kv_heads=2, sinks=True, mask=("float", "1hqk"))
-    names = ("q", "k", "v", "grad_out")
-    views = {x: getattr(made, x).transpose(1, 2).contiguous().transpose(1, 2) for x in names}
-    mask = made.mask.mT.contiguous().mT.requires_grad_()
-    q, k, v, dO = (x.requires_grad_() for x in views.values())
-    sinks = made.sinks.requires_grad_()
-    return dataclasses.replace(made, q=q, k=k, v=v, grad_out=dO, mask=mask, sinks=sinks)
+    made = dataclasses.replace(heads_behind_rows(made), mask=made.mask.mT.contiguous().mT)
+    for x in (made.q, made.k, made.v, made.grad_out, made.mask, made.sinks):
+        x.requires_grad_()
+    return made
 
 
 def in_eight_bits() -> AttentionCase:

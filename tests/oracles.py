@@ -369,3 +369,10 @@ def to_cuda(case: AttentionCase) -> AttentionCase:
     """The case with all its tensors on a GPU."""
     tensors = {name: x.cuda() for name, x in vars(case).items() if isinstance(x, Tensor)}
     return dataclasses.replace(case, **tensors)
+
+
+def heads_behind_rows(case: AttentionCase) -> AttentionCase:
+    """The same numbers in views whose heads lie behind their rows, as models make them."""
+    names = ("q", "k", "v", "grad_out")
+    views = {x: getattr(case, x).transpose(1, 2).contiguous().transpose(1, 2) for x in names}
+    return dataclasses.replace(case, **views)

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from fused_bounds import of_group, operands, weights
 from interpreted import prepare
+from oracles import heads_behind_rows
 
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import FORMATS, round_to
@@ -76,16 +77,6 @@ def additive_mask(dtype: torch.dtype) -> torch.Tensor:
     return mask
 
 
-def shifted(dtype: torch.dtype) -> AttentionCase:
-    """Views whose heads lie behind their rows, as models make them."""
-    made = case(dtype, batch=2)
-    views = {
-        name: getattr(made, name).transpose(1, 2).contiguous().transpose(1, 2)
-        for name in ("q", "k", "v", "grad_out")
-    }
-    return dataclasses.replace(made, **views)
-
-
 def masked_cases(dtype: torch.dtype):
     """(name, case) of everything that decides who sees whom, and how tensors lie."""
     yield "plain", case(dtype)
@@ -106,7 +97,7 @@ def masked_cases(dtype: torch.dtype):
     yield "one query", case(dtype, batch=2, heads=4, kv_heads=2, n=1, m=37)
     yield "one key", case(dtype, n=20, m=1)
     yield "d 64, v_dim 16", case(dtype, n=33, m=32, d=64, v_dim=16)
-    yield "another layout", shifted(dtype)
+    yield "another layout", heads_behind_rows(case(dtype, batch=2))
     yield "negative scale", case(dtype, scale=-0.2)
     yield "no scale", case(dtype, scale=0.0)
 
