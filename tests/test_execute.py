@@ -73,14 +73,8 @@ def test_garbage_after_the_good_lines_is_dropped(tmp_path: Path, finished: bytes
     stands before counts, and the file is as good as new."""
     middle = finished.index(b"task1") - len('{"task":"')
     good, rest = finished[:middle], finished[middle:]
-    for garbage in (
-        b"\0" * 4096,
-        b"{}\n",
-        b"null\n",
-        b'{"task":"x"}\n',
-        b"\xff\xfe\n",
-        b"\n" + rest,
-    ):
+    lines = (b"{}\n", b"null\n", b'{"task":"x"}\n', b"\xff\xfe\n", b"\n" + rest)
+    for garbage in (b"\0" * 4096, *lines):
         for behind in (b"", rest):
             (tmp_path / JOURNAL).write_bytes(good + garbage + behind)
             assert run(tmp_path) == (ALL, 3), garbage
@@ -122,26 +116,22 @@ def test_another_run_is_refused_and_the_first_difference_named(tmp_path: Path) -
     assert "torch was '2.14', now '2.13'" in refused(tmp_path / "more")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_with_something_else_is_refused(tmp_path: Path, overwrite: bool) -> None:
-    """Foreign files are named and left alone, with --overwrite too."""
-    (tmp_path / "thesis.tex").write_text("ten years of work")
-    (tmp_path / "data").mkdir()
-    assert "holds something else (data)" in refused(tmp_path, overwrite=overwrite)
+FOREIGN = ("1,2,3\n", "\n", "[]\n", '{"rows":[]}\n')
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("text", ["1,2,3\n", "\n", '{"head', '{"header', "[]\n", '{"rows":[]}\n'])
-def test_a_rows_file_of_somebody_elses_is_refused(
-    tmp_path: Path, text: str, overwrite: bool
-) -> None:
-    """A file that happens to have the journal's name but is none is left alone. (The beginning of a
-    header is taken for one: there is nothing in it to lose.)"""
-    (tmp_path / JOURNAL).write_text(text)
-    if text.startswith('{"head'):
-        assert run(tmp_path) == (ALL, 4)
-    else:
-        assert "holds something else" in refused(tmp_path, overwrite=overwrite)
+def test_what_is_somebody_elses_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    """Foreign files are named and left alone, with --overwrite too; so is one that happens to have
+    the journal's name. (The beginning of a header is taken for one: nothing in it is to lose.)"""
+    for index, (name, text) in enumerate([("thesis.tex", "x"), *((JOURNAL, x) for x in FOREIGN)]):
+        directory = tmp_path / str(index)
+        directory.mkdir()
+        (directory / name).write_text(text)
+        assert f"holds something else ({name})" in refused(directory, overwrite=overwrite)
+    for text in ('{"head', '{"header'):
+        (tmp_path / text[1:]).mkdir()
+        (tmp_path / text[1:] / JOURNAL).write_text(text)
+        assert run(tmp_path / text[1:]) == (ALL, 4)
 
 
 def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_kernel_for_numdev_needs_numdev(tmp_path: Path) -> None:
     ((code, said),) = run(script)
     assert code == 3
     assert "No module named 'numdev'" in said
-    (answer,) = run(script, path=Path(reproducer.__file__).parent.parent, bare=False)
+    (answer,) = run(script, bare=False)
     assert figure_in(answer) == pytest.approx(observed, rel=2e-5)
 
 
