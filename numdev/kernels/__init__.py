@@ -1,7 +1,7 @@
 """How attention is computed: the kernels, what each needs, and how they are found.
 
-A kernel is a function from an `AttentionCase` to an `Output`, registered with what it requires of
-the system and what it supports; built-in and third-party kernels by the same decorator:
+A kernel is a function from an `AttentionCase` to an `Output`, registered with what it requires and
+supports; built-in and third-party kernels by the same decorator:
 
     @kernel("my-flash", requires=Requirement(device="cuda"))
     def my_flash(case: AttentionCase, *, block_q: int = 64) -> Output: ...
@@ -67,36 +67,31 @@ class Kernel:
     name: str
     function: Callable[..., Any]  # of a case and options; returns what `as_output` takes
     requires: Requirement = NOTHING
+    # Why it cannot run a case, as a sentence; None when it can.
     supports: Callable[[AttentionCase], str | None] = lambda case: None
-    """Why it cannot run a case, as a sentence; None when it can."""
     summary: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)  # its options and their defaults
     values: Mapping[str, Collection[Any] | int] = field(default_factory=dict)
     """What an option may be: one of these, or a whole number from this on; and its default."""
     validate: Callable[[Mapping[str, Any]], object] | None = None
     """Raises UsageError for options that make no sense together, before anything is run."""
-    broken: str | None = None
-    """Why its plugin could not be loaded; such an entry has a name and nothing else."""
-    any_format: bool = False
-    """Whether it reads `case.format`, and so takes formats that torch has no dtype for."""
-    any_rows: bool = False
-    """Whether it goes by `case.positions`, and so takes some rows of a call alone."""
+    broken: str | None = None  # why its plugin could not be loaded; it then has a name and no more
+    any_format: bool = False  # whether it reads `case.format`: torch has no dtype for some
+    any_rows: bool = False  # whether it goes by `case.positions`, and takes some rows of a call
     claims: Claims = like_fa2
-    """Of a case, what it returned and the system: the options of `emulated` whose errors its own
-    are held against. None: no emulation stands for it."""
-    made_from: str = ""
-    """Fingerprint of the source it comes from, so that an edited kernel is another kernel."""
+    """The options of `emulated` whose errors its own are held against; None where no emulation
+    stands for it."""
+    made_from: str = ""  # fingerprint of its source: an edited kernel is another kernel
     backward: Literal["autograd"] | Callable[..., Any] | None = "autograd"
     """Where gradients come from: `autograd` differentiates `function`; a function of a case and
     options returns the Output of forward and backward; None: it has no backward."""
     training: Callable[..., Tensor] | None = None
-    """Of a case and options: the output as one operation of autograd's graph, as
-    `numdev.kernels.training` needs it. None: made of what else there is."""
+    """The output as one operation of autograd's graph (`numdev.kernels.training`), of a case and
+    options. None: made of what else there is."""
     draws: Callable[[Mapping[str, Any]], bool] = lambda options: False
     """Whether it draws random numbers under some options. `training` then takes a `generator` to
     draw them from, on the case's device."""
-    adapted: Callable[..., Any] | None = None
-    """The plain function of q, k and v that `function` calls, where it is made of one."""
+    adapted: Callable[..., Any] | None = None  # the plain function that `function` calls, if any
 
     @property
     def declares(self) -> bool:
@@ -114,8 +109,16 @@ class Kernel:
             if name not in self.options:
                 hint = closest(name, self.options) if self.options else "it has no options"
                 raise UsageError(f"kernel {self.name} has no option {name!r}", hint=hint)
-            if name in self.values and _typed(value) != _typed(self.options[name]):
-                _check(f"kernel {self.name}: {name}", value, self.values[name])
+            values = self.values.get(name)
+            if values is None or _typed(value) == _typed(self.options[name]):
+                continue
+            what = f"kernel {self.name}: {name}"
+            if not isinstance(values, int):
+                if _typed(value) not in map(_typed, values):
+                    hint = closest(str(value), map(str, values))
+                    raise UsageError(f"{what} is {value!r}", hint=hint)
+            elif type(value) is not int or value < values:
+                raise UsageError(f"{what}: expected a whole number from {values} on, got {value!r}")
         options = {**self.options, **given}
         if self.validate is not None:
             self.validate(options)
@@ -128,8 +131,7 @@ class Kernel:
         return as_output(self.function(case, **{**self.options, **options}), case)
 
     def gradients(self, case: AttentionCase, **options: Any) -> Output:
-        """One training step: forward, then backward from `case.grad_out`. dq, dk and dv are all
-        there, and out and lse are those of this step's forward pass.
+        """One training step: out and lse of a forward pass, and dq, dk and dv from `case.grad_out`.
 
         Raises Refused where the kernel declines the case or has no backward, MeasurementError where
         what it returned is no output of this case, UsageError for a case without grad_out.
@@ -209,21 +211,17 @@ def load_all() -> tuple[Kernel, ...]:
     that cannot be loaded."""
     for module in BUILT_IN:
         importlib.import_module(f"numdev.kernels.{module}")
-    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    return tuple(broken for entry in entries if (broken := _load(entry)))
-
-
-def _load(entry: importlib.metadata.EntryPoint) -> Kernel | None:
-    """Import one plugin. What goes wrong in it becomes a broken kernel of the plugin's name."""
-    try:
-        entry.load()
-    except Exception as error:  # an import runs foreign code: anything may come out of it
-        package = entry.dist.name if entry.dist else entry.value
-        why = error.message if isinstance(error, NumdevError) else repr(error)
-        reason = f"the kernel plugin {package} ({entry.value}) cannot be loaded: {why}"
-        name = f"{entry.name} ({package})" if entry.name in _registry else entry.name
-        return Kernel(name=name, function=lambda case: None, broken=reason)
-    return None
+    broken = []
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:  # an import runs foreign code: anything may come out of it
+            package = entry.dist.name if entry.dist else entry.value
+            why = error.message if isinstance(error, NumdevError) else repr(error)
+            reason = f"the kernel plugin {package} ({entry.value}) cannot be loaded: {why}"
+            name = f"{entry.name} ({package})" if entry.name in _registry else entry.name
+            broken.append(Kernel(name=name, function=lambda case: None, broken=reason))
+    return tuple(broken)
 
 
 def find(name: str) -> Kernel:
@@ -257,16 +255,13 @@ def imported(path: str, role: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # an import runs foreign code: anything may come out of it
-        raise UsageError(
-            f"cannot import {module_name!r} for the {role} {path!r}: {error!r}",
-            hint="is its folder on PYTHONPATH?",
-        ) from error
+        what = f"cannot import {module_name!r} for the {role} {path!r}: {error!r}"
+        raise UsageError(what, hint="is its folder on PYTHONPATH?") from error
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         names = [n for n, f in vars(module).items() if callable(f) and not n.startswith("_")]
-        raise UsageError(
-            f"{module_name} has no function {attribute!r}", hint=closest(attribute, names)
-        )
+        what = f"{module_name} has no function {attribute!r}"
+        raise UsageError(what, hint=closest(attribute, names))
     return function
 
 
@@ -301,16 +296,6 @@ def summary_of(function: Callable[..., Any]) -> str:
 
 def _identity(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{getattr(function, '__qualname__', '?')}"
-
-
-def _check(what: str, value: Any, values: Collection[Any] | int) -> None:
-    """Raises UsageError for a value of an option that is none of `Kernel.values`."""
-    if isinstance(values, int):
-        if type(value) is not int or value < values:
-            raise UsageError(f"{what}: expected a whole number from {values} on, got {value!r}")
-    elif _typed(value) not in map(_typed, values):
-        hint = closest(str(value), map(str, values))
-        raise UsageError(f"{what} is {value!r}", hint=hint)
 
 
 def _typed(value: Any) -> tuple[Any, type]:

@@ -87,12 +87,7 @@ MAXIMUM = {
     "max": "the gradient of the first maximum included",
     "constant": "the maximum detached",
 }
-TILES = {
-    None: "",
-    64: " in tiles of 64 keys",
-    128: " in tiles of 128 keys",
-    32: " in tiles of 32 keys",
-}
+TILES: Mapping[int | None, str] = {None: "", **{n: f" in tiles of {n} keys" for n in (64, 128, 32)}}
 WAYS: Mapping[str, Way] = {
     f"as autograd rounds {words}": _of_seen_rows(way)
     for words, way in (

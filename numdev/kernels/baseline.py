@@ -1,14 +1,12 @@
 """The baseline: plain attention, the score matrix materialised, in the working format.
 
 It rounds where the eager attention of model code does: the product QK^T is rounded, scaled and
-rounded again, the softmax runs in at least fp32, its probabilities are rounded back to the working
-format before they meet V, and the last product accumulates as the device's matrix unit does. It is
-the yardstick "what plain code costs", not the floor: on today's GPUs production flash kernels come
-closer to the truth than this does.
+rounded again, the softmax runs in at least fp32, and P is rounded before it meets V. It is the
+yardstick "what plain code costs", not the floor: production flash kernels on GPUs come closer.
 
-Its gradients are autograd's, in the working format, as eager training has them: the backward of
-the softmax runs in at least fp32, dP, dS and the gradients of every product are rounded, and query
-heads that share a kv head are added up after that.
+Its gradients are autograd's, in the working format: the backward of the softmax runs in at least
+fp32, dP, dS and the gradients of every product are rounded, and query heads that share a kv head
+are added up after that.
 """
 
 from __future__ import annotations

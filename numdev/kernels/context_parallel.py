@@ -1,17 +1,15 @@
 """PyTorch's context parallelism as a kernel: one attention call over several GPUs.
 
-`torch.distributed.tensor.experimental.context_parallel` divides queries, keys and values over the
-ranks of a process group, and turns an SDPA call into ring attention. Numdev starts a process for
-each rank, kept from call to call, hands each the whole call and takes the whole result, in its
-natural order; everything between is PyTorch's. It does so for no operator on a CPU: there the ring
-is called itself, over gloo, with the CPU's flash operator. No audit takes that for the kernel,
-whose requirement is CUDA devices, but it can be called. What it computes, and claims, is `sharded`.
+`torch.distributed.tensor.experimental.context_parallel` turns an SDPA call into ring attention over
+the ranks of a process group. Numdev starts a process for each rank, kept from call to call, hands
+each the whole call and takes the whole result; everything between is PyTorch's. On a CPU, where it
+has no operator for that, the ring is called itself, over gloo, which tests do and no audit: the
+kernel requires CUDA devices. What it computes, and claims, is `sharded`.
 
 A rank that waits for another which is gone waits for ever. So where one dies, raises or says
-nothing in time, all are ended, and that is one failed row. A rank ends when its pipe is closed, as
-the end of this process does. Plain subprocesses, since `multiprocessing` would import the caller's
-main module again. The names that begin with an underscore are PyTorch's: its context parallelism is
-experimental and has no others for its options.
+nothing in time, all are ended, and that is one failed row. A rank ends when its pipe is closed.
+Plain subprocesses, since `multiprocessing` would import the caller's main module again. Names that
+begin with an underscore are PyTorch's, which has no others for these options.
 """
 
 from __future__ import annotations
@@ -74,11 +72,6 @@ def _unsupported(case: AttentionCase) -> str | None:
     )
 
 
-def gradients(case: AttentionCase, **options: Any) -> Output:
-    """A training step, under the options of `context-parallel`."""
-    return _computed(case, options, {"grad_out": upstream(case).to(case.q.dtype)})
-
-
 @kernel(
     "context-parallel",
     options={"world": 2, **{name: values[0] for name, values in VALUES.items()}},
@@ -86,7 +79,9 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     requires=Requirement(device="cuda", devices=2),
     supports=_unsupported,
     claims=claims,
-    backward=gradients,
+    backward=lambda case, **options: _computed(
+        case, options, {"grad_out": upstream(case).to(case.q.dtype)}
+    ),
 )
 def context_parallel(case: AttentionCase, **options: Any) -> Output:
     """PyTorch's context parallelism: one call over several GPUs, as ring attention."""
@@ -166,13 +161,8 @@ class Ranks:
                 place = [number, world, device, f"{self._folder.name}/store", theirs.fileno()]
                 command = [sys.executable, "-c", BOOT, json.dumps([sys.path, *place])]
                 self._pipes.append(ours)
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                )
+                closed: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), **closed)
                 self._processes.append(process)
                 theirs.close()
             self.ask(None, START_S)
@@ -285,12 +275,10 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
     tensors = [task[name].to(device) for name in ("q", "k", "v", "grad_out") if name in task]
     axes = [SEQUENCE] * len(tensors)
     attend = _dispatched if mesh.device_type == "cuda" else _ring
+    buffers: Any = {"buffers": tensors, "no_restore_buffers": set(tensors)}
     try:
-        with cp.context_parallel(
-            mesh, buffers=tensors, buffer_seq_dims=axes, no_restore_buffers=set(tensors)
-        ):
-            parts = attend(task, mesh, *tensors)
-            parts = [x.detach().contiguous() for x in parts]
+        with cp.context_parallel(mesh, buffer_seq_dims=axes, **buffers):
+            parts = [x.detach().contiguous() for x in attend(task, mesh, *tensors)]
             whole = cp.context_parallel_unshard(mesh, parts, [SEQUENCE] * len(parts))
         # On the host, where a fault on the device comes out.
         return dict(zip(NAMES, (x.cpu() for x in whole), strict=False))
@@ -299,45 +287,29 @@ def _of_rank(task: Mapping[str, Any], mesh: DeviceMesh) -> Answer:
         return {"refused" if refused else "error": one_line(error)}
 
 
-def _dispatched(
-    task: Mapping[str, Any],
-    mesh: DeviceMesh,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor | None = None,
-) -> Sequence[Tensor]:
+def _dispatched(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
     """This rank's part of an SDPA call that PyTorch turns into its ring, and of its gradients."""
-    q, k, v = (x.detach().requires_grad_(grad_out is not None) for x in (q, k, v))
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] > k.shape[1] else {}
+    q, k, v = (x.detach().requires_grad_(len(tensors) > 3) for x in tensors[:3])
+    how: dict[str, Any] = {"is_causal": task["is_causal"], "scale": task["scale"]}
+    how |= {"enable_gqa": True} if q.shape[1] > k.shape[1] else {}
     with forced(FUSED[task["operator"]]):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=task["is_causal"], scale=task["scale"], **grouped
-        )
-        if grad_out is None:
-            return [out]
-        return [out, *torch.autograd.grad(out, [q, k, v], grad_out)]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
+        return [out, *(torch.autograd.grad(out, [q, k, v], tensors[3]) if tensors[3:] else ())]
 
 
-def _ring(
-    task: Mapping[str, Any],
-    mesh: DeviceMesh,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor | None = None,
-) -> Sequence[Tensor]:
+def _ring(task: Mapping[str, Any], mesh: DeviceMesh, *tensors: Tensor) -> Sequence[Tensor]:
     """The same with PyTorch's ring called itself."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
+    q, k, v, *grad_out = tensors
     aten, group = torch.ops.aten, mesh.get_group()
     how = {"is_causal": task["is_causal"], "dropout_p": 0.0, "scale": task["scale"]}
     forward: Any = ring._templated_ring_attention
     operator = aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = forward(group, SEQUENCE, operator, q, k, v, **how)
-    if grad_out is None:
+    if not grad_out:
         return [out]
     backward: Any = ring._templated_ring_attention_backward
     operator = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    sums = backward(group, SEQUENCE, operator, grad_out, "grad_out", q, k, v, out, lse, **how)
-    return [out, *sums[:3]]
+    given = (grad_out[0], "grad_out", q, k, v, out, lse)
+    return [out, *backward(group, SEQUENCE, operator, *given, **how)[:3]]

@@ -1,11 +1,10 @@
 """FlashAttention 2, 3 and 4 as kernels: the packages' own calls, where they are installed.
 
-The three have nearly the same interface (`flash_attn_interface.py` in the repository
-Dao-AILab/flash-attention, in its folder `hopper` for version 3, and `flash_attn/cute/interface.py`
-for version 4); the differences are data (`Version`). A package is imported when its kernel runs.
-Their tensors are [batch, length, heads, head_dim], or all sequences of a batch in a row, [batch *
-length, heads, head_dim], with the places where each begins. All align causality and windows
-bottom-right: query i stands at key i + kv_len - q_len.
+The differences of their interfaces (Dao-AILab/flash-attention: `flash_attn_interface.py`, in the
+folder `hopper` for version 3, and `flash_attn/cute/interface.py`) are data (`Version`). Tensors are
+[batch, length, heads, head_dim], or packed [batch * length, heads, head_dim], with the places where
+each sequence begins. All align causality and windows bottom-right: query i stands at key
+i + kv_len - q_len.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Version:
     summary: str
     more: Mapping[str, Any]  # its options beside `deterministic` and `varlen`, with their defaults
     multiple: int = 8
-    """Of what head dimensions are multiples: loads are of 16 bytes. Version 2 pads."""
+    """Of head dimensions, since loads are of 16 bytes. Version 2 pads."""
     unlimited: int | None = -1  # a window's side without a limit
     with_lse: str = "return_attn_probs"
 
@@ -93,9 +92,8 @@ class Version:
 
     def window(self, case: AttentionCase) -> tuple[int | None, int | None]:
         """The window (left, right) in its words. Causality closes the right side."""
-        left, right = (
-            self.unlimited if side is None else side for side in case.window or (None, None)
-        )
+        window = case.window or (None, None)
+        left, right = (self.unlimited if side is None else side for side in window)
         return left, 0 if case.window and case.is_causal else right
 
     def claims(

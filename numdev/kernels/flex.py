@@ -1,10 +1,9 @@
 """PyTorch's FlexAttention as a kernel: compiled, as its users run it, or eager.
 
-`score_mod` changes a score (here the soft cap, and an additive mask), `mask_mod` says which are
-seen (causality, window and a bool mask, from which a block mask of q_len x kv_len booleans is made
-beforehand). Which of the two ran is known from inside the call, and a compiled call that was not
-compiled is an error, not a result. Every shape is compiled for itself (seconds each), since a
-compiler that may generalise gives a case another kernel according to the cases before it.
+`score_mod` has the soft cap and an additive mask, the block mask causality, window and a bool mask.
+A compiled call that was not compiled, which is known from inside the call, is an error. Every shape
+is compiled for itself (seconds each), since a compiler that may generalise gives a case another
+kernel according to the cases before it.
 
 How it rounds. On both devices the compiled kernel is FlashAttention-2's arithmetic, but that a
 group's dK and dV are summed before they are cast. Its exponential is to the base 2 on CUDA and good

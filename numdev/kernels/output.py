@@ -1,6 +1,4 @@
-"""What a kernel returns, and whether it is an output of the case it was given; and the gradients of
-one that is made of operations autograd knows: tensor code, PyTorch's fused operators and functions
-with a backward of their own are all followed alike."""
+"""What a kernel returns, whether it is an output of its case, and autograd's gradients."""
 
 from __future__ import annotations
 
@@ -74,12 +72,9 @@ def refuse(*reasons: tuple[object, str]) -> None:
 
 
 def as_output(result: Any, case: AttentionCase) -> Output:
-    """What a kernel function returned, as an Output.
-
-    It may return an Output, a tensor, or a tuple that begins with the output; the tuple's second
-    element counts as the log-sum-exp if its shape is [batch, heads, q_len]. Raises
-    MeasurementError when that is no output of `case`.
-    """
+    """What a kernel function returned, an Output, a tensor, or a tuple that begins with the output,
+    as an Output. A tuple's second element is the log-sum-exp if its shape is [batch, heads, q_len].
+    Raises MeasurementError when that is no output of `case`."""
     rows = tuple(case.q.shape[:3])
     if isinstance(result, Output):
         output = result

@@ -1,14 +1,9 @@
 """A plain attention function as a kernel: `--kernel package.module:function`.
 
-A kernel's author has a function of q, k and v, not of a case. What such a function can do is read
-off its parameters' names: one that takes `is_causal` or `causal` supports causal attention, one
-that takes no mask cannot run a case with a mask, and is skipped there with that reason. Further
-parameters with a default are the kernel's options. Tensors are [batch, heads, length, head_dim]; a
-function with another layout transposes at its own border.
-
-The function returns the output, or a tuple whose first element is the output and whose second, if
-it has shape [batch, heads, q_len], is the log-sum-exp (`kernels.as_output`). Its gradients are
-those autograd finds: the function's own, where it is or calls a `torch.autograd.Function`.
+What a function of q, k and v can do is read off its parameters' names: one that takes `is_causal`
+or `causal` supports causal attention, one that takes no mask is skipped for a case with a mask.
+Further parameters with a default are the kernel's options. Tensors are [batch, heads, length,
+head_dim]. It returns what `as_output` takes; its gradients are those autograd finds.
 """
 
 from __future__ import annotations
@@ -47,10 +42,9 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"kernel {name!r}: cannot read the function's parameters",
-            hint="write a function of q, k, v and is_causal that calls it",
-        ) from error
+        what = f"kernel {name!r}: cannot read the function's parameters"
+        hint = "write a function of q, k, v and is_causal that calls it"
+        raise UsageError(what, hint=hint) from error
     same: dict[str, Any] = {
         "name": name, "summary": summary_of(function), "made_from": fingerprint(function),
     }  # fmt: skip
@@ -61,11 +55,10 @@ def adapt(name: str, function: Callable[..., Any]) -> Kernel:
     others = [p for p in rest.values() if p.name not in roles.values()]
     wrong = _unusable(parameters[:3], others)
     if wrong:
-        raise UsageError(
-            f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}",
-            hint="a kernel is a function of q, k, v and arguments with known names or defaults, "
-            "or of a numdev AttentionCase named 'case'",
-        )
+        what = f"kernel {name!r} takes ({', '.join(p.name for p in parameters)}): {wrong}"
+        known = "q, k, v and arguments with known names or defaults"
+        hint = f"a kernel is a function of {known}, or of a numdev AttentionCase named 'case'"
+        raise UsageError(what, hint=hint)
     required = {p.name for p in rest.values() if p.default is p.empty}
 
     def run(case: AttentionCase, **options: Any) -> Any:

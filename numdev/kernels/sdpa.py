@@ -1,10 +1,9 @@
 """PyTorch's `scaled_dot_product_attention`, each backend forced alone, and its default choice.
 
-Forcing alone means that PyTorch may not fall back: a backend that cannot run a case refuses, and
-its own words become the reason. Which operator really ran, forward and backward, is observed in the
-dispatcher during the measured call itself, and a forced backend whose operator did not run is an
-error, not a result. What operators claim (tiles and orders are those of their sources) agrees with
-their errors element by element (docs/log.md).
+A backend that cannot run a case refuses, in PyTorch's own words. Which operator really ran, forward
+and backward, is observed in the dispatcher during the measured call itself, and a forced backend
+whose operator did not run is an error. What operators claim (tiles and orders are those of their
+sources) agrees with their errors element by element (docs/log.md).
 """
 
 from __future__ import annotations

@@ -274,19 +274,13 @@ def described(did: Mapping[str, Any], each: str) -> str:
     )
 
 
-def gradients(case: AttentionCase, **options: Any) -> Output:
-    """A training step, under the options of `sharded`. Raises Refused where the inner kernel has no
-    backward over shards."""
-    return _computed(case, options, with_gradients=True)
-
-
 @kernel(
     "sharded",
     options={"shards": 2, **{name: values[0] for name, values in VALUES.items()}},
     values={"shards": 1, **VALUES},
     validate=_check,
     claims=claims,
-    backward=gradients,
+    backward=lambda case, **options: _computed(case, options, with_gradients=True),
 )
 def sharded(case: AttentionCase, **options: Any) -> Output:
     """Attention over shards of the keys, merged as ring attention and flash-decoding merge."""

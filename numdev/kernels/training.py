@@ -1,9 +1,8 @@
 """A kernel inside a network that learns: one operation of autograd's graph.
 
-In a network forward comes long before backward: `attended` gives the output alone, and gradients
-reach q, k and v when the network's backward pass does. How: by the kernel's own training form
-(`Kernel.training`); through its function where autograd follows that; and else by running its whole
-training step in backward, which computes forward twice.
+`attended` gives the output alone, and gradients reach q, k and v when the network's backward pass
+does: by the kernel's own training form (`Kernel.training`); through its function where autograd
+follows that; and else by its whole training step in backward, which computes forward twice.
 
 Autocast is off in here, in both passes: it would cast matrix products in a custom function's
 forward and not in its backward, so that the two disagree about what was computed.

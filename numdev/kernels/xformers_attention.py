@@ -1,10 +1,9 @@
 """xFormers' memory-efficient attention as a kernel, on one of its operators alone.
 
-xFormers says what it hides by objects (`xformers.ops.fmha.attn_bias`), one for each kind: a case is
-given the object that means the same, or refused. An explicit mask becomes a tensor that is added to
-the scores, with causality and windows in it. Tensors are [batch, length, heads, head_dim], with
-grouped heads [batch, length, kv heads, group, head_dim]. What an operator does not take it says
-itself, and that is the refusal. With grouped heads xFormers has no backward.
+A case is given the object (`xformers.ops.fmha.attn_bias`) that hides the same, or refused; an
+explicit mask becomes a tensor that is added to the scores, with causality and windows in it.
+Tensors are [batch, length, heads, head_dim], with grouped heads [batch, length, kv heads, group,
+head_dim]. What an operator does not take it says itself, and that is the refusal.
 """
 
 from __future__ import annotations

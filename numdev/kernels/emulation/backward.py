@@ -9,16 +9,13 @@ exp(S - m) / l of the m and l that forward left, which is the same number.
 What the tile changes. P is normalised from the start, so unlike in forward no step but a sum over
 tiles depends on their size: dq (over keys), dk and dv (over rows), and delta where it is
 rowsum(dP o P). Blocks of as many whole tiles as memory allows are therefore computed at once, and
-only the sums go tile by tile, in the order of the recipe: rows ascending, keys by `kv_order`. Where
-a sum is not rounded from tile to tile, not even they do. The outer loop has no say: whatever is
-kept between tiles has its site (dq, dk, dv), and a kernel that keeps it in registers has a wide one
-there. FlashAttention-2's CUDA kernels add up all three in fp32; PyTorch's CPU kernel adds every
-tile to the gradient in the working format itself: dq, dk and dv `working`, with `block_kv: 512` and
-a `block_q` of 256 from length 768 on, 64 from 192 on, else 32. In `plain` a sum over rows is one
-product, however many pieces it is computed in. With grouped heads each query head has sums of its
-own (dk_partial, dv_partial), or one goes on through the group (`group_sum: running`), as in
-PyTorch's CPU kernel. Where queries are divided (`q_splits`) each part has a dK and dV of its own
-too, and where keys are (`splits`) each split a dQ (dq_partial).
+only sums that are rounded from tile to tile go tile by tile: rows ascending, keys by `kv_order`.
+The outer loop has no say: what is kept between tiles has its site (dq, dk, dv), a wide one where a
+kernel keeps it in registers, as FlashAttention-2's do; PyTorch's CPU kernel adds every tile to the
+gradient in the working format (`numdev.kernels.sdpa`). In `plain` a sum over rows is one product.
+With grouped heads each query head has sums of its own (dk_partial, dv_partial), or one goes on
+through the group (`group_sum: running`). Where queries are divided (`q_splits`) each part has a dK
+and dV of its own too, and where keys are (`splits`) each split a dQ (dq_partial).
 
 delta_o rounds O as it was before its cast at `out`; the two are separate, so that either can be
 made exact alone. With stochastic rounding every step draws anew, so that S, P and dP are not those
@@ -83,12 +80,11 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """O, L, dQ, dK and dV as the recipe has them, in its `compute` dtype.
 
-    Shapes as q, k, v and the output have them: with grouped heads dK and dV are sums over the
-    group. A row that sees no key gives and gets nothing. Memory is O(length * head_dim) beyond a
-    block. With `at_once` many tiles together, to fp32 rounding, in whatever pass the recipe allows
-    it, but for what is not finite; that waits for the device once. Runs without autograd. Raises
-    Refused for a case without grad_out, or with one that the `compute` dtype does not hold, and as
-    `emulated` does.
+    Shapes as q, k, v and the output have them. A row that sees no key gives and gets nothing.
+    Memory is O(length * head_dim) beyond a block. With `at_once` many tiles together, to fp32
+    rounding, where the recipe allows it and all is finite; that waits for the device once. Runs
+    without autograd. Raises Refused for a case without grad_out, or with one that the `compute`
+    dtype does not hold, and as `emulated` does.
     """
     r = rounder(case, made)
     at_once = at_once and (fwd.is_at_once(r) or is_at_once(r))
@@ -376,10 +372,9 @@ def attended(case: AttentionCase, made: Recipe, generator: torch.Generator | Non
     connected to q, k and v, whose gradients come in their own dtypes.
 
     In large blocks where the recipe allows. Backward recomputes S and nothing else of forward. What
-    is random is drawn from the generator, on in both passes; without one every call draws the same
-    numbers, from the recipe's seed. Nothing waits for the device: whether anything is infinite or
-    NaN is not asked, so where V holds such values a row may meet them through keys that it does not
-    see. A loss that has met them is lost anyway. Raises Refused as `emulated` does.
+    is random is drawn from the generator in both passes; without one every call draws the same
+    numbers, from the recipe's seed. Nothing waits for the device, so where V holds infinity or NaN
+    a row may meet them through keys that it does not see. Raises Refused as `emulated` does.
     """
     given = (case.q, case.k, case.v, case, made, generator)
     out: Tensor = _Attend.apply(*given)  # type: ignore[no-untyped-call]

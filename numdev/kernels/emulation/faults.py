@@ -1,15 +1,12 @@
 """Controls: sound attention with a planted fault of a known dose, to show what a gate would catch.
 
-A gate that passes says little unless it would have failed something worse. So an audit can put
-planted faults beside the kernel, on the same data: what `fa2` predicts of a production kernel
-(`numdev.kernels.emulation.kernel`), with one thing wrong, a little or a lot. The smallest dose a
+An audit can put planted faults beside the kernel, on the same data: what `fa2` predicts of a
+production kernel (`numdev.kernels.emulation.kernel`), with one thing wrong. The smallest dose a
 gate catches is its power there.
 
 A fault sits in one of three places (`Planted`): another *case* is computed, another *option* of the
-emulation is in force, or the results are *spoiled* before they are cast, which is done here. At
-dose 0 nothing differs from the sound emulation, bit for bit. Doses grow with the fault, and are
-relative to the working format where it is one of rounding: "one significant bit fewer" is
-comparable in bf16 and fp16.
+emulation is in force, or the results are *spoiled* before they are cast. At dose 0 nothing differs
+from the sound emulation, bit for bit. Doses of rounding are relative to the working format.
 """
 
 from __future__ import annotations

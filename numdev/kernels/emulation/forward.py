@@ -71,13 +71,14 @@ from numdev.errors import Refused
 from numdev.formats import FORMATS, format_of
 from numdev.kernels.emulation.recipe import Recipe
 from numdev.kernels.emulation.rounding import Rounder, plain_arithmetic
+from numdev.kernels.output import key_limits
 
 T = TypeVar("T")
+# How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for stochastic
+# rounding, whose random numbers are drawn in the order of the pieces.
 BLOCK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
-"""How large one tile of scores may be: on a CPU to stay in its cache. Speed only, but for
-stochastic rounding, whose random numbers are drawn in the order of the pieces."""
+# The same of a block of many tiles at once. Three to six times as much is needed for it.
 WIDE_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""The same of a block of many tiles at once. Three to six times as much is needed for it."""
 MIN_BLOCK_ROWS = 64  # below this a matrix product waits for K and V
 CAUSAL_PARTS, CAUSAL_BYTES = 4, 1 << 24
 """Under causality rows are cut into so many blocks, which spares three eighths of the scores, where
@@ -256,14 +257,10 @@ def maximum(r: Rounder, S: Tensor) -> Tensor:
     stabilised softmax takes instead."""
     if r.made.beta is None or r.made.tie_tolerance is None:
         return r("max", S.amax(dim=-1))
-    return r("max", stabilised_shift(S, r.made.beta, r.made.tie_tolerance, smallest_weight(r)))
-
-
-def smallest_weight(r: Rounder) -> float:
-    """The smallest normal number that P may be on its way to V: of the formats of `exp` and `p`, or
-    of the arithmetic where they are exact."""
+    # The smallest normal number that P may be on its way to V.
     formats = [r.made.format_at(site, r.case.format) or format_of(r.dtype) for site in ("exp", "p")]
-    return max(fmt.smallest_normal for fmt in formats)
+    smallest = max(fmt.smallest_normal for fmt in formats)
+    return r("max", stabilised_shift(S, r.made.beta, r.made.tie_tolerance, smallest))
 
 
 def stabilised_shift(S: Tensor, beta: float, tie_tolerance: float, smallest: float) -> Tensor:
@@ -378,15 +375,14 @@ def times(case: AttentionCase, x: Tensor, of_kv_heads: Tensor) -> Tensor:
 # --- which tiles ---------------------------------------------------------------------------------
 
 
-def splits(r: Rounder) -> Iterator[slice]:
-    """The keys of each split: whole tiles, the same number for each but the last."""
-    step = split_width(r)
-    for first in range(0, r.case.kv_len, step):
-        yield slice(first, min(first + step, r.case.kv_len))
+def splits(r: Rounder) -> list[slice]:
+    """The keys of each split."""
+    width, n = split_width(r), r.case.kv_len
+    return [slice(first, min(first + width, n)) for first in range(0, n, width)]
 
 
 def split_width(r: Rounder) -> int:
-    """The keys of a split, of which the last may have fewer."""
+    """The keys of a split: whole tiles, the same number for each but the last."""
     block_kv = r.tile[1]
     tiles = -(-r.case.kv_len // block_kv)
     return -(-tiles // (r.made.splits or 1)) * block_kv
@@ -428,12 +424,9 @@ def _rows_that_see(
     case: AttentionCase, keys: slice, piece: slice, blocks: slice, block_q: int
 ) -> slice:
     """The rows of `piece` whose block, of those at these positions, can see any of `keys`."""
-    left, right = case.window or (None, None)
-    ends = [0] * case.is_causal + ([] if right is None else [right])
-    first = max([blocks.start, *(keys.start - case.causal_offset - end for end in ends)])
-    last = blocks.stop
-    if left is not None:
-        last = min(last, keys.stop - case.causal_offset + left)
+    low, high = key_limits(case)
+    first = blocks.start if high is None else max(blocks.start, keys.start - high)
+    last = blocks.stop if low is None else min(blocks.stop, keys.stop - low)
     if first >= last:
         return slice(0, 0)
     rows = rows_within(case, slice(first - first % block_q, last + -last % block_q))

@@ -50,14 +50,6 @@ def gradients(case: AttentionCase, **options: Any) -> Output:
     return Output(out=out, lse=lse, dq=dq, dk=dk, dv=dv, ran=_forward(r), ran_backward=_backward(r))
 
 
-def trained(
-    case: AttentionCase, *, generator: torch.Generator | None = None, **options: Any
-) -> Tensor:
-    """The output inside a network that learns, under the options of `emulated`. What is random is
-    drawn from the generator, on from call to call."""
-    return backward.attended(case, recipe(**options), generator)
-
-
 @kernel(
     "emulated",
     options=OPTIONS,
@@ -66,18 +58,19 @@ def trained(
     validate=lambda options: recipe(**options),
     claims=no_claim,
     backward=gradients,
-    training=trained,
+    training=lambda case, generator=None, **options: backward.attended(
+        case, recipe(**options), generator
+    ),
     draws=lambda options: recipe(**options).draws,
 )
 def emulated(case: AttentionCase, **options: Any) -> Output:
     """Attention with a format at every rounding site, as a preset or site by site.
 
-    A site's value is `working`, `wide`, `exact` or a format's name. `out`
-    comes in the case's dtype if that holds its site's format, and in that of `compute` where the
-    site is exact, so `out="exact"` gives the value before the last cast; `lse` comes in float32 or
-    wider. Rows that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the
-    arithmetic has it; a format without infinity overflows to NaN. Raises UsageError for an unknown
-    name, Refused where the case's format cannot do what the recipe asks.
+    A site's value is `working`, `wide`, `exact` or a format's name. `out` comes in the case's dtype
+    if that holds its site's format (`exact`: in that of `compute`), `lse` in float32 or wider. Rows
+    that see no key are 0, with lse -inf or the sink. NaN and infinity propagate as the arithmetic
+    has it; a format without infinity overflows to NaN. Raises UsageError for an unknown name,
+    Refused where the case's format cannot do what the recipe asks.
     """
     made = recipe(**options)
     O, L = attend(case, made)

@@ -1,9 +1,8 @@
 """Rounding sites and presets, as data: where `emulated` rounds, to what, and in which algorithm.
 
 A *site* is a step of attention at which a real kernel rounds. A *recipe* gives every site a value
-and fixes what else decides the numbers: the algorithm, the tiles, the order in which they come, the
-probabilities that are summed. A *preset* is a recipe with a name, and stands for a piece of code or
-for an assumption somebody published numbers under.
+and fixes what else decides the numbers: the algorithm, the tiles, their order. A *preset* is a
+recipe with a name: a piece of code, or an assumption somebody published numbers under.
 
 The value of a site is `working` (the format of the case), `wide` (float32, or the working format
 where that is wider: a kernel for fp64 inputs does not round its sums down to fp32), `exact` (not
@@ -138,17 +137,15 @@ class Recipe:
     block_q: int | None = None  # None, here and below: as the tiling says
     block_kv: int | None = None
     memory: int = 4096
-    """M, on-chip memory in elements, for the tiling `fa1`. P1 does not say what it used; with 4096
-    (16 keys a tile at head_dim 64) its tenfold max error appears at length 4096."""
+    """M of the tiling `fa1`, in elements. With 4096 (16 keys a tile at head_dim 64) the tenfold max
+    error of P1, which does not say what it used, appears at length 4096."""
     loop_order: Literal["q", "kv"] = "q"
-    """The outer loop. With `kv` O is stored after every tile (site `state`); m and l are two
-    numbers a row and are kept as `max` and `row_sum` left them."""
+    """The outer loop. With `kv` O is stored after every tile (site `state`)."""
     kv_order: Literal["ascending", "descending"] = "ascending"
-    """The order in which a row meets its tiles. FlashAttention-2's CUDA code begins with the last
-    one, PyTorch's CPU kernel with the first."""
+    """In which a row meets its tiles. FlashAttention-2's CUDA code begins with the last one."""
     splits: int | None = None
-    """Into how many parts of whole tiles the keys are divided, each with an O and L of its own, as
-    decoding kernels do to fill the GPU; they are merged by their L. None: one."""
+    """Into how many parts of whole tiles the keys are divided, as decoding kernels do: each has an
+    O and L of its own, and they are merged by their L. None: one."""
     q_splits: int | None = None
     """Backward: into how many parts the queries are divided, as ring attention does: each has a dK
     and dV of its own (`dk_partial`, `dv_partial`), and these are summed. None: one."""
@@ -157,8 +154,8 @@ class Recipe:
     scale_in: Literal["scores", "q"] = "scores"
     """Whether the scores are multiplied by the scale, or Q is beforehand."""
     exponential: Literal["exact", "fexp_u20"] = "exact"
-    """How forward computes exp(S − m); exp in backward is exact. `fexp_u20` is what PyTorch's CPU
-    kernel uses with AVX2 and AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
+    """exp(S − m) in forward; exact in backward. `fexp_u20` is PyTorch's CPU kernel's with AVX2 and
+    AVX-512: relative error up to 1e-4, and exp(0) = 1 − 5.3e-5."""
     softmax: Literal["plain", "stabilised", "guarded"] = "plain"
     """By what a row of a tile is shifted: its maximum, or what the stabilised softmax takes instead
     of one that is met more than once (`forward.stabilised_shift`). `guarded` multiplies
@@ -166,8 +163,8 @@ class Recipe:
     beta: float | None = None  # of the stabilised softmax, as the next; None with the plain one
     tie_tolerance: float | None = None
     p_from: Literal["lse", "m_and_l"] = "lse"
-    """Backward: whether P is exp(S − L), or exp(S − m) / l as in forward: kept by autograd, or
-    recomputed as FlashAttention's first version does (`fa1`, Algorithm 4, line 13)."""
+    """Backward: whether P is exp(S − L), or exp(S − m) / l as autograd keeps it, and as `fa1`
+    recomputes it (Algorithm 4, line 13)."""
     delta_from: DeltaFrom = "dO*O"
     """Backward: whether δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) as autograd's softmax has it."""
     delta_sign: Literal["own", "random"] = "own"
@@ -307,7 +304,13 @@ def changed(
 def _check(name: str, value: Any) -> None:
     """One part of a recipe by itself; what is of the stabilised softmax `check_stabilised` has."""
     if name in SITES:
-        _check_site(name, value)
+        try:
+            fmt = None if value in (WORKING, WIDE, EXACT) else format_named(str(value))
+        except UsageError as error:
+            hint = closest(str(value), [WORKING, WIDE, EXACT, *FORMATS])
+            raise UsageError(f"rounding site {name}: {error.message}", hint=hint) from error
+        if fmt and SITES[name].may_hide and not fmt.has_infinity:
+            raise UsageError(f"rounding site {name} must hold -inf, which {fmt.name} does not have")
     elif name not in FIELDS:
         raise UsageError(f"a recipe has no {name!r}", hint=closest(name, [*FIELDS, *SITES]))
     elif name in _CHOICES:
@@ -318,18 +321,6 @@ def _check(name: str, value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             positive = "" if name == "seed" else "positive "
             raise UsageError(f"{name} is {value!r}", hint=f"expected a {positive}whole number")
-
-
-def _check_site(name: str, value: Any) -> None:
-    if value in (WORKING, WIDE, EXACT):
-        return
-    try:
-        fmt = format_named(str(value))
-    except UsageError as error:
-        hint = closest(str(value), [WORKING, WIDE, EXACT, *FORMATS])
-        raise UsageError(f"rounding site {name}: {error.message}", hint=hint) from error
-    if SITES[name].may_hide and not fmt.has_infinity:
-        raise UsageError(f"rounding site {name} must hold -inf, which {fmt.name} does not have")
 
 
 def check_stabilised(options: Mapping[str, Any]) -> None:
@@ -348,22 +339,22 @@ def check_stabilised(options: Mapping[str, Any]) -> None:
 
 def _contradictions(made: Recipe, with_memory: bool) -> tuple[tuple[bool, str], ...]:
     """Options of which one would be ignored."""
-    plain = made.algorithm == "plain"
-    tiled = made.block_kv is not None or made.tiling != "whole"
+    plain, width = made.algorithm == "plain", made.block_kv is not None
+    drawn = made.delta_sign == "random" and made.delta_from == "dP*P"
+    with_plain = {
+        "block_kv or memory with algorithm plain, which has a single tile": (
+            width or made.tiling != "whole"
+        ),
+        "splits with algorithm plain, which has a single tile": made.splits is not None,
+        "softmax guarded with algorithm plain, which divides P by l before P meets V": (
+            made.softmax == "guarded"
+        ),
+        "l_from rounded with algorithm plain, which divides P by l before P is rounded": (
+            made.l_from == "rounded"
+        ),
+    }
     return (
-        (
-            made.delta_sign == "random" and made.delta_from == "dP*P",
-            "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn",
-        ),
-        (plain and tiled, "block_kv or memory with algorithm plain, which has a single tile"),
-        (plain and made.splits is not None, "splits with algorithm plain, which has a single tile"),
-        (
-            plain and made.softmax == "guarded",
-            "softmax guarded with algorithm plain, which divides P by l before P meets V",
-        ),
-        (
-            plain and made.l_from == "rounded",
-            "l_from rounded with algorithm plain, which divides P by l before P is rounded",
-        ),
-        (with_memory and made.block_kv is not None, "memory and block_kv both set the tile"),
+        (drawn, "delta_sign with delta_from dP*P: delta has no error whose sign could be drawn"),
+        *((plain and given, why) for why, given in with_plain.items()),
+        (with_memory and width, "memory and block_kv both set the tile"),
     )

@@ -1,10 +1,8 @@
 """The reference: attention in fp64 from the inputs as they are, and the rounding floor.
 
-Everything numdev says is a distance to this function. Beside the output it returns what the metrics
-need and only this pass can give: the log-sum-exp, the *term scale* sum_j P_ij |V_jd| (the size of
-what is added up before anything cancels), and which rows see no key at all. Such empty rows get
-out = 0 and lse = -inf (or the sink's logit); they are a convention, not a number, and are left out
-of every metric.
+Beside the output it returns what only this pass can give: the log-sum-exp, the *term scale* sum_j
+P_ij |V_jd| (the size of what is added up before anything cancels), and which rows see no key. Such
+empty rows get out = 0 and lse = -inf (or the sink's logit), and are left out of every metric.
 
 `gradients` are those of flash attention's backward pass (Dao et al., arXiv 2205.14135, appendix
 B.2):
@@ -43,8 +41,7 @@ def attend(case: AttentionCase) -> Reference:
     """O = softmax(S) V with S = bias + softcap(scale * Q K^T), all in fp64.
 
     NaN and infinity in the inputs propagate as the arithmetic has it, but a key of probability 0
-    has no part in the sum, whatever its V holds: what is hidden cannot be seen. Inputs of any
-    format are widened exactly; nothing is rounded on the way in or out.
+    has no part in the sum, whatever its V holds. Inputs of any format are widened exactly.
     """
     if not case.q.is_cuda:
         return blocked.attend(case)
@@ -109,11 +106,13 @@ def reference(case: AttentionCase) -> Output:
     return Output(out=answer.out, lse=answer.lse, ran=answer.by)
 
 
-def _floor_step(case: AttentionCase) -> Output:
-    return floor_of(gradients(case), case.format)
-
-
-@kernel("floor", any_format=True, any_rows=True, claims=no_claim, backward=_floor_step)
+@kernel(
+    "floor",
+    any_format=True,
+    any_rows=True,
+    claims=no_claim,
+    backward=lambda case: floor_of(gradients(case), case.format),
+)
 def floor(case: AttentionCase) -> Output:
     """The reference rounded once to the output format: the smallest error a kernel can have."""
     return floor_of(attend(case), case.format)

@@ -1,9 +1,8 @@
 """The reference, block by block in PyTorch: for any device, and the check on the fused path.
 
-It is written for plainness. Query rows are processed in blocks, each against all the keys it can
-see, with an ordinary two-pass softmax; there is no online rescaling and no approximation. Memory is
-O(rows * kv_len), never q_len * kv_len. `gradients` takes every block on through the backward pass,
-P being the softmax of the block itself. The formulas stand in `numdev.kernels.reference`.
+Query rows are processed in blocks, each against all the keys it can see, with an ordinary two-pass
+softmax: no online rescaling and no approximation. Memory is O(rows * kv_len). `gradients` takes
+every block on through the backward pass. The formulas stand in `numdev.kernels.reference`.
 
 Legend: X scaled products, S scores (X capped, biased, masked), P probabilities, m row maximum,
 l row sum, O output, L log-sum-exp; dX, dP the gradients of X and P.
@@ -21,9 +20,7 @@ from torch import Tensor
 from numdev.cases import AttentionCase, additive, key_range, visible
 from numdev.kernels.output import upstream
 
-BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""How large one block of scores may be; speed only, the result does not depend on it beyond fp64
-rounding in the matrix products."""
+BLOCK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of one block of scores; speed only
 BACKWARD_BLOCKS = 4  # as many blocks as the backward pass holds at once, each so much smaller
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 

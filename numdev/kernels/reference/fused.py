@@ -1,9 +1,8 @@
 """The fused fp64 reference on CUDA: how a case is laid out for its Triton kernels, and run.
 
-The same mathematics as the blocked path of `numdev.kernels.reference`, which is the check on this
-one and runs wherever this cannot. Results are those of that path to fp64 rounding (docs/method.md
-has the bound), and the same from run to run. What this path cannot take (`accept`) the blocked one
-computes, so that a refusal costs time and no digit.
+The blocked path of `numdev.kernels.reference` is the check on this one, and computes what this one
+refuses (`accept`). Results agree to fp64 rounding (docs/method.md has the bound), and are the same
+from run to run.
 
 Forward is one kernel, `fused_triton.forward`: two products in fp64, and one for the term scale of
 the output. Backward is the five matrix products that every backward pass makes, in fp64, and three
@@ -30,7 +29,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from subprocess import CalledProcessError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +62,7 @@ BY_QUERY = ("out", "term_scale", "lse", "empty", "dq", "dq_terms", "delta")  # o
 Results = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The shape of a program, chosen by measurement on an H200 (docs/log.md)."""
 
     block_q: int

@@ -5,13 +5,10 @@ see by position. Only those that some of its rows cannot wholly see check positi
 `kv` of the loops O would be written to memory after every tile, in the working format, and read
 back: rounding it here is all that is done about it.
 
-The stabilised softmax is Qiu & Yao's (arXiv 2510.04212): where several scores of a row and a tile
-are its maximum r, the row is shifted by beta r if r > 0, by 0 if r <= 0. (Printed, the running
-maximum does not hear of it; here it does, as in their code.) P is then at most exp(-(beta - 1) r).
-Their code keeps l above 1e-10, and so is wrong, silently, from (beta - 1) r = 23 on. Here the row
-becomes NaN where its largest P would be below the normal numbers of the format in which P meets V:
-(beta - 1) r > 9.7 in float16 and 87 elsewhere. The guarded softmax is ours
-(`emulation.forward.guarded_weights`): m is the maximum, and P has a weight of its row.
+The stabilised softmax (Qiu & Yao, arXiv 2510.04212) and the guarded one are those of
+`emulation.forward.stabilised_shift` and `guarded_weights`. With the former a row becomes NaN where
+its largest P, exp(-(beta - 1) r), would be below the normal numbers of the format in which P meets
+V: (beta - 1) r > 9.7 in float16 and 87 elsewhere.
 
 Everything is computed in fp32; fp32 operands are multiplied in fp32, never in TF32. Python floats
 reach a kernel as fp32, the scale among them. Places are 64-bit only where they may be large: the

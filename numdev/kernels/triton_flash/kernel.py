@@ -168,19 +168,13 @@ class Launch(NamedTuple):
 # Of the forward pass, of dQ and of dK and dV, for 16-bit operands, by the largest padded head
 # dimension they are meant for.
 TILES: Mapping[str, Mapping[int, Launch]] = {
-    "forward": {
-        128: Launch(128, 64, 8, 3),
-        256: Launch(128, 64, 8, 2),
-    },
+    "forward": {128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)},
     "of_queries": {
         64: Launch(128, 64, 8, 3),
         128: Launch(128, 64, 8, 2),
         256: Launch(64, 32, 8, 1),
     },
-    "of_keys": {
-        128: Launch(64, 128, 8, 2),
-        256: Launch(32, 64, 8, 1),
-    },
+    "of_keys": {128: Launch(64, 128, 8, 2), 256: Launch(32, 64, 8, 1)},
 }
 # Where fp32 operands are multiplied: without tensor cores, and from registers.
 FP32 = {128: Launch(32, 32, 4, 1), 256: Launch(16, 32, 4, 1)}
@@ -340,13 +334,6 @@ class _Trained(torch.autograd.Function):
         return *ctx.call.backward(*ctx.saved_tensors, given[0]), None
 
 
-def trained(case: AttentionCase, **options: Any) -> Tensor:
-    """The output inside a network that learns."""
-    call = Call.of(case, options)
-    out: Tensor = _Trained.apply(case.q, case.k, case.v, call)  # type: ignore[no-untyped-call]
-    return out
-
-
 @kernel(
     "triton-flash",
     options=OPTIONS,
@@ -356,7 +343,9 @@ def trained(case: AttentionCase, **options: Any) -> Tensor:
     validate=_check,
     claims=_claims,
     backward=step,
-    training=trained,
+    training=lambda case, **options: _Trained.apply(  # type: ignore[no-untyped-call]
+        case.q, case.k, case.v, Call.of(case, options)
+    ),
 )
 def triton_flash(case: AttentionCase, **options: Any) -> Output:
     """Flash attention in Triton, with its roundings and orders as options.
