@@ -1,12 +1,10 @@
 """Run a model and hand over every attention call it makes, while it makes it.
 
 Every call ends in `torch.nn.functional.scaled_dot_product_attention` (SDPA), and there it is met by
-a `TorchFunctionMode`, as it came: whether grouped keys are repeated and whether causality is a flag
-decides which backends can run. transformers models are led there by a function of numdev's in its
-attention interface, which delegates to transformers' own: SDPA has no word for a soft cap, sinks
-and a window, so that function takes these out of what the model passes, and they join the case.
-Nothing is kept but for gradients of the model's own loss (`loss`); attention that went elsewhere is
-found out by `watch`.
+a `TorchFunctionMode`, as it came. transformers models are led there by a function of numdev's in
+its attention interface: SDPA has no word for a soft cap, sinks and a window, so that function takes
+these out of what the model passes, and they join the case. Nothing is kept but for gradients of the
+model's own loss (`loss`); attention that went elsewhere is found out by `watch`.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ WITHOUT_EFFECT = frozenset(
     {"use_cache", "cache_position", "position_ids", "num_items_in_batch", "deterministic"}
     | {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
-PASSED_ON = ("is_causal", "position_bias")  # what transformers' SDPA function itself acts on
 
 
 class Enough(Exception):
@@ -335,7 +332,8 @@ def _attention(
     beside = ("softcap", "s_aux", "sliding_window")
     passed = {"query": query, **{name: given.pop(name) for name in beside if name in given}}
     takes = inspect.signature(sdpa).parameters
-    on = {name: given.pop(name) for name in PASSED_ON if name in given and name in takes}
+    itself = ("is_causal", "position_bias")  # what transformers' SDPA function acts on
+    on = {name: given.pop(name) for name in itself if name in given and name in takes}
     kind = type(module).__name__
     if unknown := sorted(given.keys() - WITHOUT_EFFECT):
         what = f"{kind} passes its attention an argument numdev does not know: {', '.join(unknown)}"

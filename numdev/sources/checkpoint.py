@@ -1,10 +1,9 @@
 """Weights on disk, opened lazily and safely, and their model.
 
-A Hugging Face checkpoint is `config.json` beside weight files: transformers builds the model from
-the config and the tensors that `numdev.sources.files` read, so neither its search for files nor the
-network is in play. The model of a state dict (a file, the index of sharded ones, or a
-`torch.distributed.checkpoint` directory) is the user's own `package.module:factory`, which is
-handed the stored configuration if it takes one. Loading is strict.
+A Hugging Face checkpoint is `config.json` beside weight files: transformers builds the model of the
+tensors read here, so neither its search for files nor the network is in play. The model of a state
+dict (files, or a `torch.distributed.checkpoint` directory) is the user's own
+`package.module:factory`, handed the stored configuration if it takes one. Loading is strict.
 """
 
 from __future__ import annotations

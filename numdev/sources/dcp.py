@@ -53,8 +53,7 @@ class SplitTensor:
 
     directory: Path
     name: str
-    path: tuple[str, ...]
-    """The keys that lead to it in the saved dict; the name alone where nothing is said of them."""
+    path: tuple[str, ...]  # the keys that lead to it in the saved dict, else the name alone
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]

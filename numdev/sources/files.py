@@ -26,10 +26,8 @@ from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 FETCH = "fetch or write it again"
 DISTRUST = "do not use this checkpoint unless you know why"
 PICKLES = (".bin", ".pt", ".pth")
-NESTED = ("model", "state_dict", "model_state_dict", "module")
-"""Keys under which training scripts put the state dict in what they save."""
-PREFIXES = ("_orig_mod.", "module.")
-"""What torch.compile and DistributedDataParallel put before the names of weights."""
+NESTED = ("model", "state_dict", "model_state_dict", "module")  # where scripts put a state dict
+PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
 
 
 def weight_files(directory: Path, names: Sequence[str], hint: str) -> tuple[Path, ...]:
@@ -124,8 +122,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def held_at(x: Tensor) -> tuple[Any, ...] | None:
-    """What two views of the same values have in common; None for what has no elements or is no
-    plain array."""
+    """What views of the same values have in common; None without elements or a plain array."""
     if x.is_nested or x.is_meta or x.layout is not torch.strided or x.numel() == 0:
         return None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -196,8 +193,7 @@ def blaming(path: Path, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet(*others: Any) -> Iterator[None]:
-    """Without log lines, warnings, and progress bars of transformers and the libraries whose
-    `utils.logging` is given; all as before afterwards."""
+    """Without log lines, warnings and progress bars of transformers and `others`, for a while."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 

@@ -79,8 +79,7 @@ def find_upstream(model: nn.Module, inputs: Mapping[str, Tensor], seed: int) -> 
 
 
 def loss_of(answer: Any) -> Tensor | None:
-    """The loss in what a model returned: its `loss`, itself a single number, or the one number of a
-    tuple; else None."""
+    """The loss a model returned: its `loss`, itself a number, or the one number of a tuple."""
     loss = answer.get("loss") if type(answer) is dict else getattr(answer, "loss", answer)
     parts = loss if isinstance(loss, tuple | list) else [loss]
     numbers = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 0]
@@ -122,8 +121,7 @@ class TrainingStep:
 
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
-        # With the place in the graph where the output was made (None without gradients), later the
-        # gradient there; and how often each tensor had been written to.
+        # With the edge of the graph at its output or None, later the gradient there; and versions.
         self.held: deque[tuple[AttentionCase, Any, tuple[int, ...]]] = deque()
 
     def hold(self, case: AttentionCase, out: Tensor) -> Tensor:

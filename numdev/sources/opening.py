@@ -39,7 +39,7 @@ FOR_MODELS: tuple[str, ...] = ("text", *NOT_FOR_PIPELINES, *FOR_PIPELINES)
 
 
 class Located(Protocol):
-    """A case that can be had: its name is known, its tensors are made or taken when loaded."""
+    """A case whose name is known; its tensors are made or taken when it is loaded."""
 
     @property
     def ref(self) -> CaseRef: ...
@@ -179,8 +179,7 @@ class ConfigSource(Source):
 
 
 class TensorFileSource(Source):
-    """Cases on disk: a captured-tensor file, or a directory of them; with a drawn grad_out where
-    gradients are asked for and none is stored."""
+    """Cases on disk, with a drawn grad_out where gradients are asked for and none is stored."""
 
     def __init__(self, request: AuditRequest, system: System) -> None:
         seed = request.seed if request.gradients else None

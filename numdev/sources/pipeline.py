@@ -189,8 +189,7 @@ class PipelineSource:
         return arguments, f"{count} images, of nothing but noise"
 
     def _run(self, handle: Callable[[Captured], None]) -> None:
-        """Denoise, handing over the calls of the chosen steps and layers. Latents are drawn on the
-        CPU, the same for every device."""
+        """Hand over the calls of chosen steps; latents are drawn on the CPU for every device."""
         scheduler, wanted, now = self.pipeline.scheduler, self.request.steps, 0
         own_step = scheduler.step
         layers, seed = Layers(self.request.layers), self.request.seed
@@ -226,8 +225,7 @@ class PipelineSource:
 
 
 def _read_index(path: Path) -> tuple[str, dict[str, tuple[str, str]], dict[str, Any]]:
-    """Of a pipeline's index: its class in diffusers; library and class of the parts that are
-    needed; its settings, plain values, and None for parts left out. Nothing is loaded."""
+    """A pipeline's class; library and class of its parts that are needed; its plain settings."""
     if find_spec("diffusers") is None:
         hint = "pip install 'numdev[diffusers]'"
         raise UsageError("a pipeline needs the package diffusers", hint=hint)

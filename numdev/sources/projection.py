@@ -53,8 +53,7 @@ class Projections:
             frame.calls += 1
 
     def of(self, case: AttentionCase) -> Projection:
-        """The projection of a call that was met, which is forgotten. Raises MeasurementError, with
-        the reason, where it cannot be found."""
+        """The projection of a call that was met. Raises MeasurementError where there is none."""
         reason = "the model calls attention outside of any module, or more than once in one"
         for frame in self.frames.pop(case.ref.case, ()):
             if any(map(_is_linear, frame.module.modules())):
@@ -74,8 +73,7 @@ def _replayed(frame: Frame, case: AttentionCase) -> Projection:
     given = _changed(lambda x: x.double() if x.is_floating_point() else x, frame)
 
     def cutting(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-        """A hook that notes the run of a linear layer: its name, itself, what it reads, and its
-        output without what made it, with which alone the module goes on."""
+        """Note a linear layer's run; the module goes on with its output alone."""
 
         def hook(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
             leaf = out.detach().requires_grad_()
@@ -169,8 +167,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _changed(change: Callable[[Tensor], Tensor], frame: Frame) -> dict[str, Any]:
-    """What the module was called with, every tensor changed; caches of keys, which have changed
-    since, left out."""
+    """What the module was called with, tensors changed; caches, changed since, left out."""
 
     def is_cache(x: Any) -> bool:
         return hasattr(x, "get_seq_length")

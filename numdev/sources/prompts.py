@@ -34,10 +34,9 @@ INSTEAD = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_em
 class Prompt:
     """One batch of inputs for one run of a model."""
 
+    # By the names of the model's arguments. Of a text: input_ids [sequences, length], int64; and
+    # attention_mask alike (1: a token, 0: padding) where sequences differ in length.
     inputs: Mapping[str, Tensor]
-    """By the names of the model's arguments. Of a text: input_ids [sequences, length], int64;
-    attention_mask of the same shape (1: a token, 0: padding) only where sequences differ in
-    length."""
     description: str  # In words, for example `8 x 256 tokens of prompt.txt`
 
     @property
@@ -183,8 +182,7 @@ def read_text(file: Path) -> str:
 
 
 def wanted(model: nn.Module, *, given: Collection[str] = (), generates: bool = False) -> list[str]:
-    """The arguments a run of a transformers model needs beside the `given` ones. One that generates
-    makes its decoder's inputs itself."""
+    """The arguments that a transformers model needs beside the `given` ones."""
     takes, _ = _arguments(model.forward)
     config, names = cast(Any, model.config), [cast(str, model.main_input_name)]
     # In a model of text and vision without two towers side by side, images replace tokens.

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from numdev.formats import format_named, round_to
 
-SMALLEST = 2.0**-16
-"""What is smaller in size becomes 0: from here on a number of 8 bits is one of float16."""
+SMALLEST = 2.0**-16  # What is smaller becomes 0: else a number of 8 bits is none of float16
 UNSEEN = -1024.0  # A score so far below the maximum that exp of it is 0 in fp64
 NOISE = 0.5  # Standard deviation of the features of q and of the other keys that decide no level
 
@@ -99,8 +98,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    grad_out: Tensor | None = None
-    """dO, [batch, heads, q_len, v_dim]. From a regime: None where any will do."""
+    grad_out: Tensor | None = None  # dO, [batch, heads, q_len, v_dim]; None where any will do
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.q, self.k, self.v))

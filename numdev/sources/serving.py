@@ -1,8 +1,7 @@
 """A serving engine's attention call as cases: packed queries, packed or paged keys and values.
 
 The arguments are those of flash-attention's `flash_attn_varlen_func` and `flash_attn_with_kvcache`,
-which vLLM and SGLang call, so a wrapper around either passes on what it was given. docs/inputs.md
-has the recipes.
+which vLLM and SGLang call (docs/inputs.md).
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def varlen_cases(
     call: int = 0,
     source: str = "",
 ) -> list[AttentionCase]:
-    """One case for each sequence of a packed call that has rows, in copies on the CPU: engines
-    overwrite caches.
+    """One case for each sequence of a packed call that has rows, in copies on the CPU.
 
     q is [tokens, heads, head_dim]; sequence i has the rows from `cu_seqlens_q[i]` to
     `cu_seqlens_q[i + 1]`. k and v are packed likewise by `cu_seqlens_k`, or paged ([pages,

@@ -87,8 +87,7 @@ class Deferred(Tensor):
         return read(self.origin) if isinstance(self.origin, Stored) else self.origin(read)
 
 
-# Of a weight: its module's `_parameters` or `_buffers`, its name there, itself, and what stands
-# there while it does not.
+# A weight's `_parameters` or `_buffers`, its name there, itself, and what stands in its place.
 Slot = tuple[dict[str, Any], str, Deferred, Any]
 
 

@@ -360,7 +360,6 @@ def _kind(mask: Tensor | None) -> str:
 
 
 def storage_order(tensor: Tensor) -> list[int]:
-    """The axes from the slowest to the fastest, as a dense copy of the tensor has them: by
-    PyTorch's own rule, for kernels are given dense copies."""
+    """The axes from slowest to fastest, as a dense copy has them: by PyTorch's own rule."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return sorted(range(tensor.ndim), key=lambda axis: (-strides[axis], axis))

@@ -29,8 +29,7 @@ _FUSED = re.compile(_WORD.format("qkv|wqkv|query_key_value|c_attn|att_proj"))
 
 
 def attention_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that own query, key and value projections, in the model's order:
-    known by the names of their children, as throughout transformers, diffusers and timm."""
+    """The names of the modules that own query, key and value projections, in the model's order."""
     return [name for name, module in model.named_modules() if _owns_projections(module)]
 
 
@@ -47,8 +46,7 @@ def _owns_projections(module: nn.Module) -> bool:
 
 
 def layer_of(module: nn.Module, name: str) -> int | None:
-    """What transformers numbers a module, else the one number in its name; None where it has
-    none, or several."""
+    """transformers' number of a module, else the one number in its name; None without one."""
     layer = getattr(module, "layer_idx", None)
     if isinstance(layer, int):
         return layer
