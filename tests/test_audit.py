@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import prepare
+from oracles import make_case
 from torch import Tensor
 
 from numdev import report
 from numdev.audit.run import audit
 from numdev.config import AuditRequest, CaseConfig, Choice
 from numdev.errors import UsageError
+from numdev.kernels.emulation.kernel import emulation
 from numdev.report import AuditReport, DeviationRow
 
 SDPA = ("sdpa-math", "sdpa-flash", "sdpa-default")
@@ -242,6 +245,14 @@ def test_a_checkpoint_is_audited_by_layer_and_head(tmp_path: Path) -> None:
     assert all(row.flash_vs_precision > 0 for row in rows)
     assert found.summary.map is not None
     assert found.summary.map.layers == ("1", "2")
+
+
+def test_each_kernel_is_held_to_its_own_tiles() -> None:
+    """Whatever was predicted for other tiles before."""
+    bench = prepare(make_case(dtype=torch.bfloat16, q_len=200, kv_len=200))
+    for size in (16, 128):
+        claim = {"preset": "fa2", "block_kv": size}
+        assert torch.equal(bench.predicted(claim)["out"], emulation(bench.measured, claim))
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float32", "float64"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -128,6 +129,14 @@ def test_every_cell_is_measured_with_every_seed(run: Callable[..., SweepReport])
     assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * 4
     assert {c.case for c in found.cases} == {"a/seq_len=8", "a/seq_len=16"}
     assert len(found.cases) == 2, "a case is described once, whatever its seeds"
+
+
+def test_every_seed_measures_rows_of_its_own(tmp_path: Path) -> None:
+    """A sample of rows is drawn with the seed of the case."""
+    planned = plan(request(tmp_path))
+    sampled = dataclasses.replace(planned.plan, sampled_rows=4)
+    samples = [sampled.sample(located.ref) for located in planned.source]
+    assert {sample.seed for sample in samples if sample is not None} == {0, 1}
 
 
 # --- from rows to curves -------------------------------------------------------------------------
