@@ -21,7 +21,7 @@ from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules
 from numdev.report import DeviationRow, write
 from numdev.report.foreign import plain
-from numdev.report.renderers.github import commands
+from numdev.report.renderers.ci import commands
 from numdev.report.renderers.markdown import text_of
 from numdev.report.views.gate import document, problems_of
 

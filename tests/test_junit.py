@@ -11,7 +11,7 @@ from hostile import judged, rows
 from hypothesis import given, settings
 
 from numdev.report import DeviationRow
-from numdev.report.renderers.junit import COUNTS, junit
+from numdev.report.renderers.ci import COUNTS, junit
 
 COUNTED = {"name", "time", "tests", "failures", "errors", "skipped"}
 SHAPE = {

@@ -70,8 +70,7 @@ def gate(
     from numdev.gate import findings as sentences
     from numdev.gate.judging import judge_report
     from numdev.gate.rules import default_rules, default_rules_against, read_rules
-    from numdev.report.renderers import github as on_github
-    from numdev.report.renderers import junit as as_junit
+    from numdev.report.renderers import ci
     from numdev.report.renderers.markdown import text_of
     from numdev.report.renderers.terminal import print_document
     from numdev.report.views.gate import document
@@ -98,7 +97,7 @@ def gate(
             print_document(page)
     # Afterwards, so that a file that cannot be written hides no verdict.
     if junit:
-        _write(junit, as_junit.junit(judged, findings))
+        _write(junit, ci.junit(judged, findings))
     words = text_of(page, level=3)
     if summary:
         _write(summary, words)
@@ -106,7 +105,7 @@ def gate(
         if step := os.environ.get("GITHUB_STEP_SUMMARY"):  # other steps wrote there before
             with Path(step).open("a", encoding="utf-8") as stream:
                 stream.write(words)
-        for line in on_github.commands(judged, findings):
+        for line in ci.commands(judged, findings):
             click.echo(line, err=as_json)  # GitHub reads both streams
     context.exit(judged.exit_code)
 
