@@ -41,6 +41,7 @@ HOSTILE = [
     "' autofocus onfocus='alert(1)",
     "{{ 7 * 7 }}{% include 'x' %} &lt;b&gt;",
     "長" * 100,
+    "flash\u202egnp",
 ]
 XS = (64.0, 128.0, 256.0, 1024.0)
 SAMPLES = sorted((Path(__file__).parent / "data" / "reports").glob("*.json"))
@@ -72,11 +73,13 @@ def figure(*curves: Curve, **changes: Any) -> Figure:
 
 
 def provenance(**changes: Any) -> Provenance:
+    system = {"cpu": "CPU", "packages": {"torch": "2.13"}}
     fields: dict[str, Any] = {
-        "numdev": "0", "command": "numdev sweep", "created": "2026-01-01",
-        "system": {"cpu": "CPU", "packages": {"torch": "2.13"}}, "source": {"config": "a.yaml"},
-    }  # fmt: skip
-    return Provenance(**{**fields, **changes})
+        "command": "numdev sweep",
+        "system": system,
+        "source": {"config": "a"},
+    }
+    return Provenance(numdev="0", created="2026-01-01", **{**fields, **changes})
 
 
 def sweep(*figures: Figure, name: str = "flash", **summary: Any) -> SweepReport:
@@ -119,25 +122,19 @@ def audit(name: str = "flash", **changes: Any) -> AuditReport:
 
 
 class Seen(HTMLParser):
-    """Every element, attribute and text of a page, as a browser reads them."""
+    """The elements, attributes and text of a page, as a browser reads them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.names: set[str] = set()
         self.text = ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
+        self.names |= {tag, *(f"@{name}" for name, _ in attrs)}
 
     def handle_data(self, data: str) -> None:
         self.text += data
-
-    @property
-    def names(self) -> set[str]:
-        return {tag for tag, _ in self.elements} | {
-            f"@{a}" for _, own in self.elements for a in own
-        }
 
 
 # --- foreign text --------------------------------------------------------------------------------
@@ -147,18 +144,12 @@ class Seen(HTMLParser):
 @pytest.mark.parametrize("made", [sweep, audit])
 def test_names_are_text(made: Any, name: str) -> None:
     """Whatever stands in a name, a reason or a path: the page has no other element or attribute
-    than with an ordinary name, and shows it as it is."""
+    than with an ordinary name, and shows it as it is. A name cannot turn the text around it: U+202E
+    is shown, not obeyed, in drawings too."""
     hostile = Seen(html.page(made(name=name)))
     assert hostile.names == Seen(html.page(made(name="flash"))).names
-    assert name in hostile.text
-
-
-def test_marks_of_direction_are_spelled_out() -> None:
-    """A name cannot turn the text around it: U+202E is shown, not obeyed, in drawings too."""
-    for made in (audit, sweep):
-        page = html.page(made(name="flash\u202egnp"))
-        assert "\u202e" not in page
-        assert "\\u202e" in page
+    assert name.replace("\u202e", "\\u202e") in hostile.text
+    assert "\u202e" not in hostile.text
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
@@ -249,20 +240,14 @@ def test_lines_are_told_apart_by_everybody(theme: str) -> None:
 
 
 def test_a_large_audit_is_a_small_page() -> None:
-    """32 layers of 32 heads, eight kernels in three formats, 20 findings: under 300 kB."""
+    """32 layers of 32 heads, 24 rows of kernels, 20 findings: under 300 kB."""
     rng = random.Random(0)
     values = tuple(tuple(rng.lognormvariate(0.3, 2) for _ in range(32)) for _ in range(32))
-    big = HeadMap(
-        kernel="k", format="bfloat16", metric="floor_ratio", values=values,
-        layers=tuple(f"model.decoder.layers.{i}" for i in range(32)), heads=tuple(range(32)),
-    )  # fmt: skip
+    layers = tuple(f"model.decoder.layers.{i}" for i in range(32))
+    big = HeadMap(kernel="k", format="bfloat16", metric="floor_ratio", values=values, layers=layers,
+                  heads=tuple(range(32)))  # fmt: skip
     summary = audit().summary
-    kernels = [
-        summary.kernels[0].model_copy(update={"kernel": f"kernel-{i}", "format": name})
-        for i in range(8)
-        for name in ("bfloat16", "float16", "float32")
-    ]
-    changed = summary.model_copy(update={"map": big, "kernels": tuple(kernels)})
+    changed = summary.model_copy(update={"map": big, "kernels": summary.kernels * 24})
     page = html.page(audit(summary=changed, findings=(finding("x" * 400),) * 20))
     assert page.count("<td") > 1024
     assert len(page.encode()) < 300_000
@@ -271,17 +256,15 @@ def test_a_large_audit_is_a_small_page() -> None:
 # --- drawings ------------------------------------------------------------------------------------
 
 
-def drawn(figures: list[Figure], along: Axis | None = None) -> list[ET.Element]:
-    """The drawings of figures of one report."""
-    described = charts(figures, along or axis(), "baseline")
-    return [ET.fromstring(chart.svg(each)) for each in described]
+def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
+    (described,) = charts([figure], along or axis(), "baseline")
+    return ET.fromstring(chart.svg(described))
 
 
-def dots(curve: ET.Element) -> list[tuple[float, float]]:
-    """Where the points of a curve are."""
-    moved = [path.get("transform", "") for path in curve.iter("path") if path.get("transform")]
-    places = [re.findall(r"[-\d.]+", each) for each in moved]
-    return [(float(x), float(y)) for x, y in places]
+def dots(svg: ET.Element) -> list[list[float]]:
+    """Where the points are."""
+    moved = [path.get("transform", "") for path in svg.iter("path")]
+    return [list(map(float, re.findall(r"[-\d.]+", each))) for each in moved if each]
 
 
 @pytest.mark.parametrize("scale", ["log", "linear"])
@@ -290,7 +273,7 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     """Points, intervals that reach below zero, ticks."""
     low = Point(x=XS[0] if across != "category" else 0.0, label="", mean=1.0, low=-3.0, high=5.0,
                 seeds=2)  # fmt: skip
-    (svg,) = drawn([figure(line("flash", 1.0, points=(low,)), y_scale=scale)], axis(across))
+    svg = drawn(figure(line("flash", 1.0, points=(low,)), y_scale=scale), axis(across))
     ends = [float(line.get(f"y{i}", 0)) for line in svg.iter("line") for i in (1, 2)
             if line.get("class") == "bar"]  # fmt: skip
     (point,) = dots(svg)
@@ -303,9 +286,7 @@ def test_a_constant_runs_all_along() -> None:
     """What the axis does not move is a level, without points that were never measured."""
     point = Point(x=None, label="", mean=1.0, low=None, high=None, seeds=1)
     level = line("floor", 1.0, "floor", constant=True, points=(point,))
-    (svg,) = drawn([figure(line("a", 1.0), level)])
-    floor = svg.findall("g")[1]
-    (path,) = floor.iter("path")
+    (path,) = drawn(figure(line("a", 1.0), level)).findall("g")[1].iter("path")
     assert re.fullmatch(rf"M{chart.LEFT:g} ([\d.]+)L{chart.RIGHT:g} \1", path.get("d", ""))
 
 
@@ -320,6 +301,5 @@ def test_a_figure_of_nothing_or_everything(curves: tuple[Curve, ...]) -> None:
 def test_an_endless_interval_does_not_flatten_the_lines() -> None:
     """Two seeds can make an interval of twenty decades; the axis stays with the means."""
     wild = tuple(p.model_copy(update={"high": 1e18}) for p in line("a", 1.0).points)
-    (svg,) = drawn([figure(line("a", 1.0, points=wild))])
-    ends = [y for _, y in dots(svg)]
+    ends = [y for _, y in dots(drawn(figure(line("a", 1.0, points=wild))))]
     assert max(ends) - min(ends) > 100

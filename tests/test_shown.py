@@ -1,14 +1,12 @@
 """Every number stands under its own column: reports whose every field has another number are shown,
-and each column is compared with the field it is named after.
-
-Views are checked as documents, cell by cell; then each medium is checked to print any document's
-cells in their columns.
-"""
+and each column is compared with the field it is named after. Views are checked as documents, cell
+by cell; then each medium is checked to print any document's cells in their columns."""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +24,7 @@ from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import (
     Axis,
     Curve,
+    DeviationRow,
     GradientSummary,
     KernelSummary,
     PartSummary,
@@ -51,13 +50,6 @@ from numdev.training.weights.report import (
     WeightsSummary,
 )
 
-RATIOS = {
-    "floor_ratio": 1.01, "floor_ratio_worst": 1.02, "baseline_ratio": 1.03, "expected_ratio": 1.05,
-    "expected_ratio_worst": 1.06, "flash_vs_precision": 1.07, "flash_vs_low_precision": 1.11,
-    "noise": 1.16,
-}  # fmt: skip
-ERRORS = {"mean_abs": 1.1e-3, "max_abs": 1.2e-3, "rms": 1.3e-3, "row_rel": 1.4e-3}
-
 
 def kernel(**changes: Any) -> KernelSummary:
     """No two of its numbers are shown alike."""
@@ -65,16 +57,19 @@ def kernel(**changes: Any) -> KernelSummary:
         "kernel": "k", "options": {}, "role": "kernel", "format": "bfloat16", "ok": 16,
         "skipped": 2, "failed": 0, "reasons": ("needs CUDA",), "ran": (), "nonfinite": 7,
         "biased_heads": 3, "bias_testable": True, "floor_ratio_where": "layer 1 head 2",
-        **RATIOS, **ERRORS,
+        "floor_ratio": 1.01, "floor_ratio_worst": 1.02, "baseline_ratio": 1.03,
+        "expected_ratio": 1.05, "expected_ratio_worst": 1.06, "flash_vs_precision": 1.07,
+        "flash_vs_low_precision": 1.11, "noise": 1.16,
+        "mean_abs": 1.1e-3, "max_abs": 1.2e-3, "rms": 1.3e-3, "row_rel": 1.4e-3,
     }  # fmt: skip
     return KernelSummary(**{**fields, **changes})
 
 
-def gradient(tensor: Any, at: int) -> GradientSummary:
-    names = ("floor_ratio", "floor_ratio_worst", "baseline_ratio", "expected_ratio",
-             "expected_ratio_worst", "row_rel")  # fmt: skip
-    values = {name: at + i / 100 for i, name in enumerate(names)}
-    return GradientSummary(tensor=tensor, ok=16, **values)
+def part(name: str = "k", at: float = 1.0, **of: Any) -> PartSummary:
+    return PartSummary(kernel=name, options={}, role="kernel", format="bfloat16", calls=1, ok=2,
+                       row_rel=at + 0.1, floor_ratio=at + 0.2, floor_ratio_worst=at + 0.3,
+                       baseline_ratio=at + 0.4, expected_ratio=at + 0.5,
+                       expected_ratio_worst=at + 0.6, **of)  # fmt: skip
 
 
 def tables(nodes: Any) -> list[Table]:
@@ -85,11 +80,15 @@ def tables(nodes: Any) -> list[Table]:
     return found
 
 
-def cells(nodes: Any, title: str, row: int = 0) -> list[tuple[str, str]]:
+def told(pairs: Iterable[tuple[str, str]]) -> str:
+    return " | ".join(f"{name}: {text}" for name, text in pairs)
+
+
+def cells(nodes: Any, title: str = "", row: int = 0) -> str:
     """Columns and what stands in them, of the first table with this in its title."""
     table = next(t for t in tables(nodes) if title in t.title)
-    names = [column.title for column in table.columns]
-    return list(zip(names, [cell.text for cell in table.rows[row].cells], strict=True))
+    texts = (cell.text for cell in table.rows[row].cells)
+    return told(zip((column.title for column in table.columns), texts, strict=True))
 
 
 def blocks(**summary: Any) -> list[Any]:
@@ -103,24 +102,29 @@ def blocks(**summary: Any) -> list[Any]:
 
 def test_each_column_of_the_ranking_has_its_own_number() -> None:
     """Medians are medians, the worst is the worst; what is of sampled rows says so."""
-    assert cells(blocks(kernels=(kernel(),)), "closest to the truth") == [
-        ("kernel", "k"), ("×floor", "1.01"), ("worst head", "1.02"), ("×baseline", "1.03"),
-        ("×predicted", "1.06"), ("mean error", "1.1e-3"), ("max error", "1.2e-3"),
-        ("×format", "1.07"), ("biased heads", "3/16"), ("not finite", "7"),
-    ]  # fmt: skip
-    sampled = cells(blocks(kernels=(kernel(rows_measured=64),)), "closest to the truth")
-    assert ("max error", "≥1.2e-3") in sampled
-    floor = dict(cells(blocks(kernels=(kernel(role="floor"),)), "closest to the truth"))
-    assert (floor["×format"], floor["biased heads"]) == ("–", "–")
+    title = "closest to the truth"
+    assert cells(blocks(kernels=(kernel(),)), title) == (
+        "kernel: k | ×floor: 1.01 | worst head: 1.02 | ×baseline: 1.03 | ×predicted: 1.06 | "
+        "mean error: 1.1e-3 | max error: 1.2e-3 | ×format: 1.07 | biased heads: 3/16 | "
+        "not finite: 7"
+    )
+    assert "max error: ≥1.2e-3" in cells(blocks(kernels=(kernel(rows_measured=64),)), title)
+    floor = cells(blocks(kernels=(kernel(role="floor"),)), title)
+    assert "×format: – | biased heads: –" in floor
 
 
 def test_each_gradient_has_its_own_numbers() -> None:
     """The median over the floor, the worst over what is predicted, tensor by tensor."""
-    both = kernel(gradients=(gradient("dv", 4), gradient("dq", 2)))
-    assert cells(blocks(kernels=(both,)), "gradients") == [
-        ("kernel", "k"), ("dq ×floor", "2.00"), ("×predicted", "2.04"), ("dk ×floor", "–"),
-        ("×predicted", "–"), ("dv ×floor", "4.00"), ("×predicted", "4.04"), ("noise", "1.2"),
-    ]  # fmt: skip
+    gradients = tuple(
+        GradientSummary(tensor=tensor, ok=16, floor_ratio=at, floor_ratio_worst=at + 0.01,
+                        baseline_ratio=at + 0.02, expected_ratio=at + 0.03,
+                        expected_ratio_worst=at + 0.04, row_rel=at + 0.05)
+        for tensor, at in (("dv", 4), ("dq", 2))
+    )  # fmt: skip
+    assert cells(blocks(kernels=(kernel(gradients=gradients),)), "gradients") == (
+        "kernel: k | dq ×floor: 2.00 | ×predicted: 2.04 | dk ×floor: – | ×predicted: – | "
+        "dv ×floor: 4.00 | ×predicted: 4.04 | noise: 1.2"
+    )
 
 
 def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
@@ -134,45 +138,29 @@ def test_what_is_said_of_a_format_has_the_right_numbers() -> None:
     assert "reference, k skipped: needs CUDA" in text
 
 
-def test_phases_stand_in_their_own_columns() -> None:
-    """Prefill before decode, each with its median, worst head, and worst over prediction."""
-
-    def part(phase: Any, at: int) -> PartSummary:
-        return PartSummary(kernel="k", options={}, role="kernel", format="bfloat16", phase=phase,
-                           calls=1, ok=2, row_rel=at + 0.1, floor_ratio=at + 0.2,
-                           floor_ratio_worst=at + 0.3, baseline_ratio=at + 0.4,
-                           expected_ratio=at + 0.5, expected_ratio_worst=at + 0.6)  # fmt: skip
-
-    assert cells(along.parts((part("decode", 2), part("prefill", 1))), "prefill beside") == [
-        ("kernel", "k"), ("prefill ×floor", "1.20"), ("prefill worst", "1.30"),
-        ("prefill ×pred", "1.60"), ("decode ×floor", "2.20"), ("decode worst", "2.30"),
-        ("decode ×pred", "2.60"),
-    ]  # fmt: skip
-
-
-def test_steps_stand_in_their_own_columns() -> None:
-    """In the order of the steps, whatever order they came in; a missing one is a dash."""
-
-    def part(step: int, name: str, ratio: float) -> PartSummary:
-        return PartSummary(kernel=name, options={}, role="kernel", format="bfloat16", step=step,
-                           attends="self", calls=1, ok=2, row_rel=0.5, floor_ratio=ratio,
-                           floor_ratio_worst=9.0)  # fmt: skip
-
-    own = (part(3, "a", 1.3), part(0, "a", 1.1), part(3, "b", 1.4))
-    assert cells(along.parts(own), "by denoising step") == [
-        ("kernel", "a"), ("0", "1.10"), ("3", "1.30")
-    ]  # fmt: skip
-    assert cells(along.parts(own), "by denoising step", 1)[1:] == [("0", "–"), ("3", "1.40")]
+def test_phases_and_steps_stand_in_their_own_columns() -> None:
+    """Prefill before decode, each with its median, worst head, and worst over prediction; steps in
+    their order, whatever order they came in, a missing one as a dash."""
+    phases = (part(at=2, phase="decode"), part(at=1, phase="prefill"))
+    assert cells(along.parts(phases), "prefill beside") == (
+        "kernel: k | prefill ×floor: 1.20 | prefill worst: 1.30 | prefill ×pred: 1.60 | "
+        "decode ×floor: 2.20 | decode worst: 2.30 | decode ×pred: 2.60"
+    )
+    steps = [part(name, at, step=step, attends="self")
+             for name, at, step in (("a", 1.1, 3), ("a", 0.9, 0), ("b", 1.2, 3))]  # fmt: skip
+    title = "by denoising step"
+    assert cells(along.parts(steps), title) == "kernel: a | 0: 1.10 | 3: 1.30"
+    assert cells(along.parts(steps), title, 1) == "kernel: b | 0: – | 3: 1.40"
 
 
 def test_the_weights_of_an_audit() -> None:
     """Mean, maximum and count are not exchanged."""
     cast = WeightSummary(format="float16", tensors=3, elements=9, nonfinite=4, max_abs=0.5,
                          max_tensor="w", mean_abs=0.25)  # fmt: skip
-    assert cells(blocks(weights=(cast,)), "Stored weights") == [
-        ("format", "float16"), ("tensors", "3"), ("mean change (= W1)", "0.25"),
-        ("max change", "0.5"), ("in", "w"), ("not finite", "4"),
-    ]  # fmt: skip
+    assert cells(blocks(weights=(cast,)), "Stored weights") == (
+        "format: float16 | tensors: 3 | mean change (= W1): 0.25 | max change: 0.5 | in: w | "
+        "not finite: 4"
+    )
 
 
 def test_each_column_of_a_weight_table_has_its_own_number() -> None:
@@ -194,80 +182,69 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
         provenance=provenance(), request={}, sources=(source, source), rows=(tensor,),
         groups=(group,), summary=WeightsSummary(answer=("x",), notes=()),
     )  # fmt: skip
-    shared = [("mean", "0.12"), ("max", "0.11"), ("rel", "0.13")]
-    casts = [("×bf16", "2.10"), ("×fp16", "3.10"), ("×fp8", "4.10"), ("cosine", "0.14"),
-             ("equal", "15.0 %"), ("bf16 cast", "0.21"), ("fp16 cast", "0.31"),
-             ("fp8 cast", "0.41"), ("NaN/inf", "3")]  # fmt: skip
-    nodes = [t for t in tables(weights_view.blocks(report)) if "NaN/inf" in str(t.columns)]
-    assert cells(nodes[:1], "") == [("kind of parameter", "all"), *shared, ("W1", "0.19"), *casts]
-    assert cells(nodes[1:], "")[0] == ("tensor, most ×bf16 first", "t")
-    assert cells(nodes[1:], "")[1:] == [*shared, ("W1", "0.16"), *casts]
+    shared = (
+        "mean: 0.12 | max: 0.11 | rel: 0.13 | W1: {} | ×bf16: 2.10 | ×fp16: 3.10 | ×fp8: 4.10 | "
+        "cosine: 0.14 | equal: 15.0 % | bf16 cast: 0.21 | fp16 cast: 0.31 | fp8 cast: 0.41 | "
+        "NaN/inf: 3"
+    )
+    found = tables(weights_view.blocks(report))
+    groups, tensors, *_ = (t for t in found if t.columns[-1].title == "NaN/inf")
+    assert cells([groups]) == "kind of parameter: all | " + shared.format(0.19)
+    assert cells([tensors]) == "tensor, most ×bf16 first: t | " + shared.format(0.16)
 
 
 def test_each_column_of_a_comparison_has_its_own_number() -> None:
     """A before B, counts in their columns; a group told by rms is written as an error."""
-
-    def group(**changes: Any) -> Group:
-        fields: dict[str, Any] = {
-            "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "dq", "pairs": 9,
-            "same_bits": 2, "moved": 4, "metric": "floor_ratio", "a": 1.5, "b": 2.5, "change": 3.5,
-        }  # fmt: skip
-        return Group(**{**fields, **changes})
-
+    shared: dict[str, Any] = {"role": "kernel", "kernel": "k", "format": "bfloat16"}
+    group = Group(**shared, tensor="dq", pairs=9, same_bits=2, moved=4, metric="floor_ratio",
+                  a=1.5, b=2.5, change=3.5)  # fmt: skip
     side = Side(path="p", numdev="0", command="c", created="d", rows=1)
     place = Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
-    move = Move(role="kernel", kernel="k", format="bfloat16", tensor="dq", place=place, metric="m",
-                a=1.0, b=2.0, change=2.0, noise=1.25, excess=3.0, inputs="same",
-                words="from 1 to 2")  # fmt: skip
+    move = Move(**shared, tensor="dq", place=place, metric="m", a=1.0, b=2.0, change=2.0,
+                noise=1.25, excess=3.0, inputs="same", words="from 1 to 2")  # fmt: skip
     report = CompareReport(
-        provenance=provenance(), request={}, a=side, b=side,
+        provenance=provenance(), request={}, a=side, b=side, moves=(move,),
         summary=CompareSummary(answer=("x",), threshold="t"),
-        groups=(group(), group(metric="rms", tensor="lse", a=1.5e-3)), moves=(move,),
+        groups=(group, group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})),
     )  # fmt: skip
     nodes = list(compare_view.blocks(report))
-    assert cells(nodes, "Every tensor") == [
-        ("kernel", "k"), ("", "dq"), ("heads", "9"), ("moved", "4"), ("same bits", "2"),
-        ("metric", "floor_ratio"), ("A", "1.50"), ("B", "2.50"), ("largest", "3.50"), ("where", ""),
-    ]  # fmt: skip
-    assert dict(cells(nodes, "Every tensor", 1))["A"] == "1.5e-3"
-    assert cells(nodes, "What moved") == [
-        ("kernel", "k"), ("", "dq bfloat16"), ("where", "m.3 head 5"), ("what", "from 1 to 2"),
-        ("noise explains", "×1.25"),
-    ]  # fmt: skip
+    assert cells(nodes, "Every tensor") == (
+        "kernel: k | : dq | heads: 9 | moved: 4 | same bits: 2 | metric: floor_ratio | A: 1.50 | "
+        "B: 2.50 | largest: 3.50 | where: "
+    )
+    assert "A: 1.5e-3" in cells(nodes, "Every tensor", 1)
+    assert cells(nodes, "What moved") == (
+        "kernel: k | : dq bfloat16 | where: m.3 head 5 | what: from 1 to 2 | noise explains: ×1.25"
+    )
 
 
 def test_each_number_of_a_diagnosis_is_its_own() -> None:
     """Of a head, a cure and a real kernel: every column shows the field it is named after."""
-    bias = {"mean": 0.101, "rms": 0.102, "t": 10.3, "outward": 0.104}
+    bias = Bias(mean=0.101, rms=0.102, t=10.3, outward=0.104)
     delta = DeltaError(mean=0.21, rms=0.22, t=20.3, run=2.04, dw_q=0.205)
     where: dict[str, Any] = {"checkpoint": "c", "case": "x", "layer": 1, "head": 2}
     head = HeadRow(
         **where, rows=8, tied=0.31, ones=0.32, powers=0.33, one_signed=0.34,
-        pv=Bias(outward=0.5), out=Bias(**bias), ds_row_sum=0.35, delta=delta, similarity=0.36,
+        pv=Bias(outward=0.5), out=bias, ds_row_sum=0.35, delta=delta, similarity=0.36,
         dw_q_error=0.37, delta_unbalanced=DeltaError(dw_q=0.38), spectral_norm=3.11,
         spectral_ratio=3.12,
     )  # fmt: skip
-    assert [(n.title, n.cell(head)) for n in diagnose_view.HEAD[1:]] == [
-        ("dW_Q, all", "37 %"), ("δ error", "+21 %"), ("t", "20"), ("run", "2.04"),
-        ("tied rows", "31 %"), ("P̄ = 1", "32 %"), ("P at 2ⁿ", "33 %"), ("V one sign", "34 %"),
-        ("O bias, ulp", "+0.104"), ("t ", "10"), ("rows of dS", "35 %"), ("alike", "36 %"),
-        ("‖W_Q‖₂", "3.11"), ("× layer", "3.12"),
-    ]  # fmt: skip
+    assert told((n.title, n.cell(head)) for n in diagnose_view.HEAD[1:]) == (
+        "dW_Q, all: 37 % | δ error: +21 % | t: 20 | run: 2.04 | tied rows: 31 % | P̄ = 1: 32 % | "
+        "P at 2ⁿ: 33 % | V one sign: 34 % | O bias, ulp: +0.104 | t : 10 | rows of dS: 35 % | "
+        "alike: 36 % | ‖W_Q‖₂: 3.11 | × layer: 3.12"
+    )
     cure = CureRow(**where, cure="c", pv=Bias(outward=0.11), out=Bias(outward=0.12),
                    delta_mean=0.13, delta_rms=0.14, delta_t=15.0, ds_row_sum=0.16, dq_rel=0.17,
                    dk_rel=0.18, dv_rel=0.19, dw_q_error=0.21, nonfinite=22)  # fmt: skip
-    assert [(n.title, n.cell(cure)) for n in diagnose_view.CURE] == [
-        ("δ error", "+13 %"), ("t", "15"), ("δ rms", "14 %"), ("dW_Q", "21 %"), ("dQ", "17 %"),
-        ("dK", "18 %"), ("dV", "19 %"), ("rows of dS", "16 %"), ("P̄V bias", "+0.110"),
-        ("O bias, ulp", "+0.120"), ("NaN/inf", "22"),
-    ]  # fmt: skip
-    real = KernelRow(
-        **where, kernel="k", out=Bias(**bias), delta=delta, dq_rel=0.41, dw_q_error=0.42
+    assert told((n.title, n.cell(cure)) for n in diagnose_view.CURE) == (
+        "δ error: +13 % | t: 15 | δ rms: 14 % | dW_Q: 21 % | dQ: 17 % | dK: 18 % | dV: 19 % | "
+        "rows of dS: 16 % | P̄V bias: +0.110 | O bias, ulp: +0.120 | NaN/inf: 22"
     )
-    assert [(n.title, n.cell(real)) for n in diagnose_view.KERNEL] == [
-        ("δ error", "+21 %"), ("t", "20"), ("run", "2.04"), ("dW_Q", "42 %"), ("dQ", "41 %"),
-        ("O bias, ulp", "+0.104"), ("t ", "10"),
-    ]  # fmt: skip
+    real = KernelRow(**where, kernel="k", out=bias, delta=delta, dq_rel=0.41, dw_q_error=0.42)
+    assert told((n.title, n.cell(real)) for n in diagnose_view.KERNEL) == (
+        "δ error: +21 % | t: 20 | run: 2.04 | dW_Q: 42 % | dQ: 41 % | O bias, ulp: +0.104 | t : 10"
+    )
 
 
 def test_each_column_of_a_judgement_has_its_own_number() -> None:
@@ -276,81 +253,76 @@ def test_each_column_of_a_judgement_has_its_own_number() -> None:
                       format="bfloat16", judged=16, offending=3, observed=1.25, metric="rms",
                       limit="rms at most 0.5", bound=0.5)  # fmt: skip
     judged = Judgement(rules="default", outcome="exceeded", verdicts=(verdict,), calls=())
-    page = gate_view.document(judged, (), (), Places(())).blocks
-    table = next(t for t in tables(page) if t.columns[0].title == "rule")
-    assert [cell.text for cell in table.rows[0].cells] == [
-        "error", "exceeded", "3/16", "1.25", "at most 0.5", "k dq bfloat16"
-    ]  # fmt: skip
+    rules = [t for t in tables(gate_view.document(judged, (), (), Places(())).blocks) if t.rows]
+    assert cells(rules) == (
+        "rule: error | outcome: exceeded | heads: 3/16 | worst: 1.25 | limit: at most 0.5 | "
+        "in: k dq bfloat16"
+    )
+
+
+def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:
+    """The tables of a gate whose one rule holds `expected_ratio` to 1.1."""
+    limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
+    judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
+    return tables(gate_view.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks)
 
 
 def test_each_column_of_a_gate_has_its_own_number() -> None:
     """How far beyond, what is there and what may be; where; and what each planted fault took."""
-    rows = [row(5, layer=2, module="m.2", expected_ratio=1.31), control("scale", 0.01, 1.0),
-            control("scale", 0.03, 9.0)]  # fmt: skip
-    limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
-    judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
-    nodes = gate_view.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks
-    beyond, _, doses = (dict(cells([table], "")) for table in tables(nodes))
-    assert beyond["number"] == "1.31"
-    assert beyond["limit"] == "expected_ratio ≤ 1.1"
-    assert beyond["over"] == "1.19 x"
-    assert (beyond["kernel"], beyond["in"], beyond["rule"]) == ("mine", "out bfloat16", "error")
-    assert "head 5" in beyond["where"]
-    assert doses == {"planted fault": "scale", "format": "bfloat16", "missed": "0.01",
-                     "caught": "0.03", "caught from": "0.03", "by": "error"}  # fmt: skip
+    beyond, _, doses = judged_by_ratio(
+        [row(5, layer=2, module="m.2", expected_ratio=1.31), control("scale", 0.01, 1.0),
+         control("scale", 0.03, 9.0)]
+    )  # fmt: skip
+    assert cells([beyond]) == (
+        "over: 1.19 x | kernel: mine | in: out bfloat16 | where: layer 2 head 5 | number: 1.31 | "
+        "limit: expected_ratio ≤ 1.1 | rule: error"
+    )
+    assert cells([doses]) == (
+        "planted fault: scale | format: bfloat16 | missed: 0.01 | caught: 0.03 | "
+        "caught from: 0.03 | by: error"
+    )
 
 
-@pytest.mark.parametrize(
-    ("ratios", "number", "kernel"),
-    [
-        ((1.01, 1.05, 1.02), "1.05", "k1 out bfloat16"),
-        ((1.01, 1.5, 1.02), "1.5", "k1 out bfloat16"),
-    ],
-)
-def test_a_rule_shows_the_number_nearest_to_its_limit(
-    ratios: tuple[float, ...], number: str, kernel: str
-) -> None:
+@pytest.mark.parametrize("largest", [1.05, 1.5])
+def test_a_rule_shows_the_number_nearest_to_its_limit(largest: float) -> None:
     """Or farthest beyond it, whichever kernel comes first."""
-    rows = [row(kernel=f"k{i}", expected_ratio=x) for i, x in enumerate(ratios)]
-    limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
-    judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
-    nodes = gate_view.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks
-    rule = dict(cells([list(tables(nodes))[1]], ""))  # after the table of heads beyond a limit
-    assert (rule["worst"], rule["in"]) == (number, kernel)
+    ratios = enumerate((1.01, largest, 1.02))
+    found = judged_by_ratio([row(kernel=f"k{i}", expected_ratio=x) for i, x in ratios])
+    rule = cells(found[1:])  # after the table of heads beyond a limit
+    assert f"worst: {largest} |" in rule
+    assert rule.endswith("in: k1 out bfloat16")
 
 
 def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
     """The name, whether it runs here, what it is."""
     kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
-    there = {**kernel, "missing": None, "options": {}}
-    listed = kernels_view.table((kernel, there), "CPU").blocks
-    assert cells(listed, "CPU") == [("kernel", "k"), ("here", "no: needs CUDA"),
-                                    ("what it is", "Fused. Options: b.")]  # fmt: skip
-    assert cells(listed, "CPU", 1)[1:] == [("here", "available"), ("what it is", "Fused.")]
+    listed = kernels_view.table((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
+    expected = "kernel: k | here: no: needs CUDA | what it is: Fused. Options: b."
+    assert cells(listed, "CPU") == expected
+    assert cells(listed, "CPU", 1) == "kernel: k | here: available | what it is: Fused."
 
 
 def test_each_point_of_a_sweep_has_its_own_number() -> None:
     """A curve at each place: its mean; and on the page its interval and seeds."""
 
-    def curve(label: str, at: float, **changes: Any) -> Curve:
+    def curve(label: str, at: float) -> Curve:
         points = (Point(x=x, label=f"{x:g}", mean=at + i, low=at + i - 0.1, high=at + i + 0.2,
                         seeds=3 + i) for i, x in enumerate((64.0, 128.0)))  # fmt: skip
-        return Curve(label=label, role="kernel", kernel=label, points=tuple(points), **changes)
+        return Curve(label=label, role="kernel", kernel=label, points=tuple(points))
 
     ticks = tuple(Tick(x=x, label=f"{x:g}") for x in (64.0, 128.0))
     axis = Axis(name="n", title="length", scale="log", ticks=ticks)
     made = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
     (chart,) = next(node.charts for node in document_of(made).blocks if isinstance(node, Figures))
-    shown = [table_of(chart)]
-    assert cells(shown, "by sequence") == [("length", "a"), ("64", "1.1"), ("128", "2.1")]
-    assert cells(shown, "by sequence", 1) == [("length", "b"), ("64", "5.5"), ("128", "6.5")]
+    assert cells([table_of(chart)]) == "length: a | 64: 1.1 | 128: 2.1"
+    assert cells([table_of(chart)], row=1) == "length: b | 64: 5.5 | 128: 6.5"
     rows = re.findall(r"<tr><th scope=row>b</th>(.*?)</tr>", html.page(made))
     assert [re.findall("<td.*?>(.*?)</td>", row) for row in rows] == [
         ["64", "5.5 [5.4 to 5.7]", "3"], ["128", "6.5 [6.4 to 6.7]", "4"]
     ]  # fmt: skip
 
 
-# --- each medium -------------------------------------------------------------------------------
+# --- each medium ---------------------------------------------------------------------------------
 
 
 GRID = Table(
