@@ -74,11 +74,7 @@ def figure(*curves: Curve, **changes: Any) -> Figure:
 
 def provenance(**changes: Any) -> Provenance:
     system = {"cpu": "CPU", "packages": {"torch": "2.13"}}
-    fields: dict[str, Any] = {
-        "command": "numdev sweep",
-        "system": system,
-        "source": {"config": "a"},
-    }
+    fields: dict[str, Any] = {"command": "c", "system": system, "source": {"config": "a"}}
     return Provenance(numdev="0", created="2026-01-01", **{**fields, **changes})
 
 

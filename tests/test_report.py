@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 from pydantic import ValidationError
 from test_html import SAMPLES, audit
 
 from numdev import report
-from numdev.cli.main import main
 from numdev.cli.schema import schema_of
 from numdev.config import SweepConfig
 from numdev.errors import MeasurementError, UsageError
@@ -56,14 +56,6 @@ MADE = AuditReport(
 
 def sample(kind: str) -> Path:
     return next(p for p in SAMPLES if p.stem == kind)
-
-
-def run(*arguments: str) -> int:
-    try:
-        main(list(arguments))
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture
