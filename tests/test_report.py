@@ -90,7 +90,7 @@ def test_no_field_of_the_schema_is_lost() -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "named"),
     [
-        ("audit", lambda r: r.update(schema_version="1.5"), "schema_version"),
+        ("audit", lambda r: r.pop("schema_version"), "schema_version"),
         ("audit", lambda r: r.update(kind="guess"), "kind"),
         ("audit", lambda r: r.update(extra=1), "extra"),
         ("audit", lambda r: r["rows"][0].update(rmse=1), "rows.0.rmse"),
@@ -122,28 +122,17 @@ def test_a_report_that_is_not_understood_is_refused(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [*({"schema_version": version} for version in (0, 1, 3, 10**30, "2", 1.0, True, None)),
-     {"schema_version": ...}, {"kind": "novel"}, {"novel": 1.0}, {"row": {"novel": 1.0}}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("version", [0, 1, 3, 10**30, "2", 1.0, True, None])
 @pytest.mark.parametrize("command", ["report", "gate"])
-def test_a_newer_report_is_refused(
-    tmp_path: Path, command: str, changes: dict[str, Any], capsys: Any
-) -> None:
-    """By its number, of whatever type, or by what it says that is not known here, since a field
-    that is left out could be the one that matters: exit code 3, and who wrote it."""
-    data = json.loads(OLDER.read_text(encoding="utf-8"))
-    data["rows"] = [row | changes.get("row", {}) for row in data["rows"]]
+def test_a_newer_report_is_refused(tmp_path: Path, command: str, version: Any, capsys: Any) -> None:
+    """By its number, of whatever type: exit code 3, and who wrote it."""
+    data = json.loads(OLDER.read_text(encoding="utf-8")) | {"schema_version": version}
     data["provenance"]["numdev"] = "9.8.7"
-    data |= {key: value for key, value in changes.items() if key != "row"}
-    data = {key: value for key, value in data.items() if value is not ...}
     (tmp_path / "report.json").write_text(json.dumps(data))
     assert run(command, str(tmp_path)) == 3
     error = capsys.readouterr().err
     assert "numdev 9.8.7 wrote it" in error
-    assert all(name in error for name in {*changes} - {"row"})
+    assert "schema_version" in error
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -291,8 +280,7 @@ def test_no_form_commands_a_terminal(form: str, tmp_path: Path, capsys: Any) -> 
         ("cases: [{name: a, heads: 1, seq_len: 8, head_dim: 8}]\nseeds: 4000000000",
          "1 to 100,000 seeds"),
         ("cases: [{name: a, heads: &x [1,2,3,4,5,6,7,8,9,10], seq_len: *x, head_dim: *x, "
-         "batch: *x, kv_len: *x, v_dim: *x, window: *x, causal_offset: *x, softcap: *x}]",
-         "at most 100,000 cells"),
+         "batch: *x, kv_len: *x, v_dim: *x}]", "at most 100,000 cells"),
     ],
     ids=["deep", "seeds", "grid"],
 )  # fmt: skip

@@ -20,7 +20,6 @@ from numdev.gate.compare_report import CompareReport, CompareSummary, Group, Mov
 from numdev.gate.findings import Places, findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
-from numdev.gate.verdict import Judgement, Verdict
 from numdev.report import (
     Axis,
     Curve,
@@ -247,19 +246,6 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
     )
 
 
-def test_each_column_of_a_judgement_has_its_own_number() -> None:
-    """The offending and the judged, the number and its limit, the rule and where it is."""
-    verdict = Verdict(rule="error", outcome="exceeded", role="kernel", kernel="k", tensor="dq",
-                      format="bfloat16", judged=16, offending=3, observed=1.25, metric="rms",
-                      limit="rms at most 0.5", bound=0.5)  # fmt: skip
-    judged = Judgement(rules="default", outcome="exceeded", verdicts=(verdict,), calls=())
-    rules = [t for t in tables(gate_view.document(judged, (), (), Places(())).blocks) if t.rows]
-    assert cells(rules) == (
-        "rule: error | outcome: exceeded | heads: 3/16 | worst: 1.25 | limit: at most 0.5 | "
-        "in: k dq bfloat16"
-    )
-
-
 def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:
     """The tables of a gate whose one rule holds `expected_ratio` to 1.1."""
     limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
@@ -268,14 +254,19 @@ def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:
 
 
 def test_each_column_of_a_gate_has_its_own_number() -> None:
-    """How far beyond, what is there and what may be; where; and what each planted fault took."""
-    beyond, _, doses = judged_by_ratio(
+    """How far beyond, what is there and what may be, and where; the offending and the judged heads
+    of a rule; and what each planted fault took."""
+    beyond, rule, doses = judged_by_ratio(
         [row(5, layer=2, module="m.2", expected_ratio=1.31), control("scale", 0.01, 1.0),
-         control("scale", 0.03, 9.0)]
+         row(6), control("scale", 0.03, 9.0)]
     )  # fmt: skip
     assert cells([beyond]) == (
         "over: 1.19 x | kernel: mine | in: out bfloat16 | where: layer 2 head 5 | number: 1.31 | "
         "limit: expected_ratio ≤ 1.1 | rule: error"
+    )
+    assert cells([rule]) == (
+        "rule: error | outcome: exceeded | heads: 1/2 | worst: 1.31 | "
+        "limit: ≤ 1.1 | in: mine out bfloat16"
     )
     assert cells([doses]) == (
         "planted fault: scale | format: bfloat16 | missed: 0.01 | caught: 0.03 | "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from numdev.report import Axis, Curve, Figure
@@ -203,14 +204,14 @@ def heat_map(
     """One number for each layer (down) and head (across): in a few characters, and in full where
     the mouse points."""
 
-    def cells(layer: str, values: Sequence[float | None]) -> list[Cell]:
-        pairs = zip(heads, values, strict=True)
-        tips = {h: f"layer {layer} head {h}: {full(v)}" for h, v in pairs}
-        shades = [None if v is None else dark(v) for v in values]
-        numbers = zip(values, shades, tips.values(), strict=True)
-        return [Cell(layer, style="soft"), *(Cell(brief(v), s, title=tip) for v, s, tip in numbers)]
+    def cell(layer: str, head: int, value: float | None) -> Cell:
+        darkness = None if value is None else dark(value)
+        return Cell(brief(value), darkness, title=f"layer {layer} head {head}: {full(value)}")
 
-    rows = (cells(layer, values) for layer, values in layers.items())
+    rows = (
+        [Cell(layer, style="soft"), *map(partial(cell, layer), heads, values)]
+        for layer, values in layers.items()
+    )
     return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
 
 

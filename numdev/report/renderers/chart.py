@@ -1,9 +1,8 @@
 """A figure as SVG that follows the page's colours, light and dark.
 
-Nothing is measured here and nothing averaged: a report's figure already holds means and intervals.
-What is decided here is what a reader sees first: logarithmic axes where the figure says so, the
-same range for figures of one metric, and each line's name beside its end instead of a legend. A
-line differs from the others by colour, marker and dash, so that colour alone carries nothing.
+Nothing is measured or averaged here: a figure holds means and intervals. Figures of one metric have
+the same range, each line's name stands beside its end instead of a legend, and a line differs from
+the others by colour, marker and dash, so that colour alone carries nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
-from numdev.report import Axis, Figure, Point
+from numdev.report import Axis, Point
 from numdev.report.document import Chart
 from numdev.report.foreign import plain
 from numdev.report.numbers import power
@@ -23,7 +22,6 @@ from numdev.report.numbers import power
 WIDTH = 660
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 492.0, 14.0, 318.0  # the drawing's width, and its frame
 LINE = 14  # height of a line of text
-LABEL_CHARACTERS = 22
 COLOURS = 6
 MARKERS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
@@ -39,8 +37,10 @@ Scale = Callable[[float], float]
 def svg(chart: Chart) -> Markup:
     """The chart. Figures beside it share its range, and a kernel looks the same in all."""
     figure, axis = chart.figure, chart.axis
-    points = [p for f in _alike(chart) for c in f.curves for p in c.points]
-    log = any(f.y_scale == "log" for f in _alike(chart)) and any(p.mean > 0 for p in points)
+    of = (figure.metric, figure.relative)
+    alike = [f for f in chart.beside or (figure,) if (f.metric, f.relative) == of]
+    points = [p for f in alike for c in f.curves for p in c.points]
+    log = any(f.y_scale == "log" for f in alike) and any(p.mean > 0 for p in points)
     limits = _limits(points, log, figure.relative)
     x, y = _x_scale(axis), _scale(limits, (BOTTOM, TOP), log)
     root = ET.Element("svg", {"role": "img", "aria-label": plain(figure.title)})
@@ -49,28 +49,24 @@ def svg(chart: Chart) -> Markup:
         _line(root, "one", (LEFT, y(1.0)), (RIGHT, y(1.0)))
     for i, (at, words) in enumerate(chart.marks):
         _line(root, "one", (x(at), TOP), (x(at), BOTTOM))
-        late = x(at) > (LEFT + RIGHT) / 2
-        _text(root, words, x(at) + (-4 if late else 4), BOTTOM - 6 - LINE * i, "tick",
-              "end" if late else "start")  # fmt: skip
-    styles = _styles(chart)
+        gap, anchor = (-4, "end") if x(at) > (LEFT + RIGHT) / 2 else (4, "start")
+        _text(root, words, x(at) + gap, BOTTOM - 6 - LINE * i, "tick", anchor)
+    styles, ends = _styles(chart), []
     step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / max(1, len(figure.curves)))
-    ends = []
     for i, curve in enumerate(figure.curves):
         style, marker = styles[curve.label]
         group = ET.SubElement(root, "g", {"class": style})
         drawn = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
-        # Points of a category stand beside each other.
-        shift = (i - (len(figure.curves) - 1) / 2) * step if axis.scale == "category" else 0.0
-        places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
         if curve.constant:
             places = [(edge, y(p.mean)) for edge in (LEFT, RIGHT) for p in drawn]
         else:
+            # Points of a category stand beside each other.
+            shift = (i - (len(figure.curves) - 1) / 2) * step if axis.scale == "category" else 0.0
+            places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
             _points(group, curve.label, drawn, places, y, MARKERS[marker], axis.scale)
         if axis.scale != "category" or curve.constant:
             _path(group, "line", places)
-        label = textwrap.wrap(curve.label, LABEL_CHARACTERS, max_lines=4, placeholder="…",
-                              break_on_hyphens=False)  # fmt: skip
-        ends.append((group, places[-1] if places else (RIGHT, BOTTOM), label))
+        ends.append((group, places[-1] if places else (RIGHT, BOTTOM), _wrapped(curve.label, 22)))
     root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _labels(ends)))}")
     return Markup(ET.tostring(root, encoding="unicode"))
 
@@ -80,11 +76,6 @@ def value(point: Point) -> str:
     if point.low is None or point.high is None:
         return f"{point.mean:.3g}" + (" (one seed)" if point.seeds else "")
     return f"{point.mean:.3g} [{point.low:.3g} to {point.high:.3g}]"
-
-
-def _alike(chart: Chart) -> list[Figure]:
-    like = (chart.figure.metric, chart.figure.relative)
-    return [f for f in chart.beside or (chart.figure,) if (f.metric, f.relative) == like]
 
 
 def _styles(chart: Chart) -> dict[str, tuple[str, int]]:
@@ -97,7 +88,7 @@ def _styles(chart: Chart) -> dict[str, tuple[str, int]]:
         if curve.label == chart.baseline or curve.role in ("floor", "precision"):
             styles[curve.label] = (curve.role, 3 if curve.role == "precision" else 0)
         else:
-            dash = " dashed" if (kernels // COLOURS) % 2 else ""
+            dash = " dashed" if (kernels // len(MARKERS)) % 2 else ""
             styles[curve.label] = (f"c{kernels % COLOURS}{dash}", kernels % len(MARKERS))
             kernels += 1
     return styles
@@ -168,8 +159,7 @@ def _x_ticks(axis: Axis, x: Scale) -> list[tuple[float, list[str]]]:
         fitting = max(6, int((RIGHT - LEFT) / len(axis.ticks) / 6.2))
         # `regime(option=1)` is broken at its options.
         labels = (t.label.replace("(", " ").removesuffix(")").replace(",", " ") for t in axis.ticks)
-        broken = (textwrap.wrap(label, fitting, max_lines=4, placeholder="…") for label in labels)
-        return [(x(t.x), words) for t, words in zip(axis.ticks, broken, strict=True)]
+        return [(x(t.x), _wrapped(n, fitting)) for t, n in zip(axis.ticks, labels, strict=True)]
     shown: list[tuple[float, list[str]]] = []
     taken: list[Range] = []
     ends = (axis.ticks[0], axis.ticks[-1])
@@ -202,6 +192,10 @@ def _y_ticks(limits: Range, log: bool) -> list[float]:
 
 
 # --- elements ------------------------------------------------------------------------------------
+
+
+def _wrapped(label: str, width: int) -> list[str]:
+    return textwrap.wrap(label, width, max_lines=4, placeholder="…", break_on_hyphens=False)
 
 
 def _labels(ends: Sequence[tuple[ET.Element, Range, list[str]]]) -> float:
