@@ -20,7 +20,6 @@ from numdev.errors import UsageError, closest
 
 Scalar = bool | int | float | str | None
 MOST_CELLS = 100_000  # of a grid in one file: more are a slip of the pen, and would fill the memory
-FILES = "see the files under configs/"
 
 
 class Strict(BaseModel):
@@ -79,7 +78,7 @@ def read_yaml(path: Path, model: type[M]) -> M:
         problem = getattr(error, "problem", None) or "malformed"
         raise UsageError(f"{path}{line}: not valid YAML: {problem}") from error
     if not isinstance(raw, dict):
-        raise UsageError(f"{path}: holds no mapping of keys", hint=FILES)
+        raise UsageError(f"{path}: holds no mapping of keys", hint="see the files under configs/")
     return validated(raw, model, str(path), node)
 
 
@@ -87,14 +86,14 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
     """A mapping as a validated model, its grids expanded; raises UsageError that names `where` it
     stands, the key, and the line in `node`, the file's tree."""
     origins: dict[Any, list[int]] = {}  # of each cell of a grid, the index of its entry
-    for part, cells_of in (("cases", expand), ("kernels", expand_options)):
+    for part in ("cases", "kernels"):
         if isinstance(raw.get(part), list):
             cells: list[Any] = []
             origins[part] = []
             for i, entry in enumerate(raw[part]):
                 line = _line(node, (part, i))
                 room = MOST_CELLS + 1 - len(cells)
-                cells += itertools.islice(cells_of(entry, f"{where}{line}"), room)
+                cells += itertools.islice(expand(entry, part, f"{where}{line}"), room)
                 origins[part] += [i] * (len(cells) - len(origins[part]))
                 if len(cells) > MOST_CELLS:
                     what = f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
@@ -135,55 +134,35 @@ def _line(node: Any, place: Sequence[int | str]) -> str:
     return f", line {mark.line + 1}"
 
 
-def expand(entry: Any, where: str) -> Iterator[Any]:
-    """The cells of one grid entry: every list (also inside `inputs`) is an axis.
+def expand(entry: Any, part: str, where: str) -> Iterator[Any]:
+    """The cells of one grid entry of `cases` or `kernels`: every list, also inside a case's
+    `inputs` or a kernel's `options`, is an axis.
 
-    A cell's name says its place on every axis. A value of the axis `inputs` may hold axes itself.
+    A case's name says its place on every axis. A value of the axis `inputs` may hold axes itself.
     Raises UsageError for an empty axis."""
     if not isinstance(entry, dict):
         yield entry
         return
-    inputs = entry.get("inputs")
-    inner = inputs if isinstance(inputs, dict) else {}
-    axes = {key: value for key, value in entry.items() if isinstance(value, list)}
-    axes |= {f"inputs.{key}": value for key, value in inner.items() if isinstance(value, list)}
-    if not axes:
-        yield entry
-        return
-    for cell in _product(axes, where):
-        case = {**entry, "inputs": {**inner}} if inner else dict(entry)
-        place = {}
-        for path, value in cell.items():
-            _, nested, name = path.rpartition("inputs.")
-            (case["inputs"] if nested else case)[name] = value
-            place[name] = _shown(value)
-        case["axes"] = {**case.get("axes", {}), **place}
-        if isinstance(case.get("name"), str):  # validation reports any other
-            shown = ",".join(f"{axis}={value}" for axis, value in place.items())
-            case["name"] = f"{case['name']}/{shown}"
-        yield from expand(case, where) if isinstance(cell.get("inputs"), dict) else (case,)
-
-
-def expand_options(entry: Any, where: str) -> Iterator[Any]:
-    """The kernels of one entry of `kernels`: every list among its options is an axis."""
-    if not isinstance(entry, dict):
-        yield entry
-        return
-    options = entry.get("options")
-    given = expand_options(options, where) if isinstance(options, dict) else (options,)
-    for each in given:
-        kernel = entry if options is None else {**entry, "options": each}
-        axes = {key: value for key, value in kernel.items() if isinstance(value, list)}
-        for cell in _product(axes, f"{where}: kernels"):
-            yield {**kernel, **cell}
-
-
-def _product(axes: Mapping[str, list[Any]], where: str) -> Iterator[dict[str, Any]]:
-    for name, values in axes.items():
+    nested = "inputs" if part == "cases" else "options"
+    inner = entry[nested] if isinstance(entry.get(nested), dict) else {}
+    axes: dict[tuple[str, ...], list[Any]] = {}
+    axes |= {(key,): value for key, value in entry.items() if isinstance(value, list)}
+    axes |= {(nested, key): value for key, value in inner.items() if isinstance(value, list)}
+    for path, values in axes.items():
         if not values:
-            raise UsageError(f"{where}: {name} is an empty list", hint="give it values")
-    for cell in itertools.product(*axes.values()):
-        yield dict(zip(axes, cell, strict=True))
+            raise UsageError(f"{where}: {'.'.join(path)} is an empty list", hint="give it values")
+    for chosen in itertools.product(*axes.values()):
+        cell = {**entry, nested: {**inner}} if inner else dict(entry)
+        for path, value in zip(axes, chosen, strict=True):
+            (cell[nested] if len(path) > 1 else cell)[path[-1]] = value
+        if axes and part == "cases":
+            place = {path[-1]: _shown(value) for path, value in zip(axes, chosen, strict=True)}
+            cell["axes"] = {**cell.get("axes", {}), **place}
+            if isinstance(cell.get("name"), str):  # validation reports any other
+                shown = ",".join(f"{axis}={value}" for axis, value in place.items())
+                cell["name"] = f"{cell['name']}/{shown}"
+        again = (nested,) in axes and isinstance(cell[nested], dict)
+        yield from expand(cell, part, where) if again else (cell,)
 
 
 def _shown(value: Any) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args, get_origin
 
-import annotated_types
 import click
+from annotated_types import Gt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -54,35 +54,26 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
 
 def _kind(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
     """What click is told of a field's type."""
-    kind, bounds = _plain(field.annotation)
+    parts = [*_parts(field.annotation), *field.metadata]
+    several = any(get_origin(part) is tuple for part in parts)
     if name == "device":
         return {"type": click.Choice(DEVICES), "metavar": None}
-    if kind is bool:
+    if bool in parts:
         return {"default": None} | ({} if "/" in flag else {"is_flag": True})
-    if kind is int:
-        positive = any(isinstance(x, annotated_types.Gt) for x in (*bounds, *field.metadata))
-        return {"type": click.IntRange(min=1 if positive else 0)}
-    if kind is float:
-        return {"type": click.FloatRange(min=0, min_open=True)}
-    if kind == tuple[int, ...]:
+    if int in parts and several:
         return {"type": NumberList()}
-    return {"multiple": get_origin(kind) is tuple}
+    if int in parts:
+        return {"type": click.IntRange(min=int(any(isinstance(x, Gt) for x in parts)))}
+    if float in parts:
+        return {"type": click.FloatRange(min=0, min_open=True)}
+    return {"multiple": several}
 
 
-def _plain(annotation: Any) -> tuple[Any, list[Any]]:
-    """A field's type without None and without what is said of it, and what that is."""
-    if get_origin(annotation) is Annotated:
-        inner, *said = get_args(annotation)
-        kind, bounds = _plain(inner)
-        expanded = [m for x in said for m in (x.metadata if isinstance(x, FieldInfo) else [x])]
-        return kind, [*expanded, *bounds]
-    if get_origin(annotation) is tuple:
-        kind, _ = _plain(get_args(annotation)[0])
-        return (tuple[int, ...] if kind is int else tuple[str, ...]), []
-    members = [a for a in get_args(annotation) if a is not type(None)]
-    if members and get_origin(annotation) is not Literal:
-        return _plain(members[-1])
-    return annotation, []
+def _parts(annotation: Any) -> Iterator[Any]:
+    """A type, the types in it, and what is said of them."""
+    yield annotation
+    for part in (*get_args(annotation), *getattr(annotation, "metadata", ())):
+        yield from _parts(part)
 
 
 seed_option = options_of(Reading, "seed")

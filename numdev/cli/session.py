@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,16 +99,9 @@ def command(summary: str, example: str) -> Callable[[Callable[..., Any]], click.
             return named(function)
 
         @functools.wraps(function)
-        def with_results(
-            *args: Any,
-            output: Path | None,
-            overwrite: bool,
-            as_json: bool,
-            quiet: bool,
-            **more: Any,
-        ) -> Any:
-            results = Results(output=output, overwrite=overwrite, as_json=as_json, quiet=quiet)
-            return function(*args, results=results, **more)
+        def with_results(*args: Any, **given: Any) -> Any:
+            results = Results(**{part.name: given.pop(part.name) for part in fields(Results)})
+            return function(*args, results=results, **given)
 
         made = named(with_results)
         made.params += [
