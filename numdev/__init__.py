@@ -12,33 +12,27 @@ import numdev.audit  # noqa: F401  # the package first, so that the function bel
 del globals()["numdev"], globals()["audit"]
 
 if TYPE_CHECKING:
-    from numdev.api import audit, capture, measure
-    from numdev.kernels import kernel
-    from numdev.sources.serving import save_cases, varlen_cases
-    from numdev.testing import CheckFailed, check_attention
+    from numdev.api import audit as audit
+    from numdev.api import capture as capture
+    from numdev.api import measure as measure
+    from numdev.kernels import kernel as kernel
+    from numdev.sources.serving import save_cases as save_cases
+    from numdev.sources.serving import varlen_cases as varlen_cases
+    from numdev.testing import CheckFailed as CheckFailed
+    from numdev.testing import check_attention as check_attention
 
 __version__ = "0.1.0"
-__all__ = [
-    "CheckFailed",
-    "audit",
-    "capture",
-    "check_attention",
-    "kernel",
-    "measure",
-    "save_cases",
-    "varlen_cases",
-]
-
 _HOMES = {
+    "CheckFailed": "testing",
     "audit": "api",
     "capture": "api",
-    "measure": "api",
-    "kernel": "kernels",
     "check_attention": "testing",
-    "CheckFailed": "testing",
+    "kernel": "kernels",
+    "measure": "api",
     "save_cases": "sources.serving",
     "varlen_cases": "sources.serving",
 }
+__all__ = tuple(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

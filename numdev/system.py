@@ -22,7 +22,7 @@ from numdev.errors import UsageError
 OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "xformers")
 RECORDED_PACKAGES = ("numdev", "torch", "transformers", "safetensors", "numpy", *OPTIONAL_PACKAGES)
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
-_MODULE = re.compile(r"Kernel Module(?: for \S+)? +(\d[\d.]*)")
+_MODULE = r"Kernel Module(?: for \S+)? +(\d[\d.]*)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +66,13 @@ class System:
                 "capability": torch.cuda.get_device_capability(),
                 "processors": torch.cuda.get_device_properties("cuda").multi_processor_count,
                 "devices": torch.cuda.device_count(),
-                "driver": _driver_version(),
+                "driver": _found(_VERSION_FILE, _MODULE),
                 "cuda": torch.version.cuda,
                 "cudnn": str(cudnn) if cudnn else None,
             }
         return cls(
             **gpu,
-            cpu=_line_of("/proc/cpuinfo", "model name") or platform.machine(),
+            cpu=_found(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.*\S)") or platform.machine(),
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             threads=torch.get_num_threads(),
             python=platform.python_version(),
@@ -164,19 +164,9 @@ def flash_attention_impl() -> str | None:
     return current_flash_attention_impl()
 
 
-def _line_of(path: str, key: str) -> str:
-    """What a file of `/proc` says after `key:`; empty where it says nothing."""
+def _found(path: Path, pattern: str) -> str | None:
+    """What a file of `/proc` has for a pattern's group; None without it."""
     with contextlib.suppress(OSError):
-        for line in Path(path).read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
-    return ""
-
-
-def _driver_version() -> str | None:
-    """As the kernel's module says it."""
-    with contextlib.suppress(OSError):
-        found = _MODULE.search(_VERSION_FILE.read_text(errors="replace"))
-        return found[1] if found else None
+        match = re.search(pattern, path.read_text(errors="replace"), re.MULTILINE)
+        return match[1] if match else None
     return None

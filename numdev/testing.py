@@ -59,7 +59,7 @@ class CheckFailed(AssertionError):
 
 
 def check_attention(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Kernel,
     *,
     cases: Cases = None,
     formats: str | Sequence[str] = ("bfloat16", "float16"),
@@ -94,50 +94,21 @@ def check_attention(
     Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
     measured; UsageError for wrong arguments, MeasurementError for rules made for another system."""
     __tracebackhide__ = True
-    name, rules = name_of(function), _rules(thresholds)
-    kernel = of_function(name, function)
+    if isinstance(function, Kernel):
+        kernel, name, folder = function, function.name, None
+    else:
+        name, folder = name_of(function), folder_of(function)
+        kernel = of_function(name, function)
     if claims is not None:
         find("emulated").with_options(claims)  # refuses what is no option
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
     one = isinstance(cases, str | Path | Mapping | AttentionCase)
     listed: Any = [cases] if one else cases
-    result = check_kernel(
-        kernel,
-        cases=listed,
-        formats=(formats,) if isinstance(formats, str) else tuple(formats),
-        backward=backward,
-        device=device,
-        seeds=(seeds,) if isinstance(seeds, int) else tuple(seeds),
-        rules=rules,
-        claims=claims,
-        reproducers=reproducers,
-        folder=folder_of(function),
-        name=name,
-    )
-    if not result.passed:
-        raise CheckFailed(result)
-    return result
-
-
-def check_kernel(
-    kernel: Kernel,
-    *,
-    cases: Sequence[Named] | None,
-    formats: Sequence[str] = ("bfloat16", "float16"),
-    backward: Backward = "auto",
-    device: str = "auto",
-    seeds: Sequence[int] = (0,),
-    rules: Rules | None = None,
-    claims: Mapping[str, Any] | None = None,
-    reproducers: str | Path | None = None,
-    folder: Path | None = None,
-    name: str | None = None,
-) -> CheckResult:
-    """`check_attention` of a registered kernel, passed or not; `folder` is where a reproducer finds
-    its module, `name` what it is called instead of the kernel's own name."""
+    formats = (formats,) if isinstance(formats, str) else tuple(formats)
+    seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
+    rules = _rules(thresholds)
     if not formats:
         raise UsageError("formats: expected at least one, got none")
-    name, rules = name or kernel.name, rules or default_rules_for_checks()
     asked = {
         "target": name,
         "formats": list(formats),
@@ -150,7 +121,7 @@ def check_kernel(
     # busy they make a check ten times slower.
     with threads(1):
         system = System.here(device)
-        source = CheckSource(cases, seeds, system.device, gradients=backward is not False)
+        source = CheckSource(listed, seeds, system.device, gradients=backward is not False)
         report, judgement, passed, scripts, said = check(
             kernel, source, formats=formats, rules=rules, backward=backward, system=system,
             folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
@@ -162,10 +133,13 @@ def check_kernel(
     words = checkwords.success(*parts, left_out)
     if not passed:
         words = checkwords.failure(*parts, scripts, said, left_out)
-    return CheckResult(
+    result = CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
         skipped=left_out, reproducer=next(iter(scripts), None), words=words,
     )  # fmt: skip
+    if not passed:
+        raise CheckFailed(result)
+    return result
 
 
 def _rules(thresholds: Thresholds) -> Rules:

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from on_bench import prepare
 from oracles import FEATURES, make_case, sees
+from torch import Tensor
 
-from numdev.cases import AttentionCase, visible
+from numdev.audit.plan import Task
+from numdev.audit.task import measure_task
+from numdev.cases import AttentionCase, CaseRef, laid_out, transposed, visible
 from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named
+from numdev.kernels import Kernel, Output
+from numdev.system import System
 
 BF16, FP16, FP32, FP64 = (FORMATS[n] for n in ("bfloat16", "float16", "float32", "float64"))
 zeros = torch.zeros
@@ -103,14 +109,6 @@ def test_the_lowest_number_in_a_mask_stays_finite(fmt: Any, wide: torch.dtype) -
     assert rounded.tolist() == [-fmt.largest, -math.inf, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("fmt", [BF16, FP16, FP32, FP64])
-def test_rounding_keeps_the_memory_layout(fmt: Any) -> None:
-    """A transposed view stays one: the layout of a call decides which backends run it."""
-    q = torch.randn(1, 4, 2, 4).transpose(1, 2)
-    case = dataclasses.replace(make_case(dtype=torch.float32), q=q)
-    assert case.rounded_to(fmt).q.stride() == q.stride()
-
-
 @pytest.mark.parametrize("name", ["e5m4", "e8m10"])
 def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
     """A format that is stored in fp32: hidden is then the lowest number of fp32, not of it."""
@@ -120,3 +118,59 @@ def test_what_a_mask_hides_stays_hidden_in_a_wider_dtype(name: str) -> None:
     assert shown is not None
     assert not shown[..., 0].any()
     assert shown[..., 1:].all()
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+B, H, N, D = 2, 4, 5, 8
+STRIDES = {
+    "contiguous": ((H * N * D, N * D, D, 1), (H // 2 * N * D, N * D, D, 1)),
+    "transposed": ((N * H * D, D, H * D, 1), (N * H // 2 * D, D, H // 2 * D, 1)),
+    "packed": ((N * 2 * H * D, D, 2 * H * D, 1),) * 2,
+}
+
+
+def tensors() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(B, h, N, D, generator=g) for h in (H, H // 2, H // 2)]
+
+
+def case_in(layout: str) -> AttentionCase:
+    q, k, v = laid_out(layout, *tensors())
+    grad_out = transposed(torch.ones(B, H, N, D))
+    return AttentionCase(ref=CaseRef(case="c"), q=q, k=k, v=v, scale=1.0, grad_out=grad_out)
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
+    """And rounding keeps them, in every format, whether it has anything to do or not."""
+    before = case_in(layout)
+    for x, y in zip((before.q, before.k, before.v), tensors(), strict=True):
+        assert torch.equal(x, y)
+    assert (before.q.stride(), before.k.stride()) == STRIDES[layout]
+    for fmt in ("bfloat16", "float32", "float64", "float8_e4m3fn", "e8m10"):
+        after = before.rounded_to(format_named(fmt))
+        for name in ("q", "k", "v", "grad_out"):
+            assert getattr(after, name).stride() == getattr(before, name).stride()
+        contiguous = case_in("contiguous").rounded_to(format_named(fmt))
+        assert torch.equal(after.k.double(), contiguous.k.double())
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_a_kernel_sees_the_strides(layout: str) -> None:
+    """What a kernel under audit is given is laid out as the case, and is a copy of its own."""
+    case = case_in(layout)
+    met = []
+
+    def attend(case: AttentionCase) -> Output:
+        met.append((case.q.stride(), case.k.stride()))
+        case.k.zero_()
+        return Output(out=torch.zeros(B, H, N, D, dtype=torch.bfloat16))
+
+    kernel = Kernel(name="k", function=attend)
+    task = Task(case=case.ref, role="kernel", kernel="k", options={}, format="bfloat16")
+    bench = prepare(case, "bfloat16")
+    (row, *_) = measure_task(task, kernel, bench, System.here("cpu")).rows
+    assert row.status == "ok", row.reason
+    assert met == [STRIDES[layout]]
+    assert bool(bench.case.k.any())

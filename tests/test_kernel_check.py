@@ -15,7 +15,7 @@ from numdev.cases import AttentionCase
 from numdev.formats import round_to
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.reference import attend
-from numdev.testing import CheckResult, check_kernel
+from numdev.testing import CheckFailed, CheckResult, check_attention
 
 SMALL = {"batch": 1, "heads": 2, "seq_len": 64, "head_dim": 64}
 
@@ -31,7 +31,10 @@ def changed(**changes: object) -> Callable[[AttentionCase], Output]:
 
 def checked(function: Callable[..., Any], **case: Any) -> CheckResult:
     kernel = Kernel(name="mine", function=function)
-    return check_kernel(kernel, cases=[{**SMALL, **case}], formats=["bfloat16"], backward=False)
+    try:
+        return check_attention(kernel, cases={**SMALL, **case}, formats="bfloat16", backward=False)
+    except CheckFailed as failed:
+        return failed.result
 
 
 @pytest.mark.slow
@@ -98,7 +101,7 @@ def test_eager_attention_at_huge_scores() -> None:
     by more than half of the answer, as its own roundings predict."""
     inputs = {"name": "far_below", "lse": -5.0e4, "q": 64.0}
     case = {**SMALL, "inputs": inputs}
-    result = check_kernel(find("baseline"), cases=[case], formats=["bfloat16"], backward=False)
+    result = check_attention(find("baseline"), cases=case, formats="bfloat16", backward=False)
     rows = [r for r in result.report.rows if r.role == "kernel"]
     assert all(r.rel is not None and r.rel > 0.5 for r in rows)
     assert all(r.expected_ratio == pytest.approx(1.0, abs=0.1) for r in rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from numdev import system
@@ -18,15 +17,13 @@ SAYS = {
 }
 
 
-def test_the_driver_is_what_its_module_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_what_its_module_says(tmp_path: Path) -> None:
     """And none where there is no module."""
-    monkeypatch.setattr(system, "_VERSION_FILE", tmp_path / "version")
-    assert system._driver_version() is None
+    path = tmp_path / "version"
+    assert system._found(path, system._MODULE) is None
     for text, version in SAYS.items():
-        (tmp_path / "version").write_text(text)
-        assert system._driver_version() == version
+        path.write_text(text)
+        assert system._found(path, system._MODULE) == version
 
 
 def test_settings_are_those_of_torch_now() -> None:

@@ -29,11 +29,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, strided_as
 from numdev.errors import MeasurementError, NumdevError, Refused, one_line
 from numdev.kernels import Kernel, Output, find
 from numdev.kernels.output import as_output
-from numdev.layouts import strided_as
 
 
 @dataclass(frozen=True)

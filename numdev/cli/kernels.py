@@ -57,12 +57,15 @@ def _check(kernel: Kernel, system: System, *, as_json: bool) -> int:
     """Print what the check of a kernel found; the exit code."""
     from numdev.audit.check import FEATURES
     from numdev.report.foreign import json_text
-    from numdev.testing import check_kernel
+    from numdev.testing import CheckFailed, check_attention
 
     if missing := kernel.missing(system):
         raise MeasurementError(f"{kernel.name} cannot run here: {missing}")
     with contextlib.redirect_stdout(sys.stderr):  # a foreign kernel may print
-        result = check_kernel(kernel, cases=[str(FEATURES)], device=system.device)
+        try:
+            result = check_attention(kernel, cases=FEATURES, device=system.device)
+        except CheckFailed as failed:
+            result = failed.result
     if as_json:
         found = {"kernel": result.kernel, "passed": result.passed, "skipped": result.skipped}
         report = json.loads(result.report.model_dump_json())

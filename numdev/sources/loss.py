@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from numdev.cases import AttentionCase
+from numdev.cases import AttentionCase, transposed
 from numdev.errors import MeasurementError
 from numdev.formats import round_to
-from numdev.layouts import transposed
 from numdev.sources.regimes import Draws
 
 LANGUAGE = "the model's language-model loss"

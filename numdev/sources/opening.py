@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from numdev.cases import AttentionCase, CaseRef
+from numdev.cases import AttentionCase, CaseRef, laid_out, transposed
 from numdev.config import AuditRequest, CaseConfig, demo_checkpoint
 from numdev.errors import MeasurementError, UsageError
 from numdev.formats import dtype_of, format_named
-from numdev.layouts import laid_out, transposed
 from numdev.sources.capture import Captured, Enough, capture, handed_over
 from numdev.sources.checkpoint import Checkpoint, StateDict, open_checkpoint, open_state_dict
 from numdev.sources.dcp import is_distributed
