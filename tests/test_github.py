@@ -65,12 +65,6 @@ def lines_of(found: list[DeviationRow]) -> list[str]:
     return list(commands(judgement, findings))
 
 
-def test_an_annotation_is_the_sentence_of_a_finding() -> None:
-    """With the kernel and the rule in its title."""
-    (line,) = lines_of([row(expected_ratio=1.31)])
-    assert line.startswith("::error title=mine%3A error::mine errs beyond what bfloat16 explains")
-
-
 @pytest.mark.parametrize("count", [9, 10, 11, 25])
 def test_ten_errors_and_how_many_more(count: int) -> None:
     """GitHub shows ten errors of a step; a warning, of which it shows ten too, says the rest."""
@@ -97,11 +91,11 @@ def test_what_could_not_be_measured_is_an_error_too() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_commands_nothing(name: str) -> None:
-    """Whatever a kernel is called: one error, whose title and message hold it, spelled out."""
+    """Whatever a kernel is called: one error, the sentence of its finding, under its name and the
+    rule's, spelled out."""
     (command,) = runner(lines_of([row(kernel=name, expected_ratio=9.0)]))
-    assert command.name == "error"
-    assert command.properties == {"title": f"{plain(name)}: error"}
-    assert command.data.startswith(plain(name))
+    assert (command.name, command.properties) == ("error", {"title": f"{plain(name)}: error"})
+    assert command.data.startswith(f"{plain(name)} errs beyond what bfloat16 explains")
 
 
 # --- Markdown ------------------------------------------------------------------------------------

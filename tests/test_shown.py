@@ -34,13 +34,8 @@ from numdev.report import (
 )
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, table_of
 from numdev.report.renderers import html, markdown, terminal
-from numdev.report.views import along, document_of
+from numdev.report.views import along, compare, diagnose, document_of, gate, kernels, weights
 from numdev.report.views import audit as audit_view
-from numdev.report.views import compare as compare_view
-from numdev.report.views import diagnose as diagnose_view
-from numdev.report.views import gate as gate_view
-from numdev.report.views import kernels as kernels_view
-from numdev.report.views import weights as weights_view
 from numdev.training.weights.report import (
     GroupRow,
     SourceRecord,
@@ -186,7 +181,7 @@ def test_each_column_of_a_weight_table_has_its_own_number() -> None:
         "cosine: 0.14 | equal: 15.0 % | bf16 cast: 0.21 | fp16 cast: 0.31 | fp8 cast: 0.41 | "
         "NaN/inf: 3"
     )
-    found = tables(weights_view.blocks(report))
+    found = tables(weights.blocks(report))
     groups, tensors, *_ = (t for t in found if t.columns[-1].title == "NaN/inf")
     assert cells([groups]) == "kind of parameter: all | " + shared.format(0.19)
     assert cells([tensors]) == "tensor, most ×bf16 first: t | " + shared.format(0.16)
@@ -206,7 +201,7 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
         summary=CompareSummary(answer=("x",), threshold="t"),
         groups=(group, group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})),
     )  # fmt: skip
-    nodes = list(compare_view.blocks(report))
+    nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
         "kernel: k | : dq | heads: 9 | moved: 4 | same bits: 2 | metric: floor_ratio | A: 1.50 | "
         "B: 2.50 | largest: 3.50 | where: "
@@ -228,7 +223,7 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
         dw_q_error=0.37, delta_unbalanced=DeltaError(dw_q=0.38), spectral_norm=3.11,
         spectral_ratio=3.12,
     )  # fmt: skip
-    assert told((n.title, n.cell(head)) for n in diagnose_view.HEAD[1:]) == (
+    assert told((n.title, n.cell(head)) for n in diagnose.HEAD[1:]) == (
         "dW_Q, all: 37 % | δ error: +21 % | t: 20 | run: 2.04 | tied rows: 31 % | P̄ = 1: 32 % | "
         "P at 2ⁿ: 33 % | V one sign: 34 % | O bias, ulp: +0.104 | t : 10 | rows of dS: 35 % | "
         "alike: 36 % | ‖W_Q‖₂: 3.11 | × layer: 3.12"
@@ -236,12 +231,12 @@ def test_each_number_of_a_diagnosis_is_its_own() -> None:
     cure = CureRow(**where, cure="c", pv=Bias(outward=0.11), out=Bias(outward=0.12),
                    delta_mean=0.13, delta_rms=0.14, delta_t=15.0, ds_row_sum=0.16, dq_rel=0.17,
                    dk_rel=0.18, dv_rel=0.19, dw_q_error=0.21, nonfinite=22)  # fmt: skip
-    assert told((n.title, n.cell(cure)) for n in diagnose_view.CURE) == (
+    assert told((n.title, n.cell(cure)) for n in diagnose.CURE) == (
         "δ error: +13 % | t: 15 | δ rms: 14 % | dW_Q: 21 % | dQ: 17 % | dK: 18 % | dV: 19 % | "
         "rows of dS: 16 % | P̄V bias: +0.110 | O bias, ulp: +0.120 | NaN/inf: 22"
     )
     real = KernelRow(**where, kernel="k", out=bias, delta=delta, dq_rel=0.41, dw_q_error=0.42)
-    assert told((n.title, n.cell(real)) for n in diagnose_view.KERNEL) == (
+    assert told((n.title, n.cell(real)) for n in diagnose.KERNEL) == (
         "δ error: +21 % | t: 20 | run: 2.04 | dW_Q: 42 % | dQ: 41 % | O bias, ulp: +0.104 | t : 10"
     )
 
@@ -250,7 +245,7 @@ def judged_by_ratio(rows: list[DeviationRow]) -> list[Table]:
     """The tables of a gate whose one rule holds `expected_ratio` to 1.1."""
     limit = {"name": "error", "metric": "expected_ratio", "at_most": 1.1}
     judgement = judge(rows, Rules.model_validate({"thresholds": [limit]}))
-    return tables(gate_view.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks)
+    return tables(gate.document(judgement, *findings_in(judgement, rows), Places(rows)).blocks)
 
 
 def test_each_column_of_a_gate_has_its_own_number() -> None:
@@ -287,7 +282,7 @@ def test_a_rule_shows_the_number_nearest_to_its_limit(largest: float) -> None:
 def test_each_column_of_a_list_of_kernels_has_its_own_words() -> None:
     """The name, whether it runs here, what it is."""
     kernel = {"name": "k", "missing": "needs CUDA", "summary": "Fused.", "options": {"b": 1}}
-    listed = kernels_view.table((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
+    listed = kernels.table((kernel, {**kernel, "missing": None, "options": {}}), "CPU").blocks
     expected = "kernel: k | here: no: needs CUDA | what it is: Fused. Options: b."
     assert cells(listed, "CPU") == expected
     assert cells(listed, "CPU", 1) == "kernel: k | here: available | what it is: Fused."

@@ -94,7 +94,7 @@ def sweep(
         request=request.model_dump(mode="json"),
         summary=SweepSummary(
             answer=sentences(curves, grid, called),
-            notes=notes(rows),
+            notes=tuple(notes(rows)),
             axis=grid.axis,
             cells=planned.cells,
             seeds=request.seeds,

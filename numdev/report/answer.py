@@ -1,8 +1,7 @@
 """The first sentences of a report: its numbers in words, one paragraph for each format.
 
 That nothing was measured comes first, or what cannot be counted; then how far from fp64 the kernel
-is beside the plain baseline, then flash deviation beside the deviation of low precision. Every
-number is one of the summary's.
+is beside the plain baseline, then flash deviation beside the deviation of low precision.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from numdev.report import KernelSummary
 from numdev.report.statistics import BIAS_FORMATS
 
+# A kernel that is none of these was asked for by name, and is spoken of before the first of them.
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
-"""Whom the paragraph speaks of: a kernel that is none of these, since it was asked for by name;
-else the first of these that ran."""
 
 
 def answer(ranked: Sequence[KernelSummary]) -> tuple[str, ...]:
@@ -61,18 +59,18 @@ def _of(here: Sequence[KernelSummary]) -> Iterator[str]:
 
 def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
     """How far from fp64, in units of the least error possible and of what roundings predict."""
-    plain = baseline.floor_ratio if baseline is not None else None
     text = (
         f"{kernel.kernel} errs {kernel.floor_ratio:.2f} x the floor, the least error possible "
         f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where})"
-        + (f", the plain baseline {plain:.2f} x." if plain is not None else ".")
     )
+    if baseline is not None and baseline.floor_ratio is not None:
+        text += f", the plain baseline {baseline.floor_ratio:.2f} x"
     # In other formats what a kernel's arithmetic may err is a bound, no prediction.
     if kernel.expected_ratio is None or kernel.format not in BIAS_FORMATS:
-        return text
+        return f"{text}."
     ends = kernel.expected_ratio_interval
     interval = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
     return (
-        f"{text} That is {kernel.expected_ratio:.2f} x what its roundings predict "
+        f"{text}. That is {kernel.expected_ratio:.2f} x what its roundings predict "
         f"(worst {kernel.expected_ratio_worst:.2f}{interval}, {kernel.expected_ratio_where})."
     )

@@ -7,6 +7,7 @@ the others by colour, marker and dash, so that colour alone carries nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -80,17 +81,15 @@ def value(point: Point) -> str:
 
 def _styles(chart: Chart) -> dict[str, tuple[str, int]]:
     """Label to its class and marker: the standard roles their own, kernels a colour each."""
+    roles = {c.label: c.role for f in chart.beside or (chart.figure,) for c in f.curves}
     styles: dict[str, tuple[str, int]] = {}
-    kernels = 0
-    for curve in (c for figure in chart.beside or (chart.figure,) for c in figure.curves):
-        if curve.label in styles:
-            continue
-        if curve.label == chart.baseline or curve.role in ("floor", "precision"):
-            styles[curve.label] = (curve.role, 3 if curve.role == "precision" else 0)
+    kernels = itertools.count()
+    for label, role in roles.items():
+        if label == chart.baseline or role in ("floor", "precision"):
+            styles[label] = (role, 3 if role == "precision" else 0)
         else:
-            dash = " dashed" if (kernels // len(MARKERS)) % 2 else ""
-            styles[curve.label] = (f"c{kernels % COLOURS}{dash}", kernels % len(MARKERS))
-            kernels += 1
+            dashes, marker = divmod(i := next(kernels), len(MARKERS))
+            styles[label] = (f"c{i % COLOURS}{' dashed' * (dashes % 2)}", marker)
     return styles
 
 
@@ -201,23 +200,22 @@ def _wrapped(label: str, width: int) -> list[str]:
 def _labels(ends: Sequence[tuple[ET.Element, Range, list[str]]]) -> float:
     """Each curve's name beside its end, moved until none covers another: down from the top, then
     up from the bottom. Returns where the lowest ends."""
-    order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
     heights = [LINE * len(label) + 3 for _, _, label in ends]
-    tops: dict[int, float] = {}
-    free = 0.0
+    tops = [0.0] * len(ends)
+    order = sorted(range(len(ends)), key=lambda i: ends[i][1][1])
+    free, bottom = 0.0, max(BOTTOM + 82.0, sum(heights))
     for i in order:
         tops[i] = max(ends[i][1][1] - heights[i] / 2, free)
         free = tops[i] + heights[i]
-    bottom = max(BOTTOM + 82.0, sum(heights))
     for i in reversed(order):
         bottom = tops[i] = min(tops[i], bottom - heights[i])
-    for i, (group, end, label) in enumerate(ends):
-        middle = tops[i] + heights[i] / 2
-        _line(group, "leader", (end[0] + 5, end[1]), (RIGHT + 12, middle))
+    for (group, (x, y), label), top, height in zip(ends, tops, heights, strict=True):
+        middle = top + height / 2
+        _line(group, "leader", (x + 5, y), (RIGHT + 12, middle))
         for n, words in enumerate(label):
-            _text(group, words, RIGHT + 15, middle + 4 + LINE * (n - (len(label) - 1) / 2), "name",
-                  "start")  # fmt: skip
-    return max((tops[i] + heights[i] for i in order), default=0.0)
+            at = middle + 4 + LINE * (n - (len(label) - 1) / 2)
+            _text(group, words, RIGHT + 15, at, "name", "start")
+    return max(map(sum, zip(tops, heights, strict=True)), default=0.0)
 
 
 def _points(

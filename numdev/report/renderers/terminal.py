@@ -47,24 +47,20 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
                     out.print()
                 out.print(_text(node.text, STYLES[node.style]))
             case doc.Bullets():
-                _bullets(node, out)
+                indent = "  " if node.kind == "plain" else ""
+                if not indent:
+                    out.print()
+                for item in node.items:
+                    style = STYLES[item.style]
+                    lead = style or ("bold cyan" if node.kind == "answer" else "bold")
+                    line = Text(indent, overflow="fold").append_text(_text(item.lead, lead))
+                    gap = " " if item.lead and item.text else ""
+                    out.print(line.append_text(_text(gap + item.text, style)))
             case doc.Table():
                 _table(node, out)
             case doc.Figures():
                 for chart in node.charts:
                     _table(doc.table_of(chart), out)
-
-
-def _bullets(node: doc.Bullets, out: Console) -> None:
-    indent = "  " if node.kind == "plain" else ""
-    if not indent:
-        out.print()
-    for item in node.items:
-        style = STYLES[item.style]
-        lead = style or ("bold cyan" if node.kind == "answer" else "bold")
-        text = f" {item.text}" if item.lead and item.text else item.text
-        line = Text(indent, overflow="fold").append_text(_text(item.lead, lead))
-        out.print(line.append_text(_text(text, style)))
 
 
 def _table(node: doc.Table, out: Console) -> None:
@@ -116,17 +112,14 @@ def _grid(node: doc.Table, chosen: Sequence[int]) -> rich_table.Table:
             width=MAP - 1 if mapped and at else None,
         )
     for row in node.rows:
-        grid.add_row(*(_cell(row, i) for i in chosen))
+        line = []
+        for at in chosen:
+            cell = row.cells[at]
+            style = STYLES[cell.style] or ("dim" if row.standard else "bold" if at == 0 else "")
+            content = _text(cell.text, style if cell.shade is None else SHADES[cell.shade])
+            line.append(content.append(f" {plain(cell.after)}", "dim") if cell.after else content)
+        grid.add_row(*line)
     return grid
-
-
-def _cell(row: doc.Row, at: int) -> Text:
-    cell: doc.Cell = row.cells[at]
-    style = STYLES[cell.style] or ("dim" if row.standard else "bold" if at == 0 else "")
-    if cell.shade is not None:
-        style = SHADES[cell.shade]
-    content = _text(cell.text, style)
-    return content.append_text(_text(f" {cell.after}", "dim")) if cell.after else content
 
 
 def _text(content: str, style: str = "") -> Text:
