@@ -57,10 +57,3 @@ def report(*rows: DeviationRow, **system: Any) -> AuditReport:
         summary=AuditSummary(answer=(), kernels=()),
         rows=rows,
     )  # fmt: skip
-
-
-def report_of(*rows: DeviationRow) -> AuditReport:
-    """An audit that found these rows."""
-    origin = Provenance(numdev="1", command="numdev audit", created="", system={}, source={})
-    summary = AuditSummary(answer=("a",), kernels=())
-    return AuditReport(provenance=origin, request={}, summary=summary, rows=rows)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import click
 import pytest
 import yaml
-from gate_rows import report_of, row
+from gate_rows import report, row
 
 from numdev.audit import rows as audit_rows
 from numdev.cli.main import cli, main
@@ -115,7 +115,7 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     known = {name for record in records for name in record.model_fields}
     outcomes = {"passed", "exceeded", "unmeasured", "untested", "caught", "missed"}
     assert told - outcomes == known | {"exit_code", "findings"}
-    write(report_of(row(expected_ratio=9.0)), tmp_path)
+    write(report(row(expected_ratio=9.0)), tmp_path)
     with pytest.raises(SystemExit):
         main(["gate", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -140,7 +140,7 @@ def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
     """What `numdev gate --json` says of kernels with these errors."""
     kernels = {"planted:sound": ratios.get("sound"), "planted:p_truncated": ratios.get("faulty"),
                "sdpa-flash": ratios.get("flash")}  # fmt: skip
-    write(report_of(*(row(kernel=k, expected_ratio=x) for k, x in kernels.items() if x)), tmp_path)
+    write(report(*(row(kernel=k, expected_ratio=x) for k, x in kernels.items() if x)), tmp_path)
     code: Any = 0
     try:
         main(["gate", str(tmp_path), "--json"])

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 from gate_rows import lse, row
-from hostile import judged, rows
 from hypothesis import given, settings
+from test_github import judged, rows
 
 from numdev.report import DeviationRow
 from numdev.report.renderers.ci import COUNTS, junit
@@ -80,8 +80,7 @@ def test_a_sound_kernel_has_only_passed_cases() -> None:
 def test_it_fails_exactly_where_the_gate_does(found: list[DeviationRow]) -> None:
     """Well-formed, with the common shape and counts; failures where a limit is exceeded, failures
     or errors where the exit code is not 0, else none."""
-    judgement, findings, _ = judged(found)
-    root = ElementTree.fromstring(junit(judgement, findings))
+    judgement, root = judged(found)[0], parsed(found)
     assert shape_is_wrong(root) is None
     assert bool(list(root.iter("failure"))) == (judgement.exit_code == 1)
     bad = [*root.iter("failure"), *root.iter("error")]

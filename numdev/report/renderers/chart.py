@@ -172,22 +172,19 @@ def _x_ticks(axis: Axis, x: Scale) -> list[tuple[float, list[str]]]:
 
 
 def _y_ticks(limits: Range, log: bool) -> list[float]:
-    """Powers of ten and what is round between them; where these are few, and on a linear axis,
-    round numbers in equal steps."""
+    """Powers of ten, with 2 and 5 between where they are few; on a linear axis, and where a
+    logarithmic one holds fewer than three of these, round numbers in equal steps."""
     low, high = limits
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-            ticks = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
-            if len(ticks) >= 4:
-                break
+        steps = (1, 2, 5) if len(decades) < 6 else (1,)
+        ticks = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
         if len(ticks) >= 3:
             return ticks[:: 1 + len(decades) // 8]
-    power = 10.0 ** math.floor(math.log10((high - low) / 5))
     fifth = (high - low) / 5 * (1 - 1e-9)
+    power = 10.0 ** math.floor(math.log10(fifth))
     step = next(s * power for s in (1, 2, 5, 10) if s * power >= fifth)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [tick for i in range(first, last + 1) if low <= (tick := i * step) <= high]
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 # --- elements ------------------------------------------------------------------------------------
