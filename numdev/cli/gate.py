@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
 OLD = "An older report of the same request, for limits on what changed."
+WHERE = f"Where --init writes.  [default: {INIT}]"
 GITHUB = (
     "On GitHub Actions: problems as annotations, and the Markdown in the step's summary "
     "($GITHUB_STEP_SUMMARY)."
@@ -32,9 +31,7 @@ GITHUB = (
 @click.option("--thresholds", "--rules", "rules", type=FILE, metavar="FILE", help=RULES)
 @click.option("--against", type=FILE, metavar="OLD", help=OLD)
 @click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
-@click.option(
-    "-o", "--output", type=FILE, metavar="FILE", help=f"Where --init writes.  [default: {INIT}]"
-)
+@click.option("-o", "--output", type=FILE, metavar="FILE", help=WHERE)
 @click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
 @click.option("--json", "as_json", is_flag=True, help="The verdicts as JSON.")
 @click.option("--junit", type=FILE, metavar="FILE", help="Write the verdicts as JUnit XML too.")
@@ -63,7 +60,13 @@ def gate(
     if init:
         if rules or against or as_json or junit or summary or github:
             raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
-        _init(path, output or INIT, overwrite=overwrite)
+        from numdev.gate.fitting import fitted
+
+        file = output or INIT
+        if file.exists() and not overwrite:
+            raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another")
+        _write(file, fitted(_read(path), str(path)))
+        click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")
         return
     if output or overwrite:
         raise UsageError("-o and --overwrite are for --init")
@@ -93,8 +96,14 @@ def gate(
         verdicts = judged.model_dump(mode="json")
         click.echo(json.dumps({**verdicts, "exit_code": judged.exit_code, "findings": told}))
     else:
-        with _unread() if github else contextlib.nullcontext():
-            print_document(page)
+        # GitHub takes nothing for a command that is printed before it reads a word that nobody can
+        # guess: sentences hold names that come from elsewhere.
+        word = secrets.token_hex(16)
+        if github:
+            click.echo(f"::stop-commands::{word}")
+        print_document(page)
+        if github:
+            click.echo(f"::{word}::")
     # Afterwards, so that a file that cannot be written hides no verdict.
     if junit:
         _write(junit, ci.junit(judged, findings))
@@ -108,18 +117,6 @@ def gate(
         for line in ci.commands(judged, findings):
             click.echo(line, err=as_json)  # GitHub reads both streams
     context.exit(judged.exit_code)
-
-
-@contextlib.contextmanager
-def _unread() -> Iterator[None]:
-    """GitHub takes nothing for a command that is printed in here, until it reads a word that nobody
-    can guess: sentences hold names that come from elsewhere."""
-    word = secrets.token_hex(16)
-    click.echo(f"::stop-commands::{word}")
-    try:
-        yield
-    finally:
-        click.echo(f"::{word}::")
 
 
 def _read(path: Path) -> Measured:
@@ -142,12 +139,3 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def _init(path: Path, file: Path, *, overwrite: bool) -> None:
-    from numdev.gate.fitting import fitted
-
-    if file.exists() and not overwrite:
-        raise UsageError(f"{file}: is there already", hint="give --overwrite, or -o another file")
-    _write(file, fitted(_read(path), str(path)))
-    click.echo(f"{file}: thresholds fitted to {path}; numdev gate {path} --thresholds {file}")

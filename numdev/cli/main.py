@@ -15,11 +15,10 @@ import click
 from numdev import __version__
 from numdev.cli.audit import audit
 from numdev.cli.bounds import bounds
-from numdev.cli.compare import compare
 from numdev.cli.diagnose import diagnose
 from numdev.cli.gate import gate
 from numdev.cli.kernels import kernels
-from numdev.cli.report import report
+from numdev.cli.report import compare, report
 from numdev.cli.schema import schema
 from numdev.cli.sweep import sweep
 from numdev.cli.train import train

@@ -1,4 +1,4 @@
-"""`numdev report`."""
+"""`numdev report` and `numdev compare`: finished reports, shown or set side by side."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from numdev.cli.session import FILE, command
-from numdev.errors import UsageError
+from numdev.cli.session import FILE, Results, command, command_line
+from numdev.errors import MeasurementError, UsageError
 
 if TYPE_CHECKING:
     from numdev.report import Report
@@ -41,15 +41,15 @@ def report(path: Path, form: str | None, output: Path | None, as_json: bool) -> 
         raise UsageError(f"{output}: cannot be written", hint="give a file in a directory there is")
     found = reports.read(path)
     chosen = "json" if as_json else form or "terminal"
-    if output is not None:
-        text = _text(found, chosen, path if path.is_dir() else path.parent)
+    if output is None and chosen == "terminal":
+        terminal.show(found)
+        return
+    text = _text(found, chosen, path if path.is_dir() else path.parent)
+    if output is None:
+        click.echo(text, nl=not text.endswith("\n"))
+    else:
         with reports.replacing(output) as file:
             file.write(text)
-    elif chosen == "terminal":
-        terminal.show(found)
-    else:
-        text = _text(found, chosen, path if path.is_dir() else path.parent)
-        click.echo(text, nl=not text.endswith("\n"))
 
 
 def _text(found: Report, form: str, directory: Path) -> str:
@@ -72,3 +72,37 @@ def _text(found: Report, form: str, directory: Path) -> str:
     else:
         terminal.show(found, Console(file=file, width=WIDTH, no_color=True))
     return file.getvalue()
+
+
+@command(
+    "Say what moved from audit A to audit B beyond noise.",
+    "compare reports/torch-2.11 reports/torch-2.13",
+)
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
+@click.option(
+    "--allow", multiple=True, metavar="KEY",
+    help="Compare although the requests differ in this key, for example seed. Repeatable.",
+)  # fmt: skip
+@click.pass_context
+def compare(
+    context: click.Context, a: Path, b: Path, allow: tuple[str, ...], results: Results
+) -> None:
+    """Say what moved from audit A to audit B: other versions, machines, or commits of a kernel. Or
+    from sweep to sweep, which must have kept the rows of heads.
+
+    Each is a report.json or a directory with one, of the same request. Needs neither torch nor a
+    GPU. Exit code 0: nothing moved. 1: a number moved beyond noise, something else ran, or a row is
+    gone. 2: the two are not comparable, or a wrong option. 3: a report cannot be read, a kernel
+    failed, or no row is in both.
+    """
+    from numdev.gate.compare import compare as run
+
+    found = run(a, b, allow=allow, command=command_line())
+    directory = results.claim("compare", found.request)
+    context.find_root().obj = found.exit_code
+    results.hand_over(found, directory)
+    if found.exit_code == 3:
+        first = found.failed[0]
+        raise MeasurementError(f"{first.kernel} failed {first.why}")
+    context.exit(found.exit_code)
