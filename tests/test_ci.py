@@ -6,7 +6,6 @@ What our own gate measures is measured by `make gate`, in CI; here is what it ma
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -18,10 +17,12 @@ from unittest.mock import patch
 import click
 import pytest
 import yaml
+from commands import run
 from gate_rows import report, row
+from loaded import load
 
 from numdev.audit import rows as audit_rows
-from numdev.cli.main import cli, main
+from numdev.cli.main import cli
 from numdev.gate.rules import read_rules
 from numdev.gate.verdict import Calls, Dose, Judgement, Power, Verdict
 from numdev.kernels import find
@@ -67,16 +68,15 @@ def test_a_wrong_command_line_is_seen(wrong: str) -> None:
     assert refused(wrong.split()) is not None
 
 
-def steps() -> list[dict[str, Any]]:
-    return [s for flow in WORKFLOWS for job in flow["jobs"].values() for s in job["steps"]]
+def steps(flow: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for job in flow["jobs"].values() for step in job["steps"]]
 
 
 def test_every_command_of_a_workflow_is_accepted() -> None:
     """By the program's parser; and each workflow audits, then gates the same directory, and keeps
     it whatever came of that."""
     for flow in WORKFLOWS:
-        own = [s for job in flow["jobs"].values() for s in job["steps"]]
-        lines = [line for step in own for line in commands_in(step.get("run", ""))]
+        lines = [line for step in steps(flow) for line in commands_in(step.get("run", ""))]
         assert {line[0] for line in lines} == {"kernels", "audit", "gate"}
         for line in lines:
             assert refused(line) is None, line
@@ -84,7 +84,7 @@ def test_every_command_of_a_workflow_is_accepted() -> None:
         directory = audit[audit.index("--output") + 1]
         assert gate[1] == directory
         assert gate[gate.index("--junit") + 1].startswith(directory)
-        (kept,) = (s for s in own if "upload-artifact" in s.get("uses", ""))
+        (kept,) = (s for s in steps(flow) if "upload-artifact" in s.get("uses", ""))
         assert kept["if"] == "always()"
         assert kept["with"]["path"] == directory
 
@@ -95,9 +95,8 @@ def test_rule_files_are_read(text: str, tmp_path: Path) -> None:
     file = tmp_path / "gate.yaml"
     file.write_text(text)
     rules = read_rules(file)
-    flow = WORKFLOWS[RULES.index(text)]
-    audited = [w for job in flow["jobs"].values() for s in job["steps"]
-               for line in commands_in(s.get("run", "")) for w in line]  # fmt: skip
+    own_steps = steps(WORKFLOWS[RULES.index(text)])
+    audited = [w for s in own_steps for line in commands_in(s.get("run", "")) for w in line]
     assert rules.required
     assert set(rules.required) <= set(audited)
 
@@ -116,8 +115,7 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
     outcomes = {"passed", "exceeded", "unmeasured", "untested", "caught", "missed"}
     assert told - outcomes == known | {"exit_code", "findings"}
     write(report(row(expected_ratio=9.0)), tmp_path)
-    with pytest.raises(SystemExit):
-        main(["gate", str(tmp_path), "--json"])
+    assert run("gate", tmp_path, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == Judgement.model_fields.keys() | {"exit_code", "findings"}
     assert found["findings"][0].keys() == Finding.model_fields.keys()
@@ -126,14 +124,7 @@ def test_the_verdict_as_json_is_documented(tmp_path: Path, capsys: Any) -> None:
 # --- this repository's own gate ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def own() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_gate", ROOT / "scripts" / "own_gate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+own = load("scripts/own_gate.py")
 
 
 def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
@@ -141,22 +132,18 @@ def said(tmp_path: Path, capsys: Any, **ratios: float) -> dict[str, Any]:
     kernels = {"planted:sound": ratios.get("sound"), "planted:p_truncated": ratios.get("faulty"),
                "sdpa-flash": ratios.get("flash")}  # fmt: skip
     write(report(*(row(kernel=k, expected_ratio=x) for k, x in kernels.items() if x)), tmp_path)
-    code: Any = 0
-    try:
-        main(["gate", str(tmp_path), "--json"])
-    except SystemExit as stop:
-        code = stop.code
-    return {**json.loads(capsys.readouterr().out), "returned": code or 0}
+    code = run("gate", tmp_path, "--json")
+    return {**json.loads(capsys.readouterr().out), "returned": code}
 
 
-def test_sound_kernels_have_to_pass(own: ModuleType, tmp_path: Path, capsys: Any) -> None:
+def test_sound_kernels_have_to_pass(tmp_path: Path, capsys: Any) -> None:
     """And PyTorch's flash kernel has to be one of them."""
     assert own.wrong_with_sound(said(tmp_path, capsys, flash=1.0)) is None
     assert "exit code 1" in own.wrong_with_sound(said(tmp_path, capsys, flash=1.5))
     assert "did not run" in own.wrong_with_sound(said(tmp_path, capsys, sound=1.0))
 
 
-def test_the_planted_fault_has_to_fail(own: ModuleType, tmp_path: Path, capsys: Any) -> None:
+def test_the_planted_fault_has_to_fail(tmp_path: Path, capsys: Any) -> None:
     """With exit code 1 and its name in a message; and the kernel beside it has to be cleared."""
     assert own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.5)) is None
     assert "not caught" in own.wrong_with_planted(said(tmp_path, capsys, sound=1.0, faulty=1.0))

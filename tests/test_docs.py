@@ -1,10 +1,10 @@
 """The documentation says what is true: the generated pages are fresh, and links lead somewhere."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from loaded import load
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -12,10 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_cli_page_is_what_the_commands_say():
     """docs/cli.md equals what scripts/cli_reference.py writes."""
-    path = ROOT / "scripts" / "cli_reference.py"
-    spec = importlib.util.spec_from_file_location("cli_reference", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("scripts/cli_reference.py")
     assert module.PAGE.read_text() == module.render(), "run python scripts/cli_reference.py"
 
 

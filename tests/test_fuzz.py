@@ -5,9 +5,7 @@ A whole run is `python scripts/fuzz.py`; its last results are in benchmarks/resu
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaded import load
 
-sys.path.append(str(Path(__file__).parent.parent / "scripts"))
-fuzz: Any = importlib.import_module("fuzz")
+fuzz = load("scripts/fuzz.py")
 
 
 @pytest.mark.parametrize("target", list(fuzz.TARGETS))

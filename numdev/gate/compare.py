@@ -127,8 +127,9 @@ def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     sides = []
     for report in (a, b):
         system = dict(report.provenance.system)
-        packages = dict(system.pop("packages", None) or {})
-        facts = {**packages, "numdev": report.provenance.numdev, **system}
+        packages = system.pop("packages", None)
+        versions = packages if isinstance(packages, dict) else {}
+        facts = {**versions, "numdev": report.provenance.numdev, **system}
         facts |= {key: report.request.get(key) for key in ("repeats", "isolate")}
         sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
     keys = dict.fromkeys((*sides[1], *sides[0]))

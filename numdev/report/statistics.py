@@ -4,6 +4,7 @@ the floor, and from when on a bias is one."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,11 +39,12 @@ def interval(values: Sequence[float]) -> Mean:
 
 def factor(ratios: Sequence[float]) -> Mean:
     """The geometric mean of ratios and its 95 % interval, from their logarithms: then a ratio and
-    its inverse say the same. The ordinary mean where a ratio is zero."""
+    its inverse say the same. The ordinary mean where a ratio is zero; no interval where its end is
+    beyond float64."""
     if min(ratios) <= 0:
         return interval(ratios)
     mean, low, high = interval([math.log(ratio) for ratio in ratios])
-    if low is None or high is None:
+    if low is None or high is None or high > math.log(sys.float_info.max):
         return math.exp(mean), None, None
     return math.exp(mean), math.exp(low), math.exp(high)
 
