@@ -50,6 +50,14 @@ NAMES = (
     "<!-- ",
     "~~~",
     "emoji \U0001f600 and é",
+    "</title></svg><img src=x onerror=alert(1)>",
+    "' autofocus onfocus='alert(1)",
+    "{{ 7 * 7 }}{% include 'x' %} &lt;b&gt;",
+    "[red]kernel[/red] [link=file:///etc/passwd]x[/link]",
+    "\x1b]0;title\x07\x1b[2J",
+    ":boom: back\\slash[bold] new\b\bline",
+    "x" * 300,
+    "長" * 100,
 )
 """XML, HTML, Markdown, workflow commands, terminals."""
 names = st.one_of(st.sampled_from(NAMES), st.text(max_size=30))
