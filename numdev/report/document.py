@@ -155,16 +155,15 @@ class Document:
         )
 
 
-def headed(sentence: str, style: Style = "") -> Item:
+def headed(sentence: str) -> Item:
     """A sentence whose lead is what stands before the first `: ` outside of brackets; all of it
     where there is none."""
     match = _LEAD.fullmatch(sentence)
-    lead, rest = (match["lead"], match["rest"]) if match else (sentence, "")
-    return Item(rest, lead=lead, style=style)
+    return Item(match["rest"], lead=match["lead"]) if match else Item("", lead=sentence)
 
 
-def bullets(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> Bullets:
-    return Bullets(tuple(map(Item, sentences)), only=only)
+def bullets(sentences: Iterable[str]) -> Bullets:
+    return Bullets(tuple(map(Item, sentences)))
 
 
 def notes(sentences: Iterable[str], only: tuple[Medium, ...] = MEDIA) -> tuple[Paragraph, ...]:
@@ -238,8 +237,8 @@ def table_of(chart: Chart) -> Table:
     """The figure as numbers: a row for each curve, a column for each place on the axis."""
     figure, axis = chart.figure, chart.axis
     places = {tick.x: tick.below or tick.label for tick in axis.ticks}
-    points = [point for curve in figure.curves for point in curve.points]
-    if not any(point.x in places for point in points):
+    points = [p for curve in figure.curves for p in curve.points]
+    if not any(p.x in places for p in points):
         places |= dict(sorted((p.x, p.label) for p in points if p.x is not None))
 
     def at(curve: Curve, x: float) -> str:
