@@ -143,24 +143,22 @@ class AttentionCase:
                 wide = torch.where(x.isinf(), wide, wide.clamp(-fmt.largest, fmt.largest))
             return strided_as(round_to(wide, fmt).to(dtype), x)
 
+        mask = None if self.mask is None else cast(self.mask, saturate=True)
+        if self.mask is not None and mask is not None and mask.dtype != torch.bool:
+            # What was hidden (`visible`) is the lowest number of the new dtype, which for a format
+            # that is stored in a wider one is another than the format's.
+            hidden = self.mask == torch.finfo(self.mask.dtype).min
+            mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
         return dataclasses.replace(
             self,
             q=cast(self.q),
             k=cast(self.k),
             v=cast(self.v),
-            mask=None if self.mask is None else self._hidden_again(cast(self.mask, saturate=True)),
+            mask=mask,
             sinks=None if self.sinks is None else cast(self.sinks),
             grad_out=None if self.grad_out is None else cast(self.grad_out),
             working=working,
         )
-
-    def _hidden_again(self, mask: Tensor) -> Tensor:
-        """A cast mask, in which what was hidden (`visible`) is the lowest number of its new dtype:
-        that of a wider dtype, or of one that stores a narrower format, is another."""
-        if self.mask is None or mask.dtype == torch.bool:
-            return mask
-        hidden = self.mask == torch.finfo(self.mask.dtype).min
-        return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
     def select_groups(self, kv_heads: list[int]) -> AttentionCase:
         """The same call restricted to some kv heads and all query heads that read them."""
@@ -308,9 +306,11 @@ def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | No
     if not case.restricts_positions:
         return None
     device = case.q.device
-    i = _indices(rows, device) if case.positions is None else case.positions[rows]
-    i = i[:, None] + case.causal_offset
-    j = _indices(keys, device)[None, :]
+    i, j = (
+        x if isinstance(x, Tensor) else torch.arange(x.start, x.stop, device=device)
+        for x in (rows if case.positions is None else case.positions[rows], keys)
+    )
+    i, j = i[:, None] + case.causal_offset, j[None, :]
     left, right = case.window or (None, None)
     shown = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
     if case.is_causal:
@@ -320,12 +320,6 @@ def _by_position(case: AttentionCase, rows: Places, keys: Places) -> Tensor | No
     if right is not None:
         shown &= j <= i + right
     return shown
-
-
-def _indices(places: Places, device: torch.device) -> Tensor:
-    if isinstance(places, Tensor):
-        return places
-    return torch.arange(places.start, places.stop, device=device)
 
 
 def mask_block(mask: Tensor, rows: Places, keys: Places) -> Tensor:
@@ -345,11 +339,11 @@ def laid_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     of one tensor [batch, length, heads + 2 kv_heads, dim], as one projection makes them."""
     if layout == "contiguous":
         return q, k, v
-    if layout == "transposed":
-        return transposed(q), transposed(k), transposed(v)
-    packed = torch.cat([x.transpose(1, 2) for x in (q, k, v)], dim=2).transpose(1, 2)
-    q, k, v = packed.split([x.shape[1] for x in (q, k, v)], dim=1)
-    return q, k, v
+    if layout == "packed":
+        packed = torch.cat([x.transpose(1, 2) for x in (q, k, v)], dim=2).transpose(1, 2)
+        q, k, v = packed.split([x.shape[1] for x in (q, k, v)], dim=1)
+        return q, k, v
+    return transposed(q), transposed(k), transposed(v)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -363,21 +357,18 @@ def strided_as(x: Tensor, like: Tensor) -> Tensor:
     PyTorch keeps the order of the axes by itself, but closes the gaps of a slice (q, k, v in one
     packed tensor). Where elements of `like` share memory (an expanded mask), `x` is returned as it
     is."""
-    if x.stride() == like.stride() or _overlaps(like):
+    reach = (
+        0  # of the axes of smaller strides; where it meets the next stride, elements may overlap
+    )
+    for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return x
+            reach += stride * (size - 1)
+    if x.stride() == like.stride():
         return x
     empty = torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device)
     return empty.copy_(x)
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Whether two elements may be one place in memory."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 def _problems(case: AttentionCase) -> Iterator[str]:

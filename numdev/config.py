@@ -316,8 +316,7 @@ def sweep_request(path: Path, flags: Mapping[str, Any]) -> SweepRequest:
     config = read_yaml(path, SweepConfig)
     if first is not None:
         asked["seeds"] = tuple(range(first, first + len(config.seeds)))
-    fields = {**_given(config), **asked, "target": path.name}
-    return validated(fields, SweepRequest, str(path))
+    return validated({**_given(config), **asked, "target": path.name}, SweepRequest, str(path))
 
 
 def _given(config: Strict) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
         found = read_yaml(bundled("check/default.yaml"), CheckConfig).cases
         cases = [case.name for case in found]
-    metafunc.parametrize(CASE, cases, ids=[_id(case, at) for at, case in enumerate(cases)])
+    names = (case.get("name") if isinstance(case, dict) else case for case in cases)
+    ids = [str(x) if isinstance(x, str | Path) else f"case{i}" for i, x in enumerate(names)]
+    metafunc.parametrize(CASE, cases, ids=ids)
 
 
 @pytest.fixture
@@ -109,9 +111,3 @@ def _keep(result: CheckResult, request: pytest.FixtureRequest) -> None:
     folder.mkdir()
     report.write(result.report, folder)
     html.write(result.report, folder)
-
-
-def _id(case: Any, at: int) -> str:
-    if isinstance(case, str | Path):
-        return str(case)
-    return str(case.get("name", f"case{at}")) if isinstance(case, dict) else f"case{at}"

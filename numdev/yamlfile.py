@@ -88,17 +88,18 @@ def validated(raw: Mapping[str, Any], model: type[M], where: str, node: Any = No
     origins: dict[Any, list[int]] = {}  # of each cell of a grid, the index of its entry
     for part in ("cases", "kernels"):
         if isinstance(raw.get(part), list):
-            cells: list[Any] = []
-            origins[part] = []
-            for i, entry in enumerate(raw[part]):
-                line = _line(node, (part, i))
-                room = MOST_CELLS + 1 - len(cells)
-                cells += itertools.islice(expand(entry, part, f"{where}{line}"), room)
-                origins[part] += [i] * (len(cells) - len(origins[part]))
-                if len(cells) > MOST_CELLS:
-                    what = f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
-                    raise UsageError(f"{where}{line}: {what}")
-            raw = {**raw, part: cells}
+            lines = [f"{where}{_line(node, (part, i))}" for i in range(len(raw[part]))]
+            pairs = (
+                (cell, i)
+                for i, entry in enumerate(raw[part])
+                for cell in expand(entry, part, lines[i])
+            )
+            cells = list(itertools.islice(pairs, MOST_CELLS + 1))
+            if len(cells) > MOST_CELLS:
+                what = f"{part}: expected at most {MOST_CELLS:,} cells of a grid, got more"
+                raise UsageError(f"{lines[cells[-1][1]]}: {what}")
+            raw = {**raw, part: [cell for cell, _ in cells]}
+            origins[part] = [i for _, i in cells]
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -186,13 +187,14 @@ def _model_at(place: Sequence[int | str], model: type[BaseModel]) -> type[BaseMo
     """The model whose key stands at the end of `place`, for example cases.0.inputs.KEY."""
     for part in place[:-1]:
         if part in model.model_fields:
-            model = next(_models_in(model.model_fields[str(part)].annotation), model)
+            parts = parts_of(model.model_fields[str(part)].annotation)
+            models = (x for x in parts if isinstance(x, type) and issubclass(x, BaseModel))
+            model = next(models, model)
     return model
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models an annotation speaks of: of `tuple[CaseConfig, ...]`, CaseConfig."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """A type, the types in it, and what is said of them: of `tuple[Case, ...]` also Case."""
+    yield annotation
+    for part in (*get_args(annotation), *getattr(annotation, "metadata", ())):
+        yield from parts_of(part)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, get_args, get_origin
+from collections.abc import Callable
+from typing import Any, TypeVar, get_origin
 
 import click
 from annotated_types import Gt
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from numdev.config import Option, Reading
 from numdev.errors import UsageError
+from numdev.yamlfile import parts_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEVICES = ("auto", "cpu", "cuda")
@@ -54,7 +55,7 @@ def options_of(model: type[BaseModel], *names: str) -> Callable[[F], F]:
 
 def _kind(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
     """What click is told of a field's type."""
-    parts = [*_parts(field.annotation), *field.metadata]
+    parts = [*parts_of(field.annotation), *field.metadata]
     several = any(get_origin(part) is tuple for part in parts)
     if name == "device":
         return {"type": click.Choice(DEVICES), "metavar": None}
@@ -67,13 +68,6 @@ def _kind(name: str, flag: str, field: FieldInfo) -> dict[str, Any]:
     if float in parts:
         return {"type": click.FloatRange(min=0, min_open=True)}
     return {"multiple": several}
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    """A type, the types in it, and what is said of them."""
-    yield annotation
-    for part in (*get_args(annotation), *getattr(annotation, "metadata", ())):
-        yield from _parts(part)
 
 
 seed_option = options_of(Reading, "seed")
