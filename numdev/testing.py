@@ -75,11 +75,11 @@ def check_attention(
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads,
     kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a tuple of that and the
     log-sum-exp [batch, heads, q_len]. What else it takes is read off its parameters' names
-    (docs/kernels.md); what it has no parameter for, and what it raises NotImplementedError or
-    `numdev.kernels.Refused` for, is skipped, and said. There is no tolerance to choose: errors are
-    held against the fp64 result of the same rounded inputs, its one rounding (the floor), and what
-    the kernel's own roundings predict, by the rules of `numdev gate`. On the CPU PyTorch uses one
-    thread meanwhile.
+    (docs/kernels.md); a `Kernel` is checked as it is. What it has no parameter for, and what it
+    raises NotImplementedError or `numdev.kernels.Refused` for, is skipped, and said. There is no
+    tolerance to choose: errors are held against the fp64 result of the same rounded inputs, its one
+    rounding (the floor), and what the kernel's own roundings predict, by the rules of `numdev
+    gate`. On the CPU PyTorch uses one thread meanwhile.
 
     `cases`: one, or a list, of: a name from configs/check/default.yaml; a regime of inputs
     (docs/hazards.md); a path of captured tensors or of a YAML file; a mapping with keys of a YAML

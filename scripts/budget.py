@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev (top)": (1800, None),
-    "numdev/cli": (900, 1077),
+    "numdev/cli": (900, 1048),
     "numdev/sources": (3400, None),
     "numdev/kernels": (5600, None),
     "numdev/metrics": (2200, None),

@@ -256,31 +256,40 @@ def test_every_help_ends_with_an_example_that_parses(run: Any, command: list[str
 # --- a process of its own ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def undisturbed(run: Any, tmp_path: Path) -> bytes:
-    """The journal of the whole run of many.yaml."""
+def test_stopped_at_any_moment_it_continues(run: Any, tmp_path: Path) -> None:
+    """SIGINT in the middle: exit code 130 and one line, finished rows stay. SIGKILL at three random
+    moments of three runs. The same command finishes each with the rows and the summary of the
+    undisturbed run."""
     assert run("audit", "many.yaml", "-o", "whole", "-q").code == 0
-    return (tmp_path / "whole" / JOURNAL).read_bytes()
-
-
-def test_ctrl_c_keeps_what_is_finished(run: Any, tmp_path: Path, undisturbed: bytes) -> None:
-    """SIGINT in the middle: exit code 130 and one line; finished rows stay, and the same command
-    finishes the rest, with the same rows as undisturbed."""
-    process = spawn("audit", "many.yaml", "-o", "out", cwd=tmp_path, kill=(signal.SIGINT, 0.2))
-    journal = tmp_path / "out" / JOURNAL
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert out == b""
-    assert err.decode().strip() == (
-        "numdev: error: interrupted; finished rows are kept, run the same command to continue"
-    )
-    kept = journal.read_bytes()
-    assert 1 < kept.count(b"\n") < undisturbed.count(b"\n")  # the first line is the request
-    assert undisturbed.startswith(kept)
-    ran = run("audit", "many.yaml", "-o", "out")
-    assert ran.code == 0
-    assert "Continued an earlier run" in ran.err
-    assert journal.read_bytes() == undisturbed
+    undisturbed, expected = (tmp_path / "whole" / JOURNAL).read_bytes(), report.read(Path("whole"))
+    chance = random.Random(0)
+    kills = [(signal.SIGINT, 0.2)]
+    kills += [(signal.SIGKILL, chance.uniform(0, LEAST * 0.95)) for _ in range(3)]
+    started = [
+        spawn("audit", "many.yaml", "-o", f"out{i}", cwd=tmp_path, kill=kill)
+        for i, kill in enumerate(kills)
+    ]
+    for i, process in enumerate(started):
+        directory = tmp_path / f"out{i}"
+        out, err = process.communicate(timeout=120)
+        assert not (directory / "report.json").exists()
+        if kills[i][0] == signal.SIGINT:
+            assert (process.returncode, out) == (130, b""), err
+            assert err.decode().strip() == (
+                "numdev: error: interrupted; finished rows are kept, run the same command to "
+                "continue"
+            )
+            kept = (directory / JOURNAL).read_bytes()
+            assert 1 < kept.count(b"\n") < undisturbed.count(b"\n")  # the first is the request
+            assert undisturbed.startswith(kept)
+        else:
+            assert process.returncode == -signal.SIGKILL, i
+        ran = run("audit", "many.yaml", "-o", f"out{i}")
+        assert ran.code == 0
+        assert i or "Continued an earlier run" in ran.err
+        found = report.read(directory)
+        assert (found.rows, found.summary) == (expected.rows, expected.summary)
+        assert (directory / JOURNAL).read_bytes() == undisturbed
 
 
 def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
@@ -294,26 +303,6 @@ def test_an_interrupt_that_was_swallowed_is_not_lost() -> None:
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_killed_at_any_moment_it_continues(run: Any, tmp_path: Path, undisturbed: bytes) -> None:
-    """SIGKILL at three random moments of three runs: each continues, and its report's rows and
-    summary are those of the undisturbed run."""
-    chance = random.Random(0)
-    started = [
-        spawn("audit", "many.yaml", "-o", f"out{i}", "-q", cwd=tmp_path, kill=(signal.SIGKILL, at))
-        for i, at in enumerate(chance.uniform(0, LEAST * 0.95) for _ in range(3))
-    ]
-    expected = report.read(tmp_path / "whole")
-    for i, process in enumerate(started):
-        process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, i
-        out = tmp_path / f"out{i}"
-        assert not (out / "report.json").exists()
-        assert run("audit", "many.yaml", "-o", f"out{i}", "-q").code == 0
-        found = report.read(out)
-        assert (found.rows, found.summary) == (expected.rows, expected.summary)
-        assert (out / JOURNAL).read_bytes() == undisturbed
 
 
 @pytest.mark.parametrize(
