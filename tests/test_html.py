@@ -41,6 +41,10 @@ SAMPLES = sorted((Path(__file__).parent / "data" / "reports").glob("*.json"))
 CSS = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
 
 
+def sample(kind: str) -> Path:
+    return next(path for path in SAMPLES if path.stem == kind)
+
+
 def axis(scale: Any = "log", labels: tuple[str, ...] = ("64", "128", "256", "1024")) -> Axis:
     places = XS if scale != "category" else range(len(labels))
     ticks = tuple(Tick(x=float(x), label=n) for x, n in zip(places, labels, strict=True))

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from commands import run
 from pydantic import ValidationError
-from test_html import SAMPLES, audit
+from test_html import SAMPLES, audit, sample
 
 from numdev import report
 from numdev.cli.schema import schema_of
@@ -36,10 +36,6 @@ from numdev.yamlfile import read_yaml
 
 FORMATS = ("terminal", "html", "markdown", "csv", "json")
 OLDER = Path(__file__).parent / "data" / "older" / "audit-schema2.json"
-
-
-def sample(kind: str) -> Path:
-    return next(p for p in SAMPLES if p.stem == kind)
 
 
 READ: Any = report.read(sample("audit"))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from gate_rows import control, row
 from rich.console import Console
-from test_html import audit, figure, provenance, sweep
+from test_html import audit, figure, sample, sweep
 
 from numdev.diagnose.report import Bias, CureRow, DeltaError, HeadRow, KernelRow
-from numdev.gate.compare_report import CompareReport, CompareSummary, Group, Move, Side
+from numdev.gate.compare_report import Group, Move
 from numdev.gate.findings import Places, findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
@@ -31,18 +31,12 @@ from numdev.report import (
     Point,
     Tick,
     WeightSummary,
+    read,
 )
 from numdev.report.document import Cell, Column, Document, Figures, Row, Table, table_of
 from numdev.report.renderers import html, markdown, terminal
 from numdev.report.views import along, compare, diagnose, document_of, gate, kernels, weights
 from numdev.report.views import audit as audit_view
-from numdev.training.weights.report import (
-    GroupRow,
-    SourceRecord,
-    TensorRow,
-    WeightsReport,
-    WeightsSummary,
-)
 
 
 def kernel(**changes: Any) -> KernelSummary:
@@ -160,28 +154,21 @@ def test_the_weights_of_an_audit() -> None:
 def test_each_column_of_a_weight_table_has_its_own_number() -> None:
     """Of a tensor W1 is its own, of a group the mean of its tensors'."""
     numbers: dict[str, Any] = {
-        "of": "b", "against": "a", "elements": 10, "nonfinite_of": 1, "nonfinite_against": 2,
-        "max_abs": 0.11, "mean_abs": 0.12, "rel": 0.13, "cosine": 0.14, "equal": 0.15,
+        "nonfinite_of": 1, "nonfinite_against": 2, "max_abs": 0.11, "mean_abs": 0.12, "rel": 0.13,
+        "cosine": 0.14, "equal": 0.15,
     }  # fmt: skip
     for i, name in enumerate(("bfloat16", "float16", "float8_e4m3fn")):
-        numbers |= {f"{name}_mean_abs": 0.21 + i / 10,
-                    f"{name}_nonfinite": 0, f"{name}_times": 2.1 + i}  # fmt: skip
-    tensor = TensorRow(**numbers, tensor="t", layer="0", kind="mlp", shape=(2, 5), stored_of="F32",
-                       stored_against="F32", w1=0.16, spread=0.17, w1_rel=0.18)  # fmt: skip
-    group = GroupRow(**numbers, group="all", name="all", tensors=1, mean_w1=0.19, mean_spread=0.2,
-                     mean_w1_rel=0.51, identical=0, max_tensor="t", yardstick="bfloat16",
-                     times_median=1.0, times_largest=1.0, times_tensor="t")  # fmt: skip
-    source = SourceRecord(name="a", files=("f",), tensors=1, elements=10, sha256="0")
-    report = WeightsReport(
-        provenance=provenance(), request={}, sources=(source, source), rows=(tensor,),
-        groups=(group,), summary=WeightsSummary(answer=("x",), notes=()),
-    )  # fmt: skip
+        numbers |= {f"{name}_mean_abs": 0.21 + i / 10, f"{name}_times": 2.1 + i}
+    made: Any = read(sample("weights"))
+    tensor = made.rows[0].model_copy(update={**numbers, "tensor": "t", "w1": 0.16})
+    group = made.groups[0].model_copy(update={**numbers, "mean_w1": 0.19})
     shared = (
         "mean: 0.12 | max: 0.11 | rel: 0.13 | W1: {} | ×bf16: 2.10 | ×fp16: 3.10 | ×fp8: 4.10 | "
         "cosine: 0.14 | equal: 15.0 % | bf16 cast: 0.21 | fp16 cast: 0.31 | fp8 cast: 0.41 | "
         "NaN/inf: 3"
     )
-    found = tables(weights.blocks(report))
+    changed = made.model_copy(update={"rows": (tensor,), "groups": (group,)})
+    found = tables(weights.blocks(changed))
     groups, tensors, *_ = (t for t in found if t.columns[-1].title == "NaN/inf")
     assert cells([groups]) == "kind of parameter: all | " + shared.format(0.19)
     assert cells([tensors]) == "tensor, most ×bf16 first: t | " + shared.format(0.16)
@@ -192,15 +179,12 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     shared: dict[str, Any] = {"role": "kernel", "kernel": "k", "format": "bfloat16"}
     group = Group(**shared, tensor="dq", pairs=9, same_bits=2, moved=4, metric="floor_ratio",
                   a=1.5, b=2.5, change=3.5)  # fmt: skip
-    side = Side(path="p", numdev="0", command="c", created="d", rows=1)
+    by_rms = group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})
     place = Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
     move = Move(**shared, tensor="dq", place=place, metric="m", a=1.0, b=2.0, change=2.0,
                 noise=1.25, excess=3.0, inputs="same", words="from 1 to 2")  # fmt: skip
-    report = CompareReport(
-        provenance=provenance(), request={}, a=side, b=side, moves=(move,),
-        summary=CompareSummary(answer=("x",), threshold="t"),
-        groups=(group, group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})),
-    )  # fmt: skip
+    changes = {"groups": (group, by_rms), "moves": (move,)}
+    report: Any = read(sample("compare")).model_copy(update=changes)
     nodes = list(compare.blocks(report))
     assert cells(nodes, "Every tensor") == (
         "kernel: k | : dq | heads: 9 | moved: 4 | same bits: 2 | metric: floor_ratio | A: 1.50 | "
