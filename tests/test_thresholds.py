@@ -60,8 +60,11 @@ def test_a_wrong_threshold_is_refused(tmp_path: Path, text: str, said: str) -> N
     assert said in str(error.value)
 
 
-def test_a_file_without_thresholds_is_refused(tmp_path: Path) -> None:
-    """It would pass whatever it is given."""
+def test_a_file_without_thresholds_has_the_default_ones(tmp_path: Path) -> None:
+    """An empty list, which would pass whatever it is given, is refused, as a misspelt key is."""
+    (tmp_path / "t.yaml").write_text("required: [mine]")
+    found = read_rules(tmp_path / "t.yaml")
+    assert (found.thresholds, found.required) == (default_rules().thresholds, ("mine",))
     for text in ("thresholds: []", "threshold: [{name: a, metric: rms, at_most: 1}]"):
         (tmp_path / "t.yaml").write_text(text)
         with pytest.raises(UsageError, match="thresholds"):

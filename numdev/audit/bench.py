@@ -81,7 +81,7 @@ class Selection:
         """The heads of `tensor` that are measured."""
         return self.kv_heads if tensor in KV_TENSORS else self.heads
 
-    def rows_of(self, tensor: str) -> Tensor | None:
+    def row_indices(self, tensor: str) -> Tensor | None:
         """Where the measured rows of `tensor` stand in the call; None where all are measured."""
         return self.keys if tensor in KV_TENSORS else self.queries
 
@@ -91,19 +91,19 @@ class Selection:
 
     def sampled_from(self, tensor: str) -> int | None:
         """Of how many rows those of `tensor` are a sample; None where all are measured."""
-        rows, length = self.rows_of(tensor), self.length_of(tensor)
+        rows, length = self.row_indices(tensor), self.length_of(tensor)
         return None if rows is None or len(rows) == length else length
 
     def bins_of(self, tensor: str) -> Tensor | None:
         """Which measured row of `tensor` is in which bin of positions (`sampling.membership`)."""
-        rows, length = self.rows_of(tensor), self.length_of(tensor)
+        rows, length = self.row_indices(tensor), self.length_of(tensor)
         every = torch.arange(length, device=self.case.q.device)
         return membership(length, every if rows is None else rows)
 
     def select(self, x: Tensor, tensor: str = "out") -> Tensor:
         """The measured heads and rows of a tensor [batch, heads, rows, ...], which may be cut down
         to them already."""
-        x, rows = self.select_heads(x, tensor), self.rows_of(tensor)
+        x, rows = self.select_heads(x, tensor), self.row_indices(tensor)
         return x if rows is None or x.shape[2] == len(rows) else x[:, :, rows]
 
     def select_heads(self, x: Tensor, tensor: str = "out") -> Tensor:

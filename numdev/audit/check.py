@@ -17,7 +17,7 @@ from numdev.audit.isolation import attempt, copied
 from numdev.audit.plan import Plan, Planned, plan_formats, plan_kernels, recorded
 from numdev.audit.reproduce import reproduce
 from numdev.audit.run import provenance
-from numdev.audit.task import Rows, loaded, measured_here
+from numdev.audit.task import Rows, as_located, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.config import CaseConfig, CheckConfig
@@ -180,7 +180,7 @@ class CheckSource(ConfigSource):
             case = copied(named, self._device)
             lacks = self._gradients and case.grad_out is None
             case = with_drawn(case, self._seeds[0]) if lacks else case
-            return [loaded(case)]
+            return [as_located(case)]
         if isinstance(named, Mapping):
             return self._drawn(_configured({"name": f"case {number}", **SHAPE, **named}))
         path = Path(named)

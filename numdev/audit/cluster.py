@@ -36,7 +36,7 @@ from numdev.audit.isolation import (
 from numdev.audit.journal import first_difference
 from numdev.audit.plan import Plan, Planned, Task, environment
 from numdev.audit.rows import bare_row
-from numdev.audit.task import Finished, loaded, measured_here
+from numdev.audit.task import Finished, as_located, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.errors import MeasurementError, NumdevError, UsageError, one_line
 from numdev.kernels import find
@@ -149,7 +149,7 @@ class Workers:
             yield from self._landed()
         if shipped:
             with self.watch("capture"):
-                located = loaded(copied(located.load(), "cpu"), located.axes)
+                located = as_located(copied(located.load(), "cpu"), located.axes)
         plan = dataclasses.replace(self.plan, kernels=())  # workers find their own
         parcel = pickle.dumps((plan, [task for _, task in tasks], located, self.limit_s))
         future = self.client.submit(work, self.expected, parcel, pure=False)
@@ -277,7 +277,7 @@ def work(expected: str, parcel: bytes) -> tuple[list[Finished], dict[str, float]
             process.limit_s = limit_s
             with watch("capture"):
                 case = copied(located.load(), plan.system.device)
-            here = loaded(case, located.axes)
+            here = as_located(case, located.axes)
             return list(measured_here(here, planned, plan, process, watch)), watch.seconds()
     except NumdevError as error:
         who = f"{socket.gethostname()}, process {os.getpid()}"

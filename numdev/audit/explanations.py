@@ -26,7 +26,7 @@ from torch import Tensor
 from numdev.audit.bench import KV_TENSORS, TERMS, Bench
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Task
-from numdev.audit.rows import COUNTED, Measured, formats_of, given, identity, returned
+from numdev.audit.rows import FAILS_ONE_ROW, Measured, formats_of, given, identity, returned
 from numdev.errors import MeasurementError, Refused, UsageError
 from numdev.explain.attribution import (
     ENOUGH,
@@ -216,7 +216,7 @@ def explain(
             return []
         claim = kernel.claims(case, output, system)
         compared = _Compared(bench, output)
-    except COUNTED as error:
+    except FAILS_ONE_ROW as error:
         return [_row(task, "out", chosen(heads), None, f"it could not be tried ({error})")]
     rows = []
     for tensor in compared.formats:
@@ -263,7 +263,7 @@ class _Compared:
         try:
             size = terms.norm(dim=-1)
             return attribute(x, exact, size, case.format, claim, emulated, **more), None
-        except COUNTED as error:
+        except FAILS_ONE_ROW as error:
             return None, f"it could not be tried ({error})"
 
     def emulated(self, tensor: str, tried: Claim) -> Tensor:
@@ -346,7 +346,7 @@ def examine(
     worst: list[WorstRow] = []
     if output is None:
         return worst
-    with contextlib.suppress(*COUNTED):
+    with contextlib.suppress(*FAILS_ONE_ROW):
         claim = kernel.claims(bench.case, output, system)
         formats = formats_of(output, bench)
         for tensor, fmt in formats.items():
@@ -364,7 +364,7 @@ def examine(
                 predicted=predicted,
                 tensor=tensor,
                 lse=bench.lse if tensor in KV_TENSORS else None,
-                rows=select.rows_of(tensor),
+                rows=select.row_indices(tensor),
                 identity=identity(task),
             )
     return worst

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numdev.audit.explanations import Likeness
 
 # What measuring may raise on strange outputs, and costs the row, not the audit.
-COUNTED = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
+FAILS_ONE_ROW = (RuntimeError, TypeError, ValueError, MeasurementError, UsageError)
 OF_CASE = ("case", "source", "module", "layer", "call", "seed", "phase", "step", "attends")
 
 
@@ -148,7 +148,7 @@ class _Of:
             return {}
         case = select.with_heads(bench.case)
         return {
-            name: elsewhere(x, name, case, select.rows_of(name), formats[name])
+            name: elsewhere(x, name, case, select.row_indices(name), formats[name])
             for name, x in whole.items()
         }
 
@@ -209,7 +209,7 @@ class _Of:
             "ran": output.ran_backward if tensor in GRADIENTS else output.ran,
             "out_format": out_format.name if out_format else None,
         }
-        rows = select.rows_of(tensor)
+        rows = select.row_indices(tensor)
         if rows is not None and select.sampled_from(tensor) is not None:
             shared |= {"sampled": True, "rows_measured": len(rows)}
         return [

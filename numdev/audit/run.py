@@ -21,7 +21,7 @@ from numdev.audit.isolation import Isolated, Runner, attempt
 from numdev.audit.journal import Journal
 from numdev.audit.plan import Plan, header
 from numdev.audit.reproduce import reproduce
-from numdev.audit.task import Finished, loaded, measured_here
+from numdev.audit.task import Finished, as_located, measured_here
 from numdev.audit.timing import Stopwatch
 from numdev.config import AuditRequest, SweepRequest
 from numdev.errors import MeasurementError
@@ -127,7 +127,7 @@ def measure(
         say(note)
     described, limit_s = source.describe(), request.time_limit
     shared = header(asked, plan.system, plan.kernels, described)
-    # What has cost a worker its life must not be run in this process afterwards.
+    # A kernel that crashed a worker must not run in this process: workers imply isolation.
     isolated = request.isolate or workers is not None
     with (
         Journal.open(directory, shared, overwrite=overwrite) as journal,
@@ -173,7 +173,7 @@ def measure_source(
     def keep(finished: Iterable[Finished]) -> None:
         nonlocal visited
         for key, rows, what in finished:
-            if not journal.visit(key):  # every seed of a case brings its record
+            if not journal.visit(key):  # seeds of one case share a record: the first is kept
                 journal.append(key, rows)
                 visited += "row" in rows
             progress(what, visited, total)
@@ -184,9 +184,10 @@ def measure_source(
                 if writer is not None:
                     case = Selection.of(located.load(), plan.heads, gradients=plan.gradients).case
                     writer.add(case, located.axes)
-                    located = loaded(case, located.axes)
+                    located = as_located(case, located.axes)
                 recorded = journal.visit(f"case {located.ref.case}")
                 tasks = list(plan.tasks(located.ref))
+                # Noted in the journal's order, and left out where they are finished.
                 unfinished = [(p, task) for p, task in tasks if not journal.visit(task.key)]
                 visited += len(tasks) - len(unfinished)
                 progress(located.ref.module, visited, total)

@@ -18,7 +18,15 @@ from numdev.audit.bench import Bench, Selection
 from numdev.audit.explanations import beyond, examine, explain, likeness, profile, remarkable
 from numdev.audit.isolation import Failure, Runner, attempt
 from numdev.audit.plan import Plan, Planned, Task
-from numdev.audit.rows import COUNTED, Measured, bare_row, case_record, formats_of, given, rows_of
+from numdev.audit.rows import (
+    FAILS_ONE_ROW,
+    Measured,
+    bare_row,
+    case_record,
+    formats_of,
+    given,
+    rows_of,
+)
 from numdev.audit.timing import Stopwatch
 from numdev.cases import AttentionCase
 from numdev.errors import one_line
@@ -35,8 +43,8 @@ Rows = Mapping[str, Sequence[Any]]  # rows of a report by kind: row, worst, prof
 Finished = tuple[str, Rows, str]  # a key of the journal, rows by kind, and what was done
 
 
-def loaded(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> Located:
-    """A case at hand as one that is located, which can be pickled."""
+def as_located(case: AttentionCase, axes: Mapping[str, Any] | None = None) -> Located:
+    """A case in memory as a `Located`, which can be pickled."""
     return Captured(ref=case.ref, axes=dict(axes or {}), load=functools.partial(copy.copy, case))
 
 
@@ -75,7 +83,7 @@ def measure_case(
                 with watch("reference"):
                     exact = selection.exact(selection.case)
             bench = Bench.of(selection, format_named(format_name), exact, watch)
-        except COUNTED as error:  # the case is too large for its reference
+        except FAILS_ONE_ROW as error:  # the case is too large for its reference
             for _, task in of_format:
                 yield task, {"row": [_unmeasured(task, error)]}
             continue
@@ -128,7 +136,7 @@ def measure_task(
                 why = Failure(lacking.status, where + lacking.reason)
                 measured.rows.append(bare_row(task, why, "dq"))
             return measured
-    except COUNTED as error:
+    except FAILS_ONE_ROW as error:
         return Measured(rows=[_unmeasured(task, error)])
 
 
@@ -137,7 +145,8 @@ def _unmeasured(task: Task, error: Exception) -> DeviationRow:
 
 
 def _runs(task: Task, kernel: Kernel, bench: Bench, run: Runner) -> list[Output] | Failure:
-    """What the task's kernel returns, as often as asked; what is prepared already, once."""
+    """What the task's kernel returns, as often as asked. Floor and baseline are the bench's; the
+    output of `precision` only holds a place, since `rows` compares the two references."""
     exact, y = bench.reference, bench.yardsticks
     names = GRADIENTS if task.gradients else ()
     if task.role == "precision":
@@ -182,6 +191,6 @@ def measure_one(
     how: dict[str, Any] = {"gradients": task.gradients, "sample": task.sample}
     try:
         bench = bench_of(case, task.format, task.heads, **how)
-    except COUNTED as error:
+    except FAILS_ONE_ROW as error:
         return [_unmeasured(task, error)]
     return measure_task(task, kernel, bench, system, run).rows

@@ -1,4 +1,4 @@
-"""`numdev audit`."""
+"""`numdev audit` and `numdev sweep`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from numdev.cli.options import cluster_options, options_of
+from numdev.cli.options import cluster_options, options_of, seed_option
 from numdev.cli.session import FILE, Results, command
-from numdev.config import AuditConfig, audit_request
+from numdev.config import AuditConfig, SweepConfig, audit_request, sweep_request
 
 
 @command(
@@ -48,4 +48,44 @@ def audit(
     more = {"workers": cluster, "save_cases": save_cases, "say": results.say}
     with sharing(cluster, request.device):
         found = results.study(run, request, directory, **more)
+    results.hand_over(found, directory)
+
+
+@command(
+    "Measure how deviation depends on length, format, tile or kernel.",
+    "sweep configs/sweep/ci.yaml --dry-run",
+)
+@click.argument("config", type=FILE)
+@options_of(SweepConfig)
+@cluster_options
+@click.option("--dry-run", is_flag=True, help="Say how many tasks it would measure, and stop.")
+@seed_option
+def sweep(
+    config: Path,
+    results: Results,
+    dry_run: bool,
+    workers: int | None,
+    scheduler: str | None,
+    **flags: Any,
+) -> None:
+    """Measure how deviation depends on length, format, tile size, inputs or kernel.
+
+    CONFIG is a YAML file. A list where a scalar belongs is an axis of the grid; every cell is
+    measured with every seed, and the report gives means with confidence intervals. With --seed N
+    the seeds are counted from N. The same request into the same directory continues where it
+    stopped.
+    """
+    from numdev.audit.cluster import cluster_of, sharing
+    from numdev.audit.sweep import plan
+    from numdev.audit.sweep import sweep as run
+
+    request, cluster = sweep_request(config, flags), cluster_of(workers, scheduler)
+    with sharing(cluster, request.device):
+        planned = plan(request)
+        if dry_run or not results.quiet:
+            click.echo(planned.size, err=not dry_run)
+        if dry_run:
+            return
+        directory = results.directory(config.stem, request.measured())
+        found = results.study(run, planned, directory, workers=cluster, say=results.say)
     results.hand_over(found, directory)

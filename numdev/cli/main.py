@@ -1,7 +1,7 @@
 """The command line: the group of commands, and what becomes of their errors.
 
-The commands are in `numdev.cli`, a file each. stdout carries the result, stderr the rest. This is
-the only place that catches a NumdevError and the only one that prints an error."""
+stdout carries the result, stderr the rest. This is the only place that catches a NumdevError and
+the only one that prints an error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from typing import Any
 import click
 
 from numdev import __version__
-from numdev.cli.audit import audit
-from numdev.cli.bounds import bounds
+from numdev.cli.audit import audit, sweep
 from numdev.cli.diagnose import diagnose
 from numdev.cli.gate import gate
 from numdev.cli.kernels import kernels
 from numdev.cli.report import compare, report
 from numdev.cli.schema import schema
-from numdev.cli.sweep import sweep
-from numdev.cli.train import train
-from numdev.cli.weights import weights
+from numdev.cli.train import bounds, train, weights
 from numdev.errors import NumdevError, UsageError
 
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions

@@ -1,4 +1,4 @@
-"""`numdev train`."""
+"""`numdev train`, `numdev weights` and `numdev bounds`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from numdev.cli.options import device_option, seed_option
-from numdev.cli.session import FILE, Results, command
+from numdev.cli.session import FILE, Results, command, command_line
+from numdev.errors import MeasurementError, UsageError
 
 STEPS = "Steps to take, in place of the file's."
 STOP = "Stop then, with everything saved; the same command continues."
@@ -44,3 +45,45 @@ def train(config: Path, results: Results, stop_after: float | None, **flags: Any
         results.hand_over(found, directory)
     else:
         results.say(f"Stopped, and saved in {directory}; continue with the same command.")
+
+
+@command("Compare sets of weights, tensor by tensor.", "weights run-1/checkpoint run-2/checkpoint")
+@click.argument("targets", nargs=-1, required=True, metavar="A B [C]...")
+@device_option
+def weights(targets: tuple[str, ...], device: str | None, results: Results) -> None:
+    """Compare sets of weights tensor by tensor: B, and any further ones, with A.
+
+    Each is a safetensors file, the index of a sharded one, a .pt, .pth or .bin file, a directory of
+    either (of a Hugging Face checkpoint, say), a torch.distributed.checkpoint directory, or `demo`.
+    No model is built. Exit code 0 however far apart they are; 3 where something is damaged, after
+    the rest was compared and reported.
+    """
+    from numdev.training.weights.study import weights as run
+
+    if len(targets) < 2:
+        raise UsageError("one set of weights, and nothing to compare it with")
+    directory = results.directory(Path(targets[0]).stem or "weights", [list(targets), device])
+    found = results.study(run, targets, directory, device=device or "auto")
+    results.hand_over(found, directory)
+    if found.damage:
+        first = found.damage[0]
+        what = f"{first.tensor} {first.words}".strip()
+        raise MeasurementError(what, hint=f"the rest was compared; see {directory}/report.json")
+
+
+@command(
+    "Set flash beside low precision, another seed, and chance.",
+    "bounds numdev-reports/proxy-1234abcd",
+)
+@click.argument("run", type=FILE)
+def bounds(run: Path, results: Results) -> None:
+    """Set how far flash moves weights beside low precision, another seed, and chance.
+
+    RUN is the report of a `numdev train`, or its directory. Needs neither torch nor a GPU.
+    Distances between weights are proxies.
+    """
+    from numdev.training.bounds import study
+
+    found = study.bounds(run, command=command_line())
+    directory = results.claim(f"bounds-{found.request['target']}", found.request)
+    results.hand_over(found, directory)

@@ -278,7 +278,15 @@ class Rules(Strict):
     """Kernels that must have been measured in every call."""
     catches: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Planted faults, and a dose of each from which on these thresholds must catch it."""
-    thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)]
+    thresholds: Annotated[tuple[Threshold, ...], Field(min_length=1)] = ()
+    """Where a file does not say any, those of configs/gate/default.yaml."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "thresholds" not in values:
+            return {**values, "thresholds": default_rules().thresholds}
+        return values
 
     @field_validator("thresholds")
     @classmethod

@@ -9,8 +9,9 @@ Three rules hold for every metric. Fully masked rows are left out. An element th
 counted (`nonfinite`), never averaged. A ratio whose denominator means nothing is None, with the
 reason in `nulls`.
 
-The sums and maxima that metrics are functions of come from `numdev.metrics.row_sums`, for all heads
-at once; the metrics themselves are computed on the host.
+Sums and maxima come from `row_sums`, for all heads at once. All else is computed on the host:
+means, root mean squares and their ratios in `intervals.of_sums`, bias in `bias`; maxima, `rel`,
+`worst_row` and reasons for nulls here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from numdev.metrics.yardstick import Yardstick
 
 Column = np.ndarray[Any, np.dtype[Any]]
 """[H]: numbers or flags."""
-COUNTED = ("elements", "empty_rows", "nonfinite")
+INTEGERS = ("elements", "empty_rows", "nonfinite")
 Metrics = dict[str, Any]
 """Metric name to value for one head; the names are the fields of `report.DeviationRow`."""
 
@@ -114,7 +115,7 @@ def _beside(totals: Totals, fmt: Format) -> dict[str, Column]:
 
 def _per_head(columns: Mapping[str, Column]) -> list[Metrics]:
     """Columns [H] as one dict per head: counts as integers."""
-    lists = [(x.astype(np.int64) if n in COUNTED else x).tolist() for n, x in columns.items()]
+    lists = [(x.astype(np.int64) if n in INTEGERS else x).tolist() for n, x in columns.items()]
     return [dict(zip(columns, head, strict=True)) for head in zip(*lists, strict=True)]
 
 
@@ -133,7 +134,7 @@ def _with_reasons(head: Metrics) -> Metrics:
     lost = head.pop("lost", False)
     if head["elements"] == 0:
         why = "no finite element in a row that sees a key"
-        counts = (*COUNTED, "sequences")
+        counts = (*INTEGERS, "sequences")
         nulls |= {k: why for k, v in head.items() if v is not None and k not in counts}
     elif lost:
         nulls["rel"] = "the reference is lost in its term scale"
