@@ -350,8 +350,7 @@ def test_a_reader_that_leaves_is_no_failure(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--json", None])
 def test_no_kernel_measured_is_exit_code_3(run: Any, flag: str | None) -> None:
-    """Every kernel was skipped: the report is there, its first sentence says so, and so does the
-    exit code. Beside one that was measured it is 0."""
+    """Every kernel was skipped: the report's first sentence says so. Beside one that ran: 0."""
     cuda = ("--device", "cpu", "--kernel", "sdpa-cudnn")
     ran = run("audit", "tiny.yaml", *cuda, "-o", "out", *([flag] if flag else []))
     assert ran.code == 3

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from numdev import system
+from numdev.system import Requirement, System
 
 SAYS = {
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
@@ -32,7 +35,23 @@ def test_settings_are_those_of_torch_now() -> None:
     try:
         for precision in ("medium", "highest"):
             torch.set_float32_matmul_precision(precision)
-            settings = system.System.here("cpu").settings
+            settings = System.here("cpu").settings
             assert settings["float32_matmul_precision"] == precision
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("needs", "missing"),
+    [
+        ({"capability": (8, 0), "devices": 1, "device": "cuda"}, None),
+        ({"capability": (9, 0)}, "needs compute capability 9.0 or newer; NVIDIA A100 has 8.0"),
+        ({"devices": 2}, "needs 2 CUDA devices, found 1"),
+        ({"device": "cpu"}, "needs CPU, and this audit runs on CUDA"),
+        ({"package": "flash_attn"}, "needs the package flash_attn, which is not installed"),
+    ],
+)
+def test_what_a_machine_lacks_is_said(needs: dict[str, Any], missing: str | None) -> None:
+    """What is exactly enough is enough."""
+    a100 = System(device="cuda", gpu="NVIDIA A100", capability=(8, 0), devices=1)
+    assert Requirement(**needs).missing(a100) == missing
