@@ -15,18 +15,18 @@ ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev (top)": (1800, None),
-    "numdev/cli": (900, 1048),
+    "numdev/cli": (900, 1014),
     "numdev/sources": (3400, None),
     "numdev/kernels": (5600, None),
     "numdev/metrics": (2200, None),
     "numdev/explain": (1100, None),
     "numdev/audit": (3100, None),
-    "numdev/gate": (1900, 2634),
+    "numdev/gate": (1900, 2636),
     "numdev/training": (3000, None),
     "numdev/diagnose": (1500, None),
     "numdev/report": (2900, 4048),
-    "numdev": (28000, 30825),
-    "tests": (20000, 23430),
+    "numdev": (28000, 30810),
+    "tests": (20000, 23475),
 }
 WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 

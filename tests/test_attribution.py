@@ -134,6 +134,21 @@ def test_what_the_data_cannot_tell_apart_is_unknown() -> None:
     assert found.why_not is not None
 
 
+@pytest.mark.parametrize(("next_residual", "known"), [(0.33, False), (0.4, True)])
+def test_an_explanation_is_clearly_better_than_the_next(next_residual: float, known: bool) -> None:
+    """Of two that leave 0.3 and 0.33 of the errors neither is known; 0.3 beside 0.4 is."""
+    errors = torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def emulate(claim: Mapping[str, Any]) -> Tensor:
+        return errors * (1 - (0.3 if claim["preset"] == "eager" else next_residual))
+
+    found = attribute(errors, torch.zeros_like(errors), torch.ones(1, 1, 8),
+                      format_named("bfloat16"), None, emulate)  # fmt: skip
+    assert found is not None
+    assert found.best.preset == "eager"
+    assert (found.why_not is None) == known
+
+
 def test_the_scores_roundings_are_one_site() -> None:
     """At a scale of a power of two S and scale * S round alike: neither alone explains anything."""
     case = drawn("normal", logits=4.0)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from loaded import load
 
+from numdev.explain import wrong_function
 from numdev.explain.wrong_function import CUT, far_off, suspect
 from numdev.formats import round_to
 from numdev.kernels import find
@@ -97,3 +99,21 @@ def test_outputs_that_are_not_finite() -> None:
 def test_when_a_search_begins(floors: float | None, baselines: float | None, far: bool) -> None:
     """Ten floors are needed for a tenfold cut; what the baseline errs as well is rounding."""
     assert far_off({"floor_ratio": floors, "baseline_ratio": baselines}) == far
+
+
+def test_the_best_explanations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mistakes that cut the error 12, 40 and 30 times: the last two, the larger cut first."""
+
+    class Cuts:
+        case = None
+
+        def cut(self, output: float) -> float:
+            return output
+
+    def alternatives(probe: Cuts) -> list[tuple[str, Callable[[Cuts], float]]]:
+        return [(f"cut {x}", lambda probe, x=x: x) for x in (12.0, 40.0, 30.0)]
+
+    monkeypatch.setattr(wrong_function, "alternatives", alternatives)
+    monkeypatch.setattr(wrong_function, "scales", lambda case: [])
+    found = wrong_function._search(Cuts())  # type: ignore[arg-type]
+    assert [cut for _, cut in found] == [40.0, 30.0]
