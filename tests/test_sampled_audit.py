@@ -58,7 +58,7 @@ def test_gradients_are_measured_in_the_sampled_queries_and_keys() -> None:
     assert set(rows) == by_query | {("dk", 1), ("dv", 1)}
     output, exact = kernel.gradients(bench.case), gradients(bench.case)
     for (tensor, head), row in rows.items():
-        at = bench.selection.rows_of(tensor)
+        at = bench.selection.row_indices(tensor)
         assert at is not None
         x, r = getattr(output, tensor), getattr(exact, tensor)
         error = (x.double() - r)[:, head, at]
