@@ -80,8 +80,10 @@ def check_whole(report: Measured, what: str = "the report") -> None:
         without: dict[str, set[Key]] = {}  # tensor and call of rows that say why not
         for name, rows in ((run, rows) for (whose, run), rows in runs.items() if whose == role):
             cells = [(r.tensor, _call(r), r.head) for r in rows if r.status == "ok"]
-            own[name], without[name] = set(cells), {(r.tensor, _call(r)) for r in rows}
-            without[name] -= {cell[:2] for cell in cells}
+            own[name] = set(cells)
+            without[name] = {(r.tensor, _call(r)) for r in rows if r.status != "ok"}
+            if without[name]:
+                without[name] -= {cell[:2] for cell in cells}
             if len(own[name]) < len(cells):
                 twice = _place(Counter(cells).most_common(1)[0][0])
                 raise MeasurementError(
@@ -93,11 +95,12 @@ def check_whole(report: Measured, what: str = "the report") -> None:
         for name, cells_of in own.items():
             returned = {call for tensor, call, _ in cells_of if tensor == "lse"}
             wanted = {("lse", *cell[1:]) for cell in cells_of if cell[1] in returned}
+            bare = without[name]
             wanted |= {
-                (tensor, call, head)
-                for tensor, call, head in every
-                if not any((t, call) in without[name] for t in PASSES.get(tensor, (tensor,)))
-                and tensor in PASSES
+                cell
+                for cell in every
+                if cell[0] in PASSES
+                and not (bare and any((t, cell[1]) in bare for t in PASSES[cell[0]]))
             }
             _require(f"{what} is not whole: {name} has no", wanted - cells_of)
 
