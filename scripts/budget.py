@@ -26,7 +26,7 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/diagnose": (1500, None),
     "numdev/report": (2900, 4048),
     "numdev": (28000, 30810),
-    "tests": (20000, 23475),
+    "tests": (20000, 23485),
 }
 WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 

@@ -64,6 +64,16 @@ def test_a_row_that_is_missing_is_no_pass(place: dict[str, Any], said: str) -> N
     assert said in str(error.value)
 
 
+def test_a_skipped_row_among_measured_ones_excuses_none() -> None:
+    """A kernel measures all heads of a call, or skips it whole and says why."""
+    skipped = row(None, kernel="a", case="c", status="skipped", reason="no")
+    less = without(rows(), kernel="a", case="c", tensor="out", head=3)
+    with pytest.raises(MeasurementError, match="has no row for out of c head 3"):
+        judged(told([*less, skipped]))
+    none = [r for r in rows() if (r.kernel, r.case) != ("a", "c")]
+    assert judged(told([*none, skipped])) == 0
+
+
 def test_a_row_that_is_there_twice_is_no_pass() -> None:
     """Nor where it is sound: it would have a share of every median."""
     with pytest.raises(MeasurementError, match="several rows for dq of c head 0"):

@@ -134,12 +134,10 @@ def _worst(rows: Sequence[DeviationRow], threshold: Threshold) -> float | None:
         estimated = row.sampled and metric in MAXIMA | ESTIMATED
         interval = interval_of(row, metric) if estimated and metric in ESTIMATED else None
         if value is not None and (interval or not estimated):
-            size = abs(float(value))
-            sizes.append((size, max(size, *interval) if interval else size))
+            sizes.append(max((abs(float(value)), *(interval or ()))))
     if threshold.heads is None:
-        return max((end for _, end in sizes), default=None)
-    sizes.sort(reverse=True)
-    return sizes[len(sizes) // 2][1] if len(sizes) >= threshold.heads else None
+        return max(sizes, default=None)
+    return sorted(sizes, reverse=True)[len(sizes) // 2] if len(sizes) >= threshold.heads else None
 
 
 def rounded_up(x: float) -> float:

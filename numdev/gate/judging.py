@@ -350,18 +350,24 @@ def _of_sample(held: Held) -> Held | str:
 
 
 def _decided(threshold: Threshold, held: list[Held]) -> tuple[list[Held], list[Lacking]]:
-    """What is decided; and estimates whose interval contains the limit, which are not. Under a
-    limit for the median it is the median head's that counts."""
-    if threshold.heads is not None and held:
-        median = _median(held)
-        return ([], [(h.row, _contains(median)) for h in held]) if median.unsure else (held, [])
-    return [h for h in held if not h.unsure], [(h.row, _contains(h)) for h in held if h.unsure]
+    """What is decided; and estimates whose interval contains the limit, which are not. For a median
+    none is, if the median of the lower ends is within and that of the upper ends beyond."""
+    if not any(h.interval for h in held):
+        return held, []
+    if threshold.heads is None:
+        unsure = [h for h in held if h.ends[0] <= 1 < h.ends[1]]
+        sure = [h for h in held if not h.ends[0] <= 1 < h.ends[1]]
+        return sure, [(h.row, _contains(h, h)) for h in unsure]
+    low, high = (_median(sorted(held, key=lambda h: -h.ends[end])) for end in (0, 1))
+    if not low.ends[0] <= 1 < high.ends[1]:
+        return held, []
+    return [], [(h.row, _contains(low, high, "the median ")) for h in held]
 
 
-def _contains(held: Held) -> str:
-    low, high = held.interval or (0.0, 0.0)
-    what = f"the interval of {held.limit.metric}, {low:.3g} to {high:.3g},"
-    return f"{what} contains the limit {held.limit.at_most:g}: audit more rows"
+def _contains(lower: Held, upper: Held, whose: str = "") -> str:
+    low, high = (h.interval or (0.0, 0.0) for h in (lower, upper))
+    what = f"the interval of {whose}{lower.limit.metric}, {low[0]:.3g} to {high[1]:.3g},"
+    return f"{what} contains the limit {lower.limit.at_most:g}: audit more rows"
 
 
 def _offending(threshold: Threshold, held: Sequence[Held]) -> list[Held]:

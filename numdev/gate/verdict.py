@@ -28,11 +28,11 @@ class Held(NamedTuple):
     """Beyond a limit on a change, but within the seeds' own spread or the noise; `excess` is 1."""
 
     @property
-    def unsure(self) -> bool:
-        """Whether the interval contains the limit. One that does not contain its own estimate, or
-        has its ends the wrong way round, excuses nothing."""
-        excesses = (self.excess, *map(self.limit.excess, self.interval or ()))
-        return min(excesses) <= 1 < max(excesses)
+    def ends(self) -> tuple[float, float]:
+        """The least and the most that the excess may be. An interval that does not contain its own
+        estimate, or has its ends the wrong way round, excuses nothing."""
+        both = (self.excess, *map(self.limit.excess, self.interval or ()))
+        return min(both), max(both)
 
 
 class Verdict(Record):
