@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # Budget, and today's limit where that is still above it.
 BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev (top)": (1800, None),
-    "numdev/cli": (900, 1014),
+    "numdev/cli": (900, None),
     "numdev/sources": (3400, None),
     "numdev/kernels": (5600, None),
     "numdev/metrics": (2200, None),
@@ -25,8 +25,8 @@ BUDGET: dict[str, tuple[int, int | None]] = {
     "numdev/training": (3000, None),
     "numdev/diagnose": (1500, None),
     "numdev/report": (2900, 4048),
-    "numdev": (28000, 30810),
-    "tests": (20000, 23485),
+    "numdev": (28000, 30706),
+    "tests": (20000, 23366),
 }
 WHOLE = ("numdev", "tests")  # totals have no tenth to spare
 

@@ -11,6 +11,21 @@ from numdev.cli.main import cli
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 
 
+COMPLETION = """\
+## Completion in the shell
+
+Commands and options are completed by the shell; add the line to its start file.
+
+| shell | file | line |
+|---|---|---|
+| bash, 4.4 or later | `~/.bashrc` | `eval "$(_NUMDEV_COMPLETE=bash_source numdev)"` |
+| zsh | `~/.zshrc` | `eval "$(_NUMDEV_COMPLETE=zsh_source numdev)"` |
+| fish | `~/.config/fish/config.fish` | `_NUMDEV_COMPLETE=fish_source numdev \\| source` |
+
+Completing imports neither torch nor a model.
+"""
+
+
 def render() -> str:
     """The page: the group's help, then every command's."""
     parts = [
@@ -22,7 +37,7 @@ def render() -> str:
     ]
     for name, command in sorted(cli.commands.items()):
         parts += [f"## numdev {name}", "", _block(f"numdev {name}", command)]
-    return "\n".join(parts)
+    return "\n".join([*parts, COMPLETION])
 
 
 def _block(path: str, command: click.Command) -> str:

@@ -18,15 +18,11 @@ from numdev.cli.diagnose import diagnose
 from numdev.cli.gate import gate
 from numdev.cli.kernels import kernels
 from numdev.cli.report import compare, report
-from numdev.cli.schema import schema
 from numdev.cli.train import bounds, train, weights
 from numdev.errors import NumdevError, UsageError
 
 COMPLETION = "_NUMDEV_COMPLETE"  # set by the shell that asks for completions
-COMMANDS = (
-    *(audit, sweep, train, weights, bounds, diagnose),
-    *(compare, report, gate, schema, kernels),
-)
+COMMANDS = (audit, sweep, train, weights, bounds, diagnose, compare, report, gate, kernels)
 
 
 class _ReaderLeft(Exception):

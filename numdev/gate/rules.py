@@ -13,14 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from numdev.errors import closest
 from numdev.report import Count, DeviationRow, Phase, Tensor
@@ -167,9 +160,7 @@ def _known(metric: str) -> str:
     return metric
 
 
-Metric = Annotated[
-    str, AfterValidator(_known), WithJsonSchema({"enum": sorted(METRICS), "type": "string"})
-]
+Metric = Annotated[str, AfterValidator(_known)]
 
 
 class Limit(Strict):

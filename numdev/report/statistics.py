@@ -28,7 +28,7 @@ Mean = tuple[float, float | None, float | None]
 
 def interval(values: Sequence[float]) -> Mean:
     """The mean of at least one value, and its 95 % interval."""
-    from scipy.special import stdtrit  # a fifth of a second that `numdev schema` need not wait for
+    from scipy.special import stdtrit  # a fifth of a second that `numdev report` need not wait for
 
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
