@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from numdev.metrics.statistics import interval
 from numdev.report import read
-from numdev.report.statistics import interval
 from numdev.training.report import TrainReport
 
 BROKEN_BY = 0.2  # nats above the golden run; runs that trained ended within 0.03 of it

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import AuditSummary, DeviationRow, KernelSummary
-from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report.summary import summarise
 
 NUMBERS: dict[str, Any] = {

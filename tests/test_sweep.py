@@ -24,9 +24,9 @@ from numdev.errors import UsageError
 from numdev.formats import FORMATS, format_named, round_to
 from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
+from numdev.metrics.statistics import interval
 from numdev.report import DeviationRow, SweepReport
 from numdev.report.curves import estimates
-from numdev.report.statistics import interval
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).parent.parent

@@ -57,10 +57,10 @@ from numdev.kernels.reference.blocked import Gradients, Reference
 from numdev.metrics.deviation import Metrics, measure
 from numdev.metrics.row_sums import Numbers
 from numdev.metrics.sampling import starts
+from numdev.metrics.statistics import BIAS_ALPHA
 from numdev.metrics.worst_rows import worst_rows
 from numdev.metrics.yardstick import Yardstick
 from numdev.report import AttributionRow, DeviationRow, ProfileRow, SiteShare, WorstRow
-from numdev.report.statistics import BIAS_ALPHA
 from numdev.system import System
 
 # --- a known way of rounding ---------------------------------------------------------------------

@@ -30,8 +30,8 @@ from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
 from numdev.gate.rules import value_of
+from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
-from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.sources.opening import Source
 from numdev.sources.tensorfile import storage_order
 

@@ -46,9 +46,9 @@ from numdev.gate.rules import (
     value_of,
 )
 from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Verdict
+from numdev.metrics.statistics import holm
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
 from numdev.report.io import uncollected
-from numdev.report.statistics import holm
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
 # What grows as the error does, so that noise is a share of it.

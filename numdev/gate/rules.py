@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from numdev.errors import closest
+from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, noise_ratio
 from numdev.report import Count, DeviationRow, Phase, Tensor
-from numdev.report.statistics import BIAS_ALPHA, BIAS_SEQUENCES, noise_ratio
 from numdev.yamlfile import Names, Strict, bundled, read_yaml
 
 # --- metrics -------------------------------------------------------------------------------------

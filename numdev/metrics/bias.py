@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-MIN_BIAS_ULP = 0.05
-"""A bias below this size, in ulps at the term scale, is not worth an accusation."""
+from numdev.metrics.statistics import BIAS_ULP
 
 UNJUDGED = {"bias_t": None, "bias_p": None, "bias_size": None, "bias_of": None}
 """Of a head that fewer than two sequences tell of."""
@@ -30,8 +29,8 @@ def bias(features: Numbers, along: Numbers, counts: Numbers) -> list[dict[str, A
     A sequence without a usable element says nothing and is no observation. `bias_p` is corrected
     for the family (Bonferroni with weights, so that the 64 or 128 features do not drown the two
     overall means: these get a quarter of the error rate each, the features share the other half).
-    The correction over heads is made where heads are seen together. Members of at least
-    MIN_BIAS_ULP are preferred, so that a tiny but certain bias does not hide a large one.
+    The correction over heads is made where heads are seen together. Members of at least BIAS_ULP
+    are preferred, so that a tiny but certain bias does not hide a large one.
     """
     overall, whole = features.sum(axis=-1), counts.sum(axis=-1)
     sums = np.concatenate([np.stack([overall, along], axis=-1), features], axis=-1)
@@ -65,7 +64,7 @@ def _judged(means: Numbers, mean: Numbers, counts: Numbers, seen: Flags) -> list
     corrections = np.array([4.0, 4.0, *[2.0 * features] * features])
     t = mean / _standard_error(means, counts, seen)
     p = np.minimum(1.0, _two_sided_p(t, seen.sum(axis=0) - 1) * corrections)
-    large = np.abs(mean) >= MIN_BIAS_ULP
+    large = np.abs(mean) >= BIAS_ULP
     # The smallest p; among equal ones, as many that are 1, the largest t.
     picks = np.lexsort((-np.abs(t), p, ~large))[:, 0]
     return [

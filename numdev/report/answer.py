@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from numdev.metrics.statistics import BIAS_FORMATS
 from numdev.report import KernelSummary
-from numdev.report.statistics import BIAS_FORMATS
 
 # A kernel that is none of these was asked for by name, and is spoken of before the first of them.
 HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")

@@ -20,8 +20,8 @@ import pandas as pd
 from numdev.config import CaseConfig, SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
+from numdev.metrics.statistics import factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
-from numdev.report.statistics import factor, interval
 
 MEDIAN = (
     *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),

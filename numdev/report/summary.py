@@ -17,6 +17,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from numdev.metrics.statistics import (
+    BIAS_ALPHA,
+    BIAS_FORMATS,
+    BIAS_SEQUENCES,
+    BIAS_ULP,
+    holm,
+    noise_ratio,
+)
 from numdev.report import (
     AuditSummary,
     DeviationRow,
@@ -33,14 +41,6 @@ from numdev.report import (
     WorstRow,
 )
 from numdev.report.answer import answer
-from numdev.report.statistics import (
-    BIAS_ALPHA,
-    BIAS_FORMATS,
-    BIAS_SEQUENCES,
-    BIAS_ULP,
-    holm,
-    noise_ratio,
-)
 
 METRICS = ["row_rel", "floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision",
            "flash_vs_low_precision"]  # fmt: skip

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import DeviationRow
 from numdev.report.curves import Estimate, Grid, Line, placed, words
-from numdev.report.statistics import Mean, factor, interval
 
 SENTENCES = 12  # more are not read; the other curves are in the figures
 

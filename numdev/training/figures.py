@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 
+from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, Curve, Figure, Point, Tick
-from numdev.report.statistics import Mean, factor, interval
 from numdev.training.bounds.report import BoundsVariant
 from numdev.training.bounds.saturation import curves, ratios
 from numdev.training.report import DistanceRow, TrainReport, TrainRow, VariantRecord

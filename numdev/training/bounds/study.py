@@ -19,9 +19,9 @@ import pandas as pd
 import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
+from numdev.metrics.statistics import factor
 from numdev.report import Provenance
 from numdev.report.numbers import si, times
-from numdev.report.statistics import factor
 from numdev.training import figures
 from numdev.training.bounds.report import (
     BoundsReport,

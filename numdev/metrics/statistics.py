@@ -6,15 +6,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numdev.report.records.rows import DeviationRow
+if TYPE_CHECKING:
+    from numdev.report.records.rows import DeviationRow
 
 BIAS_ALPHA = 0.01
 """Family-wise error rate, over the heads of one kernel in one format, of calling any biased."""
 BIAS_SEQUENCES = 8  # fewer independent ones say nothing about a kernel in general
-BIAS_ULP = 0.05
+BIAS_ULP = 0.05  # at the term scale; a smaller bias is not worth an accusation
 BIAS_FORMATS = ("bfloat16", "float16")
 """Where a kernel's one rounding of its output outweighs its arithmetic. In fp32 exp, sums and
 division err by as much as the last rounding, often to one side, in sound kernels too: 0.05 ulp of
