@@ -26,7 +26,8 @@ from numdev.kernels import Kernel, Output
 from numdev.kernels.reference import attend
 from numdev.metrics.statistics import interval
 from numdev.report import DeviationRow, SweepReport
-from numdev.report.curves import estimates
+from numdev.report.curves import cells
+from numdev.report.numbers import si, times
 from numdev.yamlfile import read_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +107,7 @@ def test_a_sweep_that_cannot_run_touches_nothing(
 
 def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
     """Unless the file says otherwise. Its numbers ascend in whatever order they were asked for;
-    formats of one width (tf32 and float16 both have 11 bits) are categories."""
+    formats by their bits, those of one width (tf32 and float16 both have 11) beside each other."""
     cases = [{**GRID, "causal": [True, False], "head_dim": [8, 16, 24]}]
     assert plan(request(tmp_path, cases=cases)).grid.x == "head_dim"
     assert plan(request(tmp_path, cases=cases, x="causal")).grid.x == "causal"
@@ -115,8 +116,7 @@ def test_the_axis_is_the_longest_numeric_one(tmp_path: Path) -> None:
     axis = plan(request(tmp_path, cases=cases, x="seq_len")).grid.axis
     assert [tick.x for tick in axis.ticks] == [4.0, 8.0, 16.0]
     axis = plan(request(tmp_path, formats=["tf32", "fp16", "bf16"], x="format")).grid.axis
-    assert axis.scale == "category"
-    assert [t.label for t in axis.ticks] == ["tf32", "fp16", "bf16"]
+    assert [t.label for t in axis.ticks] == ["bfloat16", "tf32", "float16"]
 
 
 # --- what is measured ----------------------------------------------------------------------------
@@ -153,9 +153,8 @@ def test_ratios_are_taken_seed_by_seed() -> None:
     """2/1 and 3/6, not the ratio of the means."""
     rows = [row(0, s, k, elements=1, max_abs=v) for s, k, v in
             ((0, "k", 2.0), (1, "k", 3.0), (0, "base", 1.0), (1, "base", 6.0))]  # fmt: skip
-    found = next(e for e in estimates(rows, ("max_abs",), ("base", {})) if e.row.kernel == "k")
-    assert found.ratios == {0: 2.0, 1: 0.5}
-    assert found.cell({}).ratio == pytest.approx(1.0), "their geometric mean"
+    found = next(c for c in cells(rows, ("max_abs",), ("base", {}), {}) if c.kernel == "k")
+    assert found.ratio == pytest.approx(1.0), "the geometric mean of 2 and 0.5"
 
 
 def test_the_interval_is_students() -> None:
@@ -167,11 +166,15 @@ def test_the_interval_is_students() -> None:
 
 
 def test_a_known_change_is_said(run: Callable[..., SweepReport]) -> None:
-    """Five times the fault: the ratio stands in the sentence."""
-    by = {"kernels": [{"name": "off", "by": [0.5, 2.5]}], "x": "by"}
-    found = run(cases=[{**SIZES, "seq_len": 8}], formats=["fp32"], y="rms", **by)
+    """Five times the fault: the two ends and the last ratio stand in the sentence."""
+    kernels = [{"name": "off", "by": [0.5, 2.5]}]
+    found = run(cases=[{**SIZES, "seq_len": 8}], formats=["fp32"], y="rms", x="by", kernels=kernels)
+    ends = [c for c in found.cells if (c.kernel, c.metric) == ("off", "rms")]
+    means = [cell.mean or 0.0 for cell in ends]
+    assert means[1] == pytest.approx(5 * means[0])
     said = next(s for s in found.summary.answer if s.startswith("off: "))
-    assert "rms error grows 5.00 x [5.00 to 5.00] with by" in said
+    text = f"off: rms error {si(means[0])} at 0.5 to {si(means[1])} at 2.5; over baseline "
+    assert said.startswith(text + times(ends[1].ratio))
 
 
 # --- formats without a dtype ---------------------------------------------------------------------
@@ -197,14 +200,14 @@ def test_a_sweep_over_widths(run: Callable[..., SweepReport]) -> None:
     the floor of its own format; those without a dtype are named with their reason."""
     found = run(formats=["e8m10", "e8m11", "e8m12"], cases=[{**SIZES, "seq_len": 64}],
                 kernels=["off", "sdpa-math"], y="rms", x="format", baseline="off")  # fmt: skip
-    (curve,) = (c for f in found.figures if not f.relative for c in f.curves if c.label == "floor")
+    (curve,) = (c for f in found.figures for c in f.curves if c.label == "floor")
     floor = [p.mean for p in curve.points]
     assert floor[0] / floor[1] == pytest.approx(2, rel=0.1)
     assert floor[1] / floor[2] == pytest.approx(2, rel=0.1)
     mine = [r for r in found.rows if r.kernel == "off"]
     assert {r.out_format for r in mine} == {"e8m10", "e8m11", "e8m12"}
     assert all(r.floor_ratio == pytest.approx(1) for r in mine)
-    assert [t.label for t in found.summary.axis.ticks] == ["11", "12", "13"]
+    assert [t.label for t in found.summary.axis.ticks] == ["e8m10", "e8m11", "e8m12"]
     reason = "sdpa-math skipped in e8m10, e8m11, e8m12: no torch dtype stores it"
     assert reason in found.summary.notes
 
@@ -275,7 +278,7 @@ def test_heads_are_pooled_before_seeds() -> None:
         row(1, 0, elements=3, max_abs=5.0, rms=3.0, mean_abs=6.0, floor_ratio=2.0),
     ]
     metrics = ("max_abs", "rms", "mean_abs", "floor_ratio")
-    found = {e.metric: e.by_seed[0] for e in estimates(rows, metrics, ("k", {}))}
+    found = {cell.metric: cell.mean for cell in cells(rows, metrics, ("k", {}), {})}
     assert found == pytest.approx(
         {"max_abs": 5.0, "rms": math.sqrt((1 + 3 * 9) / 4), "mean_abs": 5.0, "floor_ratio": 1.5}
     )

@@ -1,7 +1,7 @@
 """`numdev sweep`: a grid of cases, formats, kernels' options and seeds through the audit's loop.
 
 The grid is the configuration's cells; each is drawn anew with every seed. What comes of the rows
-is computed in `numdev.report.curves`, the sentences in `numdev.report.sweep_words`.
+is computed in `numdev.report.curves`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from numdev.audit.timing import Stopwatch
 from numdev.config import SweepRequest
 from numdev.kernels import find
 from numdev.report import CaseRecord, SweepReport, SweepSummary
-from numdev.report.curves import IN_CELLS, Grid, check_metrics, estimates, figures, lines
-from numdev.report.sweep_words import notes, sentences
+from numdev.report.curves import IN_CELLS, Grid, cells, check_metrics, figures, notes, sentences
 from numdev.sources.opening import ConfigSource
 from numdev.system import System
 
@@ -87,13 +86,14 @@ def sweep(
     results = measure(source, planned.plan, request, asked, directory, watch, say=say, **how)
     rows = results.rows
     of = (planned.baseline.kernel.name, planned.baseline.options)
-    cells = estimates(rows, tuple(dict.fromkeys((*request.y, *IN_CELLS))), of)
-    curves, called = lines(cells, grid), grid.label(*of)
+    metrics = tuple(dict.fromkeys((*request.y, *IN_CELLS)))
+    every = cells(rows, metrics, of, {case.name: case.axes for case in request.cases})
+    lines, called = grid.lines(every), grid.label(*of)
     return SweepReport(
         provenance=provenance(planned.plan.system, results.described, command),
         request=request.model_dump(mode="json"),
         summary=SweepSummary(
-            answer=sentences(curves, grid, called),
+            answer=sentences(lines, grid, called),
             notes=tuple(notes(rows)),
             axis=grid.axis,
             cells=planned.cells,
@@ -102,8 +102,8 @@ def sweep(
         ),
         findings=results.findings,
         tested=results.tested,
-        figures=figures(curves, grid, called),
-        cells=tuple(e.cell(grid.configs[e.row.case].axes) for e in cells),
+        figures=tuple(figures(lines, grid, called)),
+        cells=every,
         cases=results.journal.records("case", CaseRecord),
         rows=rows if request.rows == "head" else (),
         timings=watch.seconds(),

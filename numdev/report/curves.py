@@ -1,27 +1,29 @@
-"""From the rows of a sweep to its curves: heads pooled, then seeds, then points along an axis.
+"""From the rows of a sweep to its cells, curves and sentences.
 
 In each cell, for one kernel in one format, heads are pooled within a seed (POOLED says how), and
 then the seeds give a mean and its 95 % interval from Student's t-distribution: heads of one seed
 are no further observations. A ratio to the baseline is taken seed by seed, on the same inputs, and
 the ratios' geometric mean is shown. Curves run along one axis; other axes make figures of their
-own, kernels with their options are the lines within one. `sweep_words` makes the sentences.
+own, kernels with their options are the lines within one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
-from numdev.config import CaseConfig, SweepRequest
+from numdev.config import SweepRequest
 from numdev.errors import UsageError, closest
 from numdev.formats import format_named
-from numdev.metrics.statistics import factor, interval
+from numdev.metrics.statistics import Mean, factor, interval
 from numdev.report import Axis, CellRow, Curve, DeviationRow, Figure, Point, Tick
+from numdev.report.numbers import si, times
 
 MEDIAN = (
     *("row_rel", "rel", "floor_ratio", "baseline_ratio", "expected_ratio"),
@@ -48,23 +50,18 @@ WORDS = {
     "baseline_ratio": "rms error over the baseline's",
     "expected_ratio": "error over the expected",
     "nonfinite": "elements not finite",
-    "seq_len": "sequence length",
-    "kv_len": "keys",
-    "head_dim": "head dimension",
-    "format": "significant bits",
-    "block_kv": "keys in a tile",
-    "block_q": "queries in a tile",
-    "memory": "on-chip elements",
 }
-SHORT = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32",
-         "float64": "fp64", "float8_e4m3fn": "fp8 e4m3", "float8_e5m2": "fp8 e5m2"}  # fmt: skip
+SENTENCES = 12  # more are not read; the other curves are in the figures
 CELL = ["case", "role", "kernel", "chosen", "format"]
 Place = tuple[tuple[str, str], ...]
 """Where a figure stands on the axes that no curve runs along."""
+Lines = dict[tuple[str, Place, str], dict[str | None, CellRow]]
+"""Metric, place and label of every curve; its cells by their value on the axis, in order. None is
+the value of a cell that the axis does not move."""
 
 
 def words(name: str) -> str:
-    """What a metric or an axis is called in a sentence."""
+    """What a metric is called."""
     return WORDS.get(name, name.replace("_", " "))
 
 
@@ -73,6 +70,75 @@ def check_metrics(names: Iterable[str], where: str) -> None:
     for name in names:
         if name not in POOLED:
             raise UsageError(f"{where}: y is {name!r}, no metric", hint=closest(name, POOLED))
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def cells(
+    rows: Sequence[DeviationRow],
+    metrics: Sequence[str],
+    baseline: tuple[str, Mapping[str, Any]],
+    axes: Mapping[str, Mapping[str, Any]],
+) -> tuple[CellRow, ...]:
+    """Every metric of every kernel in every cell and format, in the order of the rows. `axes`: case
+    to its place in the grid."""
+    pooled = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
+    keys = ["case", "format", "seed"]
+    of = (pooled["kernel"] == baseline[0]) & (pooled["chosen"] == _chosen(baseline[1]))
+    base = pooled[of][[*keys, *metrics]]
+    against = pooled[keys].merge(base, on=keys, how="left")[list(metrics)]
+    over = pooled[list(metrics)] / against.where(against > 0)
+    made = []
+    for _, cell in pooled.groupby(CELL, sort=False):
+        first = cell.iloc[0]
+        for metric in metrics:
+            ratios = over[metric][cell.index]
+            row = CellRow(
+                **first[["case", "role", "kernel", "options", "format"]],
+                axes=dict(axes.get(first["case"], {})),
+                metric=metric,
+                seeds=int(np.isfinite(cell[metric]).sum()),
+                limited=bool(cell["limited"].any()),
+                **_interval(interval, cell[metric], "mean", "low", "high"),
+                **_interval(factor, ratios, "ratio", "ratio_low", "ratio_high"),
+            )
+            made.append(row)
+    return tuple(made)
+
+
+def _interval(how: Callable[[Sequence[float]], Mean], values: pd.Series, *names: str) -> Any:
+    finite = values[np.isfinite(values)].tolist()
+    return dict(zip(names, how(finite) if finite else (None,) * 3, strict=True))
+
+
+def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
+    """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
+    table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
+    table["chosen"] = table["options"].map(_chosen)
+    table["limited"] = table["reason"] == "reference-limited"
+    keys = [table[name] for name in (*CELL, "seed")]
+    groups = table.groupby(keys, sort=False, dropna=False)
+    pooled = groups.agg(limited=("limited", "any"), options=("options", "first"))
+    for metric in metrics:
+        how, values = POOLED[metric], table[metric].astype(float)
+        if how in ("mean", "rms"):
+            power, elements = 1 if how == "mean" else 2, table["elements"].astype(float)
+            weights = elements.where(values.notna())
+            sums = [x.groupby(keys, sort=False, dropna=False).sum(min_count=1)
+                    for x in (values**power * elements, weights)]  # fmt: skip
+            pooled[metric] = (sums[0] / sums[1]) ** (1 / power)
+        else:
+            of = values.groupby(keys, sort=False, dropna=False)
+            pooled[metric] = of.sum(min_count=1) if how == "sum" else of.agg(how)
+    return pooled.reset_index()
+
+
+def _chosen(options: Mapping[str, Any]) -> str:
+    return repr(sorted(options.items()))
+
+
+# --- the grid ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,25 +155,17 @@ class Grid:
         places: list[dict[str, Any]] = [case.axes for case in self.request.cases]
         places += [{"case": case.entry} for case in self.request.cases]
         places += [{"format": name} for name in self.request.formats]
-        places += [self._chosen(kernel, options) for kernel, options in self.kernels]
-        names = dict.fromkeys(name for place in places for name in place)
-        values = {n: [str(place[n]) for place in places if n in place] for n in names}
-        return {n: list(dict.fromkeys(own)) for n, own in values.items() if len({*own}) > 1}
+        places += [self._named(kernel, options) for kernel, options in self.kernels]
+        values: dict[str, dict[str, None]] = {}
+        for name, value in (item for place in places for item in place.items()):
+            values.setdefault(name, {})[str(value)] = None
+        return {name: list(own) for name, own in values.items() if len(own) > 1}
 
-    @cached_property
-    def _named(self) -> dict[str, list[str]]:
-        """Kernel to the options somebody gave it a value for: what its label must say."""
-        named: dict[str, list[str]] = {}
-        for choice in (*self.request.kernels, self.request.baseline):
-            named.setdefault(choice.name, []).extend(choice.options)
-        return named
-
-    def _chosen(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        named = self._named.get(kernel, ())
-        return {name: value for name in named if (value := options.get(name)) is not None}
-
-    def _place(self, case: CaseConfig, fmt: str) -> dict[str, Any]:
-        return {**case.axes, "case": case.entry, "format": fmt}
+    def _named(self, kernel: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that somebody gave this kernel a value for: what its label must say."""
+        choices = (*self.request.kernels, self.request.baseline)
+        named = [name for c in choices if c.name == kernel for name in c.options]
+        return {n: options[n] for n in named if options.get(n) is not None}
 
     @cached_property
     def x(self) -> str:
@@ -115,249 +173,152 @@ class Grid:
 
         Raises UsageError for a grid without an axis, and for one it does not have.
         """
+        asked = self.request.x
         if not self.axes:
             raise UsageError(
                 f"{self.request.target}: the grid has a single cell",
                 hint="give some key a list of values, or use `numdev audit`",
             )
-        if self.request.x is None:
-            numeric = [name for name in self.axes if name == "format" or self._numbers(name)]
-            return max(numeric or self.axes, key=lambda name: len(self.axes[name]))
-        if self.request.x not in self.axes:
+        if asked is not None and asked not in self.axes:
             raise UsageError(
-                f"{self.request.target}: x is {self.request.x!r}, which is no axis of this grid",
-                hint=closest(self.request.x, self.axes),
+                f"{self.request.target}: x is {asked!r}, which is no axis of this grid",
+                hint=closest(asked, self.axes),
             )
-        return self.request.x
+        numeric = [n for n, values in self.axes.items() if n == "format" or _numbers(values)]
+        return asked or max(numeric or self.axes, key=lambda name: len(self.axes[name]))
 
-    def _numbers(self, name: str) -> list[float] | None:
-        """An axis' values as numbers; None where one is none, or not finite."""
-        try:
-            numbers = [float(value) for value in self.axes[name]]
-        except ValueError:
-            return None
-        return numbers if all(map(math.isfinite, numbers)) else None
-
-    @property
+    @cached_property
     def axis(self) -> Axis:
-        """The axis of the curves; its ticks are the values in the order they are drawn."""
-        return self._drawn[0]
-
-    @cached_property
-    def _drawn(self) -> tuple[Axis, dict[str, float]]:
-        """The axis, and where each value stands on it. Formats stand at their significant bits; as
-        categories, like what is no number, where two have as many."""
-        values, numbers, title = self.axes[self.x], self._numbers(self.x), words(self.x)
-        formats = {v: format_named(v) for v in values} if self.x == "format" else {}
-        below = {v: SHORT.get(fmt.name, "") for v, fmt in formats.items()}
-        if formats:
-            numbers = [float(fmt.precision) for fmt in formats.values()]
-        scale: Literal["linear", "log", "category"] = "linear"
-        if numbers is None or len({*numbers}) < len(numbers):
-            scale, title = "category", "format" if formats else title
-            ticks = {v: Tick(x=float(i), label=below.get(v) or v) for i, v in enumerate(values)}
-        else:
-            placed = sorted(zip(numbers, values, strict=True))
-            if not formats and placed[0][0] > 0 and placed[-1][0] / placed[0][0] >= 8:
-                scale = "log"
-            labels = {v: f"{x:g}" if formats else v for x, v in placed}
-            ticks = {v: Tick(x=x, label=labels[v], below=below.get(v, "")) for x, v in placed}
-        axis = Axis(name=self.x, title=title, scale=scale, ticks=tuple(ticks.values()))
-        return axis, {value: tick.x for value, tick in ticks.items()}
-
-    @cached_property
-    def configs(self) -> dict[str, CaseConfig]:
-        return {case.name: case for case in self.request.cases}
-
-    def at(self, row: DeviationRow) -> tuple[float | None, str]:
-        """A row's place on the axis (None where it does not move it), and what that is called."""
-        case = self.configs[row.case]
-        places = {**self._chosen(row.kernel, row.options), **self._place(case, row.format)}
-        value = str(places.get(self.x, getattr(case, self.x, None)))
-        x = self._drawn[1].get(value)
-        return (None, "") if x is None else (x, value)
-
-    def place(self, row: DeviationRow) -> Place:
-        """Where a row stands on the other axes of cases and formats: which figure it is in."""
-        values = self._place(self.configs[row.case], row.format)
-        return tuple((n, str(values[n])) for n in self.axes if n != self.x and n in values)
+        """Ticks ascend: formats by their significant bits, at equal distances. What is no number
+        stands as it was given."""
+        values, numbers = self.axes[self.x], _numbers(self.axes[self.x])
+        scale: Literal["linear", "log", "category"] = "linear" if numbers else "category"
+        if self.x == "format":
+            values, scale = sorted(values, key=lambda n: format_named(n).precision), "linear"
+        places = sorted(zip(numbers or map(float, range(len(values))), values, strict=True))
+        if numbers and places[0][0] > 0 and places[-1][0] / places[0][0] >= 8:
+            scale = "log"
+        ticks = tuple(Tick(x=x, label=value) for x, value in places)
+        return Axis(name=self.x, title=self.x, scale=scale, ticks=ticks)
 
     def label(self, kernel: str, options: Mapping[str, Any]) -> str:
         """A kernel with the options that tell it from others, but for the axis."""
-        chosen = {n: v for n, v in self._chosen(kernel, options).items() if n != self.x}
-        parts = (str(v) if n == "preset" else f"{n}={v}" for n, v in chosen.items())
+        named = {n: v for n, v in self._named(kernel, options).items() if n != self.x}
+        parts = (str(v) if n == "preset" else f"{n}={v}" for n, v in named.items())
         return " ".join([kernel, *parts])
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """One metric of one kernel in one cell, over seeds; by seed, for what is taken in pairs."""
-
-    row: DeviationRow  # any of its rows: what it is of
-    metric: str
-    by_seed: Mapping[int, float]
-    ratios: Mapping[int, float]
-    limited: bool
-
-    def cell(self, axes: Mapping[str, Any]) -> CellRow:
-        mean = interval(list(self.by_seed.values())) if self.by_seed else (None, None, None)
-        ratio = factor(list(self.ratios.values())) if self.ratios else (None, None, None)
-        names = ("mean", "low", "high", "ratio", "ratio_low", "ratio_high")
-        return CellRow(
-            axes=dict(axes),
-            **{n: getattr(self.row, n) for n in ("case", "role", "kernel", "options", "format")},
-            metric=self.metric,
-            seeds=len(self.by_seed),
-            **dict(zip(names, (*mean, *ratio), strict=True)),
-        )
+    def lines(self, cells: Iterable[CellRow]) -> Lines:
+        """The cells as curves along the axis, in the order they came."""
+        values = [None, *(tick.label for tick in self.axis.ticks)]
+        cases = {case.name: case for case in self.request.cases}
+        lines: Lines = {}
+        for cell in cells:
+            case, options = cases[cell.case], self._named(cell.kernel, cell.options)
+            own = {**case.axes, "case": case.entry, "format": cell.format}
+            place = tuple((n, str(own[n])) for n in self.axes if n != self.x and n in own)
+            label = self.label(cell.kernel, cell.options)
+            key = (cell.metric, place, "input rounding" if cell.role == "precision" else label)
+            value = str({**vars(case), **options, **own}.get(self.x))
+            lines.setdefault(key, {})[value if value in values else None] = cell
+        return {key: {v: own[v] for v in values if v in own} for key, own in lines.items()}
 
 
-def estimates(
-    rows: Sequence[DeviationRow], metrics: Sequence[str], baseline: tuple[str, Mapping[str, Any]]
-) -> list[Estimate]:
-    """Every metric of every kernel in every cell and format, in the order of the rows."""
-    table = _pooled([r for r in rows if r.status == "ok" and r.tensor == "out"], metrics)
-    plain = table[(table["kernel"] == baseline[0]) & (table["chosen"] == _chosen(baseline[1]))]
-    base = plain.drop_duplicates(["case", "format", "seed"], keep="last")
-    base = base.set_index(["case", "format", "seed"])
-    estimates = []
-    for _, group in table.groupby(CELL, sort=False):
-        row, limited = group["row"].iloc[0], bool(group["limited"].any())
-        for metric in metrics:
-            values = zip(group["seed"].astype(int), group[metric], strict=True)
-            mine = {seed: value for seed, value in values if math.isfinite(value)}
-            theirs = {s: base[metric].get((row.case, row.format, s), 0.0) for s in mine}
-            ratios = {s: v / theirs[s] for s, v in mine.items() if theirs[s] > 0}
-            estimates.append(Estimate(row, metric, mine, ratios, limited))
-    return estimates
-
-
-def _pooled(rows: Sequence[DeviationRow], metrics: Sequence[str]) -> pd.DataFrame:
-    """One line for each cell, seed, kernel and format: the metrics pooled over heads."""
-    table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields)).assign(
-        chosen=[_chosen(row.options) for row in rows],
-        limited=[row.reason == "reference-limited" for row in rows],
-        row=pd.Series(rows, dtype=object),
-    )
-    elements = table["elements"].astype(float)
-    for metric in metrics:
-        values = table[metric].astype(float)
-        power = {"mean": 1, "rms": 2}.get(POOLED[metric])
-        table[metric] = values if power is None else values**power * elements
-        table[f"{metric} weight"] = elements.where(values.notna())
-    groups = table.groupby([*CELL, "seed"], sort=False, dropna=False)
-    means = groups.agg(limited=("limited", "any"), row=("row", "first"))
-    for metric in metrics:
-        how, of = POOLED[metric], groups[metric]
-        if how in ("mean", "rms"):
-            over = of.sum(min_count=1) / groups[f"{metric} weight"].sum()
-            means[metric] = over if how == "mean" else over**0.5
-        else:
-            means[metric] = of.sum(min_count=1) if how == "sum" else of.agg(how)
-    return means.reset_index()
-
-
-def _chosen(options: Mapping[str, Any]) -> str:
-    return repr(sorted(options.items()))
-
-
-@dataclass(frozen=True)
-class Line:
-    """One curve before it is drawn: its estimates by place on the axis."""
-
-    label: str
-    metric: str
-    place: Place
-    at: Mapping[float | None, tuple[str, Estimate]]
-
-    @property
-    def row(self) -> DeviationRow:
-        return next(iter(self.at.values()))[1].row
-
-    @property
-    def constant(self) -> bool:
-        return None in self.at and len(self.at) == 1
-
-
-def lines(estimates: Sequence[Estimate], grid: Grid) -> list[Line]:
-    """The estimates as curves along the grid's axis, in the order they came."""
-    collected: dict[tuple[Any, ...], dict[float | None, tuple[str, Estimate]]] = {}
-    for estimate in estimates:
-        row = estimate.row
-        x, called = grid.at(row)
-        label = "input rounding" if row.role == "precision" else grid.label(row.kernel, row.options)
-        key = (label, estimate.metric, grid.place(row), row.role, row.kernel)
-        collected.setdefault(key, {})[x] = (called, estimate)
-    order = {None: -1} | {tick.x: i for i, tick in enumerate(grid.axis.ticks)}
-    return [
-        Line(label, metric, place, dict(sorted(at.items(), key=lambda point: order[point[0]])))
-        for (label, metric, place, *_), at in collected.items()
-    ]
-
-
-def figures(curves: Sequence[Line], grid: Grid, baseline: str) -> tuple[Figure, ...]:
-    """For every place and metric: the curves themselves, and their ratios to the baseline."""
-    drawn = [
-        _figure([line for line in curves if (line.place, line.metric) == (place, metric)],
-                grid, relative, baseline)
-        for metric in dict.fromkeys(grid.request.y)
-        for place in dict.fromkeys(line.place for line in curves)
-        for relative in (False, True)
-    ]  # fmt: skip
-    return tuple(figure for figure in drawn if figure is not None)
-
-
-def _figure(lines: Sequence[Line], grid: Grid, relative: bool, baseline: str) -> Figure | None:
-    """None where there is nothing to draw, or no kernel's ratio."""
-    curves = [c for line in lines if (c := _curve(line, relative, baseline)) is not None]
-    if not lines or (relative and not any(c.role == "kernel" for c in curves)):
+def _numbers(values: Iterable[str]) -> list[float] | None:
+    """Values as numbers; None where one is none, or not finite."""
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
         return None
-    place, what = dict(lines[0].place), words(lines[0].metric)
-    where = f" ({', '.join(placed(place))})" if place else ""
-    over = f" over that of {baseline}" if relative else ""
-    values = [p.mean for curve in curves for p in curve.points]
-    positive = [v for v in values if v > 0]
-    wide = positive and not min(values) < 0 and max(positive) / min(positive) >= 4
-    return Figure(
-        title=f"{what[0].upper()}{what[1:]}{over}, by {grid.axis.title}{where}",
-        metric=lines[0].metric,
-        relative=relative,
-        place=place,
-        y_title=f"{what}, times {baseline}'s" if relative else f"{what} against fp64",
-        y_scale="log" if wide else "linear",
-        curves=tuple(curves),
-    )
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
-def placed(place: Mapping[str, str]) -> list[str]:
-    """A place on the other axes in words."""
-    plain = ("format", "inputs", "case")
-    switch = {"True": "", "False": "not "}
-    return [
-        v if k in plain else f"{switch[v]}{k}" if v in switch else f"{words(k)} {v}"
-        for k, v in place.items()
-    ]
+# --- figures and sentences -----------------------------------------------------------------------
 
 
-def _curve(line: Line, relative: bool, baseline: str) -> Curve | None:
-    """A line as the report holds it; None where it has no number, or is no ratio worth drawing."""
-    role = line.row.role
-    if relative and (role == "precision" or line.label == baseline):
-        return None
-    points = []
-    for x, (called, estimate) in line.at.items():
-        values = list((estimate.ratios if relative else estimate.by_seed).values())
-        if values and (x is not None or line.constant):
-            mean, low, high = (factor if relative else interval)(values)
-            points.append(Point(x=x, label=called, mean=mean, low=low, high=high, seeds=len(values),
-                                limited=estimate.limited))  # fmt: skip
-    if not points:
-        return None
+def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
+    """For every metric and place the curves, where any has a number."""
+    for metric in dict.fromkeys(grid.request.y):
+        for place in dict.fromkeys(place for _, place, _ in lines):
+            own = {label: at for (m, p, label), at in lines.items() if (m, p) == (metric, place)}
+            curves = [_curve(label, at, grid, baseline) for label, at in own.items()]
+            drawn = tuple(curve for curve in curves if curve.points)
+            means = [p.mean for curve in drawn for p in curve.points]
+            positive, what = [mean for mean in means if mean > 0], words(metric)
+            wide = positive and min(means) >= 0 and max(positive) / min(positive) >= 4
+            if drawn:
+                yield Figure(
+                    title=f"{what[0].upper()}{what[1:]}, by {grid.axis.title}{_words_of(place)}",
+                    metric=metric,
+                    place=dict(place),
+                    y_title=what,
+                    y_scale="log" if wide else "linear",
+                    curves=drawn,
+                )
+
+
+def _curve(label: str, cells: Mapping[str | None, CellRow], grid: Grid, baseline: str) -> Curve:
+    first, constant = next(iter(cells.values())), list(cells) == [None]
+    places: dict[str | None, float] = {tick.label: tick.x for tick in grid.axis.ticks}
     return Curve(
-        label=line.label,
-        role="baseline" if line.label == baseline else role,
-        kernel=line.row.kernel,
-        options=line.row.options if line.constant else {},
-        constant=line.constant,
-        points=tuple(points),
-    )
+        label=label,
+        role="baseline" if label == baseline else first.role,
+        kernel=first.kernel,
+        options=first.options if constant else {},
+        constant=constant,
+        points=tuple(
+            Point(x=places.get(value), label=value or "", mean=cell.mean, low=cell.low,
+                  high=cell.high, seeds=cell.seeds, limited=cell.limited)
+            for value, cell in cells.items()
+            if cell.mean is not None and (value is not None or constant)
+        ),
+    )  # fmt: skip
+
+
+def _words_of(place: Place) -> str:
+    plain = ("format", "inputs", "case")
+    parts = ", ".join(value if name in plain else f"{name} {value}" for name, value in place)
+    return f" ({parts})" if parts else ""
+
+
+def sentences(lines: Lines, grid: Grid, baseline: str) -> tuple[str, ...]:
+    """`LABEL (PLACE): METRIC 1.2e-4 at 64 to 3.4e-4 at 4096; over BASELINE 0.31 x [0.30 to 0.32]`
+    for each curve of the first metric, the baseline last. The ratio is of the last point; where the
+    axis has no order, the ends are the least and the largest mean."""
+    text = []
+    for (metric, place, label), cells in sorted(lines.items(), key=lambda x: x[0][2] == baseline):
+        role = next(iter(cells.values())).role
+        if metric != grid.request.y[0] or (role != "kernel" and label != baseline):
+            continue
+        ends = [(cell.mean, value, cell) for value, cell in cells.items() if cell.mean is not None]
+        if grid.axis.scale == "category":
+            ends.sort(key=lambda end: end[0])
+        ends = [*ends[:1], *ends[1:][-1:]]
+        said = " to ".join(si(mean) + (f" at {value}" if value else "") for mean, value, _ in ends)
+        said = f"{label}{_words_of(place)}: {words(metric)} {said or 'not measured'}"
+        for _, _, cell in ends[-1:] if label != baseline else ():
+            if cell.ratio is not None:
+                said += f"; over {baseline} {times(cell.ratio)} x"
+            if cell.ratio_low is not None:
+                said += f" [{times(cell.ratio_low)} to {times(cell.ratio_high)}]"
+        text.append(said)
+    more = len(text) - SENTENCES
+    return (*text[:SENTENCES], *([f"and {more} curves more: see the figures"] if more > 0 else ()))
+
+
+def notes(rows: Sequence[DeviationRow]) -> Iterator[str]:
+    """What a sample of rows means for the numbers; which kernels could not be measured, in which
+    formats and why, each reason once."""
+    if sampled := max((row.rows_measured or 0 for row in rows), default=0):
+        yield (
+            f"At most {sampled} query rows of each head were measured, drawn anew for every seed: "
+            "maxima are lower bounds, and the intervals over seeds have the sampling in them."
+        )
+    formats: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.status != "ok":
+            # A reason that names the format is the same reason in all of them.
+            reason = (row.reason or "no reason given").replace(f" {row.format}", " it")
+            said = f"{row.kernel} {row.status} in {{}}: {reason}"
+            formats.setdefault(said, {})[row.format] = None
+    for said, own in formats.items():
+        yield said.replace("{}", ", ".join(own), 1)

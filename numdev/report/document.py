@@ -101,15 +101,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure along an axis. Figures `beside` it share its range and its kernels' colours."""
+    """A figure along an axis. Figures `beside` it, itself among them, share its range and its
+    kernels' colours."""
 
     figure: Figure
     axis: Axis
+    beside: tuple[Figure, ...]
     baseline: str = "baseline"
-    beside: tuple[Figure, ...] = ()
-    of: str = "mean"
-    interval: str = "95 % interval"
-    seeds: str = "seeds"  # what was averaged over; nothing for plain values
     marks: tuple[tuple[float, str], ...] = ()  # upright lines: where, and the words beside each
 
 
@@ -226,17 +224,16 @@ def labelled(kernel: str, options: Mapping[str, Any]) -> str:
 
 
 def charts(
-    figures: Sequence[Figure], axis: Axis | None, baseline: str = "baseline", **more: Any
+    figures: Sequence[Figure], axis: Axis | None, baseline: str = "baseline"
 ) -> tuple[Chart, ...]:
     """Figures of one report, drawn alike; none without an axis."""
-    beside = tuple(figures)
-    return tuple(Chart(f, axis, baseline, beside, **more) for f in figures if axis is not None)
+    return tuple(Chart(f, axis, tuple(figures), baseline) for f in figures if axis is not None)
 
 
 def table_of(chart: Chart) -> Table:
     """The figure as numbers: a row for each curve, a column for each place on the axis."""
     figure, axis = chart.figure, chart.axis
-    places = {tick.x: tick.below or tick.label for tick in axis.ticks}
+    places = {tick.x: tick.label for tick in axis.ticks}
     points = [p for curve in figure.curves for p in curve.points]
     if not any(p.x in places for p in points):
         places |= dict(sorted((p.x, p.label) for p in points if p.x is not None))

@@ -166,12 +166,12 @@ class CellRow(OfKernel):
     ratio: float | None  # to the baseline's, seed by seed, and then the mean
     ratio_low: float | None
     ratio_high: float | None
+    limited: bool = False  # whether the reference is no more exact than what it judges
 
 
 class Tick(Record):
     x: float
     label: str
-    below: str = ""  # a second line, for example the usual name of a format
 
 
 class Axis(Record):
@@ -209,7 +209,7 @@ class Figure(Record):
 
     title: str
     metric: str
-    relative: bool  # whether it is the ratio to the baseline
+    relative: bool = False  # whether its values are ratios, and 1 is a line of its own
     place: dict[str, str] = Field(default_factory=dict)
     y_title: str
     y_scale: Literal["linear", "log"]

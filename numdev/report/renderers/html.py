@@ -55,17 +55,12 @@ def _template() -> Template:
 
 def _numbers(drawn: doc.Chart) -> doc.Table:
     """Every point of a chart, with its interval and what it was averaged over."""
-    value, seeds = (
-        (f"{drawn.of} [{drawn.interval}]", [drawn.seeds]) if drawn.seeds else ("value", [])
-    )
     rows = []
     for curve in drawn.figure.curves:
         for p in curve.points:
-            place = p.label or ("any" if p.x is None else f"{p.x:g}")
-            number = chart.value(p) if seeds else f"{p.mean:.3g}"
             limited = " (the reference is no more exact)" if p.limited else ""
-            rows.append([curve.label, place, number + limited, *(str(p.seeds) for _ in seeds)])
-    return doc.table(["", drawn.axis.title, value, *seeds], rows, kind="series")
+            rows.append((curve.label, p.label or "any", chart.value(p) + limited, str(p.seeds)))
+    return doc.table(["", drawn.axis.title, "value [interval]", "n"], rows, kind="series")
 
 
 def _visible(value: Any) -> Any:

@@ -117,7 +117,7 @@ def figures(profiles: Sequence[ProfileSummary]) -> tuple[doc.Chart, ...]:
 
 
 def _of_length(own: Sequence[ProfileSummary]) -> Iterator[doc.Chart]:
-    first, calls, what = own[0], max(p.calls for p in own), _what(own[0])
+    first, what = own[0], _what(own[0])
     kind = f" {KINDS[first.attends]}," if first.attends else ""
     axis = Axis(
         name="position",
@@ -145,8 +145,7 @@ def _of_length(own: Sequence[ProfileSummary]) -> Iterator[doc.Chart]:
             ),
         )  # fmt: skip
         if any(len(curve.points) >= FEWEST for curve in figure.curves):
-            yield doc.Chart(figure, axis, of="median", interval="range of calls",
-                            seeds="calls" if calls > 1 else "")  # fmt: skip
+            yield doc.Chart(figure, axis, (figure,))
 
 
 def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:

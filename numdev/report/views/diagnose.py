@@ -45,7 +45,7 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         yield doc.table(_columns("kernel", KERNEL), rows, title=name)
         if report.figures:
             yield doc.Heading("Over training")
-            yield doc.Figures(doc.charts(report.figures, report.summary.axis, "", seeds=""))
+            yield doc.Figures(doc.charts(report.figures, report.summary.axis, ""))
         if count > SHOWN:
             yield doc.Fold(f"All {count} heads", (_ranked(report, count, "", doc.PAGE),))
     yield from doc.notes((f"{_attention(report)}, on the same inputs.",), doc.TERMINAL)

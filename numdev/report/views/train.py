@@ -47,9 +47,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
         title="Variants",
         only=TEXT,
     )
-    drawn = doc.charts(
-        report.figures, report.summary.axis, golden, interval="smallest to largest", seeds="runs"
-    )
+    drawn = doc.charts(report.figures, report.summary.axis, golden)
     yield doc.Heading("By step", PAGE)
     yield doc.Figures(drawn, TEXT)
     yield doc.Figures(tuple(c for c in drawn if c.figure.metric in IN_TERMINAL), TERMINAL)
