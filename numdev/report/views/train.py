@@ -9,12 +9,6 @@ from numdev.report.document import PAGE, TERMINAL, TEXT
 from numdev.report.numbers import NONE
 from numdev.training.report import TrainReport
 
-IN_TERMINAL = ("loss", "rel")
-"""Metrics whose figures the terminal shows."""
-RUN = (
-    "{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, seeds {seeds}. Lines are "
-    "geometric means over seeds, bands reach from the smallest to the largest."
-)
 PROXY = (
     " Distances are from the weights of the golden run of the same seed at the same step. They "
     "grow whatever the difference was, and then saturate: beside the nulls they say something, "
@@ -27,8 +21,11 @@ def title(report: TrainReport) -> str:
 
 
 def line(report: TrainReport) -> str:
-    seeds = ", ".join(map(str, report.summary.seeds))
-    return RUN.format(s=report.summary, seeds=seeds) + PROXY
+    s, seeds = report.summary, ", ".join(map(str, report.summary.seeds))
+    return (
+        f"{s.model} of {s.parameters:,} parameters, {s.data}; {s.steps} steps, seeds {seeds}. "
+        "Lines are geometric means over seeds, bands reach from the smallest to the largest."
+    ) + PROXY
 
 
 def blocks(report: TrainReport) -> Iterator[doc.Node]:
@@ -49,12 +46,5 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
     )
     drawn = doc.charts(report.figures, report.summary.axis, golden)
     yield doc.Heading("By step", PAGE)
-    yield doc.Figures(drawn, TEXT)
-    yield doc.Figures(tuple(c for c in drawn if c.figure.metric in IN_TERMINAL), TERMINAL)
-    yield doc.table(
-        ("variant", "seed", "step", "loss"),
-        ((r.variant, str(r.seed), str(r.step), f"{r.loss:.3f}") for r in report.rows if r.spike),
-        title="Spikes of the loss",
-        only=TEXT,
-    )
+    yield doc.Figures(drawn)
     yield doc.Paragraph(line(report).removesuffix(PROXY), "soft", TERMINAL)

@@ -1,6 +1,6 @@
 """What `numdev bounds` says, as a report holds it: how far flash moves weights, beside low
 precision, another seed, and null runs, which tell what any perturbation would grow to. Distances
-are from the golden run of the same seed; a step counts updates."""
+are from the golden run of the same seed, of all weights together; a step counts updates."""
 
 from __future__ import annotations
 
@@ -12,33 +12,17 @@ from pydantic import Field
 from numdev.report import Axis, Figure, Record, Report
 from numdev.training.report import VariantRole
 
-Of = Literal["weights", "gradient"]
 Window = Literal["first", "early", "saturated", "start"]
 """Over which steps a ratio is: the first recorded one; all before curves bend towards each other;
 from where they have merged; the first gradient, before any update."""
 
 
-class BoundsVariant(Record):
-    """One kind of run that is set beside the golden one; null runs of one kind are one."""
-
-    label: str
-    role: VariantRole
-    runs: int  # over all seeds
-    kernel: str | None = None
-    format: str | None = None
-    attention_format: str | None = None
-
-
 class Saturation(Record):
-    """Where the curves of one group of parameters merge, by the paired mean |difference|: the marks
-    that `numdev.training.bounds.saturation` defines."""
+    """Where curves merge, by the paired mean |difference|: the marks that
+    `numdev.training.bounds.study` defines."""
 
-    group: str
-    steps: tuple[int, ...]  # recorded, without step 0
     bends: int | None = None
     saturated: int | None = None
-    peak: float | None = None  # the largest perturbation over the smallest null, at most
-    null: str | None = None  # that null
     chance: int | None = None
     early: tuple[int, ...]  # before `bends` and `chance`; without a null the first recorded one
     late: tuple[int, ...] = ()  # from `saturated` on
@@ -49,17 +33,14 @@ class Comparison(Record):
     """The distance of one kind of run over that of another, in the same seed: the geometric mean
     over seeds."""
 
-    of: Of
-    group: str
     metric: str
     variant: str
-    role: VariantRole
     against: str
     against_role: VariantRole
     window: Window
     steps: tuple[int, ...]
     ratio: float | None
-    low: float | None  # 95 % over seeds, by logarithms; null for one seed
+    low: float | None  # 95 % over seeds, by logarithms; null for fewer than three
     high: float | None
     by_seed: dict[int, float] = Field(default_factory=dict)
     nulls: dict[str, str] = Field(default_factory=dict)
@@ -70,7 +51,6 @@ class BoundsSummary(Record):
 
     answer: tuple[str, ...]
     seeds: tuple[int, ...]
-    variants: tuple[BoundsVariant, ...]
     deterministic: bool | None
     """Whether the golden run, repeated, gave the same bits; null where it was not repeated."""
     axis: Axis | None  # of the figures; null for one step
@@ -81,7 +61,7 @@ class BoundsReport(Report):
 
     kind: Literal["bounds"] = "bounds"
     summary: BoundsSummary
-    saturations: tuple[Saturation, ...]
+    saturation: Saturation
     comparisons: tuple[Comparison, ...]
     figures: tuple[Figure, ...] = ()
 

@@ -1,15 +1,27 @@
 """`numdev bounds`: flash's distance in weights beside low precision's, another seed's and chance's,
 from the report of a training run. Needs neither torch nor a GPU.
 
-A window is decided by the paired mean |difference| alone, group by group, and holds for every
-metric of that group, so that W1 and the paired distances in one row are of the same steps.
+A ratio of distances means something only while they keep the proportion of what caused them. Let s
+be the largest perturbation over the smallest null, at a step, of geometric means over seeds: in
+proportion it stays, and as curves merge it falls to 1 (docs/bounds.md). Three marks follow:
+
+- curves **bend** at the first recorded step after the peak of s from which on s is at most half of
+  that peak;
+- they are **saturated** from the first recorded step from which on s is at most 2;
+- **chance decides** from the first recorded step at which in some seed the largest of the null runs
+  of one kind over the smallest is more than twice what it was at first. The nulls alone say so: a
+  window that ended where the ratio asked about begins to scatter would be chosen for its answer.
+
+A window is decided by the paired mean |difference| alone, and holds for every metric.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,41 +32,34 @@ import numdev
 from numdev import report as reports
 from numdev.errors import MeasurementError, UsageError
 from numdev.metrics.statistics import factor
-from numdev.report import Provenance
+from numdev.report import Figure, Provenance
 from numdev.report.numbers import si, times
 from numdev.training import figures
-from numdev.training.bounds.report import (
-    BoundsReport,
-    BoundsSummary,
-    BoundsVariant,
-    Comparison,
-    Saturation,
-)
-from numdev.training.bounds.saturation import (
-    MERGED,
-    METRICS,
-    NULLS,
-    curves,
-    distances_of,
-    label_of,
-    ratios,
-    saturation,
-)
+from numdev.training.bounds.report import BoundsReport, BoundsSummary, Comparison, Saturation
 from numdev.training.report import TrainReport, VariantRecord, VariantRole
 
-BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
-    "flash": ("low_precision", "attention_precision", "other_seed", *NULLS),
-    "attention_precision": ("low_precision", "other_seed", *NULLS),
-    "low_precision": ("other_seed", *NULLS),
-}
-"""What the distance of a role is divided by."""
 PAIRED = "mean_abs"
-WHOLE = "all"
-ORDER: tuple[VariantRole, ...] = (
-    *("low_precision", "null_rounding", "attention_precision", "null_ulp", "null_repeat"),
-    "other_seed",
-)
-"""What a distance is set beside, in the order of a sentence."""
+METRICS = {PAIRED: "paired mean |difference|", "max_abs": "", "w1": "Wasserstein distance W1"}
+"""What is compared, and the title of its figure if it has one."""
+PERTURBED: tuple[VariantRole, ...] = ("flash", "low_precision", "attention_precision")
+"""Runs that start where the golden one does and compute otherwise."""
+NULLS: Mapping[VariantRole, str] = {
+    "null_rounding": "null: re-rounded",
+    "null_ulp": "null: one ulp",
+    "null_repeat": "null: repeat",
+}
+"""The label that all null runs of one kind share."""
+REST: tuple[VariantRole, ...] = (*NULLS, "other_seed")
+BESIDE: Mapping[VariantRole, tuple[VariantRole, ...]] = {
+    "flash": ("low_precision", "attention_precision", *REST),
+    "attention_precision": ("low_precision", *REST),
+    "low_precision": REST,
+}
+"""What the distance of a role is divided by, in the order of a sentence."""
+COLUMNS = ("of", "metric", "role", "label", "seed", "step", "value")
+MERGED = 2.0  # the largest perturbation over the smallest null where curves have merged
+PARTED = 2.0  # how much farther apart than at first equal nulls are where chance decides
+FEWEST_SEEDS = 3  # of an interval: that of two reaches over orders of magnitude
 NOT_DETERMINISTIC = (
     "NOT DETERMINISTIC: the golden run repeated is off by up to {off}, and every distance below "
     "holds that too."
@@ -68,7 +73,6 @@ MERGED_FROM = (
 )
 NOT_MERGED = "Merging: by step {step} the curves have not merged with the null's."
 NO_MARK = "Merging: where curves merge is not known, since {reason}."
-REPEATED = "Null: the golden run repeated gives the same bits."
 PROXIES = (
     "Proxies: distances between weights say how far runs part, as in the first paper (Golden et "
     "al. 2024), and not whether either trains well. W1 does not know which weight moved."
@@ -96,20 +100,14 @@ def bounds(path: Path, *, command: str = "") -> BoundsReport:
         )
     file = path / "report.json" if path.is_dir() else path
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    paired = weights[weights.metric == PAIRED].groupby("group", sort=False)
-    marks = [saturation(str(group), part) for group, part in paired]
+    roles = {label_of(v): v.role for v in run.variants}
     steps = sorted({int(step) for step in weights.step if step > 0})
-    axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
-    kinds = tuple(_kinds(run))
+    tables = {key: curves(part) for key, part in distances.groupby(["of", "metric"])}
+    mark = saturation(weights[weights.metric == PAIRED])
+    compared = tuple(_comparisons(tables, roles, mark, steps))
     off = distances.value[distances.role == "null_repeat"].max()
-    summary = BoundsSummary(
-        answer=(),
-        seeds=tuple(sorted({row.seed for row in run.distances})),
-        variants=kinds,
-        deterministic=None if pd.isna(off) else bool(off == 0),
-        axis=axis,
-    )
-    report = BoundsReport(
+    axis = figures.axis_of(steps, all_named=True) if len(steps) > 1 else None
+    return BoundsReport(
         provenance=Provenance(
             numdev=numdev.__version__,
             command=command,
@@ -118,142 +116,235 @@ def bounds(path: Path, *, command: str = "") -> BoundsReport:
             source={"config": str(path), "sha256": sha256, "run": run.provenance.source},
         ),
         request={"run": str(path), "sha256": sha256, "target": path.resolve().name},
-        summary=summary,
-        saturations=tuple(marks),
-        comparisons=tuple(_comparisons(distances, kinds, marks)),
-        figures=figures.of_bounds(weights, kinds, run, axis) if axis else (),
+        summary=BoundsSummary(
+            answer=(*_warnings(run, off), *answer(roles, mark, compared, steps)),
+            seeds=tuple(sorted({row.seed for row in run.distances})),
+            deterministic=None if pd.isna(off) else bool(off == 0),
+            axis=axis,
+        ),
+        saturation=mark,
+        comparisons=compared,
+        figures=tuple(f for f in _figures(tables, roles) if f.curves) if axis else (),
     )
-    sentences = tuple(answer(report, _lost(run), off))
-    return report.model_copy(update={"summary": summary.model_copy(update={"answer": sentences})})
 
 
-def _kinds(run: TrainReport) -> Iterator[BoundsVariant]:
-    """The kinds of run in their order, each with the fields of its first variant."""
-    labels = {v.name: label_of(v) for v in run.variants}
-    runs = Counter(labels[name] for name, _ in {(d.variant, d.seed) for d in run.distances})
-    first: dict[str, VariantRecord] = {}
-    for v in run.variants:
-        first.setdefault(label_of(v), v)
-    for label, v in first.items():
-        shared = v.model_dump(include={"role", "kernel", "format", "attention_format"})
-        yield BoundsVariant(label=label, runs=runs[label], **shared)
+def label_of(v: VariantRecord) -> str:
+    return NULLS.get(v.role, v.name)
 
 
-def _lost(run: TrainReport) -> dict[str, dict[int, int]]:
-    """Of a kind of run the seeds in which it has no finite distance, and the first such step: a run
-    that diverged must not be missing without a word."""
-    labels = {v.name: label_of(v) for v in run.variants}
-    seeds: dict[str, dict[int, int]] = {}
-    for d in sorted(run.distances, key=lambda d: d.step):
-        if (d.of, d.group) == ("weights", WHOLE) and d.elements and d.mean_abs is None:
-            seeds.setdefault(labels[d.variant], {}).setdefault(d.seed, d.step)
-    return seeds
+def distances_of(run: TrainReport) -> pd.DataFrame:
+    """Every finite distance of all weights from the golden run, one a line, with the columns of
+    COLUMNS."""
+    others = {v.name: (v.role, label_of(v)) for v in run.variants if v.role != "golden"}
+    lines = [
+        (d.of, metric, *others[d.variant], d.seed, d.step, value)
+        for d in run.distances
+        if d.variant in others and d.group == "all"
+        for metric in METRICS
+        if (value := getattr(d, metric)) is not None
+    ]
+    return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
-def _windows(marks: Iterable[Saturation]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The windows of a training run, as fields of a comparison; why one is empty."""
-    for mark in marks:
-        merged = mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
-        late = mark.reason or f"no curve has merged with the null by step {mark.steps[-1]}"
-        windows = [("first", mark.early[:1], "")] if mark.early else []
-        windows += [("early", mark.early, merged), ("saturated", mark.late, late)]
-        yield {"of": "gradient", "group": mark.group, "window": "start", "steps": (0,)}, ""
-        for window, steps, why in windows:
-            place = {"of": "weights", "group": mark.group, "window": window, "steps": steps}
-            yield place, why
+def curves(distances: pd.DataFrame) -> pd.DataFrame:
+    """One metric: a line for each seed and step, a column for each label, the mean over runs of one
+    kind in it; NaN where there is none."""
+    return distances.pivot_table(index=["seed", "step"], columns="label", values="value")
+
+
+# --- where curves merge --------------------------------------------------------------------------
+
+
+def saturation(distances: pd.DataFrame) -> Saturation:
+    """The marks of one metric of weights."""
+    steps = tuple(sorted({int(step) for step in distances.step if step > 0}))
+    roles = dict(zip(distances.label, distances.role, strict=True))
+    values = curves(distances[distances.step > 0])
+    middle = values.where(values > 0).groupby("step").agg(_geometric)
+    large = middle[[label for label in middle if roles[label] in PERTURBED]]
+    small = middle[[label for label in middle if roles[label] in NULLS]]
+    above = (large.max(axis=1) / small.min(axis=1)).dropna()
+    if above.empty:
+        reason = "every null run is bitwise the golden one"
+        if not NULLS.keys() & roles.values():
+            reason = "there is no null run"
+        if not set(PERTURBED) & set(roles.values()):
+            reason = "no run with another kernel or format has a distance"
+        return Saturation(early=steps[:1], reason=reason)
+    chance = _chance_decides(distances[distances.role.isin(NULLS)])
+    top: Any = above.idxmax()
+    merged = _from_then_on(above <= MERGED)
+    halved = _from_then_on(above[above.index > top] <= above[top] / 2)
+    bends = min((step for step in (halved, merged) if step is not None), default=None)
+    return Saturation(
+        bends=bends,
+        saturated=merged,
+        chance=chance,
+        early=tuple(s for s in steps if all(m is None or s < m for m in (bends, chance))),
+        late=tuple(s for s in steps if merged is not None and s >= merged),
+    )
+
+
+def _chance_decides(nulls: pd.DataFrame) -> int | None:
+    """None where nulls do not part, or no seed has two of one kind."""
+    ends = nulls.groupby(["label", "seed", "step"]).value.agg(["min", "max", "count"])
+    ends = ends[(ends["count"] > 1) & (ends["min"] > 0)]
+    apart = ends["max"] / ends["min"]
+    first = apart.groupby(["label", "seed"]).transform("first")
+    steps = apart[apart > PARTED * first].index.get_level_values("step")
+    return None if steps.empty else int(steps.min())
+
+
+def _from_then_on(holds: pd.Series[bool]) -> int | None:
+    """The first step from which on it holds at every step; None if it does not at the last."""
+    lasting = holds[holds[::-1].cummin()[::-1]]
+    return None if lasting.empty else int(lasting.index.min())
+
+
+# --- the ratios ----------------------------------------------------------------------------------
+
+
+def ratios(a: pd.Series[float], b: pd.Series[float], steps: Sequence[int]) -> dict[int, float]:
+    """Two of `curves`, a over b, in each seed that has both: the geometric mean over these steps,
+    of those where neither is zero; 0 where a is zero at all of them and b is not."""
+    ratio = (a / b)[(b > 0) & b.index.isin(steps, level="step")].dropna()
+    seeds = ratio.where(ratio > 0).groupby("seed").agg(_geometric).fillna(0.0)
+    return {int(seed): mean for seed, mean in zip(seeds.index, seeds, strict=True)}
+
+
+def _geometric(values: pd.Series[float]) -> float:
+    """Of those that are there; NaN where none is."""
+    known = values.dropna()
+    return statistics.geometric_mean(known) if len(known) else math.nan
+
+
+def _pairs(roles: Mapping[str, VariantRole], table: pd.DataFrame) -> list[tuple[str, str]]:
+    """The labels of a table that are set beside each other."""
+    return [
+        (a, b)
+        for role, others in BESIDE.items()
+        for a in roles
+        if roles[a] == role and a in table
+        for other in others
+        for b in roles
+        if roles[b] == other and b in table
+    ]
 
 
 def _comparisons(
-    distances: pd.DataFrame, kinds: Iterable[BoundsVariant], marks: Iterable[Saturation]
+    tables: Mapping[Any, pd.DataFrame],
+    roles: Mapping[str, VariantRole],
+    mark: Saturation,
+    steps: Sequence[int],
 ) -> Iterator[Comparison]:
-    """All ratios."""
-    by_role: dict[VariantRole, list[str]] = {}
-    for kind in kinds:
-        by_role.setdefault(kind.role, []).append(kind.label)
-    pairs = [
-        {"variant": a, "role": role, "against": b, "against_role": other}
-        for role, others in BESIDE.items()
-        for a in by_role.get(role, ())
-        for other in others
-        for b in by_role.get(other, ())
+    """All ratios, window by window."""
+    merged = mark.reason or f"curves are merged from step {mark.saturated}, the first recorded"
+    late = mark.reason or f"no curve has merged with the null by step {steps[-1]}"
+    windows = [("start", (0,), ""), ("first", mark.early[:1], merged)]
+    windows += [("early", mark.early, merged), ("saturated", mark.late, late)]
+    for (window, these, why), metric in itertools.product(windows, METRICS):
+        of = "gradient" if window == "start" else "weights"
+        table = tables.get((of, metric), pd.DataFrame())
+        for a, b in _pairs(roles, table):
+            by_seed = ratios(table[a], table[b], these)
+            mean, low, high = factor(list(by_seed.values())) if by_seed else (None, None, None)
+            nulls = {}
+            if mean is None:
+                none = "no seed has both, and more than 0 to divide by"
+                nulls["ratio"] = none if these else why
+            elif len(by_seed) < FEWEST_SEEDS:
+                low = high = None
+                nulls = dict.fromkeys(("low", "high"), f"fewer than {FEWEST_SEEDS} seeds")
+            place: Any = {"variant": a, "against": b, "against_role": roles[b]}
+            place |= {"metric": metric, "window": window, "steps": these, "nulls": nulls}
+            yield Comparison(**place, ratio=mean, low=low, high=high, by_seed=by_seed)
+
+
+def _figures(
+    tables: Mapping[Any, pd.DataFrame], roles: Mapping[str, VariantRole]
+) -> Iterator[Figure]:
+    """Distances by step, without zeros, and those of flash over low precision's."""
+    labels = {label: label for label in roles}
+    for metric, words in METRICS.items():
+        table: Any = tables["weights", metric]
+        rows = [(a, at[1], x) for a in table for at, x in table[a].items() if x > 0]
+        if words:
+            title = f"Distance from the golden run, {words}, by step (all weights)"
+            yield figures.figure(title, metric, words, labels, rows, factor)
+    table = tables["weights", PAIRED]
+    over = [
+        (f"{a} over {b}", step, ratio)
+        for a, b in _pairs(roles, table)
+        if roles[a] == "flash" and roles[b] in PERTURBED
+        for step in table.index.unique("step")
+        for ratio in ratios(table[a], table[b], (step,)).values()
+        if ratio > 0
     ]
-    tables = {key: curves(part) for key, part in distances.groupby(["of", "group", "metric"])}
-    for place, why in _windows(marks):
-        for metric in METRICS:
-            table = tables.get((place["of"], place["group"], metric), pd.DataFrame())
-            for pair in pairs:
-                if {pair["variant"], pair["against"]} <= set(table):
-                    by_seed = ratios(table[pair["variant"]], table[pair["against"]], place["steps"])
-                    yield _comparison({**place, **pair, "metric": metric}, by_seed, why)
-
-
-def _comparison(place: Mapping[str, Any], by_seed: dict[int, float], why: str) -> Comparison:
-    mean, low, high = factor(list(by_seed.values())) if by_seed else (None, None, None)
-    none = "no seed has both, and more than 0 to divide by"
-    nulls = {} if by_seed else {"ratio": none if place["steps"] else why}
-    if mean is not None and low is None:
-        nulls = dict.fromkeys(("low", "high"), "one seed has no interval")
-    return Comparison(**place, ratio=mean, low=low, high=high, by_seed=by_seed, nulls=nulls)
+    title = "Distance of flash over that of low precision, by step (all weights)"
+    words, pairs = "ratio of mean |difference|", {label: label for label, _, _ in over}
+    yield figures.figure(title, PAIRED, words, pairs, over, factor, relative=True)
 
 
 # --- the first sentences -------------------------------------------------------------------------
 
 
-def answer(
-    report: BoundsReport, lost: Mapping[str, Mapping[int, int]], off: float
-) -> Iterator[str]:
-    """The first sentences, `WHERE: what was found`: flash beside low precision, another seed and
-    chance while curves have not merged. What voids that comes first. `lost`: of a kind of run, the
-    seeds in which it was not finite, and from which step on. `off`: the largest distance of a
-    repeat, in any metric."""
-    mark = next(s for s in report.saturations if s.group == WHOLE)
-    if report.summary.deterministic is False:
+def _warnings(run: TrainReport, off: float) -> Iterator[str]:
+    """What voids the rest: a repeat that is `off`, and runs that diverged, each with the seeds in
+    which it has no finite distance, and from which step on."""
+    if off > 0:
         yield NOT_DETERMINISTIC.format(off=si(off))
-    for label, seeds in lost.items():
-        where = [f"seed {seed} from step {step} on" for seed, step in sorted(seeds.items())]
+    labels = {v.name: label_of(v) for v in run.variants}
+    seeds: dict[str, dict[int, int]] = {}
+    for d in sorted(run.distances, key=lambda d: d.step):
+        if (d.of, d.group) == ("weights", "all") and d.elements and d.mean_abs is None:
+            seeds.setdefault(labels[d.variant], {}).setdefault(d.seed, d.step)
+    for label, first in seeds.items():
+        where = [f"seed {seed} from step {step} on" for seed, step in sorted(first.items())]
         yield NOT_FINITE.format(label=label, where=", ".join(where))
-    for label in (v.label for v in report.summary.variants if v.role == "flash"):
-        here = _of(report, "early", label)
-        if beside := "; ".join(_beside(report, c) for c in here if c.ratio is not None):
-            yield RATIO.format(lead=_early(mark), label=label, beside=beside)
+
+
+def answer(
+    roles: Mapping[str, VariantRole],
+    mark: Saturation,
+    compared: Sequence[Comparison],
+    steps: Sequence[int],
+) -> Iterator[str]:
+    """Flash beside low precision, another seed and chance while curves have not merged; where they
+    have; and that all are proxies."""
+    early = [c for c in compared if c.window == "early"]
+    w1 = {(c.variant, c.against): c.ratio for c in early if c.metric == "w1"}
+    for label in (label for label, role in roles.items() if role == "flash"):
+        here = [c for c in early if (c.variant, c.metric) == (label, PAIRED)]
+        known = [_beside(c, w1.get((label, c.against))) for c in here if c.ratio is not None]
+        if known:
+            yield RATIO.format(lead=_early(mark, steps), label=label, beside="; ".join(known))
         elif here:
             yield f"Early: nothing can be said, since {here[0].nulls['ratio']}."
     if mark.reason is not None:
         yield NO_MARK.format(reason=mark.reason)
     elif mark.saturated is None:
-        yield NOT_MERGED.format(step=mark.steps[-1])
+        yield NOT_MERGED.format(step=steps[-1])
     else:
         yield MERGED_FROM.format(step=mark.saturated)
-    if report.summary.deterministic:
-        yield REPEATED
     yield PROXIES
 
 
-def _of(report: BoundsReport, window: str, label: str, metric: str = PAIRED) -> list[Comparison]:
-    """The comparisons of all weights of one kind of run in a window."""
-    where = (WHOLE, window, label, metric)
-    chosen = [c for c in report.comparisons if (c.group, c.window, c.variant, c.metric) == where]
-    return sorted(chosen, key=lambda c: ORDER.index(c.against_role))
-
-
-def _beside(report: BoundsReport, c: Comparison) -> str:
+def _beside(c: Comparison, w1: float | None) -> str:
     """`0.97 x [0.93 to 1.00] as much as null: re-rounded, no larger (W1 0.95 x)`. An interval that
     reaches far above a null shows as little that a distance is not larger."""
     ends = "" if c.low is None or c.high is None else f" [{times(c.low)} to {times(c.high)}]"
     words = f"{times(c.ratio)} x{ends} as much as {c.against}"
     if c.against_role in NULLS and ((c.ratio or 0.0) if c.low is None else c.low) <= 1:
         words += ", no larger" if c.high is None or c.high <= MERGED else ", not told apart"
-    same = _of(report, c.window, c.variant, "w1")
-    w1 = next((o.ratio for o in same if o.against == c.against), None)
     return f"{words} (W1 {times(w1)} x){PAPER if c.against_role == 'low_precision' else ''}"
 
 
-def _early(mark: Saturation) -> str:
+def _early(mark: Saturation, steps: Sequence[int]) -> str:
     """Which steps the first window is."""
     if mark.reason is not None:
-        return f"At step {mark.steps[0]}"
+        return f"At step {steps[0]}"
     if mark.chance is not None and (mark.bends is None or mark.chance < mark.bends):
         return f"Before step {mark.chance}, where chance begins to decide"
     if mark.bends is None:
-        return f"Up to step {mark.steps[-1]}, with no sign that curves merge"
+        return f"Up to step {steps[-1]}, with no sign that curves merge"
     return f"Before step {mark.bends}, where curves begin to merge"
