@@ -4,10 +4,9 @@
 
 Makes reports of so many rows, as an audit of a model of 32 heads writes them: for each head what
 the format costs, the floor and the baseline, the output of three kernels under audit and of two of
-them the log-sum-exp; five of eight rows are judged. Runs the command on each, by the default
-thresholds, and against a report of the same size. Prints the least wall-clock and processor time of
-the repeats as Markdown. Modules are compiled once, into a directory of their own, as an
-installation has them.
+them the log-sum-exp; five of eight rows are judged. Runs the command on each, and prints the least
+wall-clock and processor time of the repeats as Markdown. Modules are compiled once, into a
+directory of their own, as an installation has them.
 """
 
 from __future__ import annotations
@@ -93,20 +92,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    print("| rows | MB | thresholds | seconds | of the processor |\n|---|---|---|---|---|")
+    print("| rows | MB | seconds | of the processor |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         for count in given.rows:
             path = write(Path(name), count)
             size = path.stat().st_size / 1e6
-            for label, options in (
-                ("default", []),
-                ("--against", ["--against", str(path)]),
-            ):
-                timed = [
-                    run(Path(name) / "compiled", str(path), *options) for _ in range(given.repeats)
-                ]
-                wall, used = (min(each) for each in zip(*timed, strict=True))
-                print(f"| {count} | {size:.0f} | {label} | {wall:.2f} | {used:.2f} |", flush=True)
+            timed = [run(Path(name) / "compiled", str(path)) for _ in range(given.repeats)]
+            wall, used = (min(each) for each in zip(*timed, strict=True))
+            print(f"| {count} | {size:.0f} | {wall:.2f} | {used:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from numdev.audit.isolation import threads
 from numdev.audit.script import folder_of, name_of
 from numdev.cases import AttentionCase
 from numdev.errors import UsageError
-from numdev.gate import check_words as checkwords
+from numdev.gate.findings import found_to_round, listed
 from numdev.gate.rules import Rules, default_rules_for_checks, read_rules
 from numdev.gate.verdict import Judgement
 from numdev.kernels import Kernel, find, of_function
 from numdev.kernels.plain import takes
-from numdev.report import AuditReport
+from numdev.report import AuditReport, Place
+from numdev.report.foreign import plain
 from numdev.system import System
 from numdev.yamlfile import validated
 
@@ -47,7 +49,9 @@ class CheckResult:
     @property
     def in_short(self) -> str:
         """A failed check in one line."""
-        return checkwords.in_short(self.report, self.judgement)
+        wrong = [f.sentence for f in self.report.findings if f.severity == "exceeded"]
+        lacking = [*_unmeasured(self.report, self.judgement), *self.skipped, "nothing ran"]
+        return plain(wrong[0] if wrong else f"not measured: {lacking[0]}")
 
 
 class CheckFailed(AssertionError):
@@ -126,16 +130,17 @@ def check_attention(
             kernel, source, formats=formats, rules=rules, backward=backward, system=system,
             folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
         )  # fmt: skip
-    parts = (name, report, judgement)
-    left_out = tuple(checkwords.not_tested(report))
-    if kernel.adapted is not None and not takes("gqa", kernel.adapted):
-        left_out += tuple(checkwords.repeated(report))  # it cannot be told of grouped heads
-    words = checkwords.success(*parts, left_out)
-    if not passed:
-        words = checkwords.failure(*parts, scripts, said, left_out)
+    left_out = tuple(
+        _left_out(report, grouped=kernel.adapted is None or takes("gqa", kernel.adapted))
+    )
+    words = _failure(name, report, judgement)
+    if passed:
+        words = [_passed(name, report, judgement), *found_to_round(report.rows)]
+    shows = [f"It shows by itself with\n  python {script}" for script in scripts]
+    text = [*words, *shows, *(() if scripts else dict.fromkeys(said)), *left_out]
     result = CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
-        skipped=left_out, reproducer=next(iter(scripts), None), words=words,
+        skipped=left_out, reproducer=next(iter(scripts), None), words=_wrapped(text),
     )  # fmt: skip
     if not passed:
         raise CheckFailed(result)
@@ -160,3 +165,88 @@ def _directory(given: str | Path | None, name: str) -> Path:
     stem = Path(given) / re.sub(r"[^\w.-]+", "-", name)
     tried = (stem.with_name(f"{stem.name}-{i}" if i > 1 else stem.name) for i in itertools.count(1))
     return next(path for path in tried if not path.exists())
+
+
+# --- in words, for pytest, which indents them in 80 columns --------------------------------------
+
+WIDTH = 72
+LISTED = 4  # findings
+CLAIM = (
+    "Without `claims` a function is held against the roundings of FlashAttention-2: P, dS and the "
+    "results. No other way of rounding that is known of sound kernels explains its errors. One "
+    "that rounds elsewhere by design says so, in options of `emulated`: "
+    'claims={"preset": "eager"}.'
+)
+
+
+def _passed(kernel: str, report: AuditReport, judgement: Judgement) -> str:
+    ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
+    count = len({(r.case, r.seed) for r in ok})
+    tensors, formats = (
+        ", ".join(dict.fromkeys(getattr(r, name) for r in ok)) for name in ("tensor", "format")
+    )
+    cases = f"{count} case{'s' * (count != 1)}"
+    return f"{kernel} passes the rules {judgement.rules}: {tensors} in {cases}, {formats}."
+
+
+def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str]:
+    """What is wrong, the gravest first, with the rms error beside floor and baseline."""
+    wrong = [f for f in report.findings if f.severity == "exceeded"]
+    if not wrong:
+        title = f"{kernel} was not measured as the rules {judgement.rules} need it: no pass."
+        return [title, *_unmeasured(report, judgement)[:LISTED]]
+    rules = listed(dict.fromkeys(f"`{f.rule}`" for f in wrong))
+    text = [f"{kernel} fails {rules} (rules {judgement.rules})"]
+    for finding in wrong[:LISTED]:
+        sentence = finding.sentence.removeprefix(f"{kernel} ")  # the title names it
+        at = (finding.formats[0], finding.tensor, finding.place)
+        rms = {r.role: r.rms for r in report.rows if (r.format, r.tensor, Place.of(r)) == at}
+        roles = [role for role in ("kernel", "floor", "baseline") if rms.get(role) is not None]
+        errors = ", ".join(f"{role} {rms[role]:.2g}" for role in roles)
+        text.append(f"{sentence[:1].upper()}{sentence[1:]} rms error: {errors or 'none'}.")
+    if len(wrong) > LISTED:
+        text.append(f"And {len(wrong) - LISTED} more.")
+    predicted = all(f.metric in ("expected_ratio", "worst_row") for f in wrong)
+    return text + [CLAIM] * (predicted and report.request.get("claims") is None)
+
+
+def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
+    """What had to be judged and could not be."""
+    unjudged = [v for v in judgement.verdicts if v.outcome == "unmeasured" and v.kernel is not None]
+    return [
+        *(f.sentence for f in report.findings if f.severity == "unmeasured"),
+        *(
+            f"{v.rule} of {v.tensor} ({v.format}) could not be judged: {'; '.join(v.reasons[:2])}."
+            for v in unjudged
+        ),
+    ]
+
+
+def _left_out(report: AuditReport, *, grouped: bool) -> Iterator[str]:
+    """A sentence for each reason for which calls were skipped; and, for a function that cannot be
+    told of `grouped` heads, where it was given as many kv heads as query heads."""
+    rows = [r for r in report.rows if r.role == "kernel"]
+    every = len({(r.case, r.seed, r.format) for r in rows})
+    reasons: dict[tuple[bool, str], list[str]] = {}
+    for row in rows:
+        if row.status == "skipped":
+            reasons.setdefault((row.tensor == "dq", row.reason or ""), []).append(row.case)
+    for (backward, why), cases in reasons.items():
+        what = "backward passes" if backward else "calls"
+        which = "" if len(cases) == every else f" ({', '.join(dict.fromkeys(cases))})"
+        yield f"Skipped: {len(cases)} of {every} {what}{which}: {why}."
+    fewer = {case.case for case in report.cases if case.kv_heads < case.heads}
+    ran = dict.fromkeys(r.case for r in rows if r.status == "ok" and r.case in fewer)
+    if ran and not grouped:
+        yield (
+            f"Not tested: fewer kv heads than query heads ({', '.join(ran)}). k and v were "
+            "repeated, since no parameter is named enable_gqa."
+        )
+
+
+def _wrapped(paragraphs: Iterable[str]) -> str:
+    """Lines that are there already (a command) stay."""
+    return "\n\n".join(
+        text if "\n" in text else textwrap.fill(plain(text), WIDTH, break_on_hyphens=False)
+        for text in paragraphs
+    )

@@ -259,7 +259,7 @@ def test_github_gets_lines_and_a_summary(gate: Any, tmp_path: Path) -> None:
     """The summary is added to what the step has written already."""
     (tmp_path / "rules.yaml").write_text(RULES)
     (tmp_path / "step.md").write_text("before\n")
-    code, out, err = gate([row(rms=2.0)], "--rules", "rules.yaml", "--github")
+    code, out, err = gate([row(rms=2.0)], "--thresholds", "rules.yaml", "--github")
     (command,) = runner(out.splitlines())
     assert (code, err) == (1, "")
     assert command.properties == {"title": "mine: small"}

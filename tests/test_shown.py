@@ -182,7 +182,7 @@ def test_each_column_of_a_comparison_has_its_own_number() -> None:
     by_rms = group.model_copy(update={"metric": "rms", "tensor": "lse", "a": 1.5e-3})
     place = Place(case="c", module="m.3", layer=3, call=0, head=5, phase=None, seed=0)
     move = Move(**shared, tensor="dq", place=place, metric="m", a=1.0, b=2.0, change=2.0,
-                noise=1.25, excess=3.0, inputs="same", words="from 1 to 2")  # fmt: skip
+                noise=1.25, excess=3.0, words="from 1 to 2")  # fmt: skip
     changes = {"groups": (group, by_rms), "moves": (move,)}
     report: Any = read(sample("compare")).model_copy(update=changes)
     nodes = list(compare.blocks(report))

@@ -39,9 +39,6 @@ def only(judgement: Judgement) -> Verdict:
         ("metric: rms, at_most: 1, where: {kernl: x}", "0.where.kernl'; did you mean 'kernel'"),
         ("metric: rms, at_most: 1}, {name: a, metric: rms, at_most: 2", "two thresholds are call"),
         ("metric: rms / rel, at_most: 1", "no metric 'rms / rel'"),
-        ("metric: rms, at_most: 1, over: flor", "Input should be 'before'"),
-        ("metric: suspicion, absent: true, over: before", "goes without"),
-        ("metric: bias_size, at_most: 1, over: before, certain: {}", "goes without"),
         ("metric: rms, at_most: 1, line: 3", "unknown key"),
         ("metric: rms, at_most: 1, where: {tensor: dQ}, may_lack: rows", "there is no 'dQ'"),
         ("metric: rms, at_most: 1, where: {tensor: [out, '!d']}", "there is no 'd'"),
@@ -170,6 +167,4 @@ def test_the_example_in_the_documentation_is_a_threshold_file(tmp_path: Path) ->
     page = (Path(__file__).parent.parent / "docs" / "gate.md").read_text(encoding="utf-8")
     path = tmp_path / "example.yaml"
     path.write_text(page.split("```yaml\n")[1].split("```")[0])
-    divided_by = [t.over for t in read_rules(path).thresholds]
-    assert None in divided_by
-    assert "before" in divided_by
+    assert len(read_rules(path).thresholds) >= 3

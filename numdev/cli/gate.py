@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 INIT = Path("thresholds.yaml")
 RULES = "YAML file of thresholds.  [default: configs/gate/default.yaml]"
-OLD = "An older report of the same request, for limits on what changed."
 WHERE = f"Where --init writes.  [default: {INIT}]"
 GITHUB = (
     "On GitHub Actions: problems as annotations, and the Markdown in the step's summary "
@@ -28,8 +27,7 @@ GITHUB = (
 
 @command("Judge a finished report by thresholds, for CI.", "gate numdev-reports/demo-1234abcd")
 @click.argument("path", type=FILE)
-@click.option("--thresholds", "--rules", "rules", type=FILE, metavar="FILE", help=RULES)
-@click.option("--against", type=FILE, metavar="OLD", help=OLD)
+@click.option("--thresholds", "rules", type=FILE, metavar="FILE", help=RULES)
 @click.option("--init", is_flag=True, help="Write a file of thresholds fitted to the report.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help=WHERE)
 @click.option("--overwrite", is_flag=True, help="Let --init replace a file.")
@@ -43,7 +41,6 @@ def gate(
     /,
     path: Path,
     rules: Path | None,
-    against: Path | None,
     init: bool,
     output: Path | None,
     overwrite: bool,
@@ -58,7 +55,7 @@ def gate(
     threshold file. 3: something could not be measured or judged, which is never a pass.
     """
     if init:
-        if rules or against or as_json or junit or summary or github:
+        if rules or as_json or junit or summary or github:
             raise UsageError("--init judges nothing", hint="give it -o and --overwrite alone")
         from numdev.gate.fitting import fitted
 
@@ -72,22 +69,15 @@ def gate(
         raise UsageError("-o and --overwrite are for --init")
     from numdev.gate import findings as sentences
     from numdev.gate.judging import judge_report
-    from numdev.gate.rules import default_rules, default_rules_against, read_rules
+    from numdev.gate.rules import default_rules, read_rules
     from numdev.report.renderers import ci
     from numdev.report.renderers.markdown import text_of
     from numdev.report.renderers.terminal import print_document
     from numdev.report.views.gate import document
 
-    chosen = default_rules_against() if against else default_rules()
-    if rules:
-        chosen = read_rules(rules)
-        if against and not chosen.about_changes:
-            raise UsageError(
-                f"{rules}: has no threshold on a change, so --against would be ignored",
-                hint="give one `over: before`, or leave --against out",
-            )
+    chosen = read_rules(rules) if rules else default_rules()
     found = _read(path)
-    judged = judge_report(found, chosen, _read(against) if against else None)
+    judged = judge_report(found, chosen)
     findings, tested = sentences.findings_in(judged, found.rows)
     context.find_root().obj = judged.exit_code
     page = document(judged, findings, tested, sentences.Places(found.rows))

@@ -6,15 +6,13 @@ Each pair of rows (`pairs`) is held to what noise explains (`movement`). Planted
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numdev
 from numdev.errors import UsageError, closest
@@ -24,7 +22,6 @@ from numdev.gate.compare_report import (
     Group,
     Move,
     Presence,
-    Side,
 )
 from numdev.gate.findings import Places, label, listed
 from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise, metrics_of
@@ -59,10 +56,6 @@ OTHER = (
     "The inputs differ in {count} of {every} rows, judging by the floor: there errors are judged "
     "beside what each report predicts for its own inputs, and by how heads scatter."
 )
-NEARLY_THE_SAME = (
-    "The inputs are nearly, and not quite, the same in {count} rows, as those of a model run by "
-    "another version are."
-)
 
 
 def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "") -> CompareReport:
@@ -85,15 +78,10 @@ def compare(a: Path, b: Path, *, allow: Collection[str] = (), command: str = "")
             system=new.provenance.system,
             source={"config": str(b), "run": new.provenance.source},
         ),
-        request={
-            "a": str(a),
-            "b": str(b),
-            "sha256": [_sha256(a), _sha256(b)],
-            "allow": sorted(allow),
-        },
+        request={"a": str(a), "b": str(b), "allow": sorted(allow)},
         **result._asdict(),
-        a=_side(a, old),
-        b=_side(b, new),
+        a=old.provenance,
+        b=new.provenance,
         allowed=tuple(apart),
         changes=_changes(old, new),
     )
@@ -111,37 +99,19 @@ def _read(path: Path) -> Measured:
     return report
 
 
-def _side(path: Path, report: Measured) -> Side:
-    origin = {name: getattr(report.provenance, name) for name in ("numdev", "command", "created")}
-    return Side(path=str(path), rows=len(report.rows), **origin)
-
-
-def _sha256(path: Path) -> str:
-    with (path / "report.json" if path.is_dir() else path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _changes(a: Measured, b: Measured) -> tuple[Difference, ...]:
     """What else differs: versions, machine, settings, and options of kernels that ran with one set
     of them in each report."""
-    sides = []
+    sides: list[dict[str, Any]] = []
     for report in (a, b):
-        system = dict(report.provenance.system)
-        packages = system.pop("packages", None)
-        versions = packages if isinstance(packages, dict) else {}
-        facts = {**versions, "numdev": report.provenance.numdev, **system}
+        facts = {"numdev": report.provenance.numdev, **report.provenance.system}
         facts |= {key: report.request.get(key) for key in ("repeats", "isolate")}
+        for (_, kernel), sets in options_of(report.rows).items():
+            facts |= {f"{kernel}: {k}": x for k, x in next(iter(sets.values())).items()
+                      if len(sets) == 1}  # fmt: skip
         sides.append({key: x for name, y in facts.items() for key, x in flat(y, name)})
     keys = dict.fromkeys((*sides[1], *sides[0]))
-    found = [d for key in keys for d in unequal(key, *(side.get(key) for side in sides))]
-    here, there = (options_of(report.rows) for report in (a, b))
-    for role, kernel in here.keys() & there.keys():
-        old, new = here[role, kernel], there[role, kernel]
-        if len(old) == len(new) == 1:
-            values: list[Mapping[str, Any]] = [*old.values(), *new.values()]
-            for key in dict.fromkeys((*values[1], *values[0])):
-                found += unequal(f"{kernel}: {key}", *(options.get(key) for options in values))
-    return tuple(found)
+    return tuple(d for key in keys for d in unequal(key, *(side.get(key) for side in sides)))
 
 
 # --- what moved ----------------------------------------------------------------------------------
@@ -170,17 +140,12 @@ def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Co
         groups.append(_group(members, judged, here))
         moves += here
     moves.sort(key=lambda move: -move.excess)
-    presences = (
-        *_lacking("gone", old, new, names),
-        *_lacking("new", new, old, names),
-        *_failed(old, new),
-    )
+    presences = tuple(_presences(old, new, names))
     inputs = Counter(pair.inputs for pair in pairs)
     summary = CompareSummary(
         answer=answer(groups, moves, presences, allowed, new),
-        notes=tuple(_notes(inputs, groups)),
+        notes=(*_notes(inputs, groups), THRESHOLD.format(tests=noise.tests)),
         inputs={str(k): v for k, v in inputs.items()},
-        threshold=THRESHOLD.format(tests=noise.tests),
     )
     return Compared(summary, tuple(groups), tuple(moves), presences)
 
@@ -238,7 +203,6 @@ def _move(pair: Pair, metric: str, words: str, excess: float = FAR, **numbers: A
         place=Place.of(pair.b),
         metric=metric,
         excess=excess,
-        inputs=pair.inputs,
         words=words,
         **numbers,
     )
@@ -278,45 +242,37 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
 # --- what only one of them has -------------------------------------------------------------------
 
 
-def _lacking(
-    what: Literal["gone", "new"],
-    mine: Sequence[DeviationRow],
-    others: Sequence[DeviationRow],
-    names: Names,
+def _presences(
+    old: Sequence[DeviationRow], new: Sequence[DeviationRow], names: Names
 ) -> Iterator[Presence]:
-    """What was measured in one report and not in the other, by kernel and reason."""
-    bare = {names.step(r): r for r in others if r.status != "ok"}
-    there = {names.row(r) for r in others if r.status == "ok"}
-    kernels = {names.kernel(r) for r in others}
-
-    def why_of(row: DeviationRow) -> str:
-        if names.kernel(row) not in kernels:
-            return "the kernel is not in the other report"
-        kernel, call, _ = step = names.step(row)
-        other = bare.get(step) or bare.get((kernel, call, False))
-        return f"{other.status}: {other.reason}" if other else "there is no such row"
-
-    measured = {names.row(r): r for r in mine if r.status == "ok"}
-    lacking = (row for key, row in measured.items() if key not in there)
-    for (_, why), rows in grouped(lacking, lambda r: (names.kernel(r), why_of(r))).items():
-        yield _presence(what, rows, why)
-
-
-def _failed(old: Sequence[DeviationRow], new: Sequence[DeviationRow]) -> Iterator[Presence]:
-    """Calls that failed in either report: nothing can be said of them."""
-    for side, rows in (("A", old), ("B", new)):
-        failed = (row for row in rows if row.status == "failed")
-        by_reason = grouped(failed, attrgetter("kernel", "format", "reason"))
-        for (_, _, reason), members in by_reason.items():
-            yield _presence("failed", members, f"in {side}: {reason}")
-
-
-def _presence(what: Any, rows: Sequence[DeviationRow], why: str) -> Presence:
-    tensors = tuple(dict.fromkeys(r.tensor for r in rows))
-    return Presence(
-        what=what, **_who(rows[0]), tensors=tensors, rows=len(rows), why=why,
-        place=Place.of(rows[0]),
-    )  # fmt: skip
+    """By kernel and reason: what was measured in one report and not in the other, and calls that
+    failed in either."""
+    lacking = []
+    for what, mine, others in (("gone", old, new), ("new", new, old)):
+        bare = {names.step(r): r for r in others if r.status != "ok"}
+        there = {names.row(r) for r in others if r.status == "ok"}
+        kernels = {names.kernel(r) for r in others}
+        for key, row in {names.row(r): r for r in mine if r.status == "ok"}.items():
+            if key not in there:
+                kernel, call, _ = step = names.step(row)
+                other = bare.get(step) or bare.get((kernel, call, False))
+                why = f"{other.status}: {other.reason}" if other else "there is no such row"
+                if kernel not in kernels:
+                    why = "the kernel is not in the other report"
+                lacking.append((row, what, why))
+    lacking += [
+        (row, "failed", f"in {side}: {row.reason}")
+        for side, rows in (("A", old), ("B", new))
+        for row in rows
+        if row.status == "failed"
+    ]
+    for (_, what, why), members in grouped(lacking, lambda x: (names.kernel(x[0]), *x[1:])).items():
+        rows = [row for row, *_ in members]
+        tensors = tuple(dict.fromkeys(r.tensor for r in rows))
+        place = Place.of(rows[0])
+        yield Presence(
+            what=what, **_who(rows[0]), tensors=tensors, rows=len(rows), why=why, place=place
+        )  # type: ignore[arg-type]
 
 
 # --- sentences -----------------------------------------------------------------------------------
@@ -362,8 +318,6 @@ def _notes(inputs: Mapping[Inputs, int], groups: Sequence[Group]) -> Iterator[st
     """What a reader must know of how it was judged."""
     if other := inputs.get("other"):
         yield OTHER.format(count=other, every=sum(inputs.values()))
-    if nearly := inputs.get("nearly the same"):
-        yield NEARLY_THE_SAME.format(count=nearly)
     for kernel, its in grouped(groups, _name).items():
         if unjudged := sum(g.unjudged for g in its):
             yield f"{kernel}: {unjudged} rows have no number that could be judged."

@@ -7,31 +7,17 @@ pair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from numdev.gate.pairs import Difference, Inputs
-from numdev.report import Place, Record, Report, Role
+from numdev.gate.pairs import Difference
+from numdev.report import OfKernel, Place, Provenance, Record, Report
 
 
-class Side(Record):
-    """One of the two reports."""
-
-    path: str
-    numdev: str
-    command: str
-    created: str
-    rows: int
-
-
-class Group(Record):
+class Group(OfKernel):
     """One tensor of one kernel in one format, over all heads and calls."""
 
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensor: str
     pairs: int  # measured in both reports
     same_bits: int  # pairs whose outputs have the same checksum
@@ -44,13 +30,9 @@ class Group(Record):
     unjudged: int = 0  # pairs without a number that could be judged
 
 
-class Move(Record):
+class Move(OfKernel):
     """Something about one pair that changed by more than noise explains."""
 
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensor: str
     place: Place
     metric: str
@@ -60,18 +42,13 @@ class Move(Record):
     change: float | None = None  # B / A; null where either is 0 or there is no number
     noise: float | None = None  # the factor, either way, that noise explains
     excess: float  # ln(change) / ln(noise): above 1; 100 where there is no ratio
-    inputs: Inputs
     words: str  # what changed, as part of a sentence
 
 
-class Presence(Record):
+class Presence(OfKernel):
     """Rows that were measured in one report and not in the other, or failed in either."""
 
     what: Literal["gone", "new", "failed"]
-    role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    format: str
     tensors: tuple[str, ...]
     rows: int
     why: str
@@ -84,7 +61,6 @@ class CompareSummary(Record):
     answer: tuple[str, ...]
     notes: tuple[str, ...] = ()
     inputs: dict[str, int] = Field(default_factory=dict)  # pairs by `Inputs`
-    threshold: str  # what counts as beyond noise, in a sentence
 
 
 class CompareReport(Report):
@@ -92,8 +68,8 @@ class CompareReport(Report):
 
     kind: Literal["compare"] = "compare"
     summary: CompareSummary
-    a: Side
-    b: Side
+    a: Provenance
+    b: Provenance
     allowed: tuple[Difference, ...] = ()  # differences of the requests that `--allow` let pass
     changes: tuple[Difference, ...] = ()  # versions, machine, settings, options of kernels
     groups: tuple[Group, ...]

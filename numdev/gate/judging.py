@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 
 from numdev.errors import MeasurementError
-from numdev.gate.pairs import shared_request
 from numdev.gate.rows import (
     GRADIENTS,
     NOT_MEASURED,
@@ -33,7 +32,6 @@ from numdev.gate.rows import (
     spelt,
 )
 from numdev.gate.rules import (
-    ERRORS,
     ESTIMATED,
     MAXIMA,
     Limit,
@@ -51,47 +49,32 @@ from numdev.report import NOT_PREDICTED, DeviationRow, Place
 from numdev.report.io import uncollected
 
 Lacking = tuple[DeviationRow, str]  # a row that is not judged, and why
-# What grows as the error does, so that noise is a share of it.
-GROWING = (ESTIMATED | MAXIMA | ERRORS) - {"precision_rms", "fa_rule"}
 PLACES = 3  # of offending rows that are named
 NOTHING = "no row matches"
-NOT_GIVEN = "it is about a change, and no older report was given (--against)"
 NOT_PLANTED = "no such planted fault in this report: audit with --control"
 EMPTY = "no element of it could be judged"
-GONE = "measured in the old report, and not in this one"
-NEW = "not measured in the old report"
 
 
-def judge_report(
-    report: Measured, rules: Rules | None = None, against: Measured | None = None
-) -> Judgement:
-    """A report's rows held to the rules (the default ones), and where rules ask for it to those of
-    an older report.
+def judge_report(report: Measured, rules: Rules | None = None) -> Judgement:
+    """A report's rows held to the rules (the default ones).
 
-    Raises MeasurementError for a report from a system that the rules do not hold for, for one that
-    is not whole, and for an older one that is not about the same inputs.
+    Raises MeasurementError for a report from a system that the rules do not hold for, and for one
+    that is not whole.
     """
     rules = rules or default_rules()
     _refuse_elsewhere(report.provenance.system, rules)
     with uncollected():
         check_whole(report)
-        if against is not None:
-            shared_request(against, report)
-            check_whole(against, "the older report")
-        return judge(report.rows, rules, None if against is None else against.rows)
+        return judge(report.rows, rules)
 
 
-def judge(
-    rows: Sequence[DeviationRow],
-    rules: Rules | None = None,
-    old: Sequence[DeviationRow] | None = None,
-) -> Judgement:
-    """Rows held to the rules (the default ones); `old` are those of an older report."""
+def judge(rows: Sequence[DeviationRow], rules: Rules | None = None) -> Judgement:
+    """Rows held to the rules (the default ones)."""
     rules = rules or default_rules()
     power = tuple(power_of(rows, rules))
     calls = tuple(calls_of(rows, rules))
     formats = dict.fromkeys(call.format for call in calls)
-    verdicts = (*verdicts_of(rows, rules, old), *_powerless(power, rules, formats))
+    verdicts = (*verdicts_of(rows, rules), *_powerless(power, rules, formats))
     kernels = {call.kernel for call in calls}
     missing = tuple(p for p in rules.required if not any(fnmatchcase(k, p) for k in kernels))
     fa_rule = [r.fa_rule for r in rows if r.role == "kernel" and r.fa_rule is not None]
@@ -133,29 +116,17 @@ def _outcome(
 # --- a rule --------------------------------------------------------------------------------------
 
 
-def verdicts_of(
-    rows: Sequence[DeviationRow], rules: Rules, old: Sequence[DeviationRow] | None = None
-) -> Iterator[Verdict]:
-    """Every rule on everything it selects, in the rules' order; one on a change also on what it
-    selects of the old rows."""
+def verdicts_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Verdict]:
+    """Every rule on everything it selects, in the rules' order."""
     groups = measured(by_tensor(rows))
-    old_groups = measured(by_tensor(old or ()))
     for threshold in rules.thresholds:
-        where = threshold.where
-        chosen = where.choose(groups)
-        older: Groups = {}
-        if threshold.over:
-            if old is None:
-                yield _verdict(threshold, "unmeasured", reasons=(NOT_GIVEN,))
-                continue
-            older = where.choose(old_groups)
-        keys = dict.fromkeys((*chosen, *older))
-        if not keys:
-            why = NOTHING + _unmatched(where, groups)
+        chosen = threshold.where.choose(groups)
+        if not chosen:
+            why = NOTHING + _unmatched(threshold.where, groups)
             outcome: Outcome = "unmeasured" if threshold.may_lack == "nothing" else "untested"
             yield _verdict(threshold, outcome, reasons=(why,))
-        for key in keys:
-            yield _judge(threshold, chosen.get(key, []), older.get(key, []))
+        for group in chosen.values():
+            yield _judge(threshold, group)
 
 
 def _unmatched(where: Selector, groups: Groups) -> str:
@@ -183,22 +154,19 @@ def _verdict(
         if isinstance(observed, float) and not math.isfinite(observed):
             observed = str(observed)  # JSON has no infinity
         fields |= {name: getattr(row, name) for name in about}
-        fields |= {"observed": observed, "metric": limit.named, "limit": str(limit)}
+        fields |= {"observed": observed, "metric": limit.metric, "limit": str(limit)}
         fields |= {"bound": limit.at_most, "median": threshold.heads is not None}
     return Verdict(rule=threshold.name, outcome=outcome, **fields)
 
 
-def _judge(
-    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow] = ()
-) -> Verdict:
-    """One rule on the heads of one tensor of one kernel in one format; `older` are those of an
-    older report, for one on a change."""
-    first = (rows or older)[0]
+def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Verdict:
+    """One rule on the heads of one tensor of one kernel in one format."""
+    first = rows[0]
     threshold = threshold.at(first)
     worst = _all_within(threshold, rows)
     if worst is not None:
         return _verdict(threshold, "passed", first, worst, judged=len(rows))
-    held, lacking = _held(threshold, rows, older)
+    held, lacking = _held(threshold, rows)
     held, unsure = _decided(threshold, held)
     offending = _offending(threshold, held)
     # Beside the limit stands the worst of what offends; a large bias that is not certain does not.
@@ -222,7 +190,6 @@ def _judge(
         places=tuple(map(Place.of, named.get(outcome, ())[:PLACES])),
         unjudged=len(lacking),
         reasons=tuple(dict.fromkeys(why for _, why in lacking)),
-        excused=sum(h.excused for h in held),
     )
     verdict._beyond = tuple(offending)
     return verdict
@@ -231,8 +198,6 @@ def _judge(
 def _may_lack(threshold: Threshold, why: str) -> bool:
     """Whether a row need not have the number, for this reason."""
     lenient = threshold.may_lack
-    if why in (NEW, GONE):  # what is in one of two reports alone is never let pass
-        return False
     return lenient == "numbers" or (lenient == "sampled" and why == NOT_PREDICTED)
 
 
@@ -242,8 +207,8 @@ def _may_lack(threshold: Threshold, why: str) -> bool:
 def _all_within(threshold: Threshold, rows: Sequence[DeviationRow]) -> Held | None:
     """The number beside the limit where one look at a column shows that every row is within it;
     None where rows have to be taken one by one."""
-    test, few = threshold.certain, not rows or len(rows) < (threshold.heads or 0)
-    if few or threshold.over or threshold.absent or any(row.sampled for row in rows):
+    test, few = threshold.certain, len(rows) < (threshold.heads or 0)
+    if few or threshold.absent or any(row.sampled for row in rows):
         return None
     if test and any(r.bias_p is None or (r.sequences or 0) < test.sequences for r in rows):
         return None
@@ -259,56 +224,22 @@ def _all_within(threshold: Threshold, rows: Sequence[DeviationRow]) -> Held | No
     return Held(rows[shown], threshold, values[shown], threshold.excess(values[shown]))
 
 
-def _held(
-    threshold: Threshold, rows: Sequence[DeviationRow], older: Sequence[DeviationRow]
-) -> tuple[list[Held], list[Lacking]]:
+def _held(threshold: Threshold, rows: Sequence[DeviationRow]) -> tuple[list[Held], list[Lacking]]:
     """Rows beside their limit, the worst first; and those without the number."""
     held: list[Held] = []
     lacking: list[Lacking] = []
     limits = (threshold, *threshold.otherwise)
-    place = attrgetter("case", "module", "layer", "call", "phase", "seed", "head")
-    before = {place(row): row for row in older}
     for row in rows:
-        if threshold.over:
-            result = _change(threshold, row, before.pop(place(row), None))
-        else:
-            result = _held_row(threshold, limits, row)
+        result = _held_row(threshold, limits, row)
         if isinstance(result, str):
             lacking.append((row, result))
         else:
             held.append(result)
-    lacking += [(row, GONE) for row in before.values()]
     held.sort(key=lambda h: -h.excess)
     if threshold.heads is not None and held and len(held) < threshold.heads:
         few = f"heads: {len(held)}, and it takes {threshold.heads}"
         return [], [*lacking, *((h.row, few) for h in held)]
     return held, lacking
-
-
-def _change(threshold: Threshold, row: DeviationRow, old: DeviationRow | None) -> Held | str:
-    """A row's number over that of the same row in the older report; or why there is none.
-
-    What repeated runs of the old report differ by excuses a change, up to a factor of 3: a norm
-    moves by no more than the difference's (||o' - r| - |o - r|| <= |o' - o|), once for either
-    report. Noise of the new report does not count: it would excuse itself.
-    """
-    metric = threshold.metric
-    if old is None:
-        return NEW
-    if (row.sampled or old.sampled) and metric in ESTIMATED | MAXIMA:
-        return f"{threshold.named} of sampled rows has no interval"
-    (now, why), (before, why_before) = value_of(row, metric), value_of(old, metric)
-    if now is None:
-        return why or NOT_MEASURED
-    if before is None:
-        return f"in the old report: {why_before or NOT_MEASURED}"
-    now, before = abs(float(now)), abs(float(before))
-    if now and not before:
-        return Held(row, threshold, f"{now:.3g}, from 0", math.inf)
-    held = Held(row, threshold, ratio := now / before if before else 1.0, threshold.excess(ratio))
-    share = old.noise / old.rms if old.noise and old.rms and metric in GROWING else 0.0
-    within = held.excess > 1 and ratio <= 1 + 2 * min(1.0, share)
-    return held._replace(excess=1.0, excused=True) if within else held
 
 
 def _held_row(threshold: Threshold, limits: Sequence[Limit], row: DeviationRow) -> Held | str:
@@ -429,9 +360,7 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
 
 
 def power_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Power]:
-    """Every planted fault in every format, its doses put through the rules as kernels are. Not
-    through those on a change: what a fault would have been before, no report has."""
-    absolute = [t for t in rules.thresholds if not t.over]
+    """Every planted fault in every format, its doses put through the rules as kernels are."""
 
     def fault_of(row: DeviationRow) -> tuple[str, ...]:
         options = {k: v for k, v in row.options.items() if k != "dose"}
@@ -440,7 +369,7 @@ def power_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Power]:
     controls = grouped((row for row in rows if row.role == "control"), fault_of)
     for fault in controls.values():
         doses = sorted(grouped(fault, lambda r: spelt(r.options)).values(), key=_size)
-        tried = [_dose(group, absolute) for group in doses]
+        tried = [_dose(group, rules) for group in doses]
         known = [d for d in reversed(tried) if d.outcome != "unmeasured"]
         caught = list(takewhile(lambda d: d.outcome == "caught", known))
         yield Power(
@@ -458,11 +387,11 @@ def _size(rows: Sequence[DeviationRow]) -> float:
     return float(dose) if isinstance(dose, int | float) and abs(dose) < 1e300 else 0.0
 
 
-def _dose(rows: Sequence[DeviationRow], thresholds: Sequence[Threshold]) -> Dose:
+def _dose(rows: Sequence[DeviationRow], rules: Rules) -> Dose:
     """A fault that raises, or that no rule could judge, is not caught by that."""
     # A planted fault is put through the rules as if it were a kernel.
     planted = [row.model_copy(update={"role": "kernel"}) for row in rows]
-    verdicts = list(verdicts_of(planted, Rules.model_construct(thresholds=tuple(thresholds))))
+    verdicts = list(verdicts_of(planted, rules))
     by = tuple(dict.fromkeys(v.rule for v in verdicts if v.outcome == "exceeded"))
     known = any(v.outcome == "passed" for v in verdicts)
     outcome: Any = "caught" if by else "missed" if known else "unmeasured"

@@ -1,30 +1,11 @@
-"""When a number moved: what noise explains of the ratio of two reports' numbers, head by head.
-
-A head's error is an average over its elements, and another order of the same sums, another tile or
-another draw of the inputs gives another average though the kernel is the same. What that explains
-of ln(B / A) is
+"""When a number moved: what noise explains of ln(B / A), head by head,
 
     ln(LEAST) + repeats + max(z sqrt(s_a^2 + s_b^2), t spread)
 
-LEAST = 1.05: less is nobody's concern, however certain. (Of a worst row, an extreme value, 2 or 4.)
-
-repeats = ln(1 + noise / rms): two runs whose difference has this rms differ by no more in the rms
-of their errors (the triangle inequality).
-
-s, the standard error of ln rms of a head. Of sampled rows it is the interval's half width over
-1.96. Else it is at most 1/2 (max / rms) / sqrt(n), since the mean of n squares whose largest is M
-has a relative variance of at most M / (n mean); and of expected_ratio 1/2 (w^2 - 1) / sqrt(rows)
-with w = worst_row / expected_ratio, since no row's share strays from its prediction by more.
-
-z is the normal quantile at ALPHA = 1 % over all numbers that are judged, both ways (Bonferroni).
-
-spread, and only where the inputs are not the same: how far the logarithms of the call's heads
-scatter, in both reports, this head left out; t is Student's quantile at the same level. Where
-tokens look alike a head's gradients err by the luck of a few roundings, and that is another for
-other inputs; on the same inputs it stays. For the same reason an expected_ratio below one half
-counts as one half there, in 16-bit formats: that a head errs far less than predicted is luck.
-
-How often this accuses a kernel that did not change is set down in docs/compare.md.
+LEAST: less is nobody's concern. repeats = ln(1 + noise / rms), by the triangle inequality. s: the
+standard error of ln rms of a head, whose elements are a sample; z: the normal quantile at ALPHA
+over all numbers judged (Bonferroni). spread, where the inputs are not the same: how far heads
+scatter, by Student's t at the same level. Derivations and false alarms: docs/compare.md.
 """
 
 from __future__ import annotations

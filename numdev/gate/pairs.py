@@ -1,7 +1,4 @@
-"""Two reports of one request: what their requests must have in common, and which rows are a pair.
-
-Used by `numdev compare`, and by rules on a change (`over: before`) of `numdev gate --against`.
-"""
+"""Two reports of one request: what the requests must share, and which rows are a pair."""
 
 from __future__ import annotations
 
@@ -42,11 +39,9 @@ class Difference(Record):
         return self.key.partition(".")[0]
 
 
-def shared_request(
-    a: Measured, b: Measured, allow: Collection[str] | None = None
-) -> list[Difference]:
+def shared_request(a: Measured, b: Measured, allow: Collection[str] = ()) -> list[Difference]:
     """The differences of two requests that `allow` lets pass. Raises UsageError for any other, and
-    for an audit beside a sweep; its hint names `--allow` unless `allow` is None."""
+    for an audit beside a sweep."""
     differences = [Difference(key="kind", a=a.kind, b=b.kind)] if a.kind != b.kind else []
     sources = [report.provenance.source for report in (a, b)]
     same_prompt = all(source.get(HASHES["text"]) for source in sources)
@@ -56,10 +51,10 @@ def shared_request(
             differences += unequal(key, *(str(x or "not told")[:16] for x in hashes))
         elif not (same_prompt and key in PROMPT):
             differences += unequal(key, a.request.get(key), b.request.get(key))
-    refused = [d for d in differences if d.root not in (allow or ())]
+    refused = [d for d in differences if d.root not in allow]
     if refused:
         words = ", ".join(f"{d.key} ({d.a} in A, {d.b} in B)" for d in refused)
-        keys = dict.fromkeys(d.root for d in refused if d.root in MUST and allow is not None)
+        keys = dict.fromkeys(d.root for d in refused if d.root in MUST)
         options = f", or {' '.join(f'--allow {key}' for key in keys)}" if keys else ""
         raise UsageError(
             f"the two do not measure the same: they differ in {words}",
@@ -95,9 +90,9 @@ def _shown(value: Any) -> str:
 
 # --- which rows are a pair -----------------------------------------------------------------------
 
-Inputs = Literal["same", "nearly the same", "other", "unknown"]
+Inputs = Literal["same", "other", "unknown"]
 """Whether both rows were measured on the same inputs, told by their floors (the exact result
-rounded once): equal bits or numbers are `same`, numbers within NEARLY `nearly the same`."""
+rounded once): `same` with equal bits, or numbers within NEARLY."""
 NEARLY = 1e-4
 """Floors of a model whose own layers differ by an ulp here and there differ by less, relatively;
 floors of other inputs by about 1 / sqrt(elements)."""
@@ -204,7 +199,7 @@ def _inputs(a: DeviationRow | None, b: DeviationRow | None) -> Inputs:
     close = all(
         x == y or (None not in (x, y) and math.isclose(x, y, rel_tol=NEARLY)) for x, y in numbers
     )
-    return "nearly the same" if close and a.elements == b.elements else "other"
+    return "same" if close and a.elements == b.elements else "other"
 
 
 def same_bits(a: DeviationRow, b: DeviationRow) -> bool:

@@ -65,7 +65,7 @@ CUT = "rows were left out of it, or put into it; measure again"
 _call = attrgetter("case", "seed", "module", "layer", "call", "phase")
 
 
-def check_whole(report: Measured, what: str = "the report") -> None:
+def check_whole(report: Measured) -> None:
     """Raises MeasurementError, which names a row that is missing or there twice: a head that is not
     there exceeds no limit, and one that is there ten times is most of a median.
 
@@ -87,11 +87,11 @@ def check_whole(report: Measured, what: str = "the report") -> None:
             if len(own[name]) < len(cells):
                 twice = _place(Counter(cells).most_common(1)[0][0])
                 raise MeasurementError(
-                    f"{what} contradicts itself: {name} has several rows for {twice}", hint=CUT
+                    f"the report contradicts itself: {name} has several rows for {twice}", hint=CUT
                 )
         every = set[Key]().union(*own.values())
         if role == "kernel" and own and not report.request.get("heads"):
-            _check_cases(report, every, set().union(*without.values()), what)
+            _check_cases(report, every, set().union(*without.values()))
         for name, cells_of in own.items():
             returned = {call for tensor, call, _ in cells_of if tensor == "lse"}
             wanted = {("lse", *cell[1:]) for cell in cells_of if cell[1] in returned}
@@ -102,10 +102,10 @@ def check_whole(report: Measured, what: str = "the report") -> None:
                 if cell[0] in PASSES
                 and not (bare and any((t, cell[1]) in bare for t in PASSES[cell[0]]))
             }
-            _require(f"{what} is not whole: {name} has no", wanted - cells_of)
+            _require(f"{name} has no", wanted - cells_of)
 
 
-def _check_cases(report: Measured, every: set[Key], bare: set[Key], what: str) -> None:
+def _check_cases(report: Measured, every: set[Key], bare: set[Key]) -> None:
     """That there is a row of every case, with every seed, and of every head that it has."""
     cases = {case.case: case for case in report.cases}
     heads: dict[Key, set[Any]] = {}
@@ -117,7 +117,7 @@ def _check_cases(report: Measured, every: set[Key], bare: set[Key], what: str) -
         count = 0 if case is None else case.kv_heads if tensor in ("dk", "dv") else case.heads
         if tensor in PASSES and len(there) < count:
             lacking.add((tensor, call, min(set(range(count)) - there)))
-    _require(f"{what} is not whole: no kernel has a", lacking)
+    _require("no kernel has a", lacking)
     asked = report.request.get("seeds")
     seeds = [seed for seed in asked if isinstance(seed, int)] if isinstance(asked, list) else []
     measured = {cell[1][:2] for cell in (*every, *bare)}
@@ -126,7 +126,7 @@ def _check_cases(report: Measured, every: set[Key], bare: set[Key], what: str) -
         if not any(case == name and (not seeds or of in (seed, None)) for case, of in measured):
             where = name if seed is None else f"{name}, seed {seed}"
             raise MeasurementError(
-                f"{what} is not whole: no kernel has a row for the case {where}", hint=CUT
+                f"the report is not whole: no kernel has a row for the case {where}", hint=CUT
             )
 
 
@@ -134,7 +134,9 @@ def _require(who: str, lacking: set[Key]) -> None:
     if lacking:
         more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         first = min(lacking, key=lambda cell: (cell[0] != "out", str(cell)))
-        raise MeasurementError(f"{who} row for {_place(first)}{more}", hint=CUT)
+        raise MeasurementError(
+            f"the report is not whole: {who} row for {_place(first)}{more}", hint=CUT
+        )
 
 
 def _place(cell: Key) -> str:

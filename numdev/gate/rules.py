@@ -180,11 +180,6 @@ class Limit(Strict):
             raise ValueError("`absent` is for suspicion, and the only limit for it")
         return self
 
-    @property
-    def named(self) -> str:
-        """What the limit is on, in words."""
-        return self.metric
-
     def excess(self, value: Value) -> float:
         """How far on the way to the limit: above 1 it is exceeded; infinite where there is none
         to be near to, and for NaN."""
@@ -196,7 +191,7 @@ class Limit(Strict):
         return size / self.at_most if self.at_most else (math.inf if size else 0.0)
 
     def __str__(self) -> str:
-        return "none" if self.absent else f"{self.named} ≤ {self.at_most:g}"
+        return "none" if self.absent else f"{self.metric} ≤ {self.at_most:g}"
 
 
 class Certain(Strict):
@@ -230,12 +225,6 @@ class Threshold(Limit):
     """The limit is for the median over all heads of a tensor, of which there must be so many."""
     may_lack: Literal["nothing", "rows", "sampled", "numbers"] = "nothing"
     """`sampled`: as `rows`, and dk and dv may lack the number where rows were sampled."""
-    over: Literal["before"] | None = None
-    """`before`: the metric is divided by that of the same cell in the older report."""
-
-    @property
-    def named(self) -> str:
-        return self.metric if self.over is None else f"{self.metric} over {self.over}"
 
     @model_validator(mode="after")
     def _consistent(self) -> Threshold:
@@ -245,8 +234,6 @@ class Threshold(Limit):
             raise ValueError("`heads` takes the median of a number, without `certain`")
         if self.certain and not self.metric.startswith("bias"):
             raise ValueError(f"`certain` is for a bias, and {self.metric} is none")
-        if self.over and (self.otherwise or self.certain or self.absent):
-            raise ValueError("`over: before` goes without `otherwise`, `certain` and `absent`")
         return self
 
     def at(self, row: DeviationRow) -> Threshold:
@@ -288,11 +275,6 @@ class Rules(Strict):
             raise ValueError(f"two thresholds are called {twice!r}")
         return thresholds
 
-    @property
-    def about_changes(self) -> bool:
-        """Whether any of them needs an older report."""
-        return any(t.over for t in self.thresholds)
-
 
 def read_rules(path: Path) -> Rules:
     """A gate file; raises UsageError that names the file and the key."""
@@ -304,12 +286,6 @@ def read_rules(path: Path) -> Rules:
 def default_rules() -> Rules:
     """configs/gate/default.yaml."""
     return _renamed(_bundled("default.yaml"), "default")
-
-
-def default_rules_against() -> Rules:
-    """The default rules, and those of configs/gate/change.yaml, for an older report beside."""
-    rules, more = default_rules(), _bundled("change.yaml")
-    return rules.model_copy(update={"thresholds": (*rules.thresholds, *more.thresholds)})
 
 
 def default_rules_for_checks() -> Rules:

@@ -24,8 +24,6 @@ class Held(NamedTuple):
     """Above 1 it is exceeded."""
     interval: tuple[float, float] | None = None
     """Of an estimate from sampled rows."""
-    excused: bool = False
-    """Beyond a limit on a change, but within the seeds' own spread or the noise; `excess` is 1."""
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -61,8 +59,6 @@ class Verdict(Record):
     unjudged: int = 0
     reasons: tuple[str, ...] = ()
     """Why rows were not judged."""
-    excused: int = 0
-    """Rows beyond a limit on a change, which is within the seeds' own spread or the noise."""
     _beyond: tuple[Held, ...] = PrivateAttr(default=())
 
     @property

@@ -23,11 +23,11 @@ LEGEND = (
 
 
 def title(report: CompareReport) -> str:
-    return f"{report.a.path} against {report.b.path}"
+    return f"{report.request['a']} against {report.request['b']}"
 
 
 def line(report: CompareReport) -> str:
-    return f"Two audits of the same request. {LEGEND} {report.summary.threshold}"
+    return f"Two audits of the same request. {LEGEND}"
 
 
 def blocks(report: CompareReport) -> Iterator[doc.Node]:
@@ -73,12 +73,12 @@ def blocks(report: CompareReport) -> Iterator[doc.Node]:
         ),
         title="What else is different",
     )
-    yield from doc.notes((report.summary.threshold, LEGEND), doc.TERMINAL)
+    yield from doc.notes((LEGEND,), doc.TERMINAL)
     yield doc.words(
-        ("", "report", "made", "numdev", "rows", "command"),
+        ("", "report", "made", "numdev", "command"),
         (
-            (name, side.path, side.created, side.numdev, str(side.rows), side.command)
-            for name, side in (("A", report.a), ("B", report.b))
+            (name.upper(), str(report.request[name]), side.created, side.numdev, side.command)
+            for name, side in (("a", report.a), ("b", report.b))
         ),
         title="The two",
         only=doc.TEXT,

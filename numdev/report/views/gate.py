@@ -116,11 +116,10 @@ def _rules(judgement: Judgement) -> Iterator[tuple[str | doc.Cell, ...]]:
     for rule, these in by_rule.items():
         worst = min(these, key=lambda v: (gravity.index(v.outcome), -_nearness(v)))
         judged, bad = sum(v.judged for v in these), sum(v.offending for v in these)
-        excused = sum(v.excused for v in these)  # on a change: within the seeds' spread or noise
         word, style = OUTCOMES[worst.outcome]
         yield (
             rule,
-            doc.Cell(word, style=style, after=f"{excused} excused" if excused else ""),
+            doc.Cell(word, style=style),
             f"{bad}/{judged}" if bad else str(judged or "-"),
             number(worst),
             worst.limit.removeprefix(f"{worst.metric} "),
