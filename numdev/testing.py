@@ -135,7 +135,14 @@ def check_attention(
     )
     words = _failure(name, report, judgement)
     if passed:
-        words = [_passed(name, report, judgement), *found_to_round(report.rows)]
+        ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
+        count = len({(r.case, r.seed) for r in ok})
+        tensors, ran = (
+            ", ".join(dict.fromkeys(getattr(r, n) for r in ok)) for n in ("tensor", "format")
+        )
+        cases = f"{count} case{'s' * (count != 1)}"
+        words = [f"{name} passes the rules {rules.name}: {tensors} in {cases}, {ran}."]
+        words += found_to_round(report.rows)
     shows = [f"It shows by itself with\n  python {script}" for script in scripts]
     text = [*words, *shows, *(() if scripts else dict.fromkeys(said)), *left_out]
     result = CheckResult(
@@ -173,20 +180,9 @@ WIDTH = 72
 LISTED = 4  # findings
 CLAIM = (
     "Without `claims` a function is held against the roundings of FlashAttention-2: P, dS and the "
-    "results. No other way of rounding that is known of sound kernels explains its errors. One "
-    "that rounds elsewhere by design says so, in options of `emulated`: "
-    'claims={"preset": "eager"}.'
+    "results. No other known way of rounding explains its errors. One that rounds elsewhere by "
+    'design says so in options of `emulated`: claims={"preset": "eager"}.'
 )
-
-
-def _passed(kernel: str, report: AuditReport, judgement: Judgement) -> str:
-    ok = [r for r in report.rows if r.role == "kernel" and r.status == "ok"]
-    count = len({(r.case, r.seed) for r in ok})
-    tensors, formats = (
-        ", ".join(dict.fromkeys(getattr(r, name) for r in ok)) for name in ("tensor", "format")
-    )
-    cases = f"{count} case{'s' * (count != 1)}"
-    return f"{kernel} passes the rules {judgement.rules}: {tensors} in {cases}, {formats}."
 
 
 def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str]:
@@ -200,9 +196,9 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
     for finding in wrong[:LISTED]:
         sentence = finding.sentence.removeprefix(f"{kernel} ")  # the title names it
         at = (finding.formats[0], finding.tensor, finding.place)
-        rms = {r.role: r.rms for r in report.rows if (r.format, r.tensor, Place.of(r)) == at}
-        roles = [role for role in ("kernel", "floor", "baseline") if rms.get(role) is not None]
-        errors = ", ".join(f"{role} {rms[role]:.2g}" for role in roles)
+        rms = {str(r.role): r.rms for r in report.rows if (r.format, r.tensor, Place.of(r)) == at}
+        sizes = [(role, rms.get(role)) for role in ("kernel", "floor", "baseline")]
+        errors = ", ".join(f"{role} {size:.2g}" for role, size in sizes if size is not None)
         text.append(f"{sentence[:1].upper()}{sentence[1:]} rms error: {errors or 'none'}.")
     if len(wrong) > LISTED:
         text.append(f"And {len(wrong) - LISTED} more.")
@@ -212,12 +208,12 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
 
 def _unmeasured(report: AuditReport, judgement: Judgement) -> list[str]:
     """What had to be judged and could not be."""
-    unjudged = [v for v in judgement.verdicts if v.outcome == "unmeasured" and v.kernel is not None]
     return [
         *(f.sentence for f in report.findings if f.severity == "unmeasured"),
         *(
             f"{v.rule} of {v.tensor} ({v.format}) could not be judged: {'; '.join(v.reasons[:2])}."
-            for v in unjudged
+            for v in judgement.verdicts
+            if v.outcome == "unmeasured" and v.kernel is not None
         ),
     ]
 

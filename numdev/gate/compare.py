@@ -272,7 +272,7 @@ def _presences(
         place = Place.of(rows[0])
         yield Presence(
             what=what, **_who(rows[0]), tensors=tensors, rows=len(rows), why=why, place=place
-        )  # type: ignore[arg-type]
+        )
 
 
 # --- sentences -----------------------------------------------------------------------------------

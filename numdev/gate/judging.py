@@ -16,8 +16,6 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any, Literal
 
-import numpy as np
-
 from numdev.errors import MeasurementError
 from numdev.gate.rows import (
     GRADIENTS,
@@ -163,9 +161,6 @@ def _judge(threshold: Threshold, rows: Sequence[DeviationRow]) -> Verdict:
     """One rule on the heads of one tensor of one kernel in one format."""
     first = rows[0]
     threshold = threshold.at(first)
-    worst = _all_within(threshold, rows)
-    if worst is not None:
-        return _verdict(threshold, "passed", first, worst, judged=len(rows))
     held, lacking = _held(threshold, rows)
     held, unsure = _decided(threshold, held)
     offending = _offending(threshold, held)
@@ -202,26 +197,6 @@ def _may_lack(threshold: Threshold, why: str) -> bool:
 
 
 # --- a row ---------------------------------------------------------------------------------------
-
-
-def _all_within(threshold: Threshold, rows: Sequence[DeviationRow]) -> Held | None:
-    """The number beside the limit where one look at a column shows that every row is within it;
-    None where rows have to be taken one by one."""
-    test, few = threshold.certain, len(rows) < (threshold.heads or 0)
-    if few or threshold.absent or any(row.sampled for row in rows):
-        return None
-    if test and any(r.bias_p is None or (r.sequences or 0) < test.sequences for r in rows):
-        return None
-    values = [value_of(row, threshold.metric)[0] for row in rows]
-    if None in values:
-        return None
-    sizes = np.abs(np.array(values, dtype=float))
-    worst = shown = int(np.argmax(sizes))  # NaN is largest
-    if threshold.excess(values[worst]) > 1:
-        return None
-    if threshold.heads is not None:
-        shown = int(np.argsort(-sizes, kind="stable")[len(rows) // 2])
-    return Held(rows[shown], threshold, values[shown], threshold.excess(values[shown]))
 
 
 def _held(threshold: Threshold, rows: Sequence[DeviationRow]) -> tuple[list[Held], list[Lacking]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
 
 import numdev
 from numdev.errors import MeasurementError, UsageError
@@ -29,6 +30,7 @@ KINDS = {
     "compare": "numdev.gate.compare_report:CompareReport",
 }
 """Where the class of each kind of report is; imported when one is read."""
+HEAD = 1 << 16  # bytes of a file in which it says what it is
 
 
 class _Head(BaseModel):
@@ -55,7 +57,10 @@ def read(path: Path) -> Report:
         ) from error
     head = _Head()
     try:
-        head = _Head.model_validate_json(text)
+        # It stands at the start of what numdev writes, and anywhere in what another program sorted.
+        head = _Head.model_validate(from_json(text[:HEAD], allow_partial=True))
+        if not head.provenance:
+            head = _Head.model_validate_json(text)
         for name, known in (("schema_version", [SCHEMA_VERSION]), ("kind", list(KINDS))):
             if (got := getattr(head, name)) not in known:
                 raise ValueError(f"{name}: expected {', '.join(map(str, known))}, got {got!r}")
