@@ -42,9 +42,10 @@ from numdev.audit.task import bench_of, measure_task
 from numdev.cases import AttentionCase, CaseRef
 from numdev.formats import format_named
 from numdev.gate.judging import verdicts_of
-from numdev.gate.rules import default_rules, value_of
+from numdev.gate.rules import default_rules
 from numdev.kernels import Kernel, find
 from numdev.kernels.emulation.faults import CONTROLS
+from numdev.metrics.of_rows import value_of
 from numdev.report import DeviationRow
 from numdev.sources.synthetic import Shapes, draw
 from numdev.system import System

@@ -79,21 +79,17 @@ def check_attention(
     q is [batch, heads, q_len, head_dim], k [batch, kv_heads, kv_len, head_dim], v [batch, kv_heads,
     kv_len, v_dim]; it returns the output [batch, heads, q_len, v_dim], or a tuple of that and the
     log-sum-exp [batch, heads, q_len]. What else it takes is read off its parameters' names
-    (docs/kernels.md); a `Kernel` is checked as it is. What it has no parameter for, and what it
-    raises NotImplementedError or `numdev.kernels.Refused` for, is skipped, and said. There is no
-    tolerance to choose: errors are held against the fp64 result of the same rounded inputs, its one
-    rounding (the floor), and what the kernel's own roundings predict, by the rules of `numdev
-    gate`. On the CPU PyTorch uses one thread meanwhile.
+    (docs/kernels.md). What it has no parameter for, and what it raises NotImplementedError or
+    `numdev.kernels.Refused` for, is skipped, and said. There is no tolerance to choose: the rules
+    of `numdev gate` hold its errors against the fp64 result of the same rounded inputs.
 
-    `cases`: one, or a list, of: a name from configs/check/default.yaml; a regime of inputs
-    (docs/hazards.md); a path of captured tensors or of a YAML file; a mapping with keys of a YAML
-    case (docs/inputs.md), the rest filled in; an AttentionCase. None: the whole default set.
-    `formats`: names, as `bfloat16`. `backward`: True: dq, dk and dv must be measured; False: they
-    are not; "auto": they are where autograd can follow. `seeds`: of drawn inputs; each is another
-    set of cases. `thresholds`: a gate file, its content as a mapping, or None for the default
-    rules. `claims`: options of `emulated` that say how the function rounds, as
-    `{"preset": "eager"}`; None: as it was registered, else as FlashAttention-2 does.
-    `reproducers`: a directory for the script of a failed check; None makes a temporary one.
+    `cases`: one or several: names from configs/check/default.yaml, regimes of inputs
+    (docs/hazards.md), paths of captured tensors or of YAML files, mappings with keys of a YAML
+    case, or an AttentionCase; None: the default set. `backward`: True: dq, dk and dv must be
+    measured; "auto": where autograd can follow. `seeds`: of drawn inputs. `thresholds`: a gate
+    file, or its content; None: the default rules. `claims`: options of `emulated` that say how the
+    function rounds; None: as it was registered, else as FlashAttention-2 does. `reproducers`: a
+    directory for the script of a failed check; None makes a temporary one.
 
     Raises CheckFailed, an AssertionError, where a limit is exceeded, a call failed, or nothing was
     measured; UsageError for wrong arguments, MeasurementError for rules made for another system."""

@@ -29,7 +29,7 @@ from numdev.audit.task import measure_one
 from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, NumdevError
 from numdev.formats import format_named
-from numdev.gate.rules import value_of
+from numdev.metrics.of_rows import value_of
 from numdev.metrics.statistics import BIAS_ALPHA, BIAS_SEQUENCES, BIAS_ULP
 from numdev.report import DeviationRow, Finding
 from numdev.sources.opening import Source

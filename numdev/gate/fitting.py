@@ -16,16 +16,8 @@ import yaml
 from numdev.errors import MeasurementError
 from numdev.gate.judging import judge_report, power_of
 from numdev.gate.rows import Groups, Measured, by_tensor, grouped, measured
-from numdev.gate.rules import (
-    ESTIMATED,
-    MAXIMA,
-    Instead,
-    Rules,
-    Threshold,
-    default_rules,
-    interval_of,
-    value_of,
-)
+from numdev.gate.rules import Instead, Rules, Threshold, default_rules
+from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.report import DeviationRow
 
 # Of the default rules that are fitted: the margin, and what is fitted to no less.

@@ -29,19 +29,9 @@ from numdev.gate.rows import (
     something,
     spelt,
 )
-from numdev.gate.rules import (
-    ESTIMATED,
-    MAXIMA,
-    Limit,
-    Rules,
-    Selector,
-    Threshold,
-    default_rules,
-    interval_of,
-    matches,
-    value_of,
-)
+from numdev.gate.rules import Limit, Rules, Selector, Threshold, default_rules, matches
 from numdev.gate.verdict import Calls, Dose, Held, Judgement, Outcome, Power, Verdict
+from numdev.metrics.of_rows import ESTIMATED, MAXIMA, interval_of, value_of
 from numdev.metrics.statistics import holm
 from numdev.report import NOT_PREDICTED, DeviationRow, Place
 from numdev.report.io import uncollected

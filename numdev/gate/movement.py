@@ -19,7 +19,7 @@ from scipy.special import ndtri, stdtrit
 
 from numdev.gate.pairs import Pair
 from numdev.gate.rows import Key
-from numdev.gate.rules import interval_of, value_of
+from numdev.metrics.of_rows import interval_of, value_of
 from numdev.report import DeviationRow
 
 LEAST = 1.05

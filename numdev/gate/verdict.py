@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr
 
-from numdev.gate.rules import Limit, Value
+from numdev.gate.rules import Limit
+from numdev.metrics.of_rows import Value
 from numdev.report import DeviationRow, Place, Record, Role
 
 Outcome = Literal["passed", "exceeded", "unmeasured", "untested"]

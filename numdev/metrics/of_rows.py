@@ -1,0 +1,62 @@
+"""The metrics of a report's row, by name: its fields, and what is derived from them. Which of them
+sampled rows estimate, and which they only bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numdev.report.records.rows import Count, DeviationRow
+from numdev.metrics.statistics import noise_ratio
+
+Value = float | str | None
+
+
+def lse_error(row: DeviationRow) -> float | None:
+    """rms over 1 + the root mean square of the exact log-sum-exp, which is rms / rel: relative
+    where it is large, absolute where it is near 0."""
+    if not row.rms:
+        return row.rms
+    return row.rms / (1 + (row.rms / row.rel if row.rel else 0.0))
+
+
+DERIVED: dict[str, Callable[[DeviationRow], float | None]] = {
+    "noise_ratio": noise_ratio,
+    "lse_error": lse_error,
+}
+# Extreme values: over sampled rows they are lower bounds, and so never pass.
+MAXIMA = frozenset({"max_abs", "max_ulp", "worst_row", "fa_rule"})
+# What sampled rows give an estimate of, to be judged by its interval. What else a row holds is of
+# the whole output (nonfinite, noise), or has a test of its own (bias).
+ESTIMATED = frozenset(
+    {"mean_abs", "rms", "rel", "row_rel", "floor_ratio", "baseline_ratio", "expected_ratio"}
+    | {"precision_rms", "from_baseline_rms", "flash_vs_precision", "lse_error"}
+    | {"low_precision_rms", "flash_vs_low_precision"}
+)
+# Multiples of an error, and so 0 where there is none, whatever the denominator.
+ERRORS = frozenset({"expected_ratio", "worst_row", "floor_ratio", "baseline_ratio"})
+_NUMBERS = (float | None, int | None, Count | None, bool | None)
+FIELDS = frozenset(n for n, f in DeviationRow.model_fields.items() if f.annotation in _NUMBERS)
+METRICS = (FIELDS - {"layer", "seed", "head"}) | {"suspicion", *DERIVED}
+
+
+def value_of(row: DeviationRow, metric: str) -> tuple[Value, str | None]:
+    """A metric of a row; and where it is None, the row's own reason, if it has one."""
+    value: Value = DERIVED[metric](row) if metric in DERIVED else getattr(row, metric)
+    if value is not None:
+        return value, None
+    if metric in ERRORS and row.rms == 0:
+        return 0.0, None
+    return None, row.nulls.get(metric)
+
+
+def interval_of(row: DeviationRow, metric: str) -> tuple[float, float] | None:
+    """The interval of a metric that is estimated from sampled rows, where it has one. As in
+    `value_of`, a multiple of an error is 0 where there is none."""
+    if metric in ERRORS and row.rms == 0:
+        return row.interval.get("rms")
+    if metric != "lse_error":
+        return row.interval.get(metric)
+    ends, value = row.interval.get("rms"), lse_error(row)
+    if ends is None or value is None or not row.rms:
+        return ends
+    return ends[0] * value / row.rms, ends[1] * value / row.rms
