@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +24,10 @@ from numdev.gate.compare_report import (
     Presence,
 )
 from numdev.gate.findings import Places, label, listed
-from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise, metrics_of
+from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise
 from numdev.gate.pairs import (
     MUST,
     Difference,
-    Inputs,
     Names,
     Pair,
     flat,
@@ -142,9 +141,14 @@ def compared(a: Measured, b: Measured, allowed: Sequence[Difference] = ()) -> Co
     moves.sort(key=lambda move: -move.excess)
     presences = tuple(_presences(old, new, names))
     inputs = Counter(pair.inputs for pair in pairs)
+    notes = [THRESHOLD.format(tests=noise.tests)]
+    if other := inputs["other"]:
+        notes.insert(0, OTHER.format(count=other, every=len(pairs)))
+    if unjudged := sum(group.unjudged for group in groups):
+        notes.insert(0, f"{unjudged} rows have no number that could be judged.")
     summary = CompareSummary(
-        answer=answer(groups, moves, presences, allowed, new),
-        notes=(*_notes(inputs, groups), THRESHOLD.format(tests=noise.tests)),
+        answer=tuple(answer(groups, moves, presences, allowed, Places(new))),
+        notes=tuple(notes),
         inputs={str(k): v for k, v in inputs.items()},
     )
     return Compared(summary, tuple(groups), tuple(moves), presences)
@@ -232,10 +236,7 @@ def _group(pairs: Sequence[Pair], judged: Sequence[Sequence[Change]], moves: lis
         b=statistics.median(x.b for _, x in told) if told else None,
         change=farthest[0] if farthest else None,
         where=Place.of(farthest[1].b) if farthest else None,
-        unjudged=sum(
-            bool(metrics_of(pair)) and not any(math.isfinite(x.noise) for x in changes)
-            for pair, changes in zip(pairs, judged, strict=True)
-        ),
+        unjudged=sum(not any(math.isfinite(x.noise) for x in changes) for changes in judged),
     )
 
 
@@ -283,11 +284,9 @@ def answer(
     moves: Sequence[Move],
     presences: Sequence[Presence],
     allowed: Sequence[Difference],
-    rows: Sequence[DeviationRow],
-) -> tuple[str, ...]:
-    """The verdict, then a sentence for each kernel; `rows` are those of B, by which places are
-    named."""
-    place = Places(rows)
+    place: Places,
+) -> Iterator[str]:
+    """The verdict, then a sentence for each kernel."""
     by_kernel = grouped(groups, _name)
     moved = [kernel for kernel, its in by_kernel.items() if any(g.moved for g in its)]
     counts: Counter[str] = Counter()
@@ -295,32 +294,22 @@ def answer(
         counts[presence.what] += presence.rows
     there = ", ".join(f"{count} row{'s' * (count != 1)} {what}" for what, count in counts.items())
     verdict = "Nothing was measured in both reports"
-    if any(group.pairs for group in groups):
+    if groups:
         verdict = f"Moved beyond noise: {listed(moved)}" if moved else "Nothing moved beyond noise"
-    sentences = [f"{verdict}; {there or 'nothing new, nothing gone'}."]
+    yield f"{verdict}; {there or 'nothing new, nothing gone'}."
     if allowed:
         keys = listed(f"{d.key} ({d.a} and {d.b})" for d in allowed)
-        sentences.append(f"Compared although they differ: {keys}.")
-    sentences += [f"{_name(m)}, {m.tensor}: {m.words}." for m in moves if m.metric == "ran"]
-    for kernel, its in sorted(by_kernel.items(), key=lambda item: item[0] not in moved):
-        if kernel in moved:
-            tensors = listed(_tensor(g, moves, place) for g in its if g.moved)
-            sentences.append(f"{kernel} moved in {tensors}.")
-        else:
+        yield f"Compared although they differ: {keys}."
+    for move in moves:
+        if move.metric == "ran":
+            yield f"{_name(move)}, {move.tensor}: {move.words}."
+    for kernel in moved:
+        tensors = listed(_tensor(g, moves, place) for g in by_kernel[kernel] if g.moved)
+        yield f"{kernel} moved in {tensors}."
+    for kernel, its in by_kernel.items():
+        if kernel not in moved:
             pairs, same = (sum(getattr(g, n) for g in its) for n in ("pairs", "same_bits"))
-            sentences.append(
-                f"{kernel}: within noise in all {pairs} rows, the same bits in {same}."
-            )
-    return tuple(sentences)
-
-
-def _notes(inputs: Mapping[Inputs, int], groups: Sequence[Group]) -> Iterator[str]:
-    """What a reader must know of how it was judged."""
-    if other := inputs.get("other"):
-        yield OTHER.format(count=other, every=sum(inputs.values()))
-    for kernel, its in grouped(groups, _name).items():
-        if unjudged := sum(g.unjudged for g in its):
-            yield f"{kernel}: {unjudged} rows have no number that could be judged."
+            yield f"{kernel}: within noise in all {pairs} rows, the same bits in {same}."
 
 
 def _name(of: Group | Move) -> str:

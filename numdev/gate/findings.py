@@ -284,21 +284,10 @@ def _tested(verdicts: Sequence[Verdict], findings: Sequence[Finding]) -> Iterato
 
 def found_to_round(rows: Iterable[DeviationRow]) -> Iterator[str]:
     """Of every kernel that declared no claim and was found to round in another way than `fa2`: in
-    which, and in how many calls."""
-    calls: dict[str, dict[str, set[tuple[object, ...]]]] = {}
-    for row in rows:
-        if row.claim and row.role == "kernel":
-            call = (row.case, row.module, row.call, row.seed, row.step, row.format)
-            calls.setdefault(row.kernel, {}).setdefault(row.claim, set()).add(call)
-    for kernel, by_claim in calls.items():
-        every = len(set().union(*by_claim.values()))
-        ways = [
-            f"{claim} ({len(these)} of {every} calls)"
-            for claim, these in by_claim.items()
-            if claim.startswith(FOUND)
-        ]
-        if ways:
-            yield (
-                f"{kernel} declares no claim and errs beyond `fa2`; its errors are explained, "
-                f"element by element, and judged {listed(ways)}."
-            )
+    which."""
+    found = [r for r in rows if r.role == "kernel" and (r.claim or "").startswith(FOUND)]
+    for kernel, own in grouped(found, attrgetter("kernel")).items():
+        yield (
+            f"{kernel} declares no claim and errs beyond `fa2`; its errors are explained, "
+            f"element by element, and judged {listed(dict.fromkeys(str(r.claim) for r in own))}."
+        )

@@ -294,9 +294,7 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
     )
     for (kernel, _, fmt, backward), group in passes.items():
         bare = [row for row in group if row.status != "ok"]
-        status = dict.fromkeys(map(call_of, group), "ok")
-        for worst in ("skipped", "failed"):  # the worst of a call's rows last
-            status |= {call_of(row): worst for row in bare if row.status == worst}
+        status = {call_of(row): row.status for row in sorted(group, key=_gravity)}
         count = Counter(status.values())
         told = "failed" if count["failed"] else "skipped"  # why it failed is no reason to decline
         reasons = list(dict.fromkeys(row.reason or "" for row in bare if row.status == told))
@@ -319,6 +317,10 @@ def calls_of(rows: Sequence[DeviationRow], rules: Rules) -> Iterator[Calls]:
             place=next((Place.of(row) for row in bare if row.status == "failed"), None),
             outcome=outcome,
         )
+
+
+def _gravity(row: DeviationRow) -> int:
+    return ("ok", "skipped", "failed").index(row.status)
 
 
 # --- planted faults ------------------------------------------------------------------------------
