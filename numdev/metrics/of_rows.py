@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from numdev.report.records.rows import Count, DeviationRow
 from numdev.metrics.statistics import noise_ratio
+from numdev.report.records.rows import Count, DeviationRow
 
 Value = float | str | None
 
