@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,26 +101,19 @@ def check_attention(
     if claims is not None:
         find("emulated").with_options(claims)  # refuses what is no option
         kernel = dataclasses.replace(kernel, claims=lambda case, output, system: claims)
-    one = isinstance(cases, str | Path | Mapping | AttentionCase)
-    listed: Any = [cases] if one else cases
+    named: Any = [cases] if isinstance(cases, str | Path | Mapping | AttentionCase) else cases
     formats = (formats,) if isinstance(formats, str) else tuple(formats)
     seeds = (seeds,) if isinstance(seeds, int) else tuple(seeds)
     rules = _rules(thresholds)
     if not formats:
         raise UsageError("formats: expected at least one, got none")
-    asked = {
-        "target": name,
-        "formats": list(formats),
-        "backward": backward,
-        "seeds": list(seeds),
-        "rules": rules.name,
-        "claims": None if claims is None else dict(claims),
-    }
+    asked = {"target": name, "formats": list(formats), "backward": backward, "seeds": list(seeds),
+             "rules": rules.name, "claims": claims and dict(claims)}  # fmt: skip
     # The calls are tiny, and threads would wait for each other: where a test-suite keeps all cores
     # busy they make a check ten times slower.
     with threads(1):
         system = System.here(device)
-        source = CheckSource(listed, seeds, system.device, gradients=backward is not False)
+        source = CheckSource(named, seeds, system.device, gradients=backward is not False)
         report, judgement, passed, scripts, said = check(
             kernel, source, formats=formats, rules=rules, backward=backward, system=system,
             folder=folder, asked=asked, reproducers=lambda: _directory(reproducers, name),
@@ -139,11 +131,13 @@ def check_attention(
         cases = f"{count} case{'s' * (count != 1)}"
         words = [f"{name} passes the rules {rules.name}: {tensors} in {cases}, {ran}."]
         words += found_to_round(report.rows)
+    rest = [*(() if scripts else dict.fromkeys(said)), *left_out]
+    filled = [textwrap.fill(plain(x), WIDTH, break_on_hyphens=False) for x in (*words, *rest)]
     shows = [f"It shows by itself with\n  python {script}" for script in scripts]
-    text = [*words, *shows, *(() if scripts else dict.fromkeys(said)), *left_out]
+    text = "\n\n".join([*filled[: len(words)], *shows, *filled[len(words) :]])
     result = CheckResult(
         kernel=name, passed=passed, report=report, judgement=judgement,
-        skipped=left_out, reproducer=next(iter(scripts), None), words=_wrapped(text),
+        skipped=left_out, reproducer=next(iter(scripts), None), words=text,
     )  # fmt: skip
     if not passed:
         raise CheckFailed(result)
@@ -163,11 +157,10 @@ def _rules(thresholds: Thresholds) -> Rules:
 
 def _directory(given: str | Path | None, name: str) -> Path:
     """A folder of its own for this check."""
-    if given is None:
-        return Path(tempfile.mkdtemp(prefix="numdev-check-"))
-    stem = Path(given) / re.sub(r"[^\w.-]+", "-", name)
-    tried = (stem.with_name(f"{stem.name}-{i}" if i > 1 else stem.name) for i in itertools.count(1))
-    return next(path for path in tried if not path.exists())
+    if given is not None:
+        Path(given).mkdir(parents=True, exist_ok=True)
+    prefix = re.sub(r"[^\w.-]+", "-", name if given else "numdev-check")
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=given))
 
 
 # --- in words, for pytest, which indents them in 80 columns --------------------------------------
@@ -196,8 +189,7 @@ def _failure(kernel: str, report: AuditReport, judgement: Judgement) -> list[str
         sizes = [(role, rms.get(role)) for role in ("kernel", "floor", "baseline")]
         errors = ", ".join(f"{role} {size:.2g}" for role, size in sizes if size is not None)
         text.append(f"{sentence[:1].upper()}{sentence[1:]} rms error: {errors or 'none'}.")
-    if len(wrong) > LISTED:
-        text.append(f"And {len(wrong) - LISTED} more.")
+    text += [f"And {len(wrong) - LISTED} more."] * (len(wrong) > LISTED)
     predicted = all(f.metric in ("expected_ratio", "worst_row") for f in wrong)
     return text + [CLAIM] * (predicted and report.request.get("claims") is None)
 
@@ -234,11 +226,3 @@ def _left_out(report: AuditReport, *, grouped: bool) -> Iterator[str]:
             f"Not tested: fewer kv heads than query heads ({', '.join(ran)}). k and v were "
             "repeated, since no parameter is named enable_gqa."
         )
-
-
-def _wrapped(paragraphs: Iterable[str]) -> str:
-    """Lines that are there already (a command) stay."""
-    return "\n\n".join(
-        text if "\n" in text else textwrap.fill(plain(text), WIDTH, break_on_hyphens=False)
-        for text in paragraphs
-    )
