@@ -78,7 +78,7 @@ def test_the_fixture_checks(suite: pytest.Pytester) -> None:
     found.stdout.fnmatch_lines(
         [
             "E *kernels_of_mine:half fails *`function`*",
-            "E *python */test_wrong0/numdev/kernels_of_mine-half/reproducers/*/reproduce.py",
+            "E *python */test_wrong0/numdev/kernels_of_mine-half-*/reproducers/*/reproduce.py",
             "*= numdev =*",
             "*::test_wrong: kernels_of_mine:half computes a different function: *",
         ]
