@@ -55,10 +55,10 @@ def line(label: str, start: float, role: Any = "kernel", **changes: Any) -> Curv
     """Falls by half from point to point."""
     points = tuple(
         Point(x=x, label=f"{x:g}", mean=start * 0.5**i, low=start * 0.4 * 0.5**i,
-              high=start * 1.6 * 0.5**i, seeds=5)
+              high=start * 1.6 * 0.5**i)
         for i, x in enumerate(XS)
     )  # fmt: skip
-    return Curve(**{"label": label, "role": role, "kernel": label, "points": points, **changes})
+    return Curve(**{"label": label, "role": role, "points": points, **changes})
 
 
 def figure(*curves: Curve, **changes: Any) -> Figure:
@@ -230,8 +230,7 @@ def dots(svg: ET.Element) -> list[list[float]]:
 @pytest.mark.parametrize("across", ["log", "linear", "category"])
 def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
     """Points, intervals that reach below zero, ticks."""
-    low = Point(x=XS[0] if across != "category" else 0.0, label="", mean=1.0, low=-3.0, high=5.0,
-                seeds=2)  # fmt: skip
+    low = Point(x=XS[0] if across != "category" else 0.0, label="", mean=1.0, low=-3.0, high=5.0)
     svg = drawn(figure(line("flash", 1.0, points=(low,)), y_scale=scale), axis(across))
     bars = [p.get("d", "") for p in svg.iter("path") if p.get("class") == "bar"]
     ends = [float(y) for bar in bars for y in re.findall(r" ([\d.]+)", bar)]
@@ -243,8 +242,8 @@ def test_everything_is_inside_the_frame(scale: Any, across: Any) -> None:
 
 def test_a_constant_runs_all_along() -> None:
     """What the axis does not move is a level, without points that were never measured."""
-    point = Point(x=None, label="", mean=1.0, low=None, high=None, seeds=1)
-    level = line("floor", 1.0, "floor", constant=True, points=(point,))
+    point = Point(x=None, label="", mean=1.0, low=None, high=None)
+    level = line("floor", 1.0, "floor", points=(point,))
     path, *_ = drawn(figure(line("a", 1.0), level)).findall("g")[1].iter("path")
     assert re.fullmatch(rf"M{chart.LEFT:g} ([\d.]+)L{chart.RIGHT:g} \1", path.get("d", ""))
 

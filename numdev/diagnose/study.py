@@ -230,7 +230,7 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Fi
         curves = tuple(_curve(label, line) for label, line in lines.items() if len(line))
         if len(worst) > 1:
             figure = Figure(
-                title=metric.title, metric=str(name), relative=False, y_title=metric.y_title,
+                title=metric.title, metric=str(name), y_title=metric.y_title,
                 y_scale="linear", curves=curves,
             )  # fmt: skip
             drawn.append(figure)
@@ -239,8 +239,8 @@ def figures(heads: Sequence[records.HeadRow], first: records.Ranked) -> tuple[Fi
 
 def _curve(label: str, values: pd.Series) -> Curve:
     points = tuple(
-        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None, seeds=1)
+        Point(x=float(step), label=f"step {step}", mean=x, low=None, high=None)
         for step, x in zip(values.index, values, strict=True)
     )
     role = "floor" if label == "median head" else "kernel"
-    return Curve.model_validate({"label": label, "role": role, "kernel": "", "points": points})
+    return Curve.model_validate({"label": label, "role": role, "points": points})

@@ -220,7 +220,11 @@ class Grid:
             key = (cell.metric, place, "input rounding" if cell.role == "precision" else label)
             value = str({**vars(case), **options, **own}.get(self.x))
             lines.setdefault(key, {})[value if value in values else None] = cell
-        return {key: {v: own[v] for v in values if v in own} for key, own in lines.items()}
+        for key, at in lines.items():
+            # Where the axis moves some cells of a line, the others have no place on it.
+            shown = [v for v in values if v in at and (v is not None or len(at) == 1)]
+            lines[key] = {v: at[v] for v in shown}
+        return lines
 
 
 def _numbers(values: Iterable[str]) -> list[float] | None:
@@ -237,41 +241,32 @@ def _numbers(values: Iterable[str]) -> list[float] | None:
 
 def figures(lines: Lines, grid: Grid, baseline: str) -> Iterator[Figure]:
     """For every metric and place the curves, where any has a number."""
-    for metric in dict.fromkeys(grid.request.y):
-        for place in dict.fromkeys(place for _, place, _ in lines):
-            own = {label: at for (m, p, label), at in lines.items() if (m, p) == (metric, place)}
-            curves = [_curve(label, at, grid, baseline) for label, at in own.items()]
-            drawn = tuple(curve for curve in curves if curve.points)
-            means = [p.mean for curve in drawn for p in curve.points]
-            positive, what = [mean for mean in means if mean > 0], words(metric)
-            wide = positive and min(means) >= 0 and max(positive) / min(positive) >= 4
-            if drawn:
-                yield Figure(
-                    title=f"{what[0].upper()}{what[1:]}, by {grid.axis.title}{_words_of(place)}",
-                    metric=metric,
-                    place=dict(place),
-                    y_title=what,
-                    y_scale="log" if wide else "linear",
-                    curves=drawn,
-                )
-
-
-def _curve(label: str, cells: Mapping[str | None, CellRow], grid: Grid, baseline: str) -> Curve:
-    first, constant = next(iter(cells.values())), list(cells) == [None]
     places: dict[str | None, float] = {tick.label: tick.x for tick in grid.axis.ticks}
-    return Curve(
-        label=label,
-        role="baseline" if label == baseline else first.role,
-        kernel=first.kernel,
-        options=first.options if constant else {},
-        constant=constant,
-        points=tuple(
+    drawn: dict[tuple[str, Place], list[Curve]] = {}
+    for (metric, place, label), cells in lines.items():
+        points = tuple(
             Point(x=places.get(value), label=value or "", mean=cell.mean, low=cell.low,
-                  high=cell.high, seeds=cell.seeds, limited=cell.limited)
-            for value, cell in cells.items()
-            if cell.mean is not None and (value is not None or constant)
-        ),
-    )  # fmt: skip
+                  high=cell.high, limited=cell.limited)
+            for value, cell in cells.items() if cell.mean is not None
+        )  # fmt: skip
+        if points and metric in grid.request.y:
+            role = "baseline" if label == baseline else next(iter(cells.values())).role
+            curve = Curve(label=label, role=role, points=points)
+            drawn.setdefault((metric, place), []).append(curve)
+    order = sorted(drawn, key=lambda key: grid.request.y.index(key[0]))
+    for metric, place in order:
+        curves, what = drawn[metric, place], words(metric)
+        means = [p.mean for curve in curves for p in curve.points]
+        positive = [mean for mean in means if mean > 0]
+        wide = positive and min(means) >= 0 and max(positive) / min(positive) >= 4
+        yield Figure(
+            title=f"{what[0].upper()}{what[1:]}, by {grid.axis.title}{_words_of(place)}",
+            metric=metric,
+            place=dict(place),
+            y_title=what,
+            y_scale="log" if wide else "linear",
+            curves=tuple(curves),
+        )
 
 
 def _words_of(place: Place) -> str:

@@ -6,10 +6,8 @@ harmless. A node that only some media show says so in `only`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from numdev.report import Axis, Curve, Figure
@@ -21,7 +19,6 @@ MEDIA: tuple[Medium, ...] = ("terminal", "html", "markdown")
 PAGE: tuple[Medium, ...] = ("html",)
 TEXT: tuple[Medium, ...] = ("html", "markdown")
 TERMINAL: tuple[Medium, ...] = ("terminal",)
-_LEAD = re.compile(r"(?P<lead>(?:\([^()]*\)|[^()])*?:) (?P<rest>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -154,10 +151,9 @@ class Document:
 
 
 def headed(sentence: str) -> Item:
-    """A sentence whose lead is what stands before the first `: ` outside of brackets; all of it
-    where there is none."""
-    match = _LEAD.fullmatch(sentence)
-    return Item(match["rest"], lead=match["lead"]) if match else Item("", lead=sentence)
+    """A sentence whose lead is what stands before the first `: `; all of it where there is none."""
+    lead, colon, text = sentence.partition(": ")
+    return Item(text, lead=lead + colon.strip())
 
 
 def bullets(sentences: Iterable[str]) -> Bullets:
@@ -193,22 +189,11 @@ def heat_map(
     title: str,
     heads: Sequence[int],
     layers: Mapping[str, Sequence[float | None]],
-    brief: Callable[[float | None], str],
-    full: Callable[[float | None], str],
-    dark: Callable[[float | None], int],
+    cell: Callable[[float | None], Cell],
     **more: Any,
 ) -> Table:
-    """One number for each layer (down) and head (across): in a few characters, and in full where
-    the mouse points."""
-
-    def cell(layer: str, head: int, value: float | None) -> Cell:
-        darkness = None if value is None else dark(value)
-        return Cell(brief(value), darkness, title=f"layer {layer} head {head}: {full(value)}")
-
-    rows = (
-        [Cell(layer, style="soft"), *map(partial(cell, layer), heads, values)]
-        for layer, values in layers.items()
-    )
+    """One number for each layer (down) and head (across), in a few characters."""
+    rows = ([Cell(name, style="soft"), *map(cell, values)] for name, values in layers.items())
     return table(["layer", *map(str, heads)], rows, title=title, kind="map", **more)
 
 
@@ -233,18 +218,14 @@ def charts(
 def table_of(chart: Chart) -> Table:
     """The figure as numbers: a row for each curve, a column for each place on the axis."""
     figure, axis = chart.figure, chart.axis
-    places = {tick.x: tick.label for tick in axis.ticks}
-    points = [p for curve in figure.curves for p in curve.points]
-    if not any(p.x in places for p in points):
-        places |= dict(sorted((p.x, p.label) for p in points if p.x is not None))
 
-    def at(curve: Curve, x: float) -> str:
-        values = (p.mean for p in curve.points if curve.constant or p.x == x)
-        value = next(values, None)
+    def cell(curve: Curve, x: float) -> str:
+        value = next((p.mean for p in curve.points if p.x in (None, x)), None)
         if figure.metric == "loss" and value is not None:
             return f"{value:.3f}"
         return ratio(value) if figure.relative else si(value)
 
-    rows = ((curve.label, *(at(curve, x) for x in places)) for curve in figure.curves)
+    rows = ([curve.label, *(cell(curve, t.x) for t in axis.ticks)] for curve in figure.curves)
     standard = [curve.role != "kernel" for curve in figure.curves]
-    return table([axis.title, *places.values()], rows, standard, title=figure.title, kind="series")
+    columns = [axis.title, *(tick.label for tick in axis.ticks)]
+    return table(columns, rows, standard, title=figure.title, kind="series")

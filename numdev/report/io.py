@@ -85,13 +85,11 @@ def read(path: Path) -> Report:
 def uncollected() -> Iterator[None]:
     """Without garbage collection: nothing of a report is garbage while it is read and judged, and
     looking at its rows again and again takes a third of the time."""
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 def write(report: Report, directory: Path) -> None:

@@ -36,12 +36,10 @@ def short(value: float | None) -> str:
     """A multiple in four characters: 1.25, 12.5, 125, 1e4."""
     if value is None:
         return NONE
-    for limit, digits in ((9.995, 2), (99.95, 1), (999.5, 0)):
-        if value < limit:
-            return f"{value:.{digits}f}"
-    return power(f"{value:.0e}")
+    digits = 2 - (value >= 9.995) - (value >= 99.95)
+    return f"{value:.{digits}f}" if value < 999.5 else power(f"{value:.0e}")
 
 
-def shade(value: float | None) -> int:
+def shade(value: float | None) -> int | None:
     """How dark a multiple of the floor is shown, 0 to 4."""
-    return 0 if value is None else sum(value > limit for limit in SHADES)
+    return None if value is None else sum(value > limit for limit in SHADES)

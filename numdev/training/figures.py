@@ -4,7 +4,7 @@ a logarithmic axis and are left out."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from numdev.metrics.statistics import Mean
@@ -48,10 +48,8 @@ def of_run(
     def middle(at: Sequence[float]) -> Mean:
         return mean(at), *((min(at), max(at)) if len(at) > 1 else (None, None))
 
-    kernels: dict[str, str] = {}
-    for v in variants:
-        kernels.setdefault(label_of(v), v.kernel)
     labels = {v.name: label_of(v) for v in variants}
+    named = dict.fromkeys(labels.values())
     golden = next((v.name for v in variants if v.role == "golden"), "")
     losses = ((labels[row.variant], row.step, row.loss) for row in rows)
     apart = (
@@ -61,8 +59,8 @@ def of_run(
     )
     title = "Distance of all weights, relative to the golden run's"
     made = (
-        figure("Loss", "loss", "loss of the step's batch", kernels, losses, middle, golden),
-        figure(title, "rel", "‖a − b‖ / ‖b‖", kernels, apart, middle, golden),
+        figure("Loss", "loss", "loss of the step's batch", named, losses, middle, golden),
+        figure(title, "rel", "‖a − b‖ / ‖b‖", named, apart, middle, golden),
     )
     return tuple(one for one in made if one.curves)
 
@@ -71,15 +69,15 @@ def figure(
     title: str,
     metric: str,
     y_title: str,
-    kernels: Mapping[str, str],
+    labels: Iterable[str],
     values: Values,
     middle: Callable[[Sequence[float]], Mean],
     golden: str = "",
     **more: Any,
 ) -> Figure:
-    """A curve of every label of `kernels` that has a value other than 0; `middle` makes a mean and
-    two ends of the values at a step."""
-    lines: dict[str, dict[int, list[float]]] = {label: {} for label in kernels}
+    """A curve of every label that has a value other than 0; `middle` makes a mean and two ends of
+    the values at a step."""
+    lines: dict[str, dict[int, list[float]]] = {label: {} for label in labels}
     for label, step, value in values:
         if value is not None and step > 0:
             lines[label].setdefault(int(step), []).append(value)
@@ -89,9 +87,9 @@ def figure(
             points = []
             for step, at in sorted(steps.items()):
                 mean, low, high = middle(at)
-                place: Any = {"x": float(step), "label": f"step {step}", "seeds": len(at)}
+                place: Any = {"x": float(step), "label": f"step {step}"}
                 points.append(Point(**place, mean=mean, low=low, high=high))
             who: Any = {"role": "baseline" if label == golden else "kernel"}
-            made.append(Curve(label=label, kernel=kernels[label], points=tuple(points), **who))
-    fields: dict[str, Any] = {"relative": False, "y_scale": "log", **more}
+            made.append(Curve(label=label, points=tuple(points), **who))
+    fields: dict[str, Any] = {"y_scale": "log", **more}
     return Figure(title=title, metric=metric, y_title=y_title, curves=tuple(made), **fields)

@@ -186,21 +186,17 @@ class Axis(Record):
 class Point(Record):
     """A curve at one place: the mean over seeds and its 95 % interval."""
 
-    x: float | None  # null on a curve that the axis does not move
+    x: float | None  # null on a curve that the axis does not move: it holds all along
     label: str
     mean: float
     low: float | None
     high: float | None
-    seeds: int
     limited: bool = False  # whether the reference is no more exact than what it judges
 
 
 class Curve(Record):
     label: str
     role: Role
-    kernel: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    constant: bool = False  # one point, which holds all along the axis
     points: tuple[Point, ...]
 
 

@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
-from numdev.report import Axis, Curve, Point
+from numdev.report import Axis, Point
 from numdev.report.document import Chart
 from numdev.report.foreign import plain
 from numdev.report.numbers import power
@@ -59,24 +59,17 @@ def svg(chart: Chart) -> Markup:
         drawn = [p for p in curve.points if p.mean > 0 or limits[0] <= 0]
         # Points of a category stand beside each other.
         shift = (i - (len(figure.curves) - 1) / 2) * step if categories else 0.0
-        places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
-        if curve.constant:
-            places = [(edge, y(p.mean)) for edge in (LEFT, RIGHT) for p in drawn]
+        level = any(p.x is None for p in drawn)
+        if level:
+            places = [(edge, y(drawn[0].mean)) for edge in (LEFT, RIGHT)]
         else:
-            _intervals(group, drawn, places, y, categories)
-            _points(group, curve, drawn, places, MARKERS[marker])
-        if not categories or curve.constant:
+            places = [(x(p.x or 0.0) + shift, y(p.mean)) for p in drawn]
+            _points(group, curve.label, drawn, places, y, MARKERS[marker], categories)
+        if level or not categories:
             _path(group, "line", places)
         ends.append((group, places[-1] if places else (RIGHT, BOTTOM), _wrapped(curve.label, 22)))
     root.set("viewBox", f"0 0 {WIDTH} {math.ceil(max(below, _labels(ends)))}")
     return Markup(ET.tostring(root, encoding="unicode"))
-
-
-def value(point: Point) -> str:
-    """A mean and its interval in words."""
-    if point.low is None or point.high is None:
-        return f"{point.mean:.3g}"
-    return f"{point.mean:.3g} [{point.low:.3g} to {point.high:.3g}]"
 
 
 def _styles(chart: Chart) -> dict[str, tuple[str, int]]:
@@ -206,30 +199,25 @@ def _labels(ends: Sequence[tuple[ET.Element, Pair, list[str]]]) -> float:
     return max(map(sum, zip(tops, heights, strict=True)), default=0.0)
 
 
-def _intervals(
-    group: ET.Element, points: Sequence[Point], places: Sequence[Pair], y: Scale, bars: bool
-) -> None:
-    """Bars, where points have no order, else a band, if all points have an interval."""
+def _points(
+    group: ET.Element, label: str, points: Sequence[Point], places: Sequence[Pair], y: Scale,
+    marker: str, categories: bool,
+) -> None:  # fmt: skip
+    """A curve's points, each telling its number, and their intervals: bars where points have no
+    order, else a band, if all have one."""
     known = [(x, y(p.low), y(p.high)) for p, (x, _) in zip(points, places, strict=True)
              if p.low is not None and p.high is not None]  # fmt: skip
-    if bars:
-        for x, low, high in known:
-            _path(group, "bar", [(x, low), (x, high)])
-    elif len(known) == len(points) > 1:
+    for x, low, high in known if categories else ():
+        _path(group, "bar", [(x, low), (x, high)])
+    if not categories and len(known) == len(points) > 1:
         upper, lower = [(x, high) for x, _, high in known], [(x, low) for x, low, _ in known]
         _path(group, "band", [*upper, *reversed(lower)])
-
-
-def _points(
-    group: ET.Element, curve: Curve, points: Sequence[Point], places: Sequence[Pair], marker: str
-) -> None:
-    """A curve's points, each telling its number."""
     for point, (x, height) in zip(points, places, strict=True):
         dot = {"class": "hollow" if point.limited else "dot", "d": marker,
                "transform": f"translate({x:g} {height:g})"}  # fmt: skip
-        where = f" at {point.label}" if point.label else ""
         title = ET.SubElement(ET.SubElement(group, "path", dot), "title")
-        title.text = plain(f"{curve.label}{where}: {value(point)}")
+        ends = f" [{point.low:.3g} to {point.high:.3g}]" if point.low is not None else ""
+        title.text = plain(f"{label} at {point.label}: {point.mean:.3g}{ends}")
 
 
 def _path(parent: ET.Element, kind: str, places: Sequence[Pair]) -> None:

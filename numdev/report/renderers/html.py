@@ -49,18 +49,8 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": chart.svg, "numbers": _numbers, "prose": _prose}
+    environment.filters |= {"svg": chart.svg, "numbers": doc.table_of, "prose": _prose}
     return environment.get_template("page.html.j2")
-
-
-def _numbers(drawn: doc.Chart) -> doc.Table:
-    """Every point of a chart, with its interval and what it was averaged over."""
-    rows = []
-    for curve in drawn.figure.curves:
-        for p in curve.points:
-            limited = " (the reference is no more exact)" if p.limited else ""
-            rows.append((curve.label, p.label or "any", chart.value(p) + limited, str(p.seeds)))
-    return doc.table(["", drawn.axis.title, "value [interval]", "n"], rows, kind="series")
 
 
 def _visible(value: Any) -> Any:

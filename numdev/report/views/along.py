@@ -138,12 +138,11 @@ def _of_length(own: Sequence[ProfileSummary]) -> Iterator[doc.Chart]:
             y_title=y_title,
             y_scale="log",
             curves=tuple(
-                Curve(label=doc.labelled(p.kernel, p.options), role=p.role, kernel=p.kernel,
-                      options=p.options, points=points)
+                Curve(label=doc.labelled(p.kernel, p.options), role=p.role, points=points)
                 for p, points in drawn
                 if points and not repeats(p.kernel, points, every)
             ),
-        )  # fmt: skip
+        )
         if any(len(curve.points) >= FEWEST for curve in figure.curves):
             yield doc.Chart(figure, axis, (figure,))
 
@@ -156,10 +155,9 @@ def _points(p: ProfileSummary, relative: bool) -> tuple[Point, ...]:
     points = []
     for i, value in enumerate(values):
         if value is not None and not (little and i == 0):
-            low, high, calls = (lows[i], highs[i], p.calls) if p.calls > 1 else (None, None, 0)
+            low, high = (lows[i], highs[i]) if p.calls > 1 else (None, None)
             where = f"{_what(p)}s {p.starts[i]} to {p.ends[i]}"
-            points.append(Point(x=float(i), label=where, mean=value, low=low, high=high,
-                                seeds=calls))  # fmt: skip
+            points.append(Point(x=float(i), label=where, mean=value, low=low, high=high))
     return tuple(points)
 
 

@@ -52,7 +52,8 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         worst = summary.map
         title = f"{worst.kernel} in {worst.format}: times the floor, layer by head"
         layers = dict(zip(worst.layers, worst.values, strict=True))
-        yield doc.heat_map(title, worst.heads, layers, short, ratio, shade)
+        cell = lambda v: Cell(short(v), shade(v), title=ratio(v))  # noqa: E731
+        yield doc.heat_map(title, worst.heads, layers, cell)
     yield from along.positions(summary.profiles)
     yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
     yield from _explanations(summary.explanations)

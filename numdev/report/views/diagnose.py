@@ -114,14 +114,14 @@ def _map(report: DiagnoseReport) -> doc.Table:
     for r in ranking:
         of_call = scores.setdefault(str(r.layer) if alone else r.case, [None] * len(heads))
         of_call[heads.index(r.head)] = r.score if judged(r, WRONG) or not of_weights else None
-    brief = lambda score: percent(score).removesuffix(" %")  # noqa: E731
+    cell = lambda score: doc.Cell(percent(score).removesuffix(" %"), shade(score))  # noqa: E731
     title = f"Layer by head, in %: {_score(report)}"
-    return doc.heat_map(title, heads, scores, brief, percent, shade, only=("terminal", "html"))
+    return doc.heat_map(title, heads, scores, cell, only=("terminal", "html"))
 
 
-def shade(score: float | None) -> int:
+def shade(score: float | None) -> int | None:
     """0 to 4: how dark a score is shown."""
-    return 0 if score is None else sum(score >= limit for limit in SHADES)
+    return None if score is None else sum(score >= limit for limit in SHADES)
 
 
 # --- numbers -------------------------------------------------------------------------------------

@@ -264,13 +264,12 @@ def _figures(
     tables: Mapping[Any, pd.DataFrame], roles: Mapping[str, VariantRole]
 ) -> Iterator[Figure]:
     """Distances by step, without zeros, and those of flash over low precision's."""
-    labels = {label: label for label in roles}
     for metric, words in METRICS.items():
         table: Any = tables["weights", metric]
         rows = [(a, at[1], x) for a in table for at, x in table[a].items() if x > 0]
         if words:
             title = f"Distance from the golden run, {words}, by step (all weights)"
-            yield figures.figure(title, metric, words, labels, rows, factor)
+            yield figures.figure(title, metric, words, roles, rows, factor)
     table = tables["weights", PAIRED]
     over = [
         (f"{a} over {b}", step, ratio)
@@ -281,7 +280,7 @@ def _figures(
         if ratio > 0
     ]
     title = "Distance of flash over that of low precision, by step (all weights)"
-    words, pairs = "ratio of mean |difference|", {label: label for label, _, _ in over}
+    words, pairs = "ratio of mean |difference|", dict.fromkeys(label for label, _, _ in over)
     yield figures.figure(title, PAIRED, words, pairs, over, factor, relative=True)
 
 
