@@ -23,13 +23,18 @@ import broken_kernels
 import pytest
 import torch
 from loaded import load
+from on_bench import invoked
 from torch import Tensor
 
 import numdev
 from numdev.audit import check
 from numdev.audit import rows as audit_rows
 from numdev.audit.check import CheckSource, default_cases
+from numdev.cases import AttentionCase
 from numdev.errors import MeasurementError, UsageError
+from numdev.formats import round_to
+from numdev.kernels import Output, find
+from numdev.kernels.reference import attend
 from numdev.testing import CheckFailed, check_attention
 
 ROOT = Path(__file__).parent.parent
@@ -340,6 +345,43 @@ def test_threads_and_autograd_are_left_as_they_were() -> None:
 
 
 # --- the other names -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_sound_kernel_passes_every_feature() -> None:
+    """`numdev kernels --check`: PyTorch's kernel passes in all it does not refuse, gradients too;
+    what it refuses is said, and so is what needs a GPU."""
+    done = invoked("kernels", "--check", "sdpa-flash", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["passed"]
+    assert {r["tensor"] for r in found["report"]["rows"]} >= {"out", "lse", "dq", "dk", "dv"}
+    assert any("soft cap" in words for words in found["skipped"])
+    if not torch.cuda.is_available():
+        assert "cannot run here" in str(invoked("kernels", "--check", "sdpa-cudnn").exception)
+
+
+def test_writing_into_the_inputs_is_wrong() -> None:
+    """A kernel that scales q in place is found out although its answer is right."""
+
+    def careless(case: AttentionCase) -> Output:
+        out = round_to(attend(case).out, case.format).to(case.q.dtype)
+        case.q.mul_(2)
+        return Output(out=out)
+
+    error = failing(careless, cases="full", formats="bfloat16", backward=False)
+    assert "it writes into its inputs (q)" in " ".join(str(error).split())
+
+
+def test_eager_attention_at_huge_scores() -> None:
+    """With scores near -5e4 a bfloat16 score holds no difference below 256: plain attention is off
+    by more than half of the answer, as its own roundings predict."""
+    case = {"heads": 2, "seq_len": 64, "head_dim": 64,
+            "inputs": {"name": "far_below", "lse": -5.0e4, "q": 64.0}}  # fmt: skip
+    result = check_attention(find("baseline"), cases=case, formats="bfloat16", backward=False)
+    rows = [r for r in result.report.rows if r.role == "kernel"]
+    assert all(r.rel is not None and r.rel > 0.5 for r in rows)
+    assert all(r.expected_ratio == pytest.approx(1.0, abs=0.1) for r in rows)
 
 
 def test_measure_is_the_definition() -> None:

@@ -31,7 +31,6 @@ IDS = torch.randint(3, 96, (B, N), generator=torch.Generator().manual_seed(1))
 DRAWN = torch.randn(2, B, 3, 12, 12, generator=torch.Generator().manual_seed(2)).double()
 PIXELS, FRAMES = {"pixel_values": DRAWN[0]}, {"input_features": DRAWN[1].reshape(B, -1, 24)[:, :8]}
 DECODER = {"decoder_input_ids": IDS[:, :6]}
-ENCODERS = {"t5_seq2seq": 2, "bart": 2, "whisper": 2}  # attentions of the encoder
 
 
 def text(padding: str | None = None) -> dict[str, Tensor]:
@@ -71,54 +70,33 @@ def agrees(
     return captured.cases
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "bert", "t5", "falcon", "modernbert", "gemma2", "gpt_oss"]
-)
+PLAIN = ("gpt2", "llama", "bert", "t5", "falcon", "modernbert", "gemma2", "gpt_oss")
+WRITING = ("gpt2", "llama", "gemma2", "gemma3", "gpt_oss", "falcon", "bart")
+PREFILL_AND_STEPS = 1 + STEPS
+# Model, what it reads, tokens it writes after the first, and calls; an encoder runs once.
+CALLS: tuple[tuple[str, dict[str, Tensor], int | None, int], ...] = (
+    *((n, text(padding), None, 2) for n in PLAIN for padding in (None, "left", "right")),
+    *((n, {**text("right"), **DECODER}, None, 6) for n in ("t5_seq2seq", "bart")),
+    *((n, text(), None, 2) for n in ("gemma3", "mistral")),
+    ("t5_seq2seq", {**text(), **DECODER}, None, 6),
+    ("vit", PIXELS, None, 2),
+    ("clip", {**text(), **PIXELS}, None, 4),
+    ("whisper", {**FRAMES, **DECODER}, None, 6),
+    *((n, text(), STEPS, (2 + 2 * (n == "bart")) * PREFILL_AND_STEPS + 2 * (n == "bart"))
+      for n in WRITING),
+    *((n, text("left"), STEPS, 2 * PREFILL_AND_STEPS) for n in ("llama", "gemma2", "gpt_oss")),
+    ("t5_seq2seq", text("right"), STEPS, 2 + 4 * PREFILL_AND_STEPS),
+    ("whisper", FRAMES, STEPS, 2 + 4 * PREFILL_AND_STEPS),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "steps", "calls"), CALLS)
 def test_a_captured_call_computes_what_the_models_own_attention_does(
-    name: str, padding: str | None, tmp_path: Path
+    name: str, given: dict[str, Tensor], steps: int | None, calls: int, tmp_path: Path
 ) -> None:
-    """Every layer's case is that layer's eager output."""
-    assert len(agrees(name, text(padding), tmp_path)) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "calls"),
-    [
-        *[(n, {**text("right"), **DECODER}, 6) for n in ("t5_seq2seq", "bart")],
-        *[(n, text(), 2) for n in ("gemma3", "mistral")],
-        ("t5_seq2seq", {**text(), **DECODER}, 6),
-        ("vit", PIXELS, 2),
-        ("clip", {**text(), **PIXELS}, 4),
-        ("whisper", {**FRAMES, **DECODER}, 6),
-    ],
-)
-def test_a_call_computes_what_the_models_own_attention_does(
-    name: str, given: dict[str, Tensor], calls: int, tmp_path: Path
-) -> None:
-    """Self and cross attention, position biases, towers and windows: all as the model has them."""
-    assert len(agrees(name, given, tmp_path)) == calls
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        *[(n, text()) for n in ("gpt2", "llama", "gemma2", "gemma3", "gpt_oss", "falcon", "bart")],
-        *[(n, text("left")) for n in ("llama", "gemma2", "gpt_oss")],
-        ("t5_seq2seq", text("right")),
-        ("whisper", FRAMES),
-    ],
-)
-def test_a_call_of_a_generation_computes_what_the_models_own_attention_does(
-    name: str, given: dict[str, Tensor], tmp_path: Path
-) -> None:
-    """In the prefill and in every decode step, padding hidden from all; an encoder runs once."""
-    cases = agrees(name, given, tmp_path, STEPS)
-    encoder = ENCODERS.get(name, 0)
-    assert len(cases) == encoder + (4 if encoder else 2) * (1 + STEPS)
-    if "attention_mask" in given and not encoder:
-        assert cases[-1].mask is not None
-        assert cases[-1].mask.shape[-1] == N + STEPS
+    """Every call's case is that layer's eager output: self and cross attention, position biases,
+    towers, windows and padding, in the prefill and in every decode step."""
+    assert len(agrees(name, given, tmp_path, steps)) == calls
 
 
 def test_the_comparison_rejects_a_wrong_case(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from numdev.kernels import Kernel, Output, find
 from numdev.kernels import sdpa as module
 from numdev.kernels.emulation.kernel import (
     emulated_step,
-    emulation,
     recipe_of,
     returning,
     unexpected,
@@ -140,69 +139,45 @@ def training(
     return case.rounded_to(format_named(fmt))
 
 
-def gradient_ratios(name: str, case: AttentionCase) -> list[float]:
-    """expected_ratio of every head of dq, dk and dv."""
-    exact, output, ratios = gradients(case), find(name).gradients(case), []
-    predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
-    for tensor in ("dq", "dk", "dv"):
-        yardstick = Yardstick(
-            reference=getattr(exact, tensor),
-            term_scale=getattr(exact, f"{tensor}_terms"),
-            empty=exact.empty if tensor == "dq" else exact.unseen,
-            format=case.format,
-        )
-        heads = measure(getattr(output, tensor), yardstick, predicted[tensor]).heads
-        ratios += [head["expected_ratio"] for head in heads]
-    return ratios
-
-
-KERNELS = pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
-FORMATS = pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
-KINDS = pytest.mark.parametrize(
-    ("regime", "options"),
-    [("normal", {}), ("normal", {"logits": 4.0}), ("normal", {"logits": 16.0}), ("outliers", {}),
-     ("sink", {}), ("ties", {}), ("one_sign", {})],
-)  # fmt: skip
-
-
-@FORMATS
-@KINDS
-@KERNELS
-def test_real_kernels_err_as_their_claim_predicts(
-    name: str, regime: str, options: dict[str, float], fmt: str
-) -> None:
-    """Within 3 % per head, whatever the inputs: at the tile of 512, beyond it, in both formats."""
-    case = drawn(regime, fmt=fmt, length=600, **options)
-    output = find(name).attend(case)
-    claim = find(name).claims(case, output, HERE)
-    yardstick = yardstick_of(attend(case), case.format)
-    for head in measure(output.out, yardstick, emulation(case, claim or {})).heads:
-        assert head["expected_ratio"] == pytest.approx(1.0, abs=0.03)
-        assert head["worst_row"] < 2.5
-
-
-@FORMATS
-@KINDS
-@KERNELS
-def test_real_gradients_err_as_their_claim_predicts(
-    name: str, regime: str, options: dict[str, float], fmt: str
-) -> None:
-    """Within 5 % per head and gradient, whatever the inputs."""
-    ratios = gradient_ratios(name, training(regime, fmt=fmt, **options))
-    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+SHAPES = ({"length": n} for n in (9, 33, 191, 768))
+KINDS: tuple[dict[str, Any], ...] = (
+    *({}, {"logits": 4.0}, {"logits": 16.0}),
+    *({"regime": name} for name in ("outliers", "sink", "ties", "one_sign")),
+)
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [*({"length": n} for n in (9, 33, 191, 768)), {"dim": 80}, {"dim": 128}, {"kv": 1},
-     {"causal": False}],
+    "fields",
+    [
+        *({"fmt": fmt, **kind} for fmt in ("bfloat16", "float16") for kind in KINDS),
+        # Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group.
+        *({"logits": 2.0, **shape} for shape in SHAPES),
+        *({"logits": 2.0, **x} for x in ({"dim": 80}, {"dim": 128}, {"kv": 1}, {"causal": False})),
+    ],
     ids=str,
-)  # fmt: skip
-@KERNELS
-def test_gradients_of_all_shapes_do(name: str, shape: dict[str, Any]) -> None:
-    """Tiles of 32, 64 and 256 rows, keys too few for the fast exp, odd head_dims, a group."""
-    ratios = gradient_ratios(name, training(logits=2.0, **shape))
-    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.03)
+)
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math", "baseline"])
+def test_real_kernels_err_as_their_claim_predicts(name: str, fields: dict[str, Any]) -> None:
+    """In every head the output's error is within 3 % of the prediction and a gradient's within 5 %;
+    and element by element at most 0.25 of it is left over (measured 0.16), in float16 0.5 (0.41):
+    boundaries are eight times as dense there."""
+    case = training(**fields)
+    exact, output = gradients(case), find(name).gradients(case)
+    predicted = emulated_step(case, find(name).claims(case, output, HERE) or {})
+    for tensor, x in predicted.items():
+        r, found = getattr(exact, tensor), getattr(output, tensor)
+        yardstick = Yardstick(
+            reference=r,
+            term_scale=exact.term_scale if tensor == "out" else getattr(exact, f"{tensor}_terms"),
+            empty=exact.empty if tensor in ("out", "dq") else exact.unseen,
+            format=case.format,
+        )
+        for head in measure(found, yardstick, x).heads:
+            most = 0.03 if tensor == "out" else 0.05
+            assert head["expected_ratio"] == pytest.approx(1.0, abs=most), tensor
+            assert tensor != "out" or head["worst_row"] < 2.5
+        left = (found.double() - x.double()).norm() / (found.double() - r).norm()
+        assert left <= (0.25 if case.format.name == "bfloat16" else 0.5), tensor
 
 
 def test_a_grouped_gradient_cast_by_head_errs_by_a_quarter_more() -> None:

@@ -62,25 +62,6 @@ def test_an_installed_kernel_is_audited_by_name(installed: Path) -> None:
         assert row["floor_ratio"] < 2  # fp32 arithmetic and one rounding
 
 
-def test_a_broken_plugin_is_listed_and_stops_nothing(installed: Path) -> None:
-    """`numdev kernels` shows the good kernel and why the broken one is missing."""
-    metadata = installed / "broken_attention-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[numdev.kernels]\nbroken-flash = no_such_module\n")
-    try:
-        answer = run(installed, "kernels", "--device", "cpu", "--json")
-        asked = run(installed, "kernels", "--check", "broken-flash")
-    finally:
-        shutil.rmtree(metadata)
-    assert answer.returncode == 0, answer.stderr
-    missing = {k["name"]: k["missing"] for k in json.loads(answer.stdout)}
-    assert missing["example-chunked"] is None
-    assert "the kernel plugin broken (no_such_module) cannot be loaded" in missing["broken-flash"]
-    assert asked.returncode == 2
-    assert "cannot be loaded" in asked.stderr
-
-
 def test_the_tutorials_example(tmp_path: Path) -> None:
     """The plain function of docs/kernels.md has the mistake that the page says numdev names."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")

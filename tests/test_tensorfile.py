@@ -148,19 +148,6 @@ def test_a_mask_of_bytes_is_bool_where_the_header_says_so(tmp_path: Path) -> Non
     assert torch.equal(read, shown)
 
 
-@pytest.mark.parametrize(("offset", "seen_first"), [(0, 1), (4, 5)], ids=["top-left", "bottom"])
-def test_causal_alignment_is_as_the_file_says(tmp_path: Path, offset: int, seen_first: int) -> None:
-    """2 queries, 6 keys: top-left the first sees one key, bottom-right five."""
-    tensors = {"0.q": drawn(1, 2, 2, 8)} | {f"0.{n}": drawn(1, 2, 6, 8, seed=2) for n in "kv"}
-    header = {"calls": [{"is_causal": True, "causal_offset": offset}]}
-    read = only(third_party(tmp_path / "x.safetensors", tensors, **header))
-    shown = torch.ones(2, 6, dtype=torch.bool).tril(offset)
-    assert shown[0].sum() == seen_first
-    scores = (read.q.double() @ read.k.double().mT * read.scale).masked_fill(~shown, -math.inf)
-    explicit = torch.softmax(scores, -1) @ read.v.double()
-    assert torch.allclose(attend(read).out, explicit, rtol=0, atol=1e-13)
-
-
 # --- saved by an audit ---------------------------------------------------------------------------
 
 KERNELS = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash", "--kernel", "sdpa-efficient")
