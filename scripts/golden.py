@@ -117,6 +117,8 @@ def compare(old: Path, new: Path) -> int:
             names = {field, metric and metric[1]}
             if names & {"stderr", *PLAN["dropped"]}:
                 continue
+            if any(re.search(pattern, path) for pattern in PLAN["dropped_paths"]):
+                continue
             missing = object()
             x, y = a.get(path, missing), b.get(path, missing)
             if x is not missing and y is not missing and equal(field, x, y):

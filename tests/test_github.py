@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from numdev.gate.findings import Places, findings_of
+from numdev.gate.findings import findings_of
 from numdev.gate.judging import judge
 from numdev.gate.rules import default_rules
 from numdev.gate.verdict import Judgement
-from numdev.report import DeviationRow, Finding, write
+from numdev.report import DeviationRow, Finding, Places, write
 from numdev.report.foreign import plain
 from numdev.report.renderers.ci import commands
 from numdev.report.renderers.markdown import text_of

@@ -78,7 +78,8 @@ def test_errors_are_those_of_the_rows_in_each_bin() -> None:
 
 
 def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
-    """Median, least and largest over three calls; ratios to the prediction are taken by call."""
+    """Medians over three calls of the length that most have; ratios to the prediction are taken by
+    call."""
     shared: dict[str, Any] = {
         "layer": None, "role": "kernel", "kernel": "k", "format": "bfloat16", "tensor": "out",
         "length": 4, "starts": (0, 2), "counts": (2, 2),
@@ -88,10 +89,10 @@ def test_calls_of_one_length_are_pooled_bin_by_bin() -> None:
         ProfileRow(**shared, case=case, errors=errors, predicted=predicted)
         for case, (errors, predicted) in calls.items()
     ]
-    (summary,) = summarise([], profiles=rows).profiles
-    assert (summary.calls, summary.counts) == (3, (6, 6))
-    assert (summary.errors, summary.lows, summary.highs) == ((2.0, 5.5), (1.0, 5.0), (9.0, 6.0))
-    assert (summary.ratios, summary.ratio_lows) == ((1.0, 1.0), (0.5, 1.0))
+    longer = [row.model_copy(update={"length": 8, "case": f"{row.case}2"}) for row in rows[:2]]
+    (summary,) = summarise([], profiles=[*longer, *rows]).profiles
+    assert (summary.length, summary.calls) == (4, 3)
+    assert (summary.errors, summary.ratios) == ((2.0, 5.5), (1.0, 1.0))
 
 
 def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> None:
@@ -105,16 +106,13 @@ def test_a_kernel_that_errs_more_at_late_rows_shows_it(made: AuditReport) -> Non
 
 
 def test_the_page_draws_them(made: AuditReport) -> None:
-    """Markdown has a table; the page draws the error of every kernel beside floor and baseline, and
-    over what is predicted; pointing at a dot tells its rows and the range of calls."""
+    """One figure: the error over what is predicted, of the kernels for which something is; pointing
+    at a dot tells its row. Nothing is drawn at 0."""
     assert "| first query row of the bin | 0 |" in markdown.page(made)
     page = html.page(made)
-    assert "bfloat16, out (64 rows): error by position" in page
-    assert "bfloat16, out (64 rows): error over what is predicted, by position" in page
+    assert page.count("(64 rows): error over what is predicted, by position</figcaption>") == 1
     (bad,) = (s for s in made.summary.profiles if s.kernel == "test_profile:late")
-    first, last = bad.starts[-1], bad.length - 1
-    error, low, high = (x[-1] or 0 for x in (bad.errors, bad.lows, bad.highs))
-    value = f"{error:.3g} [{low:.3g} to {high:.3g}]"
-    assert f"test_profile:late at rows {first} to {last}: {value}</title>" in page
-    for name in ("floor", "baseline", "test_profile:sound"):
-        assert f"<title>{name} at rows 1 to 1: " in page
+    last = f"row {bad.starts[-1]}: {bad.ratios[-1]:.3g}"
+    assert f"test_profile:late at {last}</title>" in page
+    assert "<title>test_profile:sound at row 1: " in page
+    assert "<title>test_profile:sound at row 0: " not in page

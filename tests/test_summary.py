@@ -119,7 +119,6 @@ def test_bias_is_judged_in_16_bit_outputs_only(
     found = summarise([row(bias_p=0.0, bias_size=1.0, out_format=out_format, sequences=sequences)])
     kernel = found.kernels[0]
     assert (kernel.bias_testable, kernel.biased_heads) == (judged, int(judged))
-    assert found.sequences == sequences
 
 
 # --- sentences -----------------------------------------------------------------------------------

@@ -364,6 +364,6 @@ def test_a_dump_is_audited_by_phase(tmp_path: Path, capsys: Any) -> None:
     flags = ("--kernel", "sdpa-math", "--device", "cpu", "-o", tmp_path / "o")
     assert run("audit", tmp_path / "dump.safetensors", *flags) == 0
     found = report.read(tmp_path / "o")
-    phases = [part.phase for part in found.summary.parts if part.kernel == "sdpa-math"]
-    assert phases == ["prefill", "decode"]
+    (phases,) = (k.phases for k in found.summary.kernels if k.kernel == "sdpa-math")
+    assert [part.phase for part in phases] == ["prefill", "decode"]
     assert "bfloat16: prefill beside decode" in capsys.readouterr().out

@@ -13,10 +13,10 @@ from test_github import NAMES
 from test_html import audit, provenance
 from test_shown import kernel
 
-from numdev.gate.findings import Places, findings_in
+from numdev.gate.findings import findings_in
 from numdev.gate.judging import judge
 from numdev.gate.rules import Rules
-from numdev.report import AuditReport, HeadMap, WeightSummary, numbers
+from numdev.report import AuditReport, HeadMap, Places, WeightSummary, numbers
 from numdev.report.document import Document
 from numdev.report.foreign import plain
 from numdev.report.renderers import terminal

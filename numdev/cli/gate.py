@@ -70,6 +70,7 @@ def gate(
     from numdev.gate import findings as sentences
     from numdev.gate.judging import judge_report
     from numdev.gate.rules import default_rules, read_rules
+    from numdev.report import Places
     from numdev.report.renderers import ci
     from numdev.report.renderers.markdown import text_of
     from numdev.report.renderers.terminal import print_document
@@ -80,7 +81,7 @@ def gate(
     judged = judge_report(found, chosen)
     findings, tested = sentences.findings_in(judged, found.rows)
     context.find_root().obj = judged.exit_code
-    page = document(judged, findings, tested, sentences.Places(found.rows))
+    page = document(judged, findings, tested, Places(found.rows))
     if as_json:
         told = [finding.model_dump(mode="json") for finding in findings]
         verdicts = judged.model_dump(mode="json")

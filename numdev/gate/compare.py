@@ -23,7 +23,7 @@ from numdev.gate.compare_report import (
     Move,
     Presence,
 )
-from numdev.gate.findings import Places, label, listed
+from numdev.gate.findings import label, listed
 from numdev.gate.movement import ALPHA, FAR, LEAST, WORST, WORST_ELSE, Change, Noise
 from numdev.gate.pairs import (
     MUST,
@@ -38,7 +38,7 @@ from numdev.gate.pairs import (
     unequal,
 )
 from numdev.gate.rows import GRADIENTS, Measured, grouped
-from numdev.report import AuditReport, DeviationRow, Place, Provenance, SweepReport, read
+from numdev.report import AuditReport, DeviationRow, Place, Places, Provenance, SweepReport, read
 
 UNITS = {
     "floor_ratio": " x the floor",

@@ -7,7 +7,6 @@ accused by a later one again, which is added to the sentence instead.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -17,7 +16,7 @@ from numdev.gate.judging import NOTHING, judge
 from numdev.gate.rows import grouped
 from numdev.gate.rules import Rules
 from numdev.gate.verdict import Calls, Held, Judgement, Verdict
-from numdev.report import DeviationRow, Finding, Place
+from numdev.report import DeviationRow, Finding, Place, Places
 
 # How a row's claim begins where the kernel declared none and was found to round so.
 FOUND = "as "
@@ -94,28 +93,6 @@ def short(value: float) -> str:
     """Three digits; 9570 and not 9.57e+03."""
     text = f"{value:.3g}"
     return f"{float(text):.0f}" if 1e3 <= abs(value) < 1e6 else text
-
-
-class Places:
-    """What to call a place in a report of these rows: `layer 3 head 2`; the module where layers
-    share a number, the case where it was drawn; seed and call where there are several."""
-
-    def __init__(self, rows: Sequence[DeviationRow]) -> None:
-        modules = set(map(attrgetter("layer", "module"), rows))
-        layers = Counter(layer for layer, _ in modules)
-        self._shared = {layer for layer, count in layers.items() if count > 1}
-        self._seeds, self._calls = (
-            len(set(map(attrgetter(name), rows))) > 1 for name in ("seed", "call")
-        )
-
-    def __call__(self, place: Place) -> str:
-        words = place.module if place.layer in self._shared else f"layer {place.layer}"
-        words = place.case if place.layer is None else words
-        words += f" {place.phase}" if place.phase else ""
-        words += f" step {place.step}" if place.step is not None else ""
-        words += f" call {place.call}" if self._calls and place.call != place.step else ""
-        words += f" head {place.head}" if place.head is not None else ""
-        return words + (f", seed {place.seed}" if self._seeds else "")
 
 
 # --- what exceeds a limit ------------------------------------------------------------------------

@@ -1,16 +1,15 @@
-"""From rows to what a reader wants first: the kernels ranked, the map of the worst one, the error
-by position over all calls of one length.
+"""From rows to what a reader wants first: the kernels ranked and in words, the map of the worst
+one, the error by position over calls of one length.
 
 Pure functions of report rows. Medians and worst heads are shown rather than pooled errors, because
-one head with large values would rule a pooled one. The sentences are made in `answer`.
+one head with large values would rule a pooled one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -29,10 +28,10 @@ from numdev.report import (
     AuditSummary,
     DeviationRow,
     Explanation,
-    GradientSummary,
     HeadMap,
     KernelSummary,
     PartSummary,
+    Places,
     ProfileRow,
     ProfileSummary,
     Record,
@@ -40,20 +39,14 @@ from numdev.report import (
     WeightSummary,
     WorstRow,
 )
-from numdev.report.answer import answer
 
-METRICS = ["row_rel", "floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision",
-           "flash_vs_low_precision"]  # fmt: skip
+METRICS = ["floor_ratio", "baseline_ratio", "expected_ratio", "flash_vs_precision"]
 """Of which a summary has the median over heads, the largest, or where that is."""
 NUMBERS = [*METRICS, "mean_abs", "max_abs", "rms", "nonfinite", "elements", "bias_p", "bias_size",
-           "sequences", "rows_measured"]  # fmt: skip
+           "sequences"]  # fmt: skip
 WHOSE = ("kernel", "options", "role", "format")
-PART = ["phase", "step", "attends"]
-CALL = attrgetter("layer", "module", "case", "phase", "attends")
-LENGTHS = 3  # of call whose profiles are kept, for each format, tensor and kind of attention
-TENSORS = ("out", "dq", "dk", "dv")
-Ranked = Sequence[tuple[KernelSummary, pd.DataFrame]]
-"""Kernels in the order they are shown, each with the heads of its output that were measured."""
+# A kernel that is none of these was asked for by name, and is spoken of before the first of them.
+HEADLINE = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-default", "sdpa-math")
 
 
 def summarise(
@@ -65,58 +58,38 @@ def summarise(
 ) -> AuditSummary:
     """The summary of an audit's rows; raises nothing on rows that are all skipped. Planted faults
     are the gate's business, and left out."""
-    table = _table([row for row in rows if row.role != "control"])
-    groups = table.groupby(["role", "kernel", "chosen", "format"], sort=False)
-    kernels = [(_kernel(group), _measured(group, "out")) for _, group in groups]
+    rows = [row for row in rows if row.role != "control"]
+    table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
+    table[NUMBERS] = table[NUMBERS].astype(float)
+    places = Places(rows)
+    table = table.assign(
+        row=pd.Series(rows, dtype=object),
+        chosen=[str(sorted(row.options.items())) for row in rows],
+        layer=[places.layer(row).removeprefix("layer ") for row in rows],
+        where=list(map(places, rows)),
+    )
     formats = list(table["format"].unique())
-    ranked = sorted(kernels, key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])))
-    summaries = tuple(summary for summary, _ in ranked)
-    sequences = table["sequences"].min()
+    groups = table.groupby(["role", "kernel", "chosen", "format"], sort=False)
+    ranked = sorted(
+        ((_kernel(group), _measured(group, "out")) for _, group in groups),
+        key=lambda pair: (formats.index(pair[0].format), *_rank(pair[0])),
+    )
+    kernels = tuple(kernel for kernel, _ in ranked)
     return AuditSummary(
-        answer=answer(summaries),
-        kernels=summaries,
-        map=_map(ranked),
+        answer=tuple(
+            f"{name}: {' '.join(_answer([k for k in kernels if k.format == name]))}"
+            for name in formats
+        ),
+        kernels=kernels,
+        map=_map([(k, ok) for k, ok in ranked if (k.role, k.format) == ("kernel", formats[0])]),
         weights=tuple(_weights(weights)),
-        sequences=None if pd.isna(sequences) else int(sequences),
         explanations=tuple(explanations),
         worst_rows=tuple(worst),
-        parts=tuple(_parts(ranked)),
         profiles=tuple(_profiles(profiles)),
     )
 
 
-def _table(rows: Sequence[DeviationRow]) -> pd.DataFrame:
-    """A line for each row, with the row itself, its options as text, and where it is in words."""
-    table = pd.DataFrame(list(map(vars, rows)), columns=list(DeviationRow.model_fields))
-    table[NUMBERS] = table[NUMBERS].astype(float)
-    names = _places(rows)
-    places = [names[CALL(row)] for row in rows]
-    steps = ["" if row.step is None else f" step {row.step}" for row in rows]
-    heads = zip(places, steps, rows, strict=True)
-    return table.assign(
-        row=pd.Series(rows, dtype=object),
-        chosen=[str(sorted(row.options.items())) for row in rows],
-        place=places,
-        where=[f"{place}{step} head {row.head}" for place, step, row in heads],
-    )
-
-
-def _places(rows: Sequence[DeviationRow]) -> dict[tuple[Any, ...], str]:
-    """What each call is named: `layer 3`, with what it attends to where calls differ in that and
-    its phase; the module where several modules would be called so, the case without a layer."""
-    calls = list(dict.fromkeys(map(CALL, rows)))
-    differ = len({attends for *_, attends in calls} - {None}) > 1
-    short = {call: f"layer {call[0]}" + (f" {call[-1]}" if differ and call[-1] else "")
-             for call in calls}  # fmt: skip
-    modules = defaultdict(set)
-    for call, name in short.items():
-        modules[name].add(call[1])
-    names = {}
-    for call, name in short.items():
-        layer, module, case, phase, _ = call
-        own = case if layer is None else name if len(modules[name]) == 1 else module
-        names[call] = own + (f" {phase}" if phase else "")
-    return names
+# --- numbers -------------------------------------------------------------------------------------
 
 
 def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
@@ -132,38 +105,32 @@ def _rank(kernel: KernelSummary) -> tuple[int, bool, float]:
 
 def _kernel(table: pd.DataFrame) -> KernelSummary:
     first, ok = table["row"].iloc[0], _measured(table, "out")
-    summary: dict[str, Any] = {
+    worst = max(ok["row"], key=lambda row: row.expected_ratio or 0.0, default=first)
+    noise = [noise_ratio(row) for row in table["row"] if row.noise is not None]
+    gradients = ((tensor, _measured(table, tensor)) for tensor in ("dq", "dk", "dv"))
+    return KernelSummary(
         **{name: getattr(first, name) for name in WHOSE},
-        "ok": len(ok),
-        "skipped": int((table["status"] == "skipped").sum()),
-        "failed": int((table["status"] == "failed").sum()),
-        "reasons": _distinct(table[table["status"] != "ok"]["reason"]),
-        "ran": _distinct(table["ran"]),
-        "out_formats": _distinct(ok["out_format"]),
-    }
-    if ok.empty:
-        return KernelSummary(**summary)
-    summary |= {
-        **_spread(ok, KernelSummary),
-        "mean_abs": _power_mean(ok, "mean_abs", 1),
-        "max_abs": _or_none(ok["max_abs"].max()),
-        "rms": _power_mean(ok, "rms", 2),
-        "nonfinite": int(ok["nonfinite"].sum()),
-        "noise": _noise(list(table["row"])),
-    }
-    if ok["sampled"].any():
-        summary["rows_measured"] = int(ok["rows_measured"].max())
-        if ok["expected_ratio"].notna().any():
-            worst: DeviationRow = ok["row"].iloc[int(np.nanargmax(ok["expected_ratio"]))]
-            summary["expected_ratio_interval"] = worst.interval.get("expected_ratio")
-    summary["gradients"] = []
-    for tensor in TENSORS[1:]:
-        own = _measured(table, tensor)
-        if len(own):
-            lost, spread = int(own["nonfinite"].sum()), _spread(own, GradientSummary)
-            one = {"tensor": tensor, "ok": len(own), "nonfinite": lost, **spread}
-            summary["gradients"].append(one)
-    return KernelSummary(**summary, **_bias(ok))
+        **_over_heads(ok, KernelSummary),
+        **_bias(ok),
+        skipped=int((table["status"] == "skipped").sum()),
+        failed=int((table["status"] == "failed").sum()),
+        reasons=_distinct(table[table["status"] != "ok"]["reason"]),
+        ran=_distinct(table["ran"]),
+        out_formats=_distinct(ok["out_format"]),
+        mean_abs=_power_mean(ok, "mean_abs", 1),
+        max_abs=_or_none(ok["max_abs"].max()),
+        rms=_power_mean(ok, "rms", 2),
+        rows_measured=max((row.rows_measured or 0 for row in ok["row"]), default=0) or None,
+        expected_ratio_interval=worst.interval.get("expected_ratio"),
+        # 0 where all runs gave the same bits
+        noise=max((x for x in noise if x is not None), default=0.0) if noise else None,
+        gradients=tuple(_part(own, tensor=tensor) for tensor, own in gradients if len(own)),
+        phases=tuple(_part(own, phase=name) for name, own in ok.groupby("phase", sort=False)),
+    )
+
+
+def _part(own: pd.DataFrame, **of: Any) -> PartSummary:
+    return PartSummary(**of, **_over_heads(own, PartSummary))
 
 
 def _measured(table: pd.DataFrame, tensor: str) -> pd.DataFrame:
@@ -186,25 +153,18 @@ def _power_mean(ok: pd.DataFrame, metric: str, power: int) -> float | None:
     return _or_none(mean ** (1 / power))
 
 
-def _spread(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
+def _over_heads(ok: pd.DataFrame, record: type[Record]) -> dict[str, Any]:
     """Of each metric what the record has of it over heads: the median, the largest, where that is.
     Nothing where no head has a number."""
-    spread: dict[str, Any] = {}
+    fields: dict[str, Any] = {"ok": len(ok), "nonfinite": int(ok["nonfinite"].sum())}
     for metric in METRICS:
         values = ok[metric].dropna()
         if len(values):
             with np.errstate(over="ignore"):
-                spread[metric] = _or_none(values.median())
-            spread[f"{metric}_worst"] = float(values.max())
-            spread[f"{metric}_where"] = ok.at[values.idxmax(), "where"]
-    return {name: value for name, value in spread.items() if name in record.model_fields}
-
-
-def _noise(rows: Sequence[DeviationRow]) -> float | None:
-    """The largest noise over heads and tensors, over the floor's error; 0 if all were the same
-    bits, None if there was a single run."""
-    noisy = [noise_ratio(row) for row in rows if row.noise is not None]
-    return max((x for x in noisy if x is not None), default=0.0) if noisy else None
+                fields[metric] = _or_none(values.median())
+            fields[f"{metric}_worst"] = float(values.max())
+            fields[f"{metric}_where"] = ok.at[values.idxmax(), "where"]
+    return {name: value for name, value in fields.items() if name in record.model_fields}
 
 
 def _bias(ok: pd.DataFrame) -> dict[str, Any]:
@@ -218,45 +178,22 @@ def _bias(ok: pd.DataFrame) -> dict[str, Any]:
     return {"bias_testable": True, "biased_heads": accused}
 
 
-def _parts(ranked: Ranked) -> Iterator[PartSummary]:
-    """Every kernel's numbers for each phase or step, in the ranking's order; nothing where all
-    calls are of one part."""
-    whole = [(kernel, ok) for kernel, ok in ranked if kernel.role != "precision" and len(ok)]
-    if not whole or len(pd.concat([ok[PART] for _, ok in whole]).drop_duplicates()) < 2:
-        return
-    for kernel, ok in whole:
-        for _, part in ok.groupby(PART, sort=False, dropna=False):
-            yield PartSummary(
-                **{name: getattr(kernel, name) for name in WHOSE},
-                **{name: getattr(part["row"].iloc[0], name) for name in PART},
-                calls=part["case"].nunique(),
-                ok=len(part),
-                **_spread(part, PartSummary),
-            )
-
-
-def _map(ranked: Ranked) -> HeadMap | None:
-    """Floor ratios, layer by head, of the kernel under audit that is farthest from the truth, in
-    the first format audited (a wider format's floor is so low that it would always win)."""
-    measured = [
-        (kernel, ok)
-        for kernel, ok in ranked
-        if (kernel.role, kernel.format) == ("kernel", ranked[0][0].format)
-        and kernel.floor_ratio is not None
-    ]
-    if not measured:
+def _map(kernels: Sequence[tuple[KernelSummary, pd.DataFrame]]) -> HeadMap | None:
+    """Floor ratios, layer by head, of the kernel that is farthest from the truth. They are those
+    under audit in the first format (a wider format's floor is so low that it would always win)."""
+    kernels = [pair for pair in kernels if pair[0].floor_ratio is not None]
+    if not kernels:
         return None
-    worst, ok = max(measured, key=lambda pair: pair[0].floor_ratio or 0.0)
-    layers = ok["place"].str.removeprefix("layer ")
-    largest = ok.groupby([layers, "head"])["floor_ratio"].max().dropna().unstack()
-    named = [layer for layer in layers.unique() if layer in largest.index]
+    worst, ok = max(kernels, key=lambda pair: pair[0].floor_ratio or 0.0)
+    largest = ok.groupby(["layer", "head"])["floor_ratio"].max().dropna().unstack()
+    layers = [layer for layer in ok["layer"].unique() if layer in largest.index]
     return HeadMap(
         kernel=worst.kernel,
         format=worst.format,
         metric="floor_ratio",
-        layers=tuple(named),
+        layers=tuple(layers),
         heads=tuple(map(int, largest.columns)),
-        values=tuple(tuple(map(_or_none, line)) for line in largest.loc[named].to_numpy()),
+        values=tuple(tuple(map(_or_none, line)) for line in largest.loc[layers].to_numpy()),
     )
 
 
@@ -280,56 +217,98 @@ def _weights(rows: Sequence[WeightRow]) -> Iterator[WeightSummary]:
 
 
 def _profiles(rows: Sequence[ProfileRow]) -> Iterator[ProfileSummary]:
-    """One summary for each kernel, tensor and length, kernels in the order of the rows: of the
-    lengths that most calls have, the most frequent first. The report's `profiles` have all."""
-    groups: dict[tuple[Any, ...], dict[str, list[ProfileRow]]] = {}
+    """One summary for each kernel and tensor, over calls of the length that most have, which count
+    equally; the report's `profiles` have all."""
+    groups = defaultdict(list)
     for row in rows:
-        kernel = f"{row.role} {row.kernel} {sorted(row.options.items())}"
-        group = groups.setdefault((row.format, row.attends, row.tensor), {})
-        group.setdefault(kernel, []).append(row)
-    formats = list(dict.fromkeys(fmt for fmt, _, _ in groups))
-    for key in sorted(groups, key=lambda key: (formats.index(key[0]), TENSORS.index(key[2]))):
-        kernels = groups[key].values()
-        calls = Counter(n for n, _ in {(row.length, row.case) for own in kernels for row in own})
-        for length in sorted(calls, key=lambda n: (-calls[n], -n))[:LENGTHS]:
-            for own in kernels:
-                if of_length := [row for row in own if row.length == length]:
-                    yield _profile(of_length)
+        groups[row.format, row.tensor, row.attends].append(row)
+    for own in groups.values():
+        calls = Counter(length for length, _ in {(row.length, row.case) for row in own})
+        length = max(calls, key=lambda n: (calls[n], n))
+        kernels = defaultdict(list)
+        for row in own:
+            if row.length == length:
+                kernels[row.role, row.kernel, str(sorted(row.options.items()))].append(row)
+        for these in kernels.values():
+            shared = (*WHOSE, "tensor", "attends", "length", "starts")
+            predicted = ((row.errors, row.predicted) for row in these if row.predicted is not None)
+            ratios = (
+                [e / p if e is not None and p else None for e, p in zip(*pair, strict=True)]
+                for pair in predicted
+            )
+            yield ProfileSummary(
+                **{name: getattr(these[0], name) for name in shared},
+                calls=len(these),
+                errors=_medians(row.errors for row in these),
+                ratios=_medians(ratios),
+            )
 
 
-def _profile(rows: Sequence[ProfileRow]) -> ProfileSummary:
-    """Of one kernel in calls of one length, which count equally: the median, least and largest of
-    every bin. Its error over what is predicted is taken call by call."""
-    predicted = [(row.errors, row.predicted) for row in rows if row.predicted is not None]
-    ratios = [
-        [None if e is None or not p else e / p for e, p in zip(*pair, strict=True)]
-        for pair in predicted
-    ]
-    errors, lows, highs = _over_calls([row.errors for row in rows])
-    over, over_lows, over_highs = _over_calls(ratios)
-    shared = (*WHOSE, "tensor", "attends", "length", "starts")
-    return ProfileSummary(
-        **{name: getattr(rows[0], name) for name in shared},
-        calls=len({row.case for row in rows}),
-        counts=tuple(map(sum, zip(*(row.counts for row in rows), strict=True))),
-        errors=errors,
-        lows=lows,
-        highs=highs,
-        predicted=_over_calls([own for _, own in predicted])[0],
-        ratios=over,
-        ratio_lows=over_lows,
-        ratio_highs=over_highs,
-    )
-
-
-def _over_calls(calls: Sequence[Sequence[float | None]]) -> tuple[tuple[float | None, ...], ...]:
-    """Median, least and largest of each bin, to four digits, over the calls that have a number."""
+def _medians(calls: Iterable[Sequence[float | None]]) -> tuple[float | None, ...]:
+    """The median of each bin, to four digits, over the calls that have a number."""
     bins = [[x for x in own if x is not None] for own in zip(*calls, strict=True)]
-    return tuple(
-        tuple(float(f"{of(own):.4g}") if own else None for own in bins) for of in (median, min, max)
-    )
+    return tuple(float(f"{median(own):.4g}") if own else None for own in bins)
 
 
 def _or_none(value: float) -> float | None:
     """A float for JSON, None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def _answer(kernels: Sequence[KernelSummary]) -> Iterator[str]:
+    """One format in sentences: what cannot be counted, or that nothing was measured; then how far
+    from fp64 the kernel is, and flash deviation beside that of low precision."""
+    standard = {k.role: k for k in kernels}
+    precision, plain = standard.get("precision"), standard.get("baseline")
+    measured = [k for k in kernels if k.role == "kernel" and k.max_abs is not None]
+    usual = {name: place for place, name in enumerate(HEADLINE)}
+    kernel = min(measured, key=lambda k: usual.get(k.kernel, -1), default=None)
+    if precision is not None and precision.nonfinite:
+        yield (
+            f"Rounding q, k, v to {precision.format} overflows: {precision.nonfinite} elements of "
+            "the exact result are no longer finite."
+        )
+    if plain is not None and plain.nonfinite:  # a kernel's are a finding
+        yield f"{plain.kernel} has {plain.nonfinite} elements that are not finite and should be."
+    if kernel is None:
+        yield "No kernel under audit could be measured."
+        return
+    if kernel.floor_ratio is None:
+        yield f"The exact result is 0 everywhere; {kernel.kernel} is off by {kernel.max_abs:.1e}."
+    elif kernel.format == "float64":
+        yield "In float64 the reference is no more exact than a kernel; read absolute errors."
+    else:
+        yield _distance(kernel, plain)
+    if kernel.flash_vs_precision is not None:
+        share = kernel.baseline_ratio
+        whose = ", mostly the baseline's own error" if share is not None and share < 0.5 else ""
+        yield (
+            f"It differs from the baseline by {kernel.flash_vs_precision:.2f} x what rounding q, "
+            f"k, v to {kernel.format} costs{whose}."
+        )
+    elif precision is not None and precision.rms == 0:
+        yield f"The inputs are {kernel.format} already, so the format itself costs nothing."
+    else:
+        yield f"The baseline did not run, so {kernel.kernel} stands beside no cost of the format."
+
+
+def _distance(kernel: KernelSummary, baseline: KernelSummary | None) -> str:
+    """How far from fp64, in units of the least error possible and of what roundings predict."""
+    text = (
+        f"{kernel.kernel} errs {kernel.floor_ratio:.2f} x the floor, the least error possible "
+        f"(worst {kernel.floor_ratio_worst:.2f}, {kernel.floor_ratio_where})"
+    )
+    if baseline is not None and baseline.floor_ratio is not None:
+        text += f", the plain baseline {baseline.floor_ratio:.2f} x"
+    # In other formats what a kernel's arithmetic may err is a bound, no prediction.
+    if kernel.expected_ratio is None or kernel.format not in BIAS_FORMATS:
+        return f"{text}."
+    ends = kernel.expected_ratio_interval
+    interval = f" [{ends[0]:.2f} to {ends[1]:.2f}]" if ends else ""
+    return (
+        f"{text}. That is {kernel.expected_ratio:.2f} x what its roundings predict "
+        f"(worst {kernel.expected_ratio_worst:.2f}{interval}, {kernel.expected_ratio_where})."
+    )

@@ -4,6 +4,7 @@ its kind: where its numbers come from, and what is wrong."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -38,6 +39,36 @@ class Place(Record):
     @classmethod
     def of(cls, row: DeviationRow) -> Place:
         return cls(**{name: getattr(row, name) for name in cls.model_fields})
+
+
+class Places:
+    """What to call a place in a report of these rows: `layer 3 head 2`; the module where layers
+    share a number, the case where it was drawn; seed and call where there are several."""
+
+    def __init__(self, rows: Sequence[DeviationRow]) -> None:
+        modules = {(row.layer, row.module): row.attends for row in rows}
+        layers = Counter(layer for layer, _ in modules)
+        self._names = {
+            (layer, module): module
+            if layers[layer] > 1
+            else f"layer {layer} {attends or ''}".strip()
+            for (layer, module), attends in modules.items()
+        }
+        self._seeds = len({row.seed for row in rows}) > 1
+        self._calls = len({row.call for row in rows}) > 1
+
+    def layer(self, place: Place | DeviationRow) -> str:
+        """Which layer's calls these are, of which phase."""
+        name = self._names.get((place.layer, place.module), place.module)
+        name = place.case if place.layer is None else name
+        return f"{name} {place.phase}" if place.phase else name
+
+    def __call__(self, place: Place | DeviationRow) -> str:
+        words = self.layer(place)
+        words += f" step {place.step}" if place.step is not None else ""
+        words += f" call {place.call}" if self._calls and place.call != place.step else ""
+        words += f" head {place.head}" if place.head is not None else ""
+        return words + (f", seed {place.seed}" if self._seeds else "")
 
 
 class Finding(Record):

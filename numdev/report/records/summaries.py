@@ -42,7 +42,7 @@ class _OverHeads(Record):
     """Metrics over heads: medians, `_worst` the largest, `_where` the layer and head of that."""
 
     ok: int  # heads that were measured, of all calls
-    row_rel: float | None = None
+    nonfinite: int = 0
     floor_ratio: float | None = None
     floor_ratio_worst: float | None = None
     floor_ratio_where: str | None = None
@@ -52,11 +52,11 @@ class _OverHeads(Record):
     expected_ratio_where: str | None = None
 
 
-class GradientSummary(_OverHeads):
-    """One gradient of one kernel in one format over all heads and calls."""
+class PartSummary(_OverHeads):
+    """One gradient of a kernel, or its output in one phase of a generation."""
 
-    tensor: Tensor
-    nonfinite: int = 0
+    tensor: Tensor = "out"
+    phase: Phase | None = None
 
 
 class KernelSummary(OfKernel, _OverHeads):
@@ -71,48 +71,26 @@ class KernelSummary(OfKernel, _OverHeads):
     mean_abs: float | None = None
     max_abs: float | None = None
     rms: float | None = None
-    nonfinite: int = 0
     flash_vs_precision: float | None = None
-    flash_vs_low_precision: float | None = None  # from the baseline, over its way from float32
     expected_ratio_interval: tuple[float, float] | None = None  # of the worst head, where sampled
-    gradients: tuple[GradientSummary, ...] = ()
+    gradients: tuple[PartSummary, ...] = ()
+    phases: tuple[PartSummary, ...] = ()
     noise: float | None = None  # the largest, over the floor's rms; 0: same bits; None: ran once
     biased_heads: int = 0
     bias_testable: bool = False  # whether there were independent sequences enough to judge bias
 
 
-class PartSummary(OfKernel, _OverHeads):
-    """One kernel in one format over some of its calls: a phase of a generation, or what attends
-    alike in one denoising step."""
-
-    phase: Phase | None = None
-    step: int | None = None
-    attends: Attends | None = None
-    calls: int
-
-
 class ProfileSummary(OfKernel):
-    """How one kernel errs along the rows of calls of one length: of each bin the median over these
-    calls, the least and the largest. Null where no call has a number."""
+    """How one kernel errs along the rows of calls of one length: the median of each bin over these
+    calls, null where none has a number."""
 
     tensor: Tensor
     attends: Attends | None = None
     length: int
     calls: int
     starts: tuple[int, ...]
-    counts: tuple[int, ...]  # rows of each bin, of all calls together
     errors: tuple[float | None, ...]
-    lows: tuple[float | None, ...]
-    highs: tuple[float | None, ...]
-    predicted: tuple[float | None, ...] = ()  # empty, as the following, where nothing is
-    ratios: tuple[float | None, ...] = ()  # error over what is predicted, taken call by call
-    ratio_lows: tuple[float | None, ...] = ()
-    ratio_highs: tuple[float | None, ...] = ()
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The last row of each bin."""
-        return tuple(start - 1 for start in (*self.starts[1:], self.length))
+    ratios: tuple[float | None, ...] = ()  # over what is predicted, taken call by call
 
 
 class HeadMap(Record):
@@ -145,11 +123,9 @@ class AuditSummary(Record):
     kernels: tuple[KernelSummary, ...]
     map: HeadMap | None = None
     weights: tuple[WeightSummary, ...] = ()
-    sequences: int | None = None
     explanations: tuple[Explanation, ...] = ()  # for `--explain`
     worst_rows: tuple[WorstRow, ...] = ()
-    parts: tuple[PartSummary, ...] = ()  # by phase, or by denoising step and what attends
-    profiles: tuple[ProfileSummary, ...] = ()  # of the lengths that most calls have
+    profiles: tuple[ProfileSummary, ...] = ()
 
 
 class CellRow(OfKernel):

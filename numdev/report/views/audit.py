@@ -1,25 +1,38 @@
-"""An audit, shown: the kernels ranked, their parts, the map of the worst one, where along its calls
-a kernel errs, and which roundings make its errors."""
+"""An audit, shown: the kernels ranked, their gradients and phases, the map of the worst one, where
+along its rows a kernel errs, and which roundings make its errors."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from numdev.report import AuditReport, Explanation, KernelSummary, WeightSummary, WorstRow
+from numdev.report import (
+    AuditReport,
+    Axis,
+    Curve,
+    Explanation,
+    Figure,
+    KernelSummary,
+    PartSummary,
+    Point,
+    ProfileSummary,
+    Tick,
+    WeightSummary,
+    WorstRow,
+)
 from numdev.report import document as doc
 from numdev.report.document import Cell, Column, Item, floors, labelled
-from numdev.report.numbers import NONE, ratio, shade, short, si, times
-from numdev.report.views import along, target_of
+from numdev.report.numbers import NONE, ratio, shade, short, si
+from numdev.report.views import target_of
 
-GRADIENTS = ("dq", "dk", "dv")
 STANDARD = {"floor": "the exact result, rounded once", "baseline": "plain attention"}
-REASONS = 3  # that are said of kernels that did not run
+REASONS = 3  # that are said of a kernel that did not run
 LEGEND = (
     "×floor: rms error over that of the exact result rounded once (the floor), median head and "
     "worst head; darker from 1.25, 2, 4 and 16 on. ×baseline: over plain attention as model code "
     "writes it. ×predicted: over what the roundings it claims to make predict, worst head. "
-    "×format: how far the kernel is from the baseline, over how far rounding the inputs moved the "
-    "answer. biased: heads with a systematic error, of those judged."
+    "biased: heads with a systematic error, of those judged."
 )
 SAMPLED = (
     "Sampled: {} query rows of each head were measured, drawn over all positions. Averages and "
@@ -30,6 +43,11 @@ SAMPLED = (
 RESIDUAL = (
     "residual: what is left of the error, element by element, when the emulation's own is taken "
     "away; up to 0.5 explains it. next: the residual of the next preset."
+)
+POSITIONS = (
+    "Root mean square over the rows of a bin, heads and sequences together: of a row's error over "
+    "what is predicted, or over the size of its terms where nothing is. The first bins hold 1, 1, "
+    "2, 4, 8 rows and so on, the rest are even. Lines are medians over calls (a model's layers)."
 )
 
 
@@ -47,14 +65,16 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         yield from _format(name, [k for k in summary.kernels if k.format == name])
     rows = max((k.rows_measured or 0 for k in summary.kernels), default=0)
     yield from doc.notes((LEGEND, SAMPLED.format(rows) if rows else ""))
-    yield from along.parts(summary.parts)
     if summary.map is not None:
         worst = summary.map
         title = f"{worst.kernel} in {worst.format}: times the floor, layer by head"
         layers = dict(zip(worst.layers, worst.values, strict=True))
         cell = lambda v: Cell(short(v), shade(v), title=ratio(v))  # noqa: E731
         yield doc.heat_map(title, worst.heads, layers, cell)
-    yield from along.positions(summary.profiles)
+    if charts := tuple(_positions(summary.profiles)):
+        yield doc.Heading("Error against position", doc.TEXT)
+        yield doc.Figures(charts, doc.TEXT)
+        yield doc.Paragraph(POSITIONS, "soft", doc.PAGE)
     yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
     yield from _explanations(summary.explanations)
     yield doc.words(
@@ -72,16 +92,16 @@ def _name(k: KernelSummary) -> Cell:
     return Cell(labelled(k.kernel, k.options), style=style, title=STANDARD.get(k.role, ""))
 
 
-def predicted(value: float | None) -> Cell:
+def _predicted(value: float | None) -> Cell:
     """The worst head's error over what its roundings predict; far above 1 it stands out."""
     if value is None:
         return Cell(NONE)
     return Cell(ratio(value), style="good" if value <= 1.15 else "warn" if value <= 1.5 else "bad")
 
 
-def _at_least(k: KernelSummary) -> str:
-    """Of sampled rows the maximum is a lower bound."""
-    return "" if k.rows_measured is None or k.max_abs is None else "≥"
+def _max(k: KernelSummary) -> str:
+    """Of sampled rows it is a lower bound."""
+    return ("" if k.rows_measured is None or k.max_abs is None else "≥") + si(k.max_abs)
 
 
 def _biased(k: KernelSummary) -> Cell:
@@ -90,21 +110,20 @@ def _biased(k: KernelSummary) -> Cell:
     return Cell(f"{k.biased_heads}/{k.ok}", style="warn" if k.biased_heads else "")
 
 
-RANKING: tuple[tuple[Column, Callable[[KernelSummary], Cell]], ...] = (
-    (Column("kernel", align="left"), _name),
+RATIOS: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
     (Column("×floor"), lambda k: floors(k.floor_ratio)),
     (
         Column("worst head", "worst"),
         lambda k: floors(k.floor_ratio_worst, k.floor_ratio_where or ""),
     ),
     (Column("×baseline", "×base"), lambda k: Cell(ratio(k.baseline_ratio))),
-    (Column("×predicted", "×pred"), lambda k: predicted(k.expected_ratio_worst)),
+    (Column("×predicted", "×pred"), lambda k: _predicted(k.expected_ratio_worst)),
+)
+RANKING: tuple[tuple[Column, Callable[[Any], Cell]], ...] = (
+    (Column("kernel", align="left"), _name),
+    *RATIOS,
     (Column("mean error", "mean err"), lambda k: Cell(si(k.mean_abs))),
-    (Column("max error", "max err"), lambda k: Cell(_at_least(k) + si(k.max_abs))),
-    (
-        Column("×format"),
-        lambda k: Cell(ratio(k.flash_vs_precision if k.role == "kernel" else None)),
-    ),
+    (Column("max error", "max err"), lambda k: Cell(_max(k))),
     (Column("biased heads", "biased"), _biased),
     (
         Column("not finite", "NaN/inf"),
@@ -114,34 +133,28 @@ RANKING: tuple[tuple[Column, Callable[[KernelSummary], Cell]], ...] = (
 
 
 def _format(name: str, kernels: Sequence[KernelSummary]) -> Iterator[doc.Node]:
-    """One format: kernels ranked, their gradients, and what the tables need said."""
-    shown = [k for k in kernels if k.ok and k.role != "precision" and not _repeats(k, kernels)]
+    """One format: kernels ranked, their gradients and phases, and what the tables need said."""
+    shown = [k for k in kernels if k.ok and k.role != "precision"]
     yield doc.table(
         [column for column, _ in RANKING],
         ([cell(k) for _, cell in RANKING] for k in shown),
         [k.role != "kernel" for k in shown],
         title=f"{name}: kernels, the closest to the truth first",
     )
-    names = [c for t in GRADIENTS for c in (f"{t} ×floor", Column("×predicted", "×pred"))]
-    backward = [k for k in shown if k.gradients]
-    yield doc.table(
-        ["kernel", *names, "noise"],
-        map(_gradients, backward),
-        [k.role != "kernel" for k in backward],
-        title=f"{name}: gradients",
-    )
-    if backward:
-        yield doc.Paragraph("noise: between two runs, over the floor's error.", "soft")
+    yield _parts(f"{name}: gradients", [(k, g.tensor, g) for k in shown for g in k.gradients])
+    phases = [(k, p.phase or "", p) for k in shown for p in k.phases if len(k.phases) > 1]
+    yield _parts(f"{name}: prefill beside decode", phases)
     yield doc.Bullets(tuple(_remarks(name, kernels)))
 
 
-def _gradients(k: KernelSummary) -> Iterator[Cell]:
-    yield _name(k)
-    for tensor in GRADIENTS:
-        g = next((g for g in k.gradients if g.tensor == tensor), None)
-        yield floors(g.floor_ratio if g else None)
-        yield predicted(g.expected_ratio_worst if g else None)
-    yield Cell(si(k.noise))
+def _parts(title: str, parts: Sequence[tuple[KernelSummary, str, PartSummary]]) -> doc.Table:
+    """A row for each part of each kernel."""
+    return doc.table(
+        [RANKING[0][0], Column("of", align="left"), *(column for column, _ in RATIOS)],
+        [(_name(k), name, *(cell(part) for _, cell in RATIOS)) for k, name, part in parts],
+        [k.role != "kernel" for k, _, _ in parts],
+        title=title,
+    )
 
 
 def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
@@ -150,40 +163,57 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
         if k.role == "precision" and k.mean_abs:
             yield Item(
                 f"Rounding q, k, v to {name} alone moved the answer by {si(k.mean_abs)} on "
-                f"average, {_at_least(k)}{si(k.max_abs)} at most.",
+                f"average, {_max(k)} at most.",
                 style="soft",
             )
-        others = [f for f in k.out_formats if f != name]
-        if others:
-            text = f"{k.kernel} returned {', '.join(others)}: its floor is that format's."
-            yield Item(text, style="soft")
         if k.kernel == "sdpa-default" and k.ran:
             ran = ", ".join(r.removeprefix("_scaled_dot_product_") for r in k.ran)
-            same = ", with the numbers of another row" if _repeats(k, kernels) else ""
-            yield Item(f"sdpa-default ran {ran}{same}.", style="soft")
-    ratios = ", ".join(
-        f"{k.kernel} {times(k.flash_vs_low_precision)}"
-        for k in kernels
-        if k.role == "kernel" and k.flash_vs_low_precision is not None and not _repeats(k, kernels)
-    )
-    if ratios:
-        way = f"the baseline's own way from float32 to {name}"
-        yield Item(f"From the baseline, over {way}: {ratios}.", style="soft")
-    for reasons in dict.fromkeys(k.reasons for k in kernels if k.skipped or k.failed):
-        these = [k for k in kernels if k.reasons == reasons]
-        outcome, style = ("failed", "bad") if these[0].failed else ("skipped", "warn")
-        more = f"; and {len(reasons) - REASONS} other reasons" if len(reasons) > REASONS else ""
-        lead = f"{', '.join(k.kernel for k in these)} {outcome}:"
-        yield Item(f"{'; '.join(reasons[:REASONS])}{more}", lead, style)  # type: ignore[arg-type]
-
-
-def _repeats(k: KernelSummary, kernels: Sequence[KernelSummary]) -> bool:
-    """Whether this is PyTorch's default choice, and another row has its every number."""
-    numbers = [o.model_dump(exclude={"kernel", "ran"}) for o in kernels]
-    return along.repeats(k.kernel, numbers[kernels.index(k)], numbers)
+            yield Item(f"sdpa-default ran {ran}.", style="soft")
+        if k.noise:
+            text = f"{k.kernel} changes between two runs by {si(k.noise)} x the floor's error."
+            yield Item(text, style="soft")
+        if k.skipped or k.failed:
+            more = f"; and {len(k.reasons) - REASONS} more" if len(k.reasons) > REASONS else ""
+            lead = f"{k.kernel} {'failed' if k.failed else 'skipped'}:"
+            yield Item("; ".join(k.reasons[:REASONS]) + more, lead, "bad" if k.failed else "warn")
 
 
 # --- what stands below it ------------------------------------------------------------------------
+
+
+def _positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Chart]:
+    """For each format, tensor and kind of attention the errors over what is predicted; where
+    nothing is, the errors themselves."""
+    groups = defaultdict(list)
+    for p in profiles:
+        groups[p.format, p.attends, p.tensor].append(p)
+    for (name, attends, tensor), own in groups.items():
+        relative, length = any(p.ratios for p in own), own[0].length
+        what = "key" if tensor in ("dk", "dv") else "row"
+        ticks = [Tick(x=i, label=str(start)) for i, start in enumerate(own[0].starts)]
+        curves = []
+        for p in own:
+            values = enumerate(p.ratios if relative else p.errors)
+            points = tuple(
+                Point(x=i, label=f"{what} {p.starts[i]}", mean=value, low=None, high=None)
+                for i, value in values
+                if value  # a logarithmic axis has no 0
+            )
+            label = labelled(p.kernel, p.options)
+            curves += [Curve(label=label, role=p.role, points=points)]
+        figure = Figure(
+            title=f"{name}, {f'{attends} attention, ' if attends else ''}{tensor} ({length} "
+            f"{what}s): error {'over what is predicted, ' if relative else ''}by position",
+            metric="expected_ratio" if relative else "row_rel",
+            relative=relative,
+            y_title="error, times predicted" if relative else "rms error of a row over its terms",
+            y_scale="log",
+            curves=tuple(curve for curve in curves if curve.points),
+        )
+        if figure.curves:
+            title = f"first {'key' if what == 'key' else 'query row'} of the bin"
+            axis = Axis(name="position", title=title, scale="linear", ticks=tuple(ticks))
+            yield doc.Chart(figure, axis, (figure,))
 
 
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:
@@ -200,11 +230,8 @@ def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node
 
 def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
     """Which roundings make each kernel's errors, and what the sites in the table are."""
-    left = [Column(name, align="left") for name in ("", "makes the errors of")]
-    next_one, shares = Column("next", align="left", width=120), Column("of its squared error",
-                                                                       align="left")  # fmt: skip
-    yield doc.table(
-        ("kernel", *left, "residual", next_one, shares),
+    yield doc.words(
+        ("kernel", "", "makes the errors of", "residual", "next", "of its squared error"),
         (
             (
                 Cell(f"{labelled(e.kernel, e.options)} {e.format}", style="strong"),
@@ -217,7 +244,6 @@ def _explanations(explanations: Sequence[Explanation]) -> Iterator[doc.Node]:
             for e in explanations
         ),
         title="Which roundings make these errors",
-        kind="words",
     )
     sites = {s.site: s.rounds for e in explanations for s in e.sites}
     rounds = "; ".join(f"{site}: {what}" for site, what in sites.items())

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from numdev.gate.findings import Places, label
+from numdev.gate.findings import label
 from numdev.gate.verdict import Held, Judgement, Power, Verdict
-from numdev.report import Finding, Place
+from numdev.report import Finding, Place, Places
 from numdev.report import document as doc
 
 # The gravest first.
