@@ -32,7 +32,7 @@ from numdev.report import (
     SweepSummary,
     Tick,
 )
-from numdev.report.document import charts
+from numdev.report.document import Figures
 from numdev.report.foreign import plain
 from numdev.report.renderers import chart, html, terminal
 
@@ -216,8 +216,7 @@ def test_a_large_audit_is_a_small_page() -> None:
 
 
 def drawn(figure: Figure, along: Axis | None = None) -> ET.Element:
-    (described,) = charts([figure], along or axis(), "baseline")
-    return ET.fromstring(chart.svg(described))
+    return ET.fromstring(chart.svg(figure, Figures((figure,), along or axis())))
 
 
 def dots(svg: ET.Element) -> list[list[float]]:

@@ -269,9 +269,10 @@ def test_each_point_of_a_sweep_has_its_own_number() -> None:
     ticks = tuple(Tick(x=x, label=f"{x:g}") for x in (64.0, 128.0))
     axis = Axis(name="n", title="length", scale="log", ticks=ticks)
     made = sweep(figure(curve("a", 1.1), curve("b", 5.5)), axis=axis, notes=())
-    (chart,) = next(node.charts for node in document_of(made).blocks if isinstance(node, Figures))
-    assert cells([table_of(chart)]) == "length: a | 64: 1.1 | 128: 2.1"
-    assert cells([table_of(chart)], row=1) == "length: b | 64: 5.5 | 128: 6.5"
+    node = next(node for node in document_of(made).blocks if isinstance(node, Figures))
+    shown = [table_of(node.figures[0], axis)]
+    assert cells(shown) == "length: a | 64: 1.1 | 128: 2.1"
+    assert cells(shown, row=1) == "length: b | 64: 5.5 | 128: 6.5"
     assert re.findall("<title>(b .*?)</title>", html.page(made)) == [
         "b at 64: 5.5 [5.4 to 5.7]",
         "b at 128: 6.5 [6.4 to 6.7]",

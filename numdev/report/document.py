@@ -97,22 +97,13 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A figure along an axis. Figures `beside` it, itself among them, share its range and its
-    kernels' colours."""
-
-    figure: Figure
-    axis: Axis
-    beside: tuple[Figure, ...]
-    baseline: str = "baseline"
-    marks: tuple[tuple[float, str], ...] = ()  # upright lines: where, and the words beside each
-
-
-@dataclass(frozen=True)
 class Figures:
-    """Charts beside each other; a table each where nothing can be drawn."""
+    """Figures along one axis, beside each other; a table each where nothing can be drawn. Those of
+    one metric share their range, and a kernel looks the same in all."""
 
-    charts: tuple[Chart, ...]
+    figures: tuple[Figure, ...]
+    axis: Axis
+    baseline: str = "baseline"
     only: tuple[Medium, ...] = MEDIA
 
 
@@ -142,7 +133,7 @@ class Document:
 
     def shown_in(self, medium: Medium) -> tuple[Node, ...]:
         """The nodes of a medium; tables without a row and lists without an item are none."""
-        parts = {Table: "rows", Bullets: "items", Figures: "charts"}
+        parts = {Table: "rows", Bullets: "items", Figures: "figures"}
         return tuple(
             node
             for node in self.blocks
@@ -208,16 +199,8 @@ def labelled(kernel: str, options: Mapping[str, Any]) -> str:
     return kernel + (f"[{chosen}]" if chosen else "")
 
 
-def charts(
-    figures: Sequence[Figure], axis: Axis | None, baseline: str = "baseline"
-) -> tuple[Chart, ...]:
-    """Figures of one report, drawn alike; none without an axis."""
-    return tuple(Chart(f, axis, tuple(figures), baseline) for f in figures if axis is not None)
-
-
-def table_of(chart: Chart) -> Table:
-    """The figure as numbers: a row for each curve, a column for each place on the axis."""
-    figure, axis = chart.figure, chart.axis
+def table_of(figure: Figure, axis: Axis) -> Table:
+    """The figure as numbers: a row for each curve, a column for each tick of the axis."""
 
     def cell(curve: Curve, x: float) -> str:
         value = next((p.mean for p in curve.points if p.x in (None, x)), None)

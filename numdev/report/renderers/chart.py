@@ -14,8 +14,8 @@ from xml.etree import ElementTree as ET
 
 from markupsafe import Markup
 
-from numdev.report import Axis, Point
-from numdev.report.document import Chart
+from numdev.report import Axis, Figure, Point
+from numdev.report.document import Figures
 from numdev.report.foreign import plain
 from numdev.report.numbers import power
 
@@ -34,24 +34,20 @@ Pair = tuple[float, float]
 Scale = Callable[[float], float]
 
 
-def svg(chart: Chart) -> Markup:
-    """The chart. Figures beside it share its range, and a kernel looks the same in all."""
-    figure, axis, categories = chart.figure, chart.axis, chart.axis.scale == "category"
-    of = (figure.metric, figure.relative)
-    alike = [f for f in chart.beside if (f.metric, f.relative) == of]
+def svg(figure: Figure, of: Figures) -> Markup:
+    """One of these figures."""
+    axis, categories = of.axis, of.axis.scale == "category"
+    kind = (figure.metric, figure.relative)
+    alike = [f for f in of.figures if (f.metric, f.relative) == kind]
     points = [p for f in alike for c in f.curves for p in c.points]
     log = any(f.y_scale == "log" for f in alike) and any(p.mean > 0 for p in points)
     limits = _y_limits(points, log, figure.relative)
     x, y = _x_scale(axis), _scale(limits, (BOTTOM, TOP), log)
     root = ET.Element("svg", {"role": "img", "aria-label": plain(figure.title)})
-    below = _axes(root, chart, x, y, _y_ticks(limits, log))
+    below = _axes(root, axis, figure.y_title, x, y, _y_ticks(limits, log))
     if figure.relative and limits[0] <= 1 <= limits[1]:
         _path(root, "one", [(LEFT, y(1.0)), (RIGHT, y(1.0))])
-    for i, (at, words) in enumerate(chart.marks):
-        _path(root, "one", [(x(at), TOP), (x(at), BOTTOM)])
-        gap, anchor = (-4, "end") if x(at) > (LEFT + RIGHT) / 2 else (4, "start")
-        _text(root, words, x(at) + gap, BOTTOM - 6 - LINE * i, "tick", anchor)
-    styles, ends = _styles(chart), []
+    styles, ends = _styles(of), []
     step = min(14.0, 0.8 * (RIGHT - LEFT) / len(axis.ticks) / max(1, len(figure.curves)))
     for i, curve in enumerate(figure.curves):
         style, marker = styles[curve.label]
@@ -72,12 +68,12 @@ def svg(chart: Chart) -> Markup:
     return Markup(ET.tostring(root, encoding="unicode"))
 
 
-def _styles(chart: Chart) -> dict[str, tuple[str, int]]:
+def _styles(of: Figures) -> dict[str, tuple[str, int]]:
     """Label to its class and marker: the standard roles their own, kernels a colour each."""
     styles: dict[str, tuple[str, int]] = {}
     kernels = 0
-    for label, role in {c.label: c.role for f in chart.beside for c in f.curves}.items():
-        if label == chart.baseline or role in ("floor", "precision"):
+    for label, role in {c.label: c.role for f in of.figures for c in f.curves}.items():
+        if label == of.baseline or role in ("floor", "precision"):
             styles[label] = (role, 3 if role == "precision" else 0)
         else:
             dashes, marker = divmod(kernels, len(MARKERS))
@@ -148,19 +144,21 @@ def _y_ticks(limits: Pair, log: bool) -> list[float]:
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _axes(root: ET.Element, chart: Chart, x: Scale, y: Scale, y_ticks: Iterable[float]) -> float:
+def _axes(
+    root: ET.Element, axis: Axis, y_title: str, x: Scale, y: Scale, y_ticks: Iterable[float]
+) -> float:
     """The frame, its ticks and titles; returns where the drawing ends below. A label that would run
     into the one before it is left out."""
     for v in y_ticks:
         _path(root, "grid", [(LEFT, y(v)), (RIGHT, y(v))])
         _text(root, power(f"{v:.3g}"), LEFT - 8, y(v) + 4, "tick", "end")
     _path(root, "grid", [(LEFT, BOTTOM), (RIGHT, BOTTOM)])
-    fitting = max(6, int((RIGHT - LEFT) / len(chart.axis.ticks) / 6.2))
+    fitting = max(6, int((RIGHT - LEFT) / len(axis.ticks) / 6.2))
     free, lowest = -math.inf, 0.0
-    for tick in chart.axis.ticks:
+    for tick in axis.ticks:
         # `regime(option=1)` is broken at its options.
         label = tick.label.replace("(", " ").removesuffix(")").replace(",", " ")
-        lines = _wrapped(label, fitting) if chart.axis.scale == "category" else [tick.label]
+        lines = _wrapped(label, fitting) if axis.scale == "category" else [tick.label]
         at, half = x(tick.x), 3.4 * max(map(len, lines), default=0)
         if at - half >= free:
             free = at + half + 4
@@ -168,8 +166,8 @@ def _axes(root: ET.Element, chart: Chart, x: Scale, y: Scale, y_ticks: Iterable[
             for i, words in enumerate(lines):
                 lowest = max(lowest, BOTTOM + 18 + LINE * i)
                 _text(root, words, at, BOTTOM + 18 + LINE * i, "tick")
-    _text(root, chart.axis.title, (LEFT + RIGHT) / 2, lowest + 20, "title")
-    title = _text(root, chart.figure.y_title, 0, 0, "title")
+    _text(root, axis.title, (LEFT + RIGHT) / 2, lowest + 20, "title")
+    title = _text(root, y_title, 0, 0, "title")
     title.set("transform", f"translate(13 {(TOP + BOTTOM) / 2}) rotate(-90)")
     return lowest + 32
 

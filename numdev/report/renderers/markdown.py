@@ -55,8 +55,8 @@ def _lines(node: doc.Node, heading: str) -> Iterator[str]:
         case doc.Table():
             yield from _table(node, heading)
         case doc.Figures():
-            for chart in node.charts:
-                yield from (*_table(doc.table_of(chart), heading), "")
+            for figure in node.figures:
+                yield from (*_table(doc.table_of(figure, node.axis), heading), "")
 
 
 def _table(node: doc.Table, heading: str) -> Iterator[str]:

@@ -59,8 +59,8 @@ def print_document(document: doc.Document, console: Console | None = None) -> No
             case doc.Table():
                 _table(node, out)
             case doc.Figures():
-                for chart in node.charts:
-                    _table(doc.table_of(chart), out)
+                for figure in node.figures:
+                    _table(doc.table_of(figure, node.axis), out)
 
 
 def _table(node: doc.Table, out: Console) -> None:

@@ -71,9 +71,9 @@ def blocks(report: AuditReport) -> Iterator[doc.Node]:
         layers = dict(zip(worst.layers, worst.values, strict=True))
         cell = lambda v: Cell(short(v), shade(v), title=ratio(v))  # noqa: E731
         yield doc.heat_map(title, worst.heads, layers, cell)
-    if charts := tuple(_positions(summary.profiles)):
+    if figures := tuple(_positions(summary.profiles)):
         yield doc.Heading("Error against position", doc.TEXT)
-        yield doc.Figures(charts, doc.TEXT)
+        yield from figures
         yield doc.Paragraph(POSITIONS, "soft", doc.PAGE)
     yield from _worst_rows(summary.worst_rows, sampled=bool(rows))
     yield from _explanations(summary.explanations)
@@ -181,10 +181,10 @@ def _remarks(name: str, kernels: Sequence[KernelSummary]) -> Iterator[Item]:
 # --- what stands below it ------------------------------------------------------------------------
 
 
-def _positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Chart]:
+def _positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Figures]:
     """For each format, tensor and kind of attention the errors over what is predicted; where
     nothing is, the errors themselves."""
-    groups = defaultdict(list)
+    groups, figures = defaultdict(list), defaultdict(list)
     for p in profiles:
         groups[p.format, p.attends, p.tensor].append(p)
     for (name, attends, tensor), own in groups.items():
@@ -213,7 +213,9 @@ def _positions(profiles: Sequence[ProfileSummary]) -> Iterator[doc.Chart]:
         if figure.curves:
             title = f"first {'key' if what == 'key' else 'query row'} of the bin"
             axis = Axis(name="position", title=title, scale="linear", ticks=tuple(ticks))
-            yield doc.Chart(figure, axis, (figure,))
+            figures[axis].append(figure)
+    for axis, drawn in figures.items():
+        yield doc.Figures(tuple(drawn), axis, only=doc.TEXT)
 
 
 def _worst_rows(rows: Sequence[WorstRow], *, sampled: bool) -> Iterator[doc.Node]:

@@ -38,11 +38,13 @@ def line(report: BoundsReport) -> str:
 
 
 def blocks(report: BoundsReport) -> Iterator[doc.Node]:
-    charts = doc.charts(report.figures, report.summary.axis, "golden")
-    yield doc.Figures(charts, PAGE)
+    if axis := report.summary.axis:
+        yield doc.Figures(report.figures, axis, "golden", PAGE)
     yield _table([c for c in report.comparisons if c.metric == "mean_abs" and c.ratio is not None])
     yield from doc.notes((LEGEND,), (*TERMINAL, *PAGE))
-    yield doc.Figures(tuple(c for c in charts if c.figure.metric == "mean_abs"), TERMINAL)
+    if axis:
+        means = tuple(figure for figure in report.figures if figure.metric == "mean_abs")
+        yield doc.Figures(means, axis, "golden", TERMINAL)
 
 
 def _table(known: list[Comparison]) -> doc.Table:

@@ -43,9 +43,9 @@ def blocks(report: DiagnoseReport) -> Iterator[doc.Node]:
         )  # fmt: skip
         name = f"{first.brief}: real kernels on the same inputs"
         yield doc.table(_columns("kernel", KERNEL), rows, title=name)
-        if report.figures:
+        if report.summary.axis:
             yield doc.Heading("Over training")
-            yield doc.Figures(doc.charts(report.figures, report.summary.axis, ""))
+            yield doc.Figures(report.figures, report.summary.axis, "")
         if count > SHOWN:
             yield doc.Fold(f"All {count} heads", (_ranked(report, count, "", doc.PAGE),))
     yield from doc.notes((f"{_attention(report)}, on the same inputs.",), doc.TERMINAL)

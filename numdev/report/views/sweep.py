@@ -24,7 +24,7 @@ def line(report: SweepReport) -> str:
 
 def blocks(report: SweepReport) -> Iterator[doc.Node]:
     summary = report.summary
-    yield doc.Figures(doc.charts(report.figures, summary.axis, summary.baseline))
+    yield doc.Figures(report.figures, summary.axis, summary.baseline)
     means = f"Means over {len(summary.seeds)} seeds; intervals are in report.html."
     yield doc.Paragraph(means, "soft", doc.TERMINAL)
     if summary.notes:

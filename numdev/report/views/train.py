@@ -44,7 +44,7 @@ def blocks(report: TrainReport) -> Iterator[doc.Node]:
         title="Variants",
         only=TEXT,
     )
-    drawn = doc.charts(report.figures, report.summary.axis, golden)
-    yield doc.Heading("By step", PAGE)
-    yield doc.Figures(drawn)
+    if axis := report.summary.axis:
+        yield doc.Heading("By step", PAGE)
+        yield doc.Figures(report.figures, axis, golden)
     yield doc.Paragraph(line(report).removesuffix(PROXY), "soft", TERMINAL)
